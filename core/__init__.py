@@ -1,0 +1,1 @@
+"""Contracts and engine. Nothing here imports a plugin."""

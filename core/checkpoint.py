@@ -1,0 +1,139 @@
+"""A model folder as Hugging Face lays it out: config.json, generation_config.json and safetensors, opened lazily.
+
+Importing this loads no torch. Only safetensors are read: pickled weights run code when they are opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Protocol
+
+from dovetail.core.errors import ConfigError
+
+PACKAGE_SCHEME = "pkg://"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class LazyTensor(Protocol):
+    """A checkpoint tensor that reads only what is sliced out of it (safetensors' get_slice)."""
+
+    def get_shape(self) -> list[int]: ...
+    def __getitem__(self, index: Any) -> Any: ...
+
+
+WeightSource = Iterator[tuple[str, Callable[[], LazyTensor]]]
+"""(name, opener) of every tensor; openers stay valid after the iteration."""
+
+
+def resolve(path: str) -> Path:
+    """The folder of a `model.path`: a path, or pkg://package.module/folder for one inside an installed package."""
+    folder = _in_package(path) if path.startswith(PACKAGE_SCHEME) else Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    reason = "is a file" if folder.is_file() else "does not exist"
+    raise ConfigError(
+        f"model.path={path}: this folder {reason}. Set model.path=<folder with config.json and *.safetensors>, or "
+        "model.load=dummy with model.hf for random weights of a shape"
+    )
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """config.json; eos_token_id and bos_token_id come from generation_config.json where that has them."""
+    folder = resolve(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path={path}: no config.json in {folder}. Set model.path=<a Hugging Face model folder>")
+    config = _read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        said = _read_json(generation)
+        config |= {key: said[key] for key in ("eos_token_id", "bos_token_id") if said.get(key) is not None}
+    return config
+
+
+def open_weights(path: str) -> WeightSource:
+    """Every tensor of the folder, file by file. Raises ConfigError for missing, pickled or misplaced files."""
+    folder = resolve(path)
+    for file, names in _files(folder, path):
+        reader = _open(file)
+        held = set(reader.keys())
+        if names is not None and (absent := sorted(set(names) - held)):
+            raise ConfigError(f"{file}: {_INDEX} promises {len(absent)} tensors that it lacks, first {absent[0]!r}")
+        for name in sorted(held if names is None else names):
+            yield name, lambda reader=reader, name=name: reader.get_slice(name)
+
+
+def _in_package(path: str) -> Path:
+    package, _, inside = path.removeprefix(PACKAGE_SCHEME).partition("/")
+    if not _is_inside(inside):
+        raise ConfigError(f"model.path={path}: write pkg://package.module/folder, without '..'")
+    try:
+        return Path(str(resources.files(package))) / inside
+    except (ModuleNotFoundError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: no package {package!r} is installed ({error})") from None
+
+
+def _files(folder: Path, path: str) -> list[tuple[Path, list[str] | None]]:
+    """(file, names to take from it; None = all)"""
+    if (folder / _INDEX).is_file():
+        by_file: dict[str, list[str]] = {}
+        for name, file in _weight_map(folder / _INDEX).items():
+            by_file.setdefault(file, []).append(name)
+        return [(folder / file, names) for file, names in sorted(by_file.items())]
+    if (folder / _SINGLE).is_file():
+        return [(folder / _SINGLE, None)]
+    found = sorted(file.name for file in folder.iterdir())
+    pickled = [name for name in found if name.endswith(_PICKLED)]
+    if pickled:
+        raise ConfigError(
+            f"model.path={path}: weights are pickled ({pickled[0]}), which would run code from the file. Convert them to "
+            "safetensors (transformers: model.save_pretrained), or set model.load=dummy"
+        )
+    raise ConfigError(
+        f"model.path={path}: neither {_SINGLE} nor {_INDEX} in {folder} (it holds: {', '.join(found[:8]) or 'nothing'}). "
+        "Set model.path=<folder with weights>, or model.load=dummy"
+    )
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{index}: no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_inside(file):
+            raise ConfigError(f"{index}: tensor {name!r} is said to lie in {file!r}, outside the model folder")
+        if not file.endswith(".safetensors"):
+            raise ConfigError(f"{index}: tensor {name!r} lies in {file!r}; only safetensors files are read")
+        if not (index.parent / file).is_file():
+            raise ConfigError(f"{index}: {file} is missing from the folder (an interrupted download?)")
+    return weight_map
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name from a file or the command line stays in its folder, on any system. Links in the folder are its
+    owner's own: download caches consist of them."""
+    posix, windows = PurePosixPath(name), PureWindowsPath(name)
+    outside = posix.is_absolute() or windows.drive or windows.root or ".." in (*posix.parts, *windows.parts)
+    return bool(name) and not outside
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: holds {type(content).__name__}, not an object")
+    return content

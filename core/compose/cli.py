@@ -1,0 +1,95 @@
+"""The command line. A user's mistake is one message and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn, TextIO
+
+from dovetail.core.compose.composer import compose
+from dovetail.core.compose.discovery import installed
+from dovetail.core.compose.kinds import KINDS, PRESET
+from dovetail.core.compose.sources import Repository, hydra_as_we_know_it, open_sources
+from dovetail.core.compose.suggest import listing
+from dovetail.core.errors import ConfigError, DovetailDeprecationWarning, DovetailError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except DovetailError as error:
+        print(f"dovetail: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: list[str]) -> int:
+    # What follows `--` is text for the app: it may hold quotes, commas and equals signs, so Hydra never sees it.
+    cut = argv.index("--") if "--" in argv else len(argv)
+    words, prompts = argv[:cut], argv[cut + 1 :]
+    args = _parser().parse_intermixed_args(words)
+    if args.help:
+        print(_help(tuple(args.config_dir)))
+        return 0
+    if args.multirun:
+        raise ConfigError(
+            "-m would run a sweep in one process, where one engine's memory, kernels and caches colour the next: "
+            "app=ablate compares alternatives in processes of their own"
+        )
+    with warnings.catch_warnings():
+        warnings.showwarning = _one_line
+        composition = compose(args.overrides, config_dirs=args.config_dir)
+    if prompts and not composition.takes_prompts:
+        raise ConfigError(f"app={composition.app} takes no prompts, and {len(prompts)} words follow `--`")
+    if args.cfg:
+        print(composition.to_yaml(), end="")
+        return 0
+    return composition.run(prompts)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `python run.py --help` shows what there is")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="dovetail", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=("job",))
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-cd", "--config-dir", action="append", default=[])
+    return parser
+
+
+def _one_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    where = "" if issubclass(category, DovetailDeprecationWarning) else f"{filename}:{lineno}: "
+    print(f"dovetail: {where}{message}", file=file or sys.stderr)
+
+
+def _help(folders: tuple[str, ...]) -> str:
+    with hydra_as_we_know_it():
+        _, sources = open_sources(installed(), folders)
+        repository = Repository(sources)
+        rows = [(kind, repository.get_group_options(kind)) for kind in (*KINDS, PRESET)]
+    chosen = "\n".join(f"  {kind:17} {listing(options)}" for kind, options in rows if options)
+    return f"""\
+usage: python run.py [<kind>=<name> | <kind>.<option>=<value> | engine.<setting>=<value> | +preset=<name>]... [-- <prompt>...]
+
+{chosen}
+
+  --cfg job         print the composed config and stop
+  --config-dir DIR  a folder with presets and variants of your own
+  app=plugins       every component with its options, package and version
+
+python run.py -- "Once upon a time"     python run.py scheduler=static engine.max_seqs=8     python run.py app=plugins"""

@@ -1,0 +1,125 @@
+"""Checks that chosen parts fit each other, from what they state; the matrix in the docs comes from the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from dovetail.core.compose.capabilities import Capabilities, Host, Requires
+from dovetail.core.compose.config import part_fields
+from dovetail.core.compose.engine_config import EngineConfig
+from dovetail.core.compose.kinds import KINDS
+from dovetail.core.compose.registry import Registered
+from dovetail.core.compose.selected import Selected
+from dovetail.core.compose.suggest import listing
+from dovetail.core.errors import PluginError
+
+if TYPE_CHECKING:
+    from dovetail.core.compose.composition import Composition
+
+_UNSTATED = object()
+
+
+def conflicts(composition: Composition, host: Host, model_facts: Mapping[str, object]) -> list[str]:
+    """One sentence for each demand that is not met, with the options that would meet it."""
+    return list(dict.fromkeys(_Check(composition, host, model_facts).run()))
+
+
+def stated_by_default(registered: Registered, host: Host) -> Capabilities | None:
+    """What a component states with its default options; None where it cannot say without being configured."""
+    if part_fields(registered.component.config):
+        return None
+    try:
+        config = registered.component.config()
+    except ValidationError:
+        return None
+    return Selected(registered, config).capabilities(host)
+
+
+class _Check:
+    def __init__(self, composition: Composition, host: Host, model_facts: Mapping[str, object]) -> None:
+        self.composition, self.host, self.model_facts = composition, host, model_facts
+        parts = [(path, part, part.capabilities(host)) for path, part in _walk(composition.parts)]
+        self.demands = [(path, part, demand) for path, part, stated in parts for demand in stated.requires]
+        # Only top-level parts answer demands: the model inside a drafter is not *the* model.
+        self.provided = {path: stated.provides for path, _, stated in parts}
+
+    def run(self) -> Iterator[str]:
+        for path, part, demand in self.demands:
+            for answerer, value in self._answers(demand):
+                if value is _UNSTATED or not _admits(demand, value):
+                    is_now = f"{answerer} does not state it" if value is _UNSTATED else f"{answerer} has {_show(value)}"
+                    yield (
+                        f"{path}={part.name} requires {demand.kind} with {demand.words()} ({demand.reason}); {is_now}."
+                        f" Would work: {listing(self._cures(path, part, demand))}."
+                    )
+
+    def _answers(self, demand: Requires) -> list[tuple[str, object]]:
+        """(who answers, value) of every part that the demand is about."""
+        if demand.kind == "engine":
+            return [("engine", _field(self.composition.engine_config, demand.key))]
+        if demand.kind == "host":
+            return [("this host", _field(self.host, demand.key))]
+        chosen = self.composition.parts.get(demand.kind)
+        if demand.kind == "model" and demand.key in self.model_facts:
+            return [("the checkpoint", self.model_facts[demand.key])]
+        if isinstance(chosen, Selected):
+            return [(f"{demand.kind}={chosen.name}", self.provided[demand.kind].get(demand.key, _UNSTATED))]
+        if chosen is None:
+            return [(f"app={self.composition.app}, which has no {demand.kind},", _UNSTATED)]
+        return [
+            (f"{demand.kind}={name}", self.provided[f"{demand.kind}.{name}"].get(demand.key, _UNSTATED))
+            for name in chosen
+        ]
+
+    def _cures(self, path: str, part: Selected, demand: Requires) -> Iterator[str]:
+        if demand.kind == "engine" and demand.allowed is not None:
+            yield " or ".join(f"engine.{demand.key}={_show(value)}" for value in demand.allowed)
+        elif demand.kind == "engine":
+            yield f"engine.{demand.key} {demand.words().removeprefix(demand.key).strip()}"
+        for kind in dict.fromkeys((demand.kind, path)):
+            if kind in KINDS and isinstance(self.composition.parts.get(kind), Selected):
+                yield from (f"{kind}={name}" for name in self._options(kind))
+
+    def _options(self, kind: str) -> Iterator[str]:
+        """Components of a kind that would fit everything else as it stands."""
+        chosen = self.composition.part(kind)
+        demands = [d for path, _, d in self.demands if d.kind == kind and path.split(".")[0] != kind]
+        for name in self.composition.registry.options(kind):
+            if name == chosen.name:
+                continue
+            try:
+                stated = stated_by_default(self.composition.registry.get(kind, name), self.host)
+            except PluginError:  # one that does not load is no suggestion; it was not chosen, so it may not fail the check
+                continue
+            if stated is None:
+                continue
+            meets = all(d.key in stated.provides and _admits(d, stated.provides[d.key]) for d in demands)
+            is_met = all(v is not _UNSTATED and _admits(d, v) for d in stated.requires for _, v in self._answers(d))
+            if meets and is_met:
+                yield name
+
+
+def _walk(parts: Mapping[str, Selected | dict[str, Selected]]) -> Iterator[tuple[str, Selected]]:
+    """Every part with its path, nested ones included."""
+    for path, part in parts.items():
+        if isinstance(part, dict):
+            yield from _walk({f"{path}.{name}": item for name, item in part.items()})
+        else:
+            yield path, part
+            nested = {f"{path}.{field}": getattr(part.config, field) for field in part_fields(type(part.config))}
+            yield from _walk(nested)
+
+
+def _admits(demand: Requires, value: object) -> bool:
+    return demand.admits(value)
+
+
+def _field(record: EngineConfig | Host | None, key: str) -> object:
+    return getattr(record, key, _UNSTATED)
+
+
+def _show(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,153 @@
+"""Overrides in, composition out: Hydra's defaults list and merging, without its globals, run folders or logging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dovetail.core.compose.composition import Composition
+from dovetail.core.compose.discovery import installed
+from dovetail.core.compose.kinds import KINDS, PRESET
+from dovetail.core.compose.overrides import Checked, check_overrides
+from dovetail.core.compose.registry import Registry
+from dovetail.core.compose.selected import Placement
+from dovetail.core.compose.sources import Repository, hydra_as_we_know_it, open_sources
+from dovetail.core.compose.validation import Draft, Path, validate
+from dovetail.core.errors import ConfigError
+
+PRIMARY = "config"
+
+
+def compose(
+    overrides: Sequence[str] = (),
+    app: str | None = None,
+    *,
+    registry: Registry | None = None,
+    config_dirs: Sequence[str] = (),
+) -> Composition:
+    """Choose and validate the parts of a run.
+
+    `overrides` are those of the command line (`scheduler=static`, `engine.tp=2`, `+preset=tiny_cpu`), in any order.
+    `app` fixes the app whatever a preset chooses. `config_dirs` are folders with presets and variants of your own.
+    Raises ConfigError with every mistake, or PluginError where a chosen component cannot be used.
+    """
+    texts = [*overrides] if app is None else [*overrides, f"app={app}"]
+    if app is not None:
+        for text in overrides:
+            if text.startswith("app=") and text != f"app={app}":
+                raise ConfigError(f"`{text}`: the app is {app} here")
+    with hydra_as_we_know_it():
+        full, sources = open_sources(registry or installed(), tuple(config_dirs))
+        repository = Repository(sources)
+        checked = check_overrides(texts, repository, full)
+        if checked.faults and {"app", PRESET} & checked.unsettled:
+            # Without these two it is unknown what else is wrong.
+            raise ConfigError("\n".join(checked.faults))
+        draft = _in_our_words(_compose, repository, checked, full)
+    nodes = validate(draft, full)
+    return Composition(
+        registry=full,
+        overrides=tuple(texts),
+        app_part=nodes[draft.app],
+        parts={kind: nodes[kind] for kind in KINDS if kind in nodes and kind != draft.app},
+        engine_config=nodes.get("engine"),
+    )
+
+
+def _in_our_words(step: Any, *args: Any) -> Draft:
+    try:
+        draft = step(*args)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(_without_hints(error)) from error
+    assert isinstance(draft, Draft)
+    return draft
+
+
+def _without_hints(error: Exception) -> str:
+    """Hydra's message without its advice, which speaks of flags and folders that are not there."""
+    lines = []
+    for line in (str(error) or type(error).__name__).splitlines():
+        if line.startswith(("To append", "Config search path", "Set the environment")):
+            break
+        lines.append(line.strip())
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        lines.append(str(error.__cause__).splitlines()[0])
+    return " ".join(line for line in lines if line)
+
+
+def _compose(repository: Repository, checked: Checked, registry: Registry) -> Draft:
+    defaults = create_defaults_list(
+        repo=repository,
+        config_name=PRIMARY,
+        overrides_list=checked.overrides,
+        prepend_hydra=False,
+        skip_missing=False,
+    )
+    loader = ConfigLoaderImpl(ConfigSearchPathImpl())
+    config = loader._compose_config_from_defaults_list(defaults=defaults.defaults, repo=repository)
+    # The config stays open: an unknown key is found by validation, together with every other mistake.
+    loader._apply_overrides_to_config(defaults.config_overrides, config)
+    placements, broken = _placements(defaults, registry)
+    return Draft(
+        app=_app(config),
+        nodes=_plain(config),
+        placements=placements,
+        broken=broken,
+        options=repository.get_group_options,
+        touched={_text(o): o.key_or_group.split(".")[0] for o in defaults.config_overrides},
+        faults=tuple(checked.faults),
+        unsettled=frozenset(checked.unsettled),
+    )
+
+
+def _text(override: Override) -> str:
+    return override.input_line or override.key_or_group
+
+
+def _app(config: DictConfig) -> str:
+    app = config.get("app")
+    if not isinstance(app, str):
+        raise ConfigError("no app is chosen: write app=<name>, such as app=generate")
+    return app
+
+
+def _placements(defaults: DefaultsList, registry: Registry) -> tuple[dict[Path, Placement], dict[Placement, str]]:
+    """Which component the defaults list put where, and the root node of each choice that is listed as broken."""
+    placements: dict[Path, Placement] = {}
+    broken: dict[Placement, str] = {}
+    for entry in defaults.defaults:
+        kind, _, name = (entry.config_path or "").rpartition("/")
+        choice = Placement(kind, name)
+        base = tuple((entry.package or "").split(".")) if entry.package else ()
+        path = base if kind in KINDS and kind != "app" and KINDS[kind].cardinality == "one" else (*base, name)
+        if registry.problems_of(kind, name):
+            broken[choice] = path[0]
+        elif (kind, name) in registry.registered:
+            if placements.setdefault(path, choice) != choice:
+                first = placements[path].name
+                raise ConfigError(f"{'.'.join(path)} is given two components, {first} and {name}; a variant has one base")
+    return placements, broken
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    assert isinstance(resolved, dict)
+    return {str(key): _drop_missing(value) for key, value in resolved.items() if value is not None}
+
+
+def _drop_missing(value: Any) -> Any:
+    """A value that nobody gave is absent, so that validation calls it required."""
+    if isinstance(value, dict):
+        return {str(key): _drop_missing(item) for key, item in value.items() if item != "???"}
+    if isinstance(value, list):
+        return [_drop_missing(item) for item in value]
+    return value

@@ -1,0 +1,89 @@
+"""The result of composing: every part chosen and validated, nothing built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from dovetail.core.compose.capabilities import Host
+from dovetail.core.compose.compatibility import conflicts
+from dovetail.core.compose.config import AppConfig
+from dovetail.core.compose.engine_config import EngineConfig
+from dovetail.core.compose.registry import Registry
+from dovetail.core.compose.selected import Selected
+from dovetail.core.errors import CapabilityError
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    registry: Registry
+    overrides: tuple[str, ...]
+    """What was asked for. Composing these again, with the same registry, gives an equal composition."""
+    app_part: Selected
+    parts: Mapping[str, Selected | dict[str, Selected]]
+    """Kind -> its part, or name -> part in the chosen order for kinds of which there are many."""
+    engine_config: EngineConfig | None
+    """None for an app that does not read it."""
+
+    @property
+    def app(self) -> str:
+        return self.app_part.name
+
+    @property
+    def engine(self) -> EngineConfig:
+        if self.engine_config is None:
+            raise ValueError(f"app={self.app} does not declare that it needs `engine`")
+        return self.engine_config
+
+    @property
+    def takes_prompts(self) -> bool:
+        return isinstance(self.app_part.config, AppConfig) and self.app_part.config.takes_prompts
+
+    def part(self, kind: str) -> Selected:
+        """The one part of a kind."""
+        part = self._declared(kind)
+        if not isinstance(part, Selected):
+            raise ValueError(f"there may be several parts of kind `{kind}`; use many({kind!r})")
+        return part
+
+    def many(self, kind: str) -> dict[str, Selected]:
+        """The parts of a kind of which there may be several."""
+        parts = self._declared(kind)
+        if isinstance(parts, Selected):
+            raise ValueError(f"there is one part of kind `{kind}`; use part({kind!r})")
+        return parts
+
+    def _declared(self, kind: str) -> Selected | dict[str, Selected]:
+        if kind not in self.parts:
+            raise ValueError(f"app={self.app} does not declare that it needs `{kind}`")
+        return self.parts[kind]
+
+    def target(self, kind: str) -> type[Any]:
+        return self.part(kind).target()
+
+    def build(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Import the class of the one part of a kind and call it: `Class(config, *args, **kwargs)`."""
+        return self.part(kind).build(*args, **kwargs)
+
+    def check(self, host: Host, model_facts: Mapping[str, object] | None = None) -> None:
+        """Raise one CapabilityError with every conflict. `model_facts` come from the checkpoint's config."""
+        if found := conflicts(self, host, model_facts or {}):
+            raise CapabilityError(found)
+
+    def run(self, prompts: Sequence[str] = ()) -> int:
+        return int(self.app_part.build().run(self, prompts))
+
+    def to_yaml(self) -> str:
+        """The composed config, for people; only what the app reads."""
+        nodes: dict[str, Any] = {"app": self.app}
+        options = self.app_part.to_node()
+        del options["name"]
+        nodes[self.app] = options
+        if self.engine_config is not None:
+            nodes["engine"] = self.engine_config.model_dump(mode="json")
+        for kind, part in self.parts.items():
+            nodes[kind] = part.to_node() if isinstance(part, Selected) else {n: p.to_node() for n, p in part.items()}
+        return yaml.safe_dump(nodes, sort_keys=False, allow_unicode=True)

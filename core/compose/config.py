@@ -1,0 +1,58 @@
+"""The base class of every component's config, and the fields that hold another component."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+class Config(BaseModel):
+    """Options of one component: frozen, no unknown keys, a docstring with the unit under each field.
+
+    `name` is taken: the composed node of a component says under that key which component it configures.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class AppConfig(Config):
+    """Options of an app, which also declares what the app reads. Nothing else is validated or built for it."""
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    """The nodes that the app reads: "engine" and kinds."""
+    takes_prompts: ClassVar[bool] = False
+    """Whether words after `--` on the command line are handed to the app."""
+
+
+_PART, _PARTS = "dovetail_part", "dovetail_parts"
+
+
+def Part(kind: str, *, default: str) -> Any:
+    """A field that holds one component of `kind`; annotate it with `Selected`.
+
+    It becomes a config group of its own: `model@spec_decode.model=tiny` chooses, `spec_decode.model.x=1` sets.
+    """
+    return Field(json_schema_extra={_PART: kind, "default": default})
+
+
+def Parts(kind: str, *, default: Sequence[str] = ()) -> Any:
+    """A field that holds several components of a many-kind by name; annotate it with `dict[str, Selected]`."""
+    return Field(json_schema_extra={_PARTS: kind, "default": list(default)})
+
+
+def part_fields(config: type[Config]) -> dict[str, tuple[str, str | list[str]]]:
+    """The nested parts of a config class: field name -> (kind, default choice or list of choices)."""
+    found: dict[str, tuple[str, str | list[str]]] = {}
+    for name, info in config.model_fields.items():
+        marks = _marks(info)
+        kind = marks.get(_PART) or marks.get(_PARTS)
+        if kind is not None:
+            found[name] = (kind, marks["default"])
+    return found
+
+
+def _marks(info: FieldInfo) -> dict[str, Any]:
+    return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}

@@ -1,0 +1,184 @@
+"""Loads the packages in entry-point group `dovetail`, built-in ones included, each on its own.
+
+One package that fails never stops the others: what is wrong with it becomes a `Problem`, which is listed by
+`app=plugins` and raised only when somebody chooses it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+
+from dovetail.core.compose import hookspecs
+from dovetail.core.compose.component import Component
+from dovetail.core.compose.config import AppConfig, Config, part_fields
+from dovetail.core.compose.kinds import KINDS
+from dovetail.core.compose.registry import Package, Problem, Registered, Registry
+from dovetail.core.compose.suggest import did_you_mean, listing
+from dovetail.core.errors import ConfigError
+
+SWITCH = "DOVETAIL_PLUGINS"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_REFERENCE = re.compile(r"[\w.]+:\w+")
+
+
+@functools.cache
+def installed() -> Registry:
+    """The registry of this environment, loaded once a process."""
+    return discover(os.environ.get(SWITCH, ""))
+
+
+def discover(switch: str = "") -> Registry:
+    blocked = _parse_switch(switch)
+    registered: list[Registered] = []
+    problems: list[Problem] = []
+    config_dirs: list[tuple[Package, str]] = []
+    found: set[str] = set()
+    for entry in sorted(entry_points(group=hookspecs.PROJECT), key=lambda e: (_package(e), e.name)):
+        package = _package(entry)
+        found.add(_normal(package.name))
+        if _normal(package.name) in blocked:
+            problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}"))
+            continue
+        try:
+            components, folders = _load(entry, f"{package.name}:{entry.name}")
+        except Exception as error:  # whatever a third party's module raises is its problem, named and listed
+            problems.append(Problem(str(package), f"entry point {entry.name}: {type(error).__name__}: {error}"))
+            continue
+        config_dirs += [(package, folder) for folder in folders]
+        for component in components:
+            reason = _fault(component)
+            if reason:
+                kind, name = getattr(component, "kind", ""), getattr(component, "name", "")
+                known = isinstance(component, Component) and kind in KINDS
+                problems.append(Problem(str(package), reason, *((kind, name) if known else ())))
+            else:
+                registered.append(Registered(component, package))
+    for name in sorted(blocked - found):
+        problems.append(Problem(name, f"{SWITCH} blocks it, but it is not installed.{did_you_mean(name, found)}"))
+    return Registry(*_without_duplicates(registered, problems), config_dirs)
+
+
+def _parse_switch(switch: str) -> set[str]:
+    words = [w.strip() for w in switch.split(",") if w.strip()]
+    for word in words:
+        if not word.startswith("-"):
+            raise ConfigError(f"{SWITCH}={switch}: `{word}` is not `-package`, the only form there is")
+        if _normal(word[1:]) == hookspecs.PROJECT:
+            raise ConfigError(f"{SWITCH}={switch}: the built-in components cannot be blocked")
+    return {_normal(word[1:]) for word in words}
+
+
+def _package(entry: EntryPoint) -> Package:
+    return Package(entry.dist.name, entry.dist.version) if entry.dist else Package(entry.value, "")
+
+
+def _normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _load(entry: EntryPoint, key: str) -> tuple[list[Component], list[str]]:
+    """A plugin manager for each package, so that an error in one names that one."""
+    plugin = entry.load()
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(plugin, name=key)
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise _Misspelt(_misspelt_hook(manager, str(error))) from error
+    if not manager.get_hookcallers(plugin):
+        raise _Misspelt(f"nothing in {entry.value} is marked with @hookimpl")
+    components = [c for group in manager.hook.dovetail_components() for c in group]
+    folders = [f for group in manager.hook.dovetail_config_dirs() for f in group]
+    for folder in folders:
+        if not (isinstance(folder, str) and folder.startswith("pkg://")):
+            raise ConfigError(f"config folder {folder!r} is not of the form pkg://package.folder")
+    return components, folders
+
+
+class _Misspelt(Exception):
+    """A hook that nobody calls."""
+
+
+def _misspelt_hook(manager: pluggy.PluginManager, fallback: str) -> str:
+    hooks = [name for name in vars(hookspecs) if name.startswith("dovetail_")]
+    for name, caller in vars(manager.hook).items():
+        if not name.startswith("_") and not caller.has_spec():
+            return f"there is no hook `{name}`.{did_you_mean(name, hooks)} Hooks: {listing(hooks)}."
+    return fallback
+
+
+def _fault(component: Any) -> str:
+    """Why a component cannot be used, or nothing."""
+    if not isinstance(component, Component):
+        return f"dovetail_components() gave {component!r}, not a Component"
+    if component.kind not in KINDS:
+        return f"there is no kind `{component.kind}`.{did_you_mean(component.kind, KINDS)} Kinds: {listing(KINDS)}."
+    if not _NAME.fullmatch(component.name):
+        return f"the name {component.name!r} is not lower case letters, digits and underscores"
+    for what, reference in (("target", component.target), ("capabilities", component.capabilities)):
+        if reference is not None and not _REFERENCE.fullmatch(reference):
+            return f"its {what} {reference!r} is not of the form package.module:name"
+    return _wrong_api(component) or "; ".join(_config_faults(component))
+
+
+def _wrong_api(component: Component) -> str:
+    ours = KINDS[component.kind].api
+    kind, _, version = component.api.partition("/")
+    if kind != component.kind or not re.fullmatch(r"\d+\.\d+", version):
+        return f"its api {component.api!r} is not of the form {component.kind}/<major>.<minor>, such as {ours}"
+    (major, minor), (our_major, our_minor) = (map(int, v.split(".")) for v in (version, ours.partition("/")[2]))
+    # Below 1.0 a minor version may change anything; from there on it only adds.
+    fits = major == our_major and (minor == our_minor if major == 0 else minor <= our_minor)
+    return "" if fits else f"it is made for {component.api}, and this Dovetail speaks {ours}"
+
+
+def _config_faults(component: Component) -> Iterator[str]:
+    config = component.config
+    base = AppConfig if component.kind == "app" else Config
+    if not (isinstance(config, type) and issubclass(config, base)):
+        yield f"its config {config!r} is not a subclass of dovetail.{base.__name__}"
+        return
+    if config.model_config.get("extra") != "forbid" or not config.model_config.get("frozen"):
+        yield f"its config {config.__name__} must stay frozen, with extra='forbid'"
+    if "name" in config.model_fields:
+        yield f"its config {config.__name__} has a field `name`, which says which component a node configures"
+    if issubclass(config, AppConfig):
+        nodes = ("engine", *KINDS)
+        if component.name in nodes:
+            yield f"an app cannot be called `{component.name}`: its options would lie under that part's node"
+        for need in config.needs:
+            if need not in nodes:
+                yield f"{config.__name__}.needs names `{need}`, which is no node.{did_you_mean(need, nodes)}"
+    for field, (kind, _) in part_fields(config).items():
+        if kind not in KINDS:
+            yield f"its part `{field}` is of no kind `{kind}`.{did_you_mean(kind, KINDS)}"
+    for old, new in component.renamed.items():
+        if old in config.model_fields or new not in config.model_fields:
+            yield f"it renames `{old}` to `{new}`, but its options are {listing(config.model_fields)}"
+
+
+def _without_duplicates(
+    registered: list[Registered], problems: list[Problem]
+) -> tuple[list[Registered], list[Problem]]:
+    """Two that share a name are both refused: which one is meant cannot be known, and must not depend on an order."""
+    by_key: dict[tuple[str, str], list[Registered]] = defaultdict(list)
+    for one in registered:
+        by_key[one.component.kind, one.component.name].append(one)
+    unique = [group[0] for group in by_key.values() if len(group) == 1]
+    for (kind, name), group in by_key.items():
+        if len(group) > 1:
+            packages = [str(one.package) for one in group]
+            third = next((o.package.name for o in group if not o.package.is_builtin), None)
+            cure = f"; {SWITCH}=-{third} leaves one" if third else ""
+            reason = f"{kind}={name} comes from {' and '.join(packages)}{cure}"
+            problems = [*problems, *(Problem(package, reason, kind, name) for package in packages)]
+    return unique, problems

@@ -1,0 +1,40 @@
+"""The root node `engine`: what several parts read, so that swapping one part changes nothing else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dovetail.core.compose.config import Config
+
+
+class EngineConfig(Config):
+    tp: int = Field(1, ge=1)
+    """Ranks that share each layer (tensor parallel)."""
+    pp: int = Field(1, ge=1)
+    """Groups of layers that run one after another on ranks of their own (pipeline parallel)."""
+    dp: int = Field(1, ge=1)
+    """Lanes with a scheduler and KV cache of their own (data-parallel attention)."""
+    max_len: int | None = Field(None, ge=1)
+    """Tokens in the longest sequence, prompt and output; null: the model's own limit."""
+    token_budget: int = Field(2048, ge=1)
+    """Tokens in one step, over all sequences."""
+    max_seqs: int = Field(64, ge=1)
+    """Sequences in one step."""
+    page_size: int = Field(16, ge=1)
+    """Tokens in one KV page."""
+    kv_dtype: str = "auto"
+    """Number format of keys and values in the cache; auto: that of the activations."""
+    dtype: str = "auto"
+    """Number format of activations; auto: the checkpoint's on CUDA, float32 on CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; auto: CUDA where there is one."""
+    depth: int = Field(1, ge=1, le=8)
+    """Plans in flight: 1 waits for each step, 2 schedules one step while another runs."""
+    seed: int = Field(0, ge=0)
+    """Start of every random draw, on host and device."""
+    memory_fraction: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory that the engine may fill."""
+    kv_pages: int | None = Field(None, ge=1)
+    """Pages in each KV group; null: as many as fit, measured."""

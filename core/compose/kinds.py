@@ -1,0 +1,49 @@
+"""The kinds of component. A kind is a config group, a folder in plugins/ and a page in the docs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PRESET = "preset"
+"""The config group of presets. Not a kind: a preset holds choices and has no component."""
+
+Cardinality = Literal["one", "many", "per_request"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    name: str
+    cardinality: Cardinality
+    """one: exactly one is chosen; many: an ordered list; per_request: all are at hand and a request picks."""
+    api: str
+    """The version of the contract, "<kind>/<major>.<minor>", that a component's `api` is compared with."""
+    interface: str
+    """Where the contract's class is, "module:Class". A component's target must be a subclass of it."""
+    about: str
+
+
+def _kind(name: str, cardinality: Cardinality, interface: str, about: str, api: str = "0.1") -> Kind:
+    return Kind(name, cardinality, f"{name}/{api}", f"dovetail.core.interfaces:{interface}", about)
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        _kind("app", "one", "App", "what a run does: generate text, serve, measure, compare"),
+        _kind("model", "one", "Model", "layers, weight names and the forward pass"),
+        _kind("scheduler", "one", "Scheduler", "which sequences run in a step, and how many tokens of each"),
+        _kind("kv_cache", "one", "KVAllocator", "who owns which KV page, and what is reused"),
+        _kind("attention", "one", "AttentionBackend", "writes keys and values to pages and attends over them"),
+        _kind("quant", "one", "Quantizer", "the number format of weights, activations and KV"),
+        _kind("spec_decode", "one", "Drafter", "proposes tokens that the model then verifies"),
+        _kind("executor", "one", "Executor", "runs plans on one or many ranks"),
+        _kind("collective", "one", "Collective", "sums and gathers between ranks"),
+        _kind("cost", "one", "CostModel", "predicts the time of a plan"),
+        _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled"),
+        _kind("observer", "many", "Observer", "sees one record a step, off the critical path"),
+        _kind("tool_parser", "per_request", "ToolParser", "finds tool calls in generated text"),
+        _kind("reasoning_parser", "per_request", "ReasoningParser", "separates reasoning from the answer"),
+        _kind("workload", "one", "Workload", "the requests of a benchmark"),
+    )
+}

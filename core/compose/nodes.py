@@ -1,0 +1,58 @@
+"""A component as Hydra sees it: a node of plain JSON values and a defaults list for its nested parts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from dovetail.core.compose.component import Component
+from dovetail.core.compose.config import Config, part_fields
+from dovetail.core.compose.engine_config import EngineConfig
+from dovetail.core.compose.kinds import KINDS
+
+MISSING = "???"
+
+
+def component_node(component: Component) -> dict[str, Any]:
+    """The content of config `<kind>/<name>`; an app's is placed at the root, everything else under its kind."""
+    node = {"name": component.name, **plain_defaults(component.config)}
+    at_root = component.kind == "app"
+    # Apps and items of a list lie one level below their package: an app's options under its own name, and two items of
+    # a list would otherwise merge into one node.
+    nested = at_root or KINDS[component.kind].cardinality != "one"
+    below = f"{component.name}." if nested else ""
+    defaults: list[Any] = [
+        {f"/{kind}@{below}{field}": choice} for field, (kind, choice) in part_fields(component.config).items()
+    ]
+    body = {component.name: node} if nested else node
+    return {"defaults": [*defaults, "_self_"], **({"app": component.name} if at_root else {}), **body}
+
+
+def engine_node() -> dict[str, Any]:
+    return {"engine": plain_defaults(EngineConfig)}
+
+
+def plain_defaults(config: type[Config]) -> dict[str, Any]:
+    parts = part_fields(config)
+    return {
+        name: MISSING if info.is_required() else _plain(info.get_default(call_default_factory=True))
+        for name, info in config.model_fields.items()
+        if name not in parts
+    }
+
+
+def _plain(value: object) -> Any:
+    return _escape(to_jsonable_python(value))
+
+
+def _escape(value: Any) -> Any:
+    """OmegaConf would take `${x}` for an interpolation."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return value

@@ -1,0 +1,127 @@
+"""What can be chosen, from which package, and what cannot be and why."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from dovetail.core.compose.component import Component
+from dovetail.core.compose.kinds import KINDS
+from dovetail.core.compose.suggest import did_you_mean, listing
+from dovetail.core.errors import ConfigError, PluginError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Package:
+    """An installed distribution."""
+
+    name: str
+    version: str
+
+    @property
+    def is_builtin(self) -> bool:
+        return self.name == "dovetail"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A component and the package that brought it."""
+
+    component: Component
+    package: Package
+
+    def load(self, reference: str) -> Any:
+        """The object at "module:name"; a failure names the package."""
+        module, _, name = reference.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except Exception as error:  # a plugin's module may raise anything; it is reported, never swallowed
+            raise PluginError(
+                str(self.package),
+                f"{self.component.kind}={self.component.name} needs {reference}, which does not load: "
+                f"{type(error).__name__}: {error}",
+            ) from error
+
+    def target(self) -> type[Any]:
+        """The component's class, checked against the contract of its kind."""
+        target = self.load(self.component.target)
+        module, _, name = KINDS[self.component.kind].interface.partition(":")
+        interface = getattr(importlib.import_module(module), name)
+        if not (isinstance(target, type) and issubclass(target, interface)):
+            raise PluginError(
+                str(self.package),
+                f"{self.component.kind}={self.component.name}: {self.component.target} is not a subclass of "
+                f"{module}.{name}",
+            )
+        return target
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that a package brought and that cannot be used. Without a kind it concerns the whole package."""
+
+    package: str
+    reason: str
+    kind: str = ""
+    name: str = ""
+
+
+class Registry:
+    """Immutable. Its order never depends on the order in which packages were found."""
+
+    def __init__(
+        self,
+        registered: Iterable[Registered] = (),
+        problems: Iterable[Problem] = (),
+        config_dirs: Iterable[tuple[Package, str]] = (),
+    ) -> None:
+        by_key = {(r.component.kind, r.component.name): r for r in registered}
+        self.registered: Mapping[tuple[str, str], Registered] = MappingProxyType(dict(sorted(by_key.items())))
+        self.problems = tuple(sorted(set(problems), key=lambda p: (p.package, p.kind, p.name, p.reason)))
+        # Our own come first: they hold the primary config.
+        self.config_dirs = tuple(sorted(config_dirs, key=lambda entry: (not entry[0].is_builtin, entry)))
+
+    def with_problems(self, problems: Iterable[Problem]) -> Registry:
+        return Registry(self.registered.values(), (*self.problems, *problems), self.config_dirs)
+
+    def options(self, kind: str) -> tuple[str, ...]:
+        return tuple(name for k, name in self.registered if k == kind)
+
+    def problems_of(self, kind: str, name: str) -> tuple[Problem, ...]:
+        return tuple(p for p in self.problems if (p.kind, p.name) == (kind, name))
+
+    def get(self, kind: str, name: str) -> Registered:
+        """The component, or the reason why it cannot be chosen."""
+        self.refuse_broken(kind, name)
+        try:
+            return self.registered[kind, name]
+        except KeyError:
+            raise ConfigError(self.no_such(kind, name, self.options(kind))) from None
+
+    def refuse_broken(self, kind: str, name: str) -> None:
+        if broken := self.problems_of(kind, name):
+            packages = " and ".join(dict.fromkeys(p.package for p in broken))
+            reasons = "; ".join(dict.fromkeys(p.reason for p in broken))
+            raise PluginError(packages, f"{kind}={name} cannot be used: {reasons}")
+
+    def no_such(self, kind: str, name: str, options: Iterable[str]) -> str:
+        options = sorted(options)
+        message = f"{kind}={name}: no such {kind}.{did_you_mean(name, options)} Options: {listing(options)}."
+        # The name may be in a package that never got as far as naming its components.
+        whole = [f"{p.package} ({p.reason})" for p in self.problems if not p.kind]
+        return message + (f" Packages that could not be used: {'; '.join(whole)}." if whole else "")
+
+    def fingerprint(self) -> str:
+        """Ranks and hosts compare this before they load: equal means the same components from the same versions."""
+        lines = [
+            f"{kind} {name} {r.package.name} {r.package.version} {r.component.api}"
+            for (kind, name), r in self.registered.items()
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,0 +1,92 @@
+"""A component with its validated options: what a composition consists of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import GetCoreSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, core_schema
+
+from dovetail.core.compose.capabilities import Capabilities, Host
+from dovetail.core.compose.component import Component
+from dovetail.core.compose.config import Config
+from dovetail.core.errors import PluginError
+
+if TYPE_CHECKING:
+    from dovetail.core.compose.registry import Package, Registered
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """Chosen, validated, not yet built. Also the type of a `Part` field: `model: Selected = Part("model", ...)`."""
+
+    registered: Registered
+    config: Config
+
+    @property
+    def component(self) -> Component:
+        return self.registered.component
+
+    @property
+    def package(self) -> Package:
+        return self.registered.package
+
+    @property
+    def name(self) -> str:
+        return self.component.name
+
+    def target(self) -> type[Any]:
+        """Import the class; it is checked against the contract of its kind."""
+        return self.registered.target()
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        return self.target()(self.config, *args, **kwargs)
+
+    def capabilities(self, host: Host) -> Capabilities:
+        """What the component states for these options on this host; nothing, if it has no capabilities function."""
+        if self.component.capabilities is None:
+            return Capabilities()
+        stated = self.registered.load(self.component.capabilities)(self.config, host)
+        if not isinstance(stated, Capabilities):
+            raise PluginError(str(self.package), f"{self.component.capabilities} gave {stated!r}, not Capabilities")
+        return stated
+
+    def to_node(self) -> dict[str, Any]:
+        """Plain values, as the composed config shows them."""
+        return {"name": self.name, **self.config.model_dump(mode="json")}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            _select, serialization=core_schema.plain_serializer_function_ser_schema(cls.to_node)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which component sits at a node; the defaults list says so, not the node, so an override cannot change it."""
+
+    kind: str
+    name: str
+
+
+def placed(placement: Placement, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A node in the form that a field of type `Selected` validates."""
+    return {"kind": placement.kind, "name": placement.name, "options": options}
+
+
+def _select(value: object, info: ValidationInfo) -> Selected:
+    if isinstance(value, Selected):
+        return value
+    registry = (info.context or {}).get("registry")
+    if registry is None or not isinstance(value, dict):
+        raise ValueError("a part is chosen by composing, or given as a Selected")
+    registered = registry.get(value["kind"], value["name"])
+    # Strict, from JSON: true is not 1, "3" is not 3, and a JSON list is still a tuple where the config wants one.
+    # A validation error that leaves from here is joined to the root model's, with its path.
+    options = json.dumps(value["options"])
+    config = registered.component.config.model_validate_json(options, strict=True, context=info.context)
+    return Selected(registered, config)

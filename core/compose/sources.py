@@ -1,0 +1,192 @@
+"""Where Hydra reads configs from: the registry, Dovetail's conf/, folders of packages, folders of the user.
+
+Hydra's own `ConfigStore` is one per process and belongs to the user's program; nothing is stored there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import version as hydra_version
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import DictConfig, OmegaConf
+
+from dovetail.core.compose.kinds import KINDS, PRESET
+from dovetail.core.compose.nodes import component_node, engine_node
+from dovetail.core.compose.registry import Problem, Registry
+from dovetail.core.compose.suggest import did_you_mean
+from dovetail.core.errors import ConfigError
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def hydra_as_we_know_it() -> Iterator[None]:
+    """Hydra keeps the version that it imitates in a process-wide place; the user's own Hydra app may have set another."""
+    base = hydra_version.VersionBase.instance()
+    with _lock:
+        theirs = base.getbase()
+        base.setbase(hydra_version.Version("1.3"))
+        try:
+            yield
+        finally:
+            base.version_base = theirs
+
+
+class RegistrySource(ConfigSource):
+    """Components as configs. One that cannot be used is still found here; choosing it then says why."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__("components", "dovetail://")
+        self._registry = registry
+        broken = {(p.kind, p.name) for p in registry.problems if p.kind in KINDS}
+        self._keys = set(registry.registered) | broken
+
+    @staticmethod
+    def scheme() -> str:
+        return "dovetail"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return any(kind == config_path.strip("/") for kind, _ in self._keys)
+
+    def is_config(self, config_path: str) -> bool:
+        kind, _, name = config_path.strip("/").removesuffix(".yaml").rpartition("/")
+        return (kind, name) in self._keys or (kind, name) == ("", "engine")
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if config_path == "":
+            return sorted({kind for kind, _ in self._keys}) if results_filter != ObjectType.CONFIG else []
+        return sorted(name for kind, name in self._keys if kind == config_path.strip("/"))
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        kind, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        registered = self._registry.registered.get((kind, name))
+        if kind == "":
+            node, package = engine_node(), "_global_"
+        elif registered is None:
+            node, package = ({"app": name} if kind == "app" else {}), "_global_" if kind == "app" else None
+        else:
+            node, package = component_node(registered.component), "_global_" if kind == "app" else None
+        return ConfigResult(self.provider, self.full_path(), OmegaConf.create(node), {"package": package})
+
+
+class Repository(ConfigRepository):
+    """Hydra's repository over our own sources, each config loaded once. It serves one composition."""
+
+    def __init__(self, sources: Sequence[ConfigSource]) -> None:
+        self.sources = list(sources)
+        self._loaded: dict[str, ConfigResult | None] = {}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        if config_path not in self._loaded:
+            result = super().load_config(config_path)
+            if result is not None:
+                # Hydra would look in its ConfigStore for a schema of that name.
+                result.is_schema_source = True
+            self._loaded[config_path] = result
+        return self._loaded[config_path]
+
+
+@functools.lru_cache(maxsize=16)
+def open_sources(registry: Registry, folders: tuple[str, ...]) -> tuple[Registry, tuple[ConfigSource, ...]]:
+    """All sources, and the registry with what is wrong in their files added to its problems."""
+    files: list[tuple[str, ConfigSource]] = []
+    problems: list[Problem] = []
+    for package, folder in registry.config_dirs:
+        path = _folder_of(folder)
+        if path is None:
+            problems.append(Problem(str(package), f"its config folder {folder} does not exist"))
+        else:
+            files.append((package.name if package.is_builtin else str(package), FileConfigSource(package.name, str(path))))
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--config-dir {folder}: no such folder")
+        files.append((folder, FileConfigSource(folder, str(Path(folder).absolute()))))
+    components = RegistrySource(registry)
+    problems += _file_problems(components, files)
+    return registry.with_problems(problems), (components, *(source for _, source in files))
+
+
+def _folder_of(reference: str) -> Path | None:
+    """Where "pkg://package.folder" lies. The folder needs no __init__.py."""
+    spec = importlib.util.find_spec(reference.removeprefix("pkg://").replace("/", "."))
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(locations[0]) if locations else None
+
+
+def _file_problems(components: ConfigSource, files: Sequence[tuple[str, ConfigSource]]) -> Iterator[Problem]:
+    owners: dict[tuple[str, str], str] = {}
+    known = Repository([components, *(source for _, source in files)])
+    for owner, source in files:
+        for name in source.list("", ObjectType.CONFIG):
+            if source is not files[0][1]:
+                yield Problem(owner, f"{name}.yaml lies beside the folders; a file belongs in preset/ or in a kind's folder")
+        for group in source.list("", ObjectType.GROUP):
+            if group not in KINDS and group != PRESET:
+                yield Problem(owner, f"its config folder `{group}` is no kind.{did_you_mean(group, [*KINDS, PRESET])}")
+                continue
+            for name in source.list(group, ObjectType.CONFIG):
+                path = f"{group}/{name}"
+                if components.is_config(path):
+                    yield Problem(owner, f"{path}.yaml has the name of a component", group, name)
+                elif (group, name) in owners:
+                    first = owners[group, name]
+                    reason = f"{path}.yaml is in {first} and in {owner}"
+                    yield Problem(first, reason, group, name)
+                    yield Problem(owner, reason, group, name)
+                else:
+                    owners[group, name] = owner
+                    if reason := _fault(known, source, group, name):
+                        yield Problem(owner, reason, group, name)
+
+
+def _fault(known: Repository, source: ConfigSource, group: str, name: str) -> str:
+    """Why a preset or variant cannot be used, or nothing."""
+    path = f"{group}/{name}"
+    try:
+        result = source.load_config(path)
+    except Exception as error:  # a YAML error has many types; each one is reported with the file's name
+        return f"{path}.yaml cannot be read: {error}"
+    if not isinstance(result.config, DictConfig):
+        return f"{path}.yaml is not a mapping"
+    body = OmegaConf.to_container(result.config, resolve=False)
+    assert isinstance(body, dict)
+    defaults = body.pop("defaults", None)
+    if group != PRESET:
+        return "" if defaults else f"{path}.yaml names no base: a variant begins with `defaults: [<base>, _self_]`"
+    if result.header.get("package") != "_global_":
+        return f"{path}.yaml must begin with `# @package _global_`"
+    if kept := [str(key) for key in body if key != "engine"]:
+        return f"{path}.yaml sets {', '.join(kept)}: a preset only chooses; put options into a variant of the part"
+    for entry in defaults or []:
+        if reason := _bad_choice(known, entry):
+            return f"{path}.yaml: {reason}"
+    return ""
+
+
+def _bad_choice(known: Repository, entry: object) -> str:
+    if entry == "_self_":
+        return ""
+    (key, choice), *more = entry.items() if isinstance(entry, dict) and entry else [("", None)]
+    words = str(key).split()
+    if more or len(words) != 2 or words[0] != "override" or not words[1].startswith("/"):
+        return f"the entry `{entry}` does not have the form `override /<kind>: <name>`"
+    kind = words[1][1:].partition("@")[0]
+    if kind not in KINDS:
+        return f"there is no kind `{kind}`.{did_you_mean(kind, KINDS)}"
+    for name in choice if isinstance(choice, list) else [choice]:
+        if not known.config_exists(f"{kind}/{name}"):
+            return f"there is no {kind} called `{name}`.{did_you_mean(str(name), known.get_group_options(kind))}"
+    return ""

@@ -1,0 +1,16 @@
+"""Did-you-mean, in one wording everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """' Did you mean `x`?' or nothing."""
+    close = get_close_matches(word, sorted(options), n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def listing(options: Iterable[str]) -> str:
+    return ", ".join(options) or "none"

@@ -1,0 +1,210 @@
+"""One root model for the whole composition: every mistake at once, in words."""
+
+from __future__ import annotations
+
+import json
+import typing
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+from dovetail.core.compose.config import AppConfig, part_fields
+from dovetail.core.compose.engine_config import EngineConfig
+from dovetail.core.compose.kinds import KINDS, PRESET
+from dovetail.core.compose.nodes import plain_defaults
+from dovetail.core.compose.registry import Registered, Registry
+from dovetail.core.compose.selected import Placement, Selected, placed
+from dovetail.core.compose.suggest import did_you_mean, listing
+from dovetail.core.errors import ConfigError, DovetailDeprecationWarning
+
+Path = tuple[str, ...]
+Node = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A composed, resolved, not yet validated config."""
+
+    app: str
+    nodes: Node
+    placements: Mapping[Path, Placement]
+    """Node -> the component that the defaults list put there."""
+    broken: Mapping[Placement, str]
+    """Choices that cannot be used -> the node at their root; presets have one of their own."""
+    options: Callable[[str], Sequence[str]]
+    """Kind -> everything that can be chosen, variants included."""
+    touched: Mapping[str, str]
+    """Override of a value -> the node at its root."""
+    faults: tuple[str, ...] = ()
+    unsettled: frozenset[str] = frozenset()
+
+
+def validate(draft: Draft, registry: Registry) -> dict[str, Any]:
+    """The validated nodes that the app reads: `engine`, kinds, and its own under the app's name."""
+    return _Validation(draft, registry).run()
+
+
+class _Validation:
+    def __init__(self, draft: Draft, registry: Registry) -> None:
+        self.draft, self.registry = draft, registry
+        self.app = registry.get("app", draft.app)
+        config = self.app.component.config
+        assert issubclass(config, AppConfig)
+        self.needs = config.needs
+        self.faults = list(draft.faults)
+
+    def run(self) -> dict[str, Any]:
+        self._refuse_broken()
+        self._find_idle_overrides()
+        nodes = self._nodes()
+        validated: BaseModel | None = None
+        try:
+            validated = self._root_model().model_validate_json(
+                json.dumps(nodes), strict=True, context={"registry": self.registry}
+            )
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            self.faults += [self._words(e) for e in details if e["loc"][0] not in self.draft.unsettled]
+        faults = list(dict.fromkeys(self.faults))
+        if faults:
+            one = len(faults) == 1
+            raise ConfigError(faults[0] if one else f"{len(faults)} mistakes:\n" + "\n".join(f"  - {f}" for f in faults))
+        assert validated is not None
+        return {name: getattr(validated, name) for name in type(validated).model_fields}
+
+    # What goes in.
+
+    def _reads(self, root: str) -> bool:
+        return root in self.needs or root in (self.draft.app, "app")
+
+    def _refuse_broken(self) -> None:
+        for placement, root in self.draft.broken.items():
+            if self._reads(root) or placement.kind == PRESET:
+                self.registry.refuse_broken(placement.kind, placement.name)
+
+    def _find_idle_overrides(self) -> None:
+        for text, root in self.draft.touched.items():
+            if (root in KINDS or root == "engine") and not self._reads(root) and root != "app":
+                self.faults.append(f"`{text}` has no effect: app={self.draft.app} does not read `{root}`")
+
+    def _nodes(self) -> Node:
+        """The app's nodes, and those that nobody knows, for the root model to refuse."""
+        nodes: Node = {}
+        for root, node in self.draft.nodes.items():
+            known = root in KINDS or root == "engine"
+            if root == "app" or (known and not self._reads(root)):
+                continue
+            many = root in KINDS and KINDS[root].cardinality != "one" and isinstance(node, dict)
+            nodes[root] = {n: self._node((root, n), v) for n, v in node.items()} if many else self._node((root,), node)
+        for kind in self.needs:
+            if kind in KINDS and KINDS[kind].cardinality != "one":
+                items = nodes.setdefault(kind, {})
+                if KINDS[kind].cardinality == "per_request" and isinstance(items, dict):
+                    for name in self.registry.options(kind):
+                        defaults = plain_defaults(self.registry.get(kind, name).component.config)
+                        items.setdefault(name, placed(Placement(kind, name), defaults))
+        return nodes
+
+    def _node(self, path: Path, node: Any) -> Any:
+        placement = self.draft.placements.get(path)
+        if placement is None or not isinstance(node, dict):
+            return node
+        registered = self.registry.get(placement.kind, placement.name)
+        options = dict(node)
+        if (name := options.pop("name", placement.name)) != placement.name:
+            choice = f"{placement.kind}={name}" if len(path) == 1 else f"{placement.kind}@{'.'.join(path)}={name}"
+            self.faults.append(f"{'.'.join(path)}.name cannot be set; choose with `{choice}`")
+        self._rename(path, registered, options)
+        for field, (_, default) in part_fields(registered.component.config).items():
+            part = options.get(field, {} if isinstance(default, list) else None)
+            if isinstance(default, list) and isinstance(part, dict):
+                options[field] = {name: self._node((*path, field, name), item) for name, item in part.items()}
+            elif part is not None:
+                options[field] = self._node((*path, field), part)
+        return placed(placement, options)
+
+    def _rename(self, path: Path, registered: Registered, options: Node) -> None:
+        for old, new in registered.component.renamed.items():
+            if old not in options:
+                continue
+            value, where = options.pop(old), ".".join(path)
+            if options.get(new) != plain_defaults(registered.component.config)[new]:
+                self.faults.append(f"{where}.{old} is the former name of {where}.{new}; both are given")
+                continue
+            options[new] = value
+            message = f"package {registered.package}: {where}.{old} is now {where}.{new}"
+            warnings.warn(message, DovetailDeprecationWarning, stacklevel=2)
+
+    def _root_model(self) -> type[BaseModel]:
+        fields: dict[str, Any] = {self.draft.app: (Selected, Field())}
+        for need in self.needs:
+            if need == "engine":
+                fields[need] = (EngineConfig, Field())
+            else:
+                fields[need] = (Selected if KINDS[need].cardinality == "one" else dict[str, Selected], Field())
+        return create_model("Composition", __config__=ConfigDict(extra="forbid", frozen=True), **fields)
+
+    # What comes out.
+
+    def _words(self, error: ErrorDetails) -> str:
+        loc = tuple(str(part) for part in error["loc"])
+        path, value = ".".join(loc), error["input"]
+        config = self._config_at(loc[:-1])
+        if error["type"] == "extra_forbidden":
+            return self._unknown_root(loc[0]) if len(loc) == 1 else self._unknown_option(loc, config)
+        if error["type"] == "missing":
+            if len(loc) == 1:
+                options = listing(self.draft.options(path))
+                return f"{path}: app={self.draft.app} needs one, and none is chosen. Options: {options}."
+            about = config.model_fields[loc[-1]].description if config and loc[-1] in config.model_fields else None
+            return f"{path} is required" + (f": {about}" if about else "")
+        message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
+        message = message.replace("valid integer", "whole number").replace("valid boolean", "true or false")
+        hint = ""
+        if error["type"] == "literal_error" and isinstance(value, str):
+            hint = did_you_mean(value, _literals(config, loc[-1]))
+        return f"{path}={_shown(value)}: {message}.{hint}"
+
+    def _unknown_root(self, root: str) -> str:
+        if root in self.registry.options("app"):
+            return f"`{root}` has the options of app={root}, and the app is {self.draft.app}"
+        if root == "hydra":
+            return "`hydra` has no options here: a run makes no folders, does not change directory and sets up no logging"
+        nodes = ("app", "engine", "preset", self.draft.app, *KINDS)
+        return f"`{root}` is nothing that can be set.{did_you_mean(root, nodes)} There are: {listing(dict.fromkeys(nodes))}."
+
+    def _unknown_option(self, loc: Path, config: type[BaseModel] | None) -> str:
+        options: Iterable[str] = config.model_fields if config else ()
+        owner = self.draft.placements.get(loc[:-1])
+        whose = f"{owner.kind}={owner.name}" if owner else "it"
+        hint = did_you_mean(loc[-1], options)
+        if loc[0] != "engine" and loc[-1] in EngineConfig.model_fields:
+            hint = f" Did you mean `engine.{loc[-1]}`, which every part reads?"
+        return f"{'.'.join(loc)}: {whose} has no option `{loc[-1]}`.{hint} Options: {listing(options)}."
+
+    def _config_at(self, path: Path) -> type[BaseModel] | None:
+        """The model that a node is validated with, if one can be told."""
+        if path in self.draft.placements:
+            placement = self.draft.placements[path]
+            return self.registry.get(placement.kind, placement.name).component.config
+        if path == ("engine",):
+            return EngineConfig
+        if len(path) < 2:
+            return None
+        parent = self._config_at(path[:-1])
+        info = parent.model_fields.get(path[-1]) if parent else None
+        annotation = info.annotation if info else None
+        return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _literals(config: type[BaseModel] | None, field: str) -> list[str]:
+    info = config.model_fields.get(field) if config else None
+    return [str(arg) for arg in typing.get_args(info.annotation)] if info else []
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=repr)

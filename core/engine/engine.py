@@ -1,0 +1,306 @@
+"""The step loop: schedule, submit, collect, update, with up to `depth` plans in flight. One thread; tokens, no text."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dovetail.core.errors import RequestError
+from dovetail.core.interfaces import (
+    FinishReason,
+    HostDraft,
+    JoinBlob,
+    Observer,
+    Progress,
+    Request,
+    RowFlag,
+    RowResult,
+    SamplingParams,
+    SchedulerContext,
+    SchedulerLimits,
+    Sequence,
+    StepPlan,
+    StepRecord,
+    StepResult,
+    TokenLogprobs,
+)
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
+    """News of one sequence after a step."""
+
+    uid: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    reason: FinishReason | None = None
+    detail: str = ""
+    """Why a rejected sequence was rejected."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start. Written by the engine."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    decode_rows: int = 0
+    """Rows that could have verified drafts; output per such row is the acceptance length."""
+    schedule_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Launched:
+    plan: StepPlan
+    schedule_seconds: float
+
+
+class Engine:
+    """Built from a composition; call `start` before anything else."""
+
+    def __init__(self, composition: Composition) -> None:
+        self.composition = composition
+        self.counters = Counters()
+        self._sequences: dict[int, Sequence] = {}
+        self._launched: deque[_Launched] = deque()
+        self._requests = 0
+        self._steps = 0
+
+    def start(self, progress: Progress = lambda phase, share: None) -> None:
+        """Check that the parts fit each other, then load everything; errors surface here."""
+        composition, engine = self.composition, self.composition.engine
+        self._check_capabilities()
+        self.executor = composition.build("executor", composition=composition)
+        try:
+            info = self.info = self.executor.start(progress)
+            self.kv = composition.build("kv_cache", groups=info.groups, num_pages=info.num_pages)
+            self.limits = SchedulerLimits(engine.token_budget, engine.max_seqs, info.max_len, info.lookahead)
+            self.scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
+            self.cost = composition.build("cost") if "cost" in composition.parts else None
+            drafter = composition.build("spec_decode")
+            self._host_drafter = drafter if drafter.needs_host_tokens else None
+            observers = composition.parts.get("observer") or {}
+            self.observers: dict[str, Observer] = {name: part.build() for name, part in observers.items()}
+        except BaseException:
+            self.executor.shutdown()
+            raise
+
+    def _check_capabilities(self) -> None:
+        from dovetail.core.engine.host import detect_host, model_facts
+
+        model = self.composition.part("model")
+        spec = model.target().spec(model.config)
+        self.composition.check(detect_host(self.composition.engine.device), model_facts(spec))
+
+    def shutdown(self) -> None:
+        for observer in getattr(self, "observers", {}).values():
+            observer.close()
+        if hasattr(self, "executor"):
+            self.executor.shutdown()
+
+    # Requests.
+
+    def add(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        user: str = "",
+        cache_salt: str = "",
+        hints: Mapping[str, float] | None = None,
+    ) -> list[Sequence]:
+        """Queue a request; its n sequences. Raises RequestError for what can never run."""
+        self._validate(prompt_ids, params)
+        request = Request(
+            uid=self._requests,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            eos_ids=() if params.ignore_eos else self.info.spec.eos_ids,
+            arrival=time.perf_counter(),
+            priority=priority,
+            deadline=deadline,
+            user=user,
+            cache_salt=cache_salt,
+            hints=hints or {},
+        )
+        self._requests += 1
+        self.counters.prompt_tokens += len(request.prompt_ids)
+        sequences: list[Sequence] = []
+        for sample in range(params.n):
+            uid = request.uid << 8 | sample
+            sequences.append(Sequence(uid, request, sample, sequences[0] if sample else None))
+        for seq in sequences:
+            self._sequences[seq.uid] = seq
+            self.scheduler.add(seq)
+        return sequences
+
+    def _validate(self, prompt_ids: Seq[int], params: SamplingParams) -> None:
+        vocab, limit = self.info.spec.vocab, self.info.max_len
+        if not prompt_ids:
+            raise RequestError("the prompt is empty: give at least one token (most models take their BOS token)")
+        if len(prompt_ids) >= limit:
+            raise RequestError(f"the prompt has {len(prompt_ids)} tokens and the context is {limit} (engine.max_len): shorten it")
+        outside = [t for t in prompt_ids if not 0 <= t < vocab]
+        if outside:
+            raise RequestError(f"prompt token id {outside[0]} is not in the model's vocabulary of {vocab}")
+        for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            wrong = [t for t in ids if t >= vocab]
+            if wrong:
+                raise RequestError(f"{what}: token id {wrong[0]} is not in the model's vocabulary of {vocab}")
+
+    def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
+        """End a sequence now, keeping keep_len tokens (a stop string ended there). Unknown uids are ignored."""
+        if self._sequences.pop(uid, None) is not None:
+            self.scheduler.finish(uid, keep_len, reason)
+
+    def abort(self, uid: int) -> None:
+        """The client is gone."""
+        if self._sequences.pop(uid, None) is not None:
+            self.scheduler.abort(uid)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences) or bool(self._launched)
+
+    # Steps.
+
+    def step(self) -> list[SequenceEvent]:
+        """Launch one plan, or take one result when `depth` are in flight or nothing can be launched."""
+        events: list[SequenceEvent] = []
+        if len(self._launched) < self.composition.engine.depth:
+            launched = self._launch()
+            events += self._rejections()
+            if launched:
+                return events
+        if self._launched:
+            events += self._take(self.executor.collect())
+        elif self._sequences and not events:
+            stats = self.scheduler.stats()
+            raise RuntimeError(
+                f"{type(self.scheduler).__name__} has {stats.waiting} waiting and {stats.running} running sequences and "
+                f"launched nothing with an idle device ({self.kv.stats()})"
+            )
+        return events
+
+    def _launch(self) -> bool:
+        began = time.perf_counter()
+        engine = self.composition.engine
+        ctx = SchedulerContext(self._steps, began, engine.seed, engine.depth, self.kv, self.cost)
+        plan = self.scheduler.schedule(ctx)
+        if plan is None:
+            return False
+        self._steps += 1
+        if self._host_drafter is not None:
+            plan.drafts = [
+                HostDraft(row.slot, tuple(self._host_drafter.propose_host(self._sequences[row.uid].tokens, row.draft)))
+                for row in plan.rows
+                if row.draft
+            ]
+        blobs = {}
+        for join in plan.joins:
+            seq = self._sequences[join.uid]
+            blobs[join.uid, join.epoch] = JoinBlob(tuple(seq.tokens), seq.request, seq.sample)
+        spent = time.perf_counter() - began
+        self.counters.schedule_seconds += spent
+        self.executor.submit(plan, blobs)
+        self._launched.append(_Launched(plan, spent))
+        return True
+
+    def _rejections(self) -> Iterable[SequenceEvent]:
+        for uid, reason in self.scheduler.take_rejected():
+            self.finish(uid, 0, FinishReason.REJECTED)
+            yield SequenceEvent(uid, (), reason=FinishReason.REJECTED, detail=reason)
+
+    def _take(self, result: StepResult) -> list[SequenceEvent]:
+        launched = self._launched.popleft()
+        events: list[SequenceEvent] = []
+        ended: list[tuple[int, int, FinishReason]] = []
+        for row in result.rows:
+            seq = self._sequences.get(row.uid)
+            if seq is None or not (row.tokens or row.prompt_logprobs):
+                continue
+            before = seq.known_len
+            event = self._extend(seq, row)
+            events.append(event)
+            if event.reason is not None:
+                ended.append((seq.uid, before + len(event.tokens), event.reason))
+        self.scheduler.update(result)
+        for uid, keep_len, reason in ended:
+            self.finish(uid, keep_len, reason)
+        self._record(launched, result)
+        return events
+
+    def _extend(self, seq: Sequence, row: RowResult) -> SequenceEvent:
+        """Append what came; the event shows what stands up to the first token that ends the sequence (`finish` drops the rest)."""
+        request, stop_ids = seq.request, seq.request.stop_ids
+        params = request.params
+        limit = self.limits.max_len
+        if params.max_tokens is not None:
+            limit = min(limit, seq.prompt_len + params.max_tokens)
+        kept: list[int] = []
+        reason = None
+        for token in row.tokens:
+            kept.append(token)
+            length = seq.known_len + len(kept)
+            if token in stop_ids and length - seq.prompt_len > params.min_tokens:
+                reason = FinishReason.STOP
+            elif length >= limit:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        seq.tokens += row.tokens
+        return SequenceEvent(seq.uid, tuple(kept), row.logprobs[: len(kept)], row.prompt_logprobs, reason)
+
+    def _record(self, launched: _Launched, result: StepResult) -> None:
+        plan, counters = launched.plan, self.counters
+        decodes = [
+            (row, outcome)
+            for row, outcome in zip(plan.rows, result.rows, strict=True)
+            if row.flags & RowFlag.DECODE
+        ]
+        drafted = sum(row.draft for row, _ in decodes)
+        accepted = sum(len(outcome.tokens) - 1 for _, outcome in decodes)
+        sampled = sum(len(outcome.tokens) for outcome in result.rows)
+        counters.steps += 1
+        counters.output_tokens += sampled
+        counters.drafted += drafted
+        counters.accepted += accepted
+        counters.decode_rows += len(decodes)
+        if not self.observers:
+            return
+        stats, kv = self.scheduler.stats(), self.kv.stats()
+        record = StepRecord(
+            step=result.step,
+            clock=time.perf_counter(),
+            rows=len(plan.rows),
+            tokens=plan.num_tokens,
+            sampled=sampled,
+            drafted=drafted,
+            accepted=accepted,
+            waiting=stats.waiting,
+            running=stats.running,
+            kv_used=kv.owned / kv.pages if kv.pages else 0.0,
+            schedule_seconds=launched.schedule_seconds,
+            device_seconds=result.device_seconds,
+        )
+        for name, observer in list(self.observers.items()):
+            try:
+                observer.step(record)
+            except Exception:
+                log.exception("observer %s failed and was removed", name)
+                del self.observers[name]

@@ -1,0 +1,46 @@
+"""What this machine is, for the capability check."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from dovetail.core.compose import Host
+from dovetail.core.interfaces import ModelSpec
+
+
+def detect_host(device: str) -> Host:
+    """device: engine.device; "auto" is CUDA where there is a GPU."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Host(device="cpu", memory_bytes=memory, platform=sys.platform)
+    if not torch.cuda.is_available():
+        return Host(device="cuda", platform=sys.platform)
+    properties = torch.cuda.get_device_properties(0)
+    return Host(
+        device="cuda",
+        device_count=torch.cuda.device_count(),
+        compute_capability=(properties.major, properties.minor),
+        memory_bytes=properties.total_memory,
+        platform=sys.platform,
+    )
+
+
+def model_facts(spec: ModelSpec) -> Mapping[str, object]:
+    """What other parts may require of the checkpoint."""
+    return {
+        "architecture": spec.architecture,
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden": spec.hidden,
+        "intermediate": spec.intermediate,
+        "layers": spec.layers,
+        "vocab": spec.vocab,
+        "max_len": spec.max_len,
+        "dtype": spec.dtype,
+        "windowed": any(spec.windows),
+    }

@@ -1,0 +1,358 @@
+"""LLM: the Python API. A thread runs the engine's step loop; callers talk to it from threads or from asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dovetail.core.compose import compose
+from dovetail.core.engine.engine import Engine, SequenceEvent
+from dovetail.core.engine.output import REASONS, Completion, Delta, Generation, StopWatch, Timing
+from dovetail.core.errors import DovetailError, RequestError
+from dovetail.core.interfaces import FinishReason, Progress, SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+    from dovetail.core.tokenizer import Tokenizer
+
+Prompt = str | Seq[int]
+"""Text, or token ids."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request on its way. Written by the engine thread, read through `put`'s other end."""
+
+    sequences: list[Sequence]
+    watches: list[StopWatch]
+    timing: Timing
+    put: Callable[[Delta | BaseException | None], None]
+    """None = complete."""
+    open: set[int] = field(default_factory=set)
+    """Samples that still run."""
+
+
+class LLM:
+    """A running engine.
+
+    `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any override of the command line.
+    A model path that is a folder is read as `model=llama model.path=...`. Use it as a context manager, or `close` it.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        overrides: Seq[str] = (),
+        composition: Composition | None = None,
+        progress: Progress = lambda phase, share: None,
+    ) -> None:
+        if composition is None:
+            chosen = [] if model is None else _model_overrides(model)
+            composition = compose([*chosen, *overrides])
+        self.composition = composition
+        self.engine = Engine(composition)
+        began = time.perf_counter()
+        self.engine.start(progress)
+        self.start_seconds = time.perf_counter() - began
+        try:
+            self._tokenizer = self._load_tokenizer()
+        except BaseException:
+            self.engine.shutdown()
+            raise
+        self._streams: dict[int, _Stream] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
+        self._thread.start()
+
+    # Public.
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer (model.load=dummy without a folder): give token ids")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        on_done: Callable[[], None] = lambda: None,
+        **request: Any,
+    ) -> list[Generation]:
+        """Complete one prompt or many; results in the order of prompts. `on_done` is called as each one completes, from the
+        engine's thread. `request`: priority, user, cache_salt, hints."""
+        jobs = self._jobs(prompts, params)
+        # Every prompt is checked before the first one runs.
+        collectors = [_Collector(self, prompt, p, request, on_done) for prompt, p in jobs]
+        for collector in collectors:
+            collector.submit()
+        try:
+            return [collector.result() for collector in collectors]
+        except BaseException:
+            for collector in collectors:
+                self._abort(collector.sequences)
+            raise
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[Delta]:
+        """Deltas as they come. Leaving the iteration early aborts the request."""
+        inbox: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()
+        sequences = self._submit(self._encode(prompt), params or SamplingParams(), inbox.put, request)
+        try:
+            while (item := inbox.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self._abort(sequences)
+
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> AsyncIterator[Delta]:
+        """As `stream`, for asyncio."""
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+
+        def put(item: Delta | BaseException | None) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, item)
+
+        ids = self._encode(prompt)
+        sequences = await asyncio.to_thread(self._submit, ids, params or SamplingParams(), put, request)
+        try:
+            while (item := await inbox.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self._abort(sequences)
+
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Generation:
+        """As `generate` for one prompt, for asyncio."""
+        params = params or SamplingParams()
+        text, ids = (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, tuple(prompt))
+        generation = _blank(text, ids, params.n)
+        async for delta in self.astream(ids, params, **request):
+            _merge(generation, delta)
+        generation.timing.finished = time.perf_counter()
+        return generation
+
+    def close(self) -> None:
+        """Abort what runs, stop the engine, free its memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._inbox.put(None)
+        self._thread.join()
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # Caller's side.
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        from dovetail.core.checkpoint import resolve
+        from dovetail.core.tokenizer import Tokenizer
+
+        path = self.composition.part("model").config.path
+        if path is None or not (resolve(path) / "tokenizer.json").is_file():
+            return None
+        return Tokenizer(resolve(path))
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+
+    def _jobs(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[tuple[Prompt, SamplingParams]]:
+        many: list[Prompt]
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            many = [prompts]  # type: ignore[list-item]
+        else:
+            many = list(prompts)  # type: ignore[arg-type]
+        if params is None:
+            params = SamplingParams()
+        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise ValueError(f"{len(many)} prompts and {len(each)} SamplingParams: give one for all, or one each")
+        return list(zip(many, each, strict=True))
+
+    def _submit(
+        self,
+        ids: Seq[int],
+        params: SamplingParams,
+        put: Callable[[Delta | BaseException | None], None],
+        request: Mapping[str, Any],
+        timing: Timing | None = None,
+    ) -> list[Sequence]:
+        """Hand a request to the engine thread and wait until it is queued. Raises RequestError."""
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; this model has none (use stop_token_ids)")
+        timing = timing or Timing(time.perf_counter())
+        answer: queue.SimpleQueue[list[Sequence] | BaseException] = queue.SimpleQueue()
+
+        def add() -> None:
+            try:
+                sequences = self.engine.add(ids, params, **request)
+            except (DovetailError, TypeError, ValueError) as error:
+                answer.put(error)
+                return
+            watches = [StopWatch(seq.request, self._tokenizer) for seq in sequences]
+            stream = _Stream(sequences, watches, timing, put, {seq.sample for seq in sequences})
+            for seq in sequences:
+                self._streams[seq.uid] = stream
+            answer.put(sequences)
+
+        self._post(add)
+        while True:
+            try:
+                answered = answer.get(timeout=1.0)
+                break
+            except queue.Empty:
+                self._check_alive()
+        if isinstance(answered, BaseException):
+            raise answered
+        return answered
+
+    def _abort(self, sequences: Seq[Sequence]) -> None:
+        def abort() -> None:
+            for seq in sequences:
+                if self._streams.pop(seq.uid, None) is not None:
+                    self.engine.abort(seq.uid)
+
+        if sequences and not self._closed and self._failure is None:
+            self._inbox.put(abort)
+
+    def _post(self, call: Callable[[], None]) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM is closed")
+        self._check_alive()
+        self._inbox.put(call)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine stopped: {self._failure}") from self._failure
+
+    # Engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_calls():
+                if self.engine.has_work:
+                    for event in self.engine.step():
+                        self._deliver(event)
+            failure: BaseException = RuntimeError("closed while requests ran")
+        except BaseException as error:
+            failure = error
+        self._failure = failure
+        for stream in {id(s): s for s in self._streams.values()}.values():
+            stopped = RuntimeError(f"the engine stopped: {failure}")
+            stopped.__cause__ = failure
+            stream.put(stopped)
+        self._streams.clear()
+
+    def _take_calls(self) -> bool:
+        """Run what callers asked for; sleeps only while the engine has nothing to do. False = close."""
+        while True:
+            try:
+                call = self._inbox.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+
+    def _deliver(self, event: SequenceEvent) -> None:
+        stream = self._streams.get(event.uid)
+        if stream is None:
+            return
+        sample = event.uid & 0xFF
+        watch, seq = stream.watches[sample], stream.sequences[sample]
+        if event.reason is FinishReason.REJECTED:
+            for sibling in stream.sequences:
+                self._streams.pop(sibling.uid, None)
+                self.engine.abort(sibling.uid)
+            stream.put(RequestError(event.detail))
+            return
+        before, tokens, reason = watch.tokens, event.tokens, event.reason
+        hidden = reason is FinishReason.STOP and not watch.include and tokens[-1] in seq.request.stop_ids
+        text, stopped = watch.push(tokens[:-1] if hidden else tokens)
+        if stopped:
+            tokens, reason = tokens[: watch.tokens - before], FinishReason.STOP
+            self.engine.finish(event.uid, seq.prompt_len + watch.tokens, reason)
+        elif reason is not None:
+            text += watch.flush()
+        if tokens and not stream.timing.first_token:
+            stream.timing.first_token = time.perf_counter()
+        stream.put(
+            Delta(sample, text, tokens, event.logprobs[: len(tokens)], event.prompt_logprobs, REASONS[reason] if reason else None)
+        )
+        if reason is not None:
+            del self._streams[event.uid]
+            stream.open.discard(sample)
+            if not stream.open:
+                stream.timing.finished = time.perf_counter()
+                stream.put(None)
+
+
+class _Collector:
+    """Waits for one request of `generate`."""
+
+    def __init__(
+        self, llm: LLM, prompt: Prompt, params: SamplingParams, request: Mapping[str, Any], on_done: Callable[[], None]
+    ) -> None:
+        self._llm, self._params, self._request, self._on_done = llm, params, request, on_done
+        self._inbox: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()
+        self._generation = _blank(prompt if isinstance(prompt, str) else None, llm._encode(prompt), params.n)
+        self.sequences: list[Sequence] = []
+
+    def submit(self) -> None:
+        ids, timing = self._generation.prompt_ids, self._generation.timing
+        self.sequences = self._llm._submit(ids, self._params, self._put, self._request, timing)
+
+    def _put(self, item: Delta | BaseException | None) -> None:
+        if item is None:
+            self._on_done()
+        self._inbox.put(item)
+
+    def result(self) -> Generation:
+        while (item := self._inbox.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            _merge(self._generation, item)
+        self._generation.cached_tokens = self.sequences[0].cached
+        return self._generation
+
+
+def _blank(prompt: str | None, ids: Seq[int], n: int) -> Generation:
+    return Generation(prompt, tuple(ids), [Completion() for _ in range(n)], Timing(time.perf_counter()))
+
+
+def _merge(generation: Generation, delta: Delta) -> None:
+    if delta.token_ids and not generation.timing.first_token:
+        generation.timing.first_token = time.perf_counter()
+    completion = generation.completions[delta.sample]
+    completion.text += delta.text
+    completion.token_ids += delta.token_ids
+    completion.logprobs += delta.logprobs
+    completion.finish_reason = delta.finish_reason or completion.finish_reason
+    if delta.sample == 0:
+        generation.prompt_logprobs += delta.prompt_logprobs
+
+
+def _model_overrides(model: str) -> list[str]:
+    """A folder becomes a path of the llama component; anything else is the name of a `model` option."""
+    from pathlib import Path
+
+    if Path(model).expanduser().is_dir() or "/" in model:
+        return ["model=llama", f"model.path={Path(model).expanduser()}"]
+    return [f"model={model}"]

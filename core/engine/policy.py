@@ -1,0 +1,308 @@
+"""PolicyScheduler: the mechanics every scheduler shares, with the policy left open.
+
+Here: slots, pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and results that come
+depth - 1 steps late. A policy overrides order, admit, reject, chunk, victim or draft_tokens, and nothing else.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from dovetail.core.interfaces import (
+    FinishReason,
+    Join,
+    KVAllocator,
+    PageDelta,
+    PageEntry,
+    PageOp,
+    Row,
+    RowFlag,
+    Scheduler,
+    SchedulerContext,
+    SchedulerLimits,
+    SchedulerStats,
+    Sequence,
+    Status,
+    StepPlan,
+    StepResult,
+)
+
+SAMPLE = int(RowFlag.SAMPLE)
+DECODE = int(RowFlag.SAMPLE | RowFlag.DECODE)
+
+
+class PolicyScheduler(Scheduler):
+    """First come, first served unless a policy method says otherwise. Running sequences come before waiting ones."""
+
+    def __init__(self, config: object, limits: SchedulerLimits, kv: KVAllocator) -> None:
+        super().__init__(config, limits, kv)
+        self.waiting: dict[int, Sequence] = {}
+        """Never on the device yet, in order of arrival."""
+        self.resuming: dict[int, Sequence] = {}
+        """Preempted, in order of preemption; they may re-enter at inflight == 0."""
+        self.running: dict[int, Sequence] = {}
+        """In order of admission."""
+        self._sequences: dict[int, Sequence] = {}
+        self._launched: deque[StepPlan] = deque()
+        self._free_slots = list(range(limits.max_seqs))
+        self._leaves: list[int] = []
+        self._rejected: list[tuple[int, str]] = []
+        self._preemptions = 0
+
+    # Policy: override these.
+
+    def order(self, waiting: Iterable[Sequence], ctx: SchedulerContext) -> Iterable[Sequence]:
+        """Waiting sequences in the order they should enter. Default: as given (preempted ones first, then by arrival)."""
+        return waiting
+
+    def admit(self, seq: Sequence, ctx: SchedulerContext) -> bool:
+        """Whether this sequence may enter now. False ends admission for this step."""
+        return True
+
+    def reject(self, seq: Sequence, ctx: SchedulerContext) -> str | None:
+        """A reason never to run this waiting sequence, or None."""
+        return None
+
+    def chunk(self, seq: Sequence, budget: int, ctx: SchedulerContext) -> int:
+        """Tokens to prefill now, at most `budget`. 0 = not in this step."""
+        return min(seq.remaining, budget)
+
+    def victim(self, candidates: list[Sequence], ctx: SchedulerContext) -> Sequence:
+        """Whom to preempt when pages run out. Candidates are running, not in this plan yet, in order of admission."""
+        return candidates[-1]
+
+    def draft_tokens(self, seq: Sequence, ctx: SchedulerContext) -> int:
+        """Drafts to verify for a decode row, at most limits.lookahead."""
+        return self.limits.lookahead
+
+    # Contract.
+
+    def add(self, seq: Sequence) -> None:
+        if seq.uid in self._sequences:
+            raise ValueError(f"sequence {seq.uid} was added twice")
+        self._sequences[seq.uid] = seq
+        reason = self._never_fits(seq)
+        if reason:
+            self._rejected.append((seq.uid, reason))
+        else:
+            self.waiting[seq.uid] = seq
+
+    def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
+        step = _Step(ctx.step, self.limits.token_budget)
+        self._schedule_running(step, ctx)
+        self._schedule_waiting(step, ctx)
+        if not step.decodes and not step.chunks:
+            # Leaves stay until a plan carries them; page operations cannot exist without a row.
+            return None
+        plan = step.plan(self._leaves)
+        self._leaves = []
+        for row in plan.rows:
+            seq = self._sequences[row.uid]
+            if not row.flags & RowFlag.DECODE:
+                self.kv.publish(seq, min(seq.computed, seq.known_len))
+        self._launched.append(plan)
+        return plan
+
+    def update(self, result: StepResult) -> None:
+        plan = self._launched.popleft()
+        assert plan.step == result.step, f"result of step {result.step} came, step {plan.step} is the oldest in flight"
+        for row, outcome in zip(plan.rows, result.rows, strict=True):
+            seq = self._sequences.get(row.uid)
+            if seq is None:
+                continue
+            seq.inflight -= 1
+            if not row.flags & SAMPLE:
+                continue
+            surplus = row.draft + 1 - len(outcome.tokens)
+            seq.max_len -= surplus
+            if row.epoch == seq.epoch:
+                seq.computed -= surplus if row.flags & RowFlag.DECODE else 0
+                self.kv.publish(seq, seq.known_len - 1)
+
+    def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
+        seq = self._sequences.pop(uid, None)
+        if seq is None:
+            return
+        self.waiting.pop(uid, None)
+        self.resuming.pop(uid, None)
+        self._leave(seq)
+        seq.status = Status.FINISHED
+        del seq.tokens[keep_len:]
+
+    def take_rejected(self) -> list[tuple[int, str]]:
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(len(self.waiting) + len(self.resuming), len(self.running), self._preemptions)
+
+    # Mechanics.
+
+    def length_limit(self, seq: Sequence) -> int:
+        """Tokens the sequence may grow to."""
+        wanted = seq.request.params.max_tokens
+        limit = self.limits.max_len
+        return limit if wanted is None else min(limit, seq.prompt_len + wanted)
+
+    def _never_fits(self, seq: Sequence) -> str | None:
+        if seq.known_len >= self.limits.max_len:
+            return f"prompt of {seq.known_len} tokens leaves no room in a context of {self.limits.max_len} (engine.max_len)"
+        limit = self.length_limit(seq)
+        for group, pages in self.kv.pages_needed(limit).items():
+            have = self.kv.num_pages[group]
+            if pages > have:
+                return (
+                    f"{limit} tokens need {pages} KV pages and the cache has {have}: lower max_tokens, shorten the prompt, "
+                    "or raise engine.kv_pages or engine.memory_fraction"
+                )
+        return None
+
+    def _schedule_running(self, step: _Step, ctx: SchedulerContext) -> None:
+        """Decode rows first: they are cheap and somebody reads along."""
+        pending = list(self.running.values())
+        for want_decode in (True, False):
+            for seq in pending:
+                if seq.status is not Status.RUNNING or (seq.remaining == 1) != want_decode or step.budget == 0:
+                    continue
+                if want_decode:
+                    self._decode(seq, step, ctx)
+                else:
+                    self._chunk(seq, self.chunk(seq, step.budget, ctx), step)
+
+    def _decode(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> None:
+        room = self.length_limit(seq) - seq.max_len
+        if room <= 0:
+            return  # The plans in flight may complete it.
+        draft = min(self.draft_tokens(seq, ctx), room - 1, step.budget - 1) if self.limits.lookahead else 0
+        if self._reserve(seq, seq.computed + 1 + draft, step, ctx):
+            seq.computed += 1 + draft
+            seq.max_len += 1 + draft
+            seq.inflight += 1
+            step.add(Row(seq.slot, seq.uid, seq.epoch, 1 + draft, seq.computed, draft, DECODE))
+
+    def _chunk(self, seq: Sequence, count: int, step: _Step) -> None:
+        """Its pages were reserved when it entered."""
+        count = min(count, seq.remaining, step.budget)
+        if count <= 0:
+            return
+        seq.computed += count
+        seq.inflight += 1
+        last = seq.computed == seq.max_len
+        seq.max_len += last
+        step.add(Row(seq.slot, seq.uid, seq.epoch, count, seq.computed, 0, SAMPLE if last else 0))
+
+    def _reserve(self, seq: Sequence, upto: int, step: _Step, ctx: SchedulerContext) -> bool:
+        """Make room, preempting others not yet in this plan; the sequence itself goes when it is the victim."""
+        while (made := self.kv.reserve(seq, upto)) is None:
+            candidates = [other for other in self.running.values() if other.uid not in step.uids]
+            chosen = self.victim(candidates, ctx)
+            self._preempt(chosen)
+            if chosen is seq:
+                return False
+        step.take(seq.slot, made.entries, made.ops)
+        return True
+
+    def _schedule_waiting(self, step: _Step, ctx: SchedulerContext) -> None:
+        if not step.budget or not self._free_slots:
+            return
+        for seq in list(self._candidates(step, ctx)):
+            if not step.budget or not self._free_slots:
+                return
+            if (reason := self.reject(seq, ctx)) is not None:
+                self._rejected.append((seq.uid, reason))
+                self.waiting.pop(seq.uid, None)
+                self.resuming.pop(seq.uid, None)
+                continue
+            if not self.admit(seq, ctx) or not self._enter(seq, step, ctx):
+                return
+
+    def _candidates(self, step: _Step, ctx: SchedulerContext) -> Iterator[Sequence]:
+        def ready() -> Iterator[Sequence]:
+            yield from (seq for seq in self.resuming.values() if seq.inflight == 0)
+            yield from (seq for seq in self.waiting.values() if not self._awaits_parent(seq, step))
+
+        # Lazy: with a long queue and the default order, only those that may enter are looked at.
+        slots = len(self._free_slots)
+        for taken, seq in enumerate(self.order(ready(), ctx)):
+            if taken > slots + 64:
+                return
+            yield seq
+
+    def _awaits_parent(self, seq: Sequence, step: _Step) -> bool:
+        """Forked pages are copied before a plan's forward, so the plan that fills them must be an earlier one."""
+        parent = seq.parent
+        if parent is None or parent.status is Status.FINISHED:
+            return False
+        return parent.computed < parent.prompt_len or any(row.uid == parent.uid for row in step.chunks)
+
+    def _enter(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> bool:
+        """Give the sequence a slot, its cached prefix and room for every known token; then its first chunk."""
+        count = self.chunk(seq, step.budget, ctx)
+        if count <= 0:
+            return True
+        parent = seq.parent
+        if parent is not None and parent.status is Status.RUNNING and seq.known_len == seq.prompt_len:
+            hit = self.kv.fork(parent, seq, seq.prompt_len - 1)
+        else:
+            hit = self.kv.acquire(seq, reuse=seq.request.params.prompt_logprobs is None)
+        made = self.kv.reserve(seq, seq.known_len)
+        if made is None:
+            self.kv.release(seq)
+            return False
+        if seq.preemptions == 0:
+            seq.cached = hit.tokens
+        self.waiting.pop(seq.uid, None)
+        self.resuming.pop(seq.uid, None)
+        self.running[seq.uid] = seq
+        seq.status, seq.slot, seq.computed = Status.RUNNING, heapq.heappop(self._free_slots), hit.tokens
+        step.joins.append(Join(seq.slot, seq.uid, seq.epoch, hit.tokens))
+        step.take(seq.slot, hit.entries, hit.ops)
+        step.take(seq.slot, made.entries, made.ops)
+        self._chunk(seq, count, step)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._leave(seq)
+        self.resuming[seq.uid] = seq
+        seq.status, seq.computed = Status.WAITING, 0
+        seq.epoch += 1
+        seq.preemptions += 1
+        self._preemptions += 1
+
+    def _leave(self, seq: Sequence) -> None:
+        """Slot and pages may be given away at once: plans run in order, so whoever gets them writes after the last read."""
+        if self.running.pop(seq.uid, None) is not None:
+            heapq.heappush(self._free_slots, seq.slot)
+            self._leaves.append(seq.slot)
+            seq.slot = -1
+        self.kv.release(seq)
+
+
+class _Step:
+    """A plan in the making."""
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step, self.budget = step, budget
+        self.decodes: list[Row] = []
+        self.chunks: list[Row] = []
+        self.uids: set[int] = set()
+        self.joins: list[Join] = []
+        self.pages: list[PageDelta] = []
+        self.ops: list[PageOp] = []
+
+    def add(self, row: Row) -> None:
+        (self.decodes if row.flags & RowFlag.DECODE else self.chunks).append(row)
+        self.uids.add(row.uid)
+        self.budget -= row.count
+
+    def take(self, slot: int, entries: Iterable[PageEntry], ops: Iterable[PageOp]) -> None:
+        for group, index, page in entries:
+            self.pages.append(PageDelta(group, slot, index, page))
+        self.ops.extend(ops)
+
+    def plan(self, leaves: list[int]) -> StepPlan:
+        self.decodes.sort()
+        self.chunks.sort()
+        return StepPlan(self.step, self.decodes + self.chunks, self.joins, leaves, self.pages, self.ops)

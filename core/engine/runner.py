@@ -1,0 +1,313 @@
+"""One rank: holds model, KV pools and device state, and runs plans in order.
+
+A step is two halves, `forward` (apply the plan, run the layers) and `sample` (draw, verify, move lengths, draft). Between them
+late inputs may arrive; each half can be captured by itself. Nothing in either waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dovetail.core.checkpoint import open_weights
+from dovetail.core.engine.batch import Batch, build_batch
+from dovetail.core.engine.device_state import DeviceState, SlotInfo
+from dovetail.core.engine.dtypes import resolve_device, resolve_dtype
+from dovetail.core.engine.rehearsal import rehearsal
+from dovetail.core.engine.sampling_step import Sampled, advance_chunks, locate, sample_step
+from dovetail.core.interfaces import (
+    Blobs,
+    BuildContext,
+    DraftContext,
+    ExecutorInfo,
+    ForwardContext,
+    Hidden,
+    Progress,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TargetView,
+    TokenLogprobs,
+)
+from dovetail.core.memory.pools import apply_page_ops, make_pools
+from dovetail.core.memory.sizing import measure_pages, page_count
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A plan that was launched; its outcome is on the way to the host."""
+
+    plan: StepPlan
+    sampled_rows: list[int]
+    logprobs_wanted: list[int | None]
+    outcome: list[torch.Tensor]
+    prompt: dict[int, list[torch.Tensor]]
+    done: torch.cuda.Event | None
+    started: float
+
+
+class Runner:
+    def __init__(self, composition: Composition, *, rank: int = 0, size: int = 1, address: str = "") -> None:
+        self.composition, self.rank, self.size, self.address = composition, rank, size, address
+        self.engine = composition.engine
+        self._pending: deque[_Pending] = deque()
+
+    # Start-up.
+
+    def load(self, progress: Progress) -> ExecutorInfo:
+        """Build and fill the model, then measure how many KV pages fit beside it. `bind` must follow."""
+        phases: dict[str, float] = {}
+
+        def phase(name: str, began: float) -> float:
+            now = time.perf_counter()
+            phases[name] = now - began
+            return now
+
+        clock = time.perf_counter()
+        engine, composition = self.engine, self.composition
+        device = self.device = resolve_device(engine.device, self.rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        torch.set_grad_enabled(False)
+        progress("connect ranks", None)
+        self.collective = composition.build("collective")
+        self.collective.connect(self.rank, self.size, self.address, device)
+        clock = phase("connect ranks", clock)
+
+        selected = composition.part("model")
+        model_class = selected.target()
+        spec = self.spec = model_class.spec(selected.config)
+        self.dtype = resolve_dtype(engine.dtype, spec.dtype, device)
+        self.max_len = min(engine.max_len or spec.max_len, spec.max_len)
+        self.attention = composition.build("attention")
+        self.drafter = composition.build("spec_decode")
+        build = BuildContext(
+            spec=spec,
+            device=device,
+            dtype=self.dtype,
+            kv_dtype=resolve_dtype(engine.kv_dtype, str(self.dtype).removeprefix("torch."), device),
+            page_tokens=engine.page_size,
+            max_len=self.max_len + 2 * self.drafter.lookahead + 1,
+            quantizer=composition.build("quant"),
+            attention=self.attention,
+            collective=self.collective,
+        )
+        progress("build model", None)
+        self.model = model_class(selected.config, build)
+        clock = phase("build model", clock)
+        self._load_weights(selected.config, progress)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        clock = phase("load weights", clock)
+
+        self.drafter.bind(
+            TargetView(
+                spec, device, self.dtype, engine.max_seqs, self.max_len, self.model.embed, self.model.logits
+            )
+        )
+        self.processors = {name: part.build() for name, part in composition.many("logits").items()}
+        for processor in self.processors.values():
+            processor.allocate(engine.max_seqs + 1, spec.vocab, device)
+        self.groups = (*self.model.kv_groups, *self.drafter.kv_groups())
+        progress("measure memory", None)
+        pages = self._measure_pages()
+        phase("measure memory", clock)
+        return ExecutorInfo(
+            spec=spec,
+            groups=self.groups,
+            num_pages=pages,
+            max_len=self.max_len,
+            lookahead=self.drafter.lookahead,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            phases=phases,
+            notes=tuple(getattr(self.model, "notes", ())),
+        )
+
+    def _load_weights(self, config: Any, progress: Progress) -> None:
+        progress("load weights", 0.0)
+        if config.load == "dummy":
+            self.model.init_dummy(self.engine.seed)
+            return
+        weights = list(open_weights(config.path))
+
+        def counted() -> Iterator[tuple[str, Callable[[], Any]]]:
+            for i, weight in enumerate(weights):
+                yield weight
+                progress("load weights", (i + 1) / len(weights))
+
+        self.model.load(counted())
+
+    def _measure_pages(self) -> dict[int, int]:
+        engine = self.engine
+        if engine.kv_pages is not None:
+            return dict.fromkeys((group.id for group in self.groups), engine.kv_pages)
+
+        def rehearse() -> None:
+            """The most expensive steps: a full token budget in one chunk, and every slot sampling."""
+            tokens = min(engine.token_budget, self.max_len - 1)
+            for rows in (1, engine.max_seqs):
+                self.bind({group.id: page_count(group, tokens) for group in self.groups})
+                self.execute(*rehearsal(tokens, rows, self.groups))
+                self._pending.clear()
+                del self.pools, self.state
+                self.attention.bind({})
+
+        return measure_pages(
+            self.groups,
+            self.device,
+            fraction=engine.memory_fraction,
+            wanted_tokens=engine.max_seqs * self.max_len,
+            rehearse=rehearse,
+        )
+
+    def bind(self, num_pages: Mapping[int, int]) -> None:
+        """Allocate KV pools and slot state."""
+        self.pools = make_pools(self.groups, num_pages, self.device)
+        self.attention.bind(self.pools)
+        self.state = DeviceState(
+            slots=self.engine.max_seqs,
+            max_len=self.max_len,
+            lookahead=self.drafter.lookahead,
+            groups=self.groups,
+            device=self.device,
+            seed=self.engine.seed,
+        )
+
+    # Steps.
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, blobs: Blobs) -> None:
+        """Enqueue a plan. On CUDA this returns while the device still runs earlier plans."""
+        started = time.perf_counter()
+        batch, hidden = self._forward(plan, blobs)
+        sampled = self._sample(batch, hidden)
+        if self.rank == 0:
+            self._pending.append(self._copy_out(plan, batch, hidden, sampled, started))
+
+    def _apply(self, plan: StepPlan, blobs: Blobs) -> None:
+        state = self.state
+        for slot in plan.leaves:
+            state.leave(slot)
+        for join in plan.joins:
+            blob = blobs[join.uid, join.epoch]
+            wants = tuple(name for name, processor in self.processors.items() if processor.wants(blob.request))
+            state.join(join.slot, SlotInfo(join.uid, join.epoch, blob, wants), join.computed)
+            for processor in self.processors.values():
+                processor.join(join.slot, blob.request)
+        state.set_pages(plan.pages)
+        apply_page_ops(self.pools, plan.ops)
+        for draft in plan.drafts:
+            state.set_drafts(draft.slot, draft.tokens)
+
+    def _forward(self, plan: StepPlan, blobs: Blobs) -> tuple[Batch, Hidden]:
+        self._apply(plan, blobs)
+        batch = build_batch(plan.rows, self.state, self.groups, self.attention)
+        ctx = ForwardContext(batch.positions_T, batch.attn)
+        return batch, self.model.forward(self.model.embed(batch.tokens_T), ctx, self.drafter.taps)
+
+    def _sample(self, batch: Batch, hidden: Hidden) -> Sampled | None:
+        state, drafter = self.state, self.drafter
+        advance_chunks(batch, state)
+        if not batch.sampled:
+            return None
+        at = locate(batch, state)
+        logits = self.model.logits(hidden.states[at.token_RW.reshape(-1)])
+        sampled = sample_step(logits, at, batch, state, self.processors)
+        if drafter.lookahead:
+            bound = batch.max_len + batch.width
+            ctx = DraftContext(sampled.slots_R, state.tokens_SL, sampled.lengths_R, bound, drafter.lookahead)
+            drafter.observe(ctx, hidden.states, hidden.taps)
+            if not drafter.needs_host_tokens:
+                state.take_draft(ctx, drafter.propose(ctx))
+        return sampled
+
+    # Results.
+
+    def _copy_out(
+        self, plan: StepPlan, batch: Batch, hidden: Hidden, sampled: Sampled | None, started: float
+    ) -> _Pending:
+        outcome: list[torch.Tensor] = []
+        if sampled is not None:
+            outcome = [sampled.tokens_RW, sampled.accepted_R, *(sampled.logprobs or ())]
+        prompt = self._prompt_logprobs(batch, hidden)
+        pending = _Pending(
+            plan=plan,
+            sampled_rows=batch.sampled,
+            logprobs_wanted=[self.state.slots[batch.rows[i].slot].params.logprobs for i in batch.sampled],
+            outcome=[self._to_host(t) for t in outcome],
+            prompt={row: [self._to_host(t) for t in tensors] for row, tensors in prompt.items()},
+            done=None,
+            started=started,
+        )
+        if self.device.type == "cuda":
+            pending.done = torch.cuda.Event()
+            pending.done.record()
+        return pending
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def _prompt_logprobs(self, batch: Batch, hidden: Hidden) -> dict[int, list[torch.Tensor]]:
+        """For rows that asked: of each prompt token fed that has a successor in the prompt."""
+        found: dict[int, list[torch.Tensor]] = {}
+        first = 0
+        for i, row in enumerate(batch.rows):
+            info = self.state.slots[row.slot]
+            wanted = info.params.prompt_logprobs
+            start = row.bound - row.count
+            count = min(row.count, len(info.blob.request.prompt_ids) - 1 - start)
+            if wanted is not None and count > 0:
+                logprobs = self.model.logits(hidden.states[first : first + count]).log_softmax(-1)
+                following = self.state.tokens_SL[row.slot, start + 1 : start + 1 + count].long()
+                top = logprobs.topk(max(wanted, 1), dim=-1)
+                found[i] = [logprobs.gather(-1, following[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
+            first += row.count
+        return found
+
+    def collect(self) -> StepResult:
+        """The oldest executed plan's result; waits for its copy, not for later plans."""
+        pending = self._pending.popleft()
+        if pending.done is not None:
+            pending.done.synchronize()
+        tokens: dict[int, tuple[int, ...]] = {}
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        if pending.sampled_rows:
+            tokens_RW, accepted_R = (t.tolist() for t in pending.outcome[:2])
+            detail = [t.tolist() for t in pending.outcome[2:]]
+            for r, row in enumerate(pending.sampled_rows):
+                count = accepted_R[r] + 1
+                tokens[row] = tuple(tokens_RW[r][:count])
+                wanted = pending.logprobs_wanted[r]
+                if wanted is not None:
+                    logprobs[row] = _logprobs(*(values[r][:count] for values in detail), wanted)
+        prompt = {
+            row: _logprobs([v[0] for v in chosen.tolist()], values.tolist(), ids.tolist(), len(ids[0]))
+            for row, (chosen, values, ids) in pending.prompt.items()
+        }
+        rows = tuple(
+            RowResult(i, row.uid, row.epoch, tokens.get(i, ()), logprobs.get(i, ()), prompt.get(i, ()))
+            for i, row in enumerate(pending.plan.rows)
+        )
+        return StepResult(pending.plan.step, rows, time.perf_counter() - pending.started)
+
+    def close(self) -> None:
+        if hasattr(self, "collective"):
+            self.collective.close()
+
+
+def _logprobs(chosen: list[float], values: list[list[float]], ids: list[list[int]], wanted: int) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(value, tuple(zip(best_ids[:wanted], best[:wanted], strict=True)))
+        for value, best, best_ids in zip(chosen, values, ids, strict=True)
+    )

@@ -1,0 +1,29 @@
+"""An app: what one run of the program does with a composition."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import AppConfig, Composition
+
+
+class App(ABC):
+    """Built as `Class(config)`, then run once.
+
+    Its config class derives from `AppConfig` and declares in `needs` the nodes that the app reads; no other part of the
+    composition is validated. Its options lie under its own name: `generate.max_tokens`.
+    """
+
+    def __init__(self, config: AppConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def run(self, composition: Composition, prompts: Sequence[str]) -> int:
+        """Do the work and return the exit code of the process.
+
+        `prompts` are the words after `--`, untouched; empty unless the config says `takes_prompts`. A user's mistake
+        leaves as a `DovetailError`, which the caller prints as one message with exit code 2.
+        """

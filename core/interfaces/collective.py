@@ -1,0 +1,57 @@
+"""The collective seam: how tensor-parallel ranks sum, gather and agree. Rank counts and groups come from core.parallel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle, Partial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    Norm = Callable[[torch.Tensor, torch.Tensor | None, tuple[ActFormat, ...]], tuple[Bundle, torch.Tensor]]
+    """norm(x, residual, emit) -> (bundle of norm(x + residual), x + residual)"""
+
+
+class Collective(ABC):
+    """One per rank. Every method is a collective call: all ranks make it in the same order. Identity at size 1."""
+
+    def __init__(self, config: object) -> None:
+        self.config = config
+        self.rank, self.size = 0, 1
+
+    @abstractmethod
+    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
+        """Join the group; address is "host:port" of rank 0. Raises CapabilityError when the transport cannot serve the device."""
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks; may write into x. The same bits on every rank."""
+
+    @abstractmethod
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate along the last dimension in rank order."""
+
+    @abstractmethod
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor: ...
+
+    @abstractmethod
+    def barrier(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def boundary(
+        self, x: torch.Tensor | Partial, residual: torch.Tensor | None, norm: Norm, emit: tuple[ActFormat, ...] = (PLAIN,)
+    ) -> tuple[Bundle, torch.Tensor]:
+        """The edge between two blocks: sum a Partial over ranks, add the residual, norm, emit. This is the one place where
+        row-parallel layers reduce, so that a component can fuse all four."""
+        return norm(self.reduce(x), residual, emit)
+
+    def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
+        if not isinstance(x, Partial):
+            return x
+        return self.all_reduce(x.values) if self.size > 1 else x.values

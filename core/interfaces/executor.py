@@ -1,0 +1,72 @@
+"""The executor seam: where plans run. It hides processes, hosts and device queues from the engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dovetail.core.interfaces.kv_cache import KVGroup
+    from dovetail.core.interfaces.model import ModelSpec
+    from dovetail.core.interfaces.plan import StepPlan
+    from dovetail.core.interfaces.records import Request, StepResult
+
+Progress = Callable[[str, float | None], None]
+"""progress(phase, share done 0..1 or None): start-up phases, for a bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinBlob:
+    """What a Join refers to by (uid, epoch): ids of every known token, and the request's parameters."""
+
+    tokens: tuple[int, ...]
+    request: Request
+    sample: int
+
+
+Blobs = Mapping[tuple[int, int], JoinBlob]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What start-up found: the engine builds allocator and scheduler from it."""
+
+    spec: ModelSpec
+    groups: tuple[KVGroup, ...]
+    num_pages: Mapping[int, int]
+    """Usable pages per group, the least over ranks."""
+    max_len: int
+    lookahead: int
+    """Draft tokens per step."""
+    device: str
+    phases: Mapping[str, float]
+    """Start-up seconds by phase."""
+    notes: tuple[str, ...] = ()
+    """Slower paths that were chosen, in words."""
+
+
+class Executor(ABC):
+    """Runs plans in order. One thread calls it."""
+
+    @abstractmethod
+    def start(self, progress: Progress) -> ExecutorInfo:
+        """Load everything. Errors of any rank surface here, first cause first."""
+
+    @abstractmethod
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        """Enqueue a plan; returns before the device is done where the device is asynchronous."""
+
+    @abstractmethod
+    def collect(self) -> StepResult:
+        """The oldest submitted plan's result; waits for it. Raises if a rank died."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> int:
+        """Plans submitted and not collected."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Free devices and processes. Idempotent."""

@@ -1,0 +1,189 @@
+"""The KV allocator seam: which pages hold which sequence's keys and values. Pages, never tensors.
+
+Paging follows PagedAttention (Kwon et al. 2023); block-hash reuse follows vLLM, radix reuse SGLang (Zheng et al. 2023).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from dovetail.core.interfaces.plan import PageOp
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor of per-token state in a page: K, V, a scale, or a plugin's own."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Per token, for instance (kv_heads, head_dim)."""
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        size = self.dtype.itemsize
+        for n in self.shape:
+            size *= n
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share one page table."""
+
+    id: int
+    layers: tuple[int, ...]
+    """Model layer indices."""
+    planes: tuple[Plane, ...] = field(default=())
+    kind: Literal["full", "window", "mla"] = "full"
+    window: int = 0
+    """Tokens a window group looks back, the current one included; pages wholly behind it may be freed."""
+    page_tokens: int = 16
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Over all layers and planes."""
+        return self.page_tokens * len(self.layers) * sum(p.bytes_per_token for p in self.planes)
+
+
+class KVSequence(Protocol):
+    """What an allocator reads of a sequence (dovetail.core.interfaces.Sequence has it)."""
+
+    @property
+    def uid(self) -> int: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def salt(self) -> str: ...
+
+
+PageEntry = tuple[int, int, int]
+"""(group, index in the sequence's page table, page id)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A cached prefix, pinned for the sequence."""
+
+    tokens: int = 0
+    """Prefix tokens whose KV the sequence now owns a share of; less than len(seq.tokens)."""
+    entries: tuple[PageEntry, ...] = ()
+    ops: tuple[PageOp, ...] = ()
+    """LOADs that bring host or remote pages in before they are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Page-table changes that make room; empty when nothing changed."""
+
+    entries: tuple[PageEntry, ...] = ()
+    ops: tuple[PageOp, ...] = ()
+    """Must run, in order, before the plan's forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVStats:
+    """Of all groups together."""
+
+    pages: int
+    free: int
+    """Never written or given back, nothing reusable in them."""
+    cached: int
+    """Owned by no sequence, kept for reuse, evictable."""
+    owned: int
+    """Owned by at least one sequence."""
+    used_tokens: int
+    """Token slots in owned pages that hold a reserved token; the rest of owned slots is waste."""
+    owned_tokens: int
+    """Token slots in owned pages."""
+    queries: int = 0
+    """Prompt tokens looked up by acquire, since start."""
+    hits: int = 0
+    """Of those, found."""
+    evictions: int = 0
+
+    @property
+    def waste(self) -> float:
+        """Share of owned token slots that hold nothing."""
+        return 1 - self.used_tokens / self.owned_tokens if self.owned_tokens else 0.0
+
+
+class KVAllocator(ABC):
+    """Owns the pages 1 .. num_pages[g] of each group g. Page 0 is the core's scratch page for padding, never handed out.
+
+    A sequence is known from its first acquire, fork or reserve until release. Every call is atomic over all groups:
+    it succeeds in all or changes nothing. Calls cost O(pages touched), never O(pages cached). publish, trim and fork's
+    parent must be known (ValueError). seq.tokens only grows, except past what trim gave.
+    """
+
+    def __init__(self, config: object, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
+        self.config, self.groups, self.num_pages = config, tuple(groups), dict(num_pages)
+
+    @abstractmethod
+    def peek(self, seq: KVSequence) -> int:
+        """Prefix tokens that acquire would find now. Pure."""
+
+    @abstractmethod
+    def acquire(self, seq: KVSequence, *, reuse: bool = True) -> Hit:
+        """Register the sequence and pin its longest cached prefix (none when reuse is False).
+
+        At most len(seq.tokens) - 1 tokens are given, since the last one must be fed to get logits. Raises ValueError
+        when the sequence is already known.
+        """
+
+    @abstractmethod
+    def reserve(self, seq: KVSequence, upto: int) -> Reservation | None:
+        """Make room for tokens [0, upto): absolute and idempotent. None = not enough pages, and nothing changed.
+
+        Pages in [written so far, upto) that are shared are replaced by private copies (COPY ops): the sequence is about
+        to write there. "Written so far" is the largest `upto` of publish, or what acquire or fork gave.
+        """
+
+    @abstractmethod
+    def publish(self, seq: KVSequence, upto: int) -> None:
+        """Tokens [0, upto) are written (the writing plan is enqueued) and their ids are in seq.tokens: others may share
+        their pages. The contract of order: any plan launched later sees the pages written."""
+
+    @abstractmethod
+    def trim(self, seq: KVSequence, length: int) -> None:
+        """Give back the pages that lie wholly past `length` tokens (rejected drafts, a shorter bound).
+
+        Lowers "written so far" to `length`: what lay past it may be written anew, with other tokens.
+        """
+
+    @abstractmethod
+    def fork(self, parent: KVSequence, child: KVSequence, upto: int) -> Hit:
+        """Register child sharing parent's pages of tokens [0, upto), the last one possibly partial.
+
+        No copying yet: that is reserve's when either of them writes to a shared page. A copy runs before its plan's
+        forward, so the plan that writes [0, upto) must be launched before the one that child joins; these tokens count
+        as written for parent too.
+        """
+
+    @abstractmethod
+    def release(self, seq: KVSequence) -> None:
+        """Give up the sequence. Published pages may stay cached; idempotent for unknown sequences."""
+
+    @abstractmethod
+    def pages_needed(self, tokens: int) -> dict[int, int]:
+        """Pages per group that a sequence of so many tokens owns when nothing is shared."""
+
+    @abstractmethod
+    def stats(self) -> KVStats: ...
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify that every page is exactly one of free, cached, owned, and that reference counts add up.
+
+        Raises AssertionError that prints the numbers. May be slow; tests and idle integrity checks call it.
+        """
+
+    def reset(self) -> None:
+        """Forget every cached (unowned) page; for benchmarks between runs."""
+        raise NotImplementedError(f"{type(self).__name__} cannot reset")

@@ -1,0 +1,56 @@
+"""The logits-processor seam: changes logits before sampling, for the requests that ask for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from dovetail.core.interfaces.records import Request
+
+
+@dataclass(slots=True)
+class LogitsContext:
+    """Where each row of logits stands. N logits rows: one per sampled position, draft positions included."""
+
+    slots_N: torch.Tensor
+    """int64"""
+    lengths_N: torch.Tensor
+    """int64: tokens before the one to be sampled; drafts ahead of a draft position count."""
+    tokens_SL: torch.Tensor
+    """int32: tokens_SL[slot, :length] is that history, drafts included."""
+    prompt_len_S: torch.Tensor
+    """int64"""
+    max_length: int
+    """Host bound of lengths_N."""
+
+
+class LogitsProcessor(ABC):
+    """State lives in tensors with a row per slot, so that a step needs no Python per request."""
+
+    graph_safe: bool = True
+    """apply makes no host sync and no data-dependent shapes."""
+    needs_full_vocab: bool = True
+    """False: works on this rank's vocabulary shard."""
+
+    def __init__(self, config: object) -> None:
+        self.config = config
+
+    @abstractmethod
+    def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
+        """Create the per-slot state."""
+
+    @abstractmethod
+    def wants(self, request: Request) -> bool:
+        """Whether this request needs the processor. Pure; called on the host when the request arrives."""
+
+    @abstractmethod
+    def join(self, slot: int, request: Request) -> None:
+        """A sequence takes the slot (also a request that does not want the processor: reset the state)."""
+
+    @abstractmethod
+    def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """Changed logits (in place is fine). Rows of slots that do not want the processor must come out unchanged."""

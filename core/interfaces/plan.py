@@ -1,0 +1,100 @@
+"""StepPlan: everything the ranks must be told to run one step, and nothing about token values.
+
+A plan is a diff: joins, leaves and page deltas change persistent device state; rows say what runs. Lengths in rows are
+upper bounds where the device decides (speculation with plans in flight); the device knows the exact ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+
+class RowFlag(IntFlag):
+    SAMPLE = 1
+    """Sample after this row's last token."""
+    DECODE = 2
+    """The row feeds the last sampled token and its drafts; where it starts and how many drafts it has, the device knows."""
+
+
+class Row(NamedTuple):
+    """One sequence's share of a step."""
+
+    slot: int
+    uid: int
+    epoch: int
+    count: int
+    """Tokens fed: exact for a chunk, 1 + draft at most for a decode row."""
+    bound: int
+    """KV length after this step at most."""
+    draft: int
+    """Draft tokens verified at most."""
+    flags: int
+    """RowFlag. What else a rank must know of a row (greedy, penalties, logprobs) came with the join's blob."""
+
+
+class Join(NamedTuple):
+    """A sequence takes a slot. Its token ids and sampling parameters travel beside the plan as the blob (uid, epoch)."""
+
+    slot: int
+    uid: int
+    epoch: int
+    computed: int
+    """Tokens whose KV is already in the pages given (prefix hit or fork)."""
+
+
+class PageDelta(NamedTuple):
+    """Entry `index` of the slot's page table in this group becomes `page`."""
+
+    group: int
+    slot: int
+    index: int
+    page: int
+
+
+class PageOpKind(IntEnum):
+    COPY = 0
+    """Device page to device page, every layer and plane of the group."""
+    LOAD = 1
+    """Host page src to device page dst."""
+    STORE = 2
+    """Device page src to host page dst."""
+
+
+class PageOp(NamedTuple):
+    """Moves one page before the step's forward runs, in list order."""
+
+    kind: int
+    group: int
+    src: int
+    dst: int
+
+
+class HostDraft(NamedTuple):
+    """Draft ids found on the host, for drafters that need host tokens."""
+
+    slot: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Built by a scheduler, encoded by core.engine.encoding, applied by every rank in `step` order.
+
+    Rows stand in canonical order: decode rows by slot, then chunks by slot.
+    """
+
+    step: int
+    rows: list[Row]
+    joins: list[Join] = field(default_factory=list)
+    leaves: list[int] = field(default_factory=list)
+    """Slots given up before the joins of this plan."""
+    pages: list[PageDelta] = field(default_factory=list)
+    ops: list[PageOp] = field(default_factory=list)
+    drafts: list[HostDraft] = field(default_factory=list)
+    lane: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)

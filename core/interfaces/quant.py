@@ -1,0 +1,66 @@
+"""The quantizer seam: how each linear layer stores its weight, which input format it wants, and how it multiplies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """This rank's share of a linear layer. Merged layers (q|k|v, gate|up) stack their parts along `out`."""
+
+    inp: int
+    out: int
+    parts: tuple[int, ...]
+    """Output rows of each merged part; sums to `out`."""
+    shard: Literal["column", "row", "none"] = "none"
+    """Which dimension tensor parallelism split."""
+    dtype: torch.dtype | None = None
+    """Of the model: dtype of outputs and of unquantized weights."""
+
+
+class LinearMethod(ABC):
+    """One layer's weight format and product. Life: create -> load (any order, once per part and tensor name) -> finish -> apply."""
+
+    input: ActFormat = PLAIN
+    """The format apply wants; producers emit it."""
+    tensors: tuple[str, ...] = ("weight",)
+    """Checkpoint tensor names read for each part."""
+
+    @abstractmethod
+    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+        """Allocate this rank's tensors, by name, unset. The layer owns them and passes them back as `params`."""
+
+    @abstractmethod
+    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
+        """Copy or convert this rank's shard of one part, output rows `part`. At most one part is held beside the result."""
+
+    def finish(self, params: dict[str, torch.Tensor]) -> None:
+        """Every part is loaded: pack, transpose, check."""
+
+    @abstractmethod
+    def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """y_TO = x_TI @ weight_OI^T (+ bias_O), in the model's dtype. Capturable; no host sync."""
+
+
+class Quantizer(ABC):
+    """Chooses a method per layer."""
+
+    def __init__(self, config: object) -> None:
+        self.config = config
+
+    @abstractmethod
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        """The method for the layer at this module path, for instance "layers.3.mlp.down". Raises CapabilityError for shapes
+        that the format cannot hold, naming what would."""
+
+    def kv_scales(self, layer: int) -> tuple[float, float]:
+        """Static scales of K and V for quantized KV caches."""
+        return 1.0, 1.0

@@ -1,0 +1,99 @@
+"""The scheduler seam: which sequences run in a step, how many tokens of each, and who has to give way.
+
+Most authors subclass dovetail.PolicyScheduler and override policy alone; this is the full contract underneath.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dovetail.core.interfaces.cost import CostModel
+    from dovetail.core.interfaces.kv_cache import KVAllocator
+    from dovetail.core.interfaces.plan import StepPlan
+    from dovetail.core.interfaces.records import FinishReason, Sequence, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What the engine grants: from the `engine` node and the model."""
+
+    token_budget: int
+    """Tokens a step may feed, drafts included."""
+    max_seqs: int
+    """Slots."""
+    max_len: int
+    """Tokens of one sequence, prompt and output."""
+    lookahead: int = 0
+    """Draft tokens the drafter can offer per step; 0 = no speculation."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerContext:
+    """Inputs of one decision. A scheduler reads time, chance and cost from here alone, so that it can be replayed."""
+
+    step: int
+    clock: float
+    """Seconds."""
+    seed: int
+    depth: int
+    """Plans in flight at most, this one included."""
+    kv_view: KVAllocator
+    """For peek, pages_needed and stats; a scheduler also reserves through it (PolicyScheduler does)."""
+    cost: CostModel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    waiting: int
+    running: int
+    preemptions: int
+    """Since start."""
+
+
+class Scheduler(ABC):
+    """Decides steps. Deterministic: equal calls give equal plans (a contract test runs it twice).
+
+    Calls come from one thread. `schedule` never sees a token value; with depth > 1 it runs before the results of the
+    depth - 1 plans before it have come. `finish` and `abort` may come between any two calls.
+    """
+
+    def __init__(self, config: object, limits: SchedulerLimits, kv: KVAllocator) -> None:
+        self.config, self.limits, self.kv = config, limits, kv
+
+    @abstractmethod
+    def add(self, seq: Sequence) -> None:
+        """Take a new WAITING sequence."""
+
+    @abstractmethod
+    def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
+        """The next plan, or None when nothing can run before another result, arrival or finish.
+
+        Mutates: sequence fields marked `scheduler`, the allocator. A returned plan will be launched.
+        """
+
+    @abstractmethod
+    def update(self, result: StepResult) -> None:
+        """Take the oldest launched plan's result. Sequence.tokens already holds its tokens.
+
+        Rows of finished sequences are ignored; rows of preempted ones (older epoch) only lower inflight.
+        """
+
+    @abstractmethod
+    def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
+        """The sequence is complete with keep_len tokens: give its slot and pages back. Valid at any time, once."""
+
+    def abort(self, uid: int) -> None:
+        """The client is gone. Unknown or finished uids are ignored, since an abort may cross a finish."""
+        from dovetail.core.interfaces.records import FinishReason
+
+        self.finish(uid, 0, FinishReason.ABORT)
+
+    def take_rejected(self) -> list[tuple[int, str]]:
+        """Sequences (uid, reason) the policy refused since the last call; the engine fails their requests."""
+        return []
+
+    @abstractmethod
+    def stats(self) -> SchedulerStats: ...

@@ -1,0 +1,25 @@
+"""Parallel layers as plain objects: each owns its tensors, names the checkpoint tensors it takes and is called like a function."""
+
+from dovetail.core.layers.embedding import LMHead, VocabParallelEmbedding, VocabTable
+from dovetail.core.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel, local_heads
+from dovetail.core.layers.norm import RMSNorm
+from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.layers.rotary import build_rope
+from dovetail.core.layers.weights import Weight, dummy_weights, load_weights
+
+__all__ = [
+    "ColumnParallel",
+    "LMHead",
+    "Linear",
+    "PlainLinear",
+    "QKVParallel",
+    "RMSNorm",
+    "RowParallel",
+    "VocabParallelEmbedding",
+    "VocabTable",
+    "Weight",
+    "build_rope",
+    "dummy_weights",
+    "load_weights",
+    "local_heads",
+]

@@ -1,0 +1,60 @@
+"""Token embedding and logits, split over ranks by vocabulary.
+
+Shapes: T tokens, B sampled rows, C channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.checkpoint import LazyTensor
+from dovetail.core.interfaces import BuildContext
+from dovetail.core.layers.weights import Weight
+
+
+class VocabTable:
+    """This rank's rows of a [vocab, channels] table, padded with zeros to equal size on every rank."""
+
+    def __init__(self, name: str, build: BuildContext, vocab: int, channels: int) -> None:
+        self.name, self.vocab, self.collective = name, vocab, build.collective
+        rows = -(-vocab // build.collective.size)
+        self.start = min(build.collective.rank * rows, vocab)
+        self.stop = min(self.start + rows, vocab)
+        self.weight_VC = torch.zeros(rows, channels, dtype=build.dtype, device=build.device)
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(f"{self.name}.weight", self._take, (self.vocab, self.weight_VC.shape[1]))
+
+    def _take(self, lazy: LazyTensor) -> None:
+        self.weight_VC[: self.stop - self.start].copy_(lazy[self.start : self.stop])
+
+
+class VocabParallelEmbedding:
+    """Every rank looks up the tokens it holds; the sum over ranks has them all."""
+
+    def __init__(self, table: VocabTable) -> None:
+        self.table = table
+
+    def __call__(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        table = self.table
+        if table.collective.size == 1:
+            return F.embedding(tokens_T, table.weight_VC)
+        here_T = (tokens_T >= table.start) & (tokens_T < table.stop)
+        embeds_TC = F.embedding(torch.where(here_T, tokens_T - table.start, 0), table.weight_VC)
+        return table.collective.all_reduce(embeds_TC * here_T.unsqueeze(-1))
+
+
+class LMHead:
+    """Logits over the whole vocabulary, float32, on every rank. A tied model gives it the embedding's table."""
+
+    def __init__(self, table: VocabTable) -> None:
+        self.table = table
+
+    def __call__(self, states_BC: torch.Tensor) -> torch.Tensor:
+        logits_BV = F.linear(states_BC, self.table.weight_VC)
+        if self.table.collective.size > 1:
+            logits_BV = self.table.collective.all_gather(logits_BV)[..., : self.table.vocab]
+        return logits_BV.float()

@@ -1,0 +1,173 @@
+"""Linear layers under tensor parallelism (Megatron-LM, Shoeybi et al. 2019).
+
+A column-parallel layer holds some output rows of each of its parts, a row-parallel one some input columns. How the
+weight is stored and multiplied is the quantizer's LinearMethod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dovetail.core.checkpoint import LazyTensor
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import ActFormat, BuildContext, Bundle, LinearShape, Partial
+from dovetail.core.layers.weights import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One checkpoint matrix of a merged layer, and this rank's output rows of it."""
+
+    name: str
+    """Checkpoint prefix, for instance "model.layers.0.self_attn.q_proj"."""
+    rows: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Linear:
+    """Some output rows and input columns of one or several stacked matrices."""
+
+    def __init__(
+        self,
+        path: str,
+        build: BuildContext,
+        parts: tuple[Part, ...],
+        inp: int,
+        columns: slice | None = None,
+        shard: Literal["column", "row", "none"] = "none",
+        bias: bool = False,
+    ) -> None:
+        """`inp` is the whole input width, `columns` this rank's share of it (None = all)."""
+        self.path, self.parts, self.inp, self.columns = path, parts, inp, columns or slice(0, inp)
+        self.shape = LinearShape(
+            inp=self.columns.stop - self.columns.start,
+            out=sum(part.size for part in parts),
+            parts=tuple(part.size for part in parts),
+            shard=shard,
+            dtype=build.dtype,
+        )
+        self.method = build.quantizer.linear(path, self.shape)
+        self.params = self.method.create(self.shape, build.device)
+        self.has_bias = bias
+        self.bias = torch.empty(self.shape.out, dtype=build.dtype, device=build.device) if bias else None
+
+    @property
+    def input(self) -> ActFormat:
+        """The format in which the layer wants its input."""
+        return self.method.input
+
+    def __call__(self, x: Bundle) -> torch.Tensor:
+        return self.method.apply(self.params, x[self.input], self.bias)
+
+    def weights(self) -> Iterator[Weight]:
+        at = 0
+        for part in self.parts:
+            to = slice(at, at + part.size)
+            for name in self.method.tensors:
+                take = lambda lazy, part=part, to=to, name=name: self._take(lazy, part, to, name)  # noqa: E731
+                shape = (part.rows, self.inp) if name == "weight" else None
+                yield Weight(f"{part.name}.{name}", take, shape)
+            if self.has_bias:
+                take = lambda lazy, part=part, to=to: self._take_bias(lazy, part, to)  # noqa: E731
+                yield Weight(f"{part.name}.bias", take, (part.rows,), "zeros")
+            at += part.size
+
+    def finish(self) -> None:
+        self.method.finish(self.params)
+
+    def _take(self, lazy: LazyTensor, part: Part, to: slice, name: str) -> None:
+        ndim = len(lazy.get_shape())
+        rows = _share(lazy, 0, part.start, part.stop, part.rows) if ndim > 0 else None
+        columns = _share(lazy, 1, self.columns.start, self.columns.stop, self.inp) if ndim > 1 else None
+        index = tuple(share for share in (rows, columns) if share is not None)
+        self.method.load(self.params, name, to, lazy[index if len(index) > 1 else index[0] if index else ...])
+
+    def _take_bias(self, lazy: LazyTensor, part: Part, to: slice) -> None:
+        self.bias[to].copy_(lazy[part.start : part.stop])
+
+
+class ColumnParallel(Linear):
+    """Output rows split over ranks; several matrices of one input are stacked into one product."""
+
+    def __init__(
+        self, path: str, names: tuple[str, ...], build: BuildContext, inp: int, outs: tuple[int, ...], bias: bool = False
+    ) -> None:
+        rank, size = build.collective.rank, build.collective.size
+        parts = tuple(Part(name, out, *_split(name, out, rank, size)) for name, out in zip(names, outs, strict=True))
+        super().__init__(path, build, parts, inp, shard="column", bias=bias)
+
+
+class QKVParallel(Linear):
+    """q|k|v of attention, split by heads. With fewer kv heads than ranks, neighbouring ranks hold the same kv head."""
+
+    def __init__(
+        self,
+        path: str,
+        names: tuple[str, str, str],
+        build: BuildContext,
+        inp: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+    ) -> None:
+        rank, size = build.collective.rank, build.collective.size
+        self.heads, self.kv_heads = local_heads(heads, kv_heads, size)
+        q = Part(names[0], heads * head_dim, *(n * self.heads * head_dim for n in (rank, rank + 1)))
+        first = rank * kv_heads // size
+        k, v = (
+            Part(name, kv_heads * head_dim, first * head_dim, (first + self.kv_heads) * head_dim) for name in names[1:]
+        )
+        super().__init__(path, build, (q, k, v), inp, shard="column", bias=bias)
+
+
+class RowParallel(Linear):
+    """Input columns split over ranks: the product is a Partial, summed at the next boundary."""
+
+    def __init__(self, path: str, name: str, build: BuildContext, inp: int, out: int, bias: bool = False) -> None:
+        rank, size = build.collective.rank, build.collective.size
+        columns = slice(*_split(name, inp, rank, size))
+        super().__init__(path, build, (Part(name, out, 0, out),), inp, columns, shard="row", bias=bias)
+        self.adds_bias = rank == 0
+
+    def __call__(self, x: Bundle) -> Partial:  # type: ignore[override]
+        """The bias is one rank's to add: the sum over ranks would count it once for each."""
+        return Partial(self.method.apply(self.params, x[self.input], self.bias if self.adds_bias else None))
+
+
+def local_heads(heads: int, kv_heads: int, size: int) -> tuple[int, int]:
+    """Query and kv heads of one rank. Raises ConfigError when they do not divide."""
+    fits = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    if not fits:
+        options = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ConfigError(
+            f"engine.tp={size} does not divide {heads} query heads and {kv_heads} kv heads. "
+            f"Set engine.tp to one of {', '.join(map(str, options))}"
+        )
+    return heads // size, max(1, kv_heads // size)
+
+
+def _split(name: str, total: int, rank: int, size: int) -> tuple[int, int]:
+    if total % size:
+        raise ConfigError(f"engine.tp={size} does not divide the {total} channels of {name}. Set engine.tp to a divisor")
+    each = total // size
+    return rank * each, (rank + 1) * each
+
+
+def _share(lazy: LazyTensor, dim: int, start: int, stop: int, total: int) -> slice:
+    """[start, stop) of `total` in a tensor that may have one entry per block of channels (scales), or one for all."""
+    entries = lazy.get_shape()[dim]
+    if entries == 1:
+        return slice(0, 1)
+    if start * entries % total or stop * entries % total:
+        raise ConfigError(f"a shard of channels {start} to {stop} cuts through a block of {total // entries}")
+    return slice(start * entries // total, stop * entries // total)

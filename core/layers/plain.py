@@ -1,0 +1,24 @@
+"""The unquantized linear layer: what quant=none gives to every layer and other quantizers to the ones they skip.
+
+Shapes: T tokens, I input, O output.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.interfaces import Activation, LinearMethod, LinearShape
+
+
+class PlainLinear(LinearMethod):
+    """Weight in the model's dtype, product by the library."""
+
+    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+        return {"weight": torch.empty(shape.out, shape.inp, dtype=shape.dtype, device=device)}
+
+    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
+        params[name][part].copy_(tensor)
+
+    def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x.values, params["weight"], bias)

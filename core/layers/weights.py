@@ -1,0 +1,91 @@
+"""How checkpoint tensors find their layers: every layer lists the ones it takes, and a source hands them out by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dovetail.core.checkpoint import LazyTensor
+from dovetail.core.errors import ConfigError
+
+DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One checkpoint tensor that a layer takes."""
+
+    name: str
+    take: Callable[[LazyTensor], None]
+    """Copies this rank's share."""
+    shape: tuple[int, ...] | None = None
+    """Of the whole tensor; None = the quantizer's own affair."""
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    """What dummy weights hold."""
+
+
+def load_weights(weights: Iterable[Weight], source: Iterable[tuple[str, Callable[[], Any]]], ignore: tuple[str, ...] = ()) -> None:
+    """Hand each tensor of the source to the layer that takes it; names that end in one of `ignore` may be left over."""
+    wanted = {weight.name: weight for weight in weights}
+    missing, unexpected = dict.fromkeys(wanted), []
+    for name, opener in source:
+        if name in wanted:
+            missing.pop(name, None)
+            _take(wanted[name], opener())
+        elif not name.endswith(ignore):
+            unexpected.append(name)
+    if missing or unexpected:
+        raise ConfigError(
+            "the checkpoint does not fit the model that its config.json describes: "
+            f"{_listed('missing', missing)}; {_listed('unexpected', unexpected)}"
+        )
+
+
+def dummy_weights(
+    weights: Iterable[Weight], seed: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Callable[[], LazyTensor]]]:
+    """Random tensors made on the device. A tensor depends on seed and name alone, so every rank layout holds the same model."""
+    for weight in weights:
+        if weight.shape is None:
+            raise ConfigError(f"model.load=dummy: the shape of {weight.name} is known only from a checkpoint. Use quant=none")
+        yield weight.name, lambda weight=weight: DummyTensor(weight, seed, dtype, device)
+
+
+class DummyTensor:
+    """A LazyTensor without a file: makes the whole tensor each time it is sliced."""
+
+    def __init__(self, weight: Weight, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight, self.seed, self.dtype, self.device = weight, seed, dtype, device
+
+    def get_shape(self) -> list[int]:
+        return list(self.weight.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.device)
+        if self.weight.init == "normal":
+            # Uniform of the same deviation: several times quicker to draw than a normal one.
+            whole.uniform_(-DUMMY_STD * 3**0.5, DUMMY_STD * 3**0.5, generator=self._generator())
+        else:
+            whole.fill_(1.0 if self.weight.init == "ones" else 0.0)
+        return whole[index]
+
+    def _generator(self) -> torch.Generator:
+        digest = hashlib.blake2b(f"{self.seed}:{self.weight.name}".encode(), digest_size=7).digest()
+        return torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
+
+
+def _take(weight: Weight, tensor: LazyTensor) -> None:
+    shape = tuple(tensor.get_shape())
+    if weight.shape is not None and shape != weight.shape:
+        raise ConfigError(f"{weight.name} has shape {shape} in the checkpoint; config.json makes it {weight.shape}")
+    weight.take(tensor)
+
+
+def _listed(what: str, names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{len(names)} {what}" + (f" ({', '.join(names[:5])}{more})" if names else "")

@@ -1,0 +1,1 @@
+"""KV pools, page tables and sizing."""

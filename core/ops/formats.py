@@ -1,0 +1,81 @@
+"""Activation formats in one place: what a kernel can fuse, and how to encode an activation after the fact.
+
+Shapes: T tokens, C columns, G scale groups of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
+from dovetail.core.ops.unfused import note
+
+
+@dataclass(frozen=True, slots=True)
+class EmitPlan:
+    """How a fused kernel serves `emit`: it writes plain values and one encoded format; the rest is encoded from plain."""
+
+    plain: bool
+    fused: ActFormat | None
+    rest: tuple[ActFormat, ...]
+
+
+def why_unfused(fmt: ActFormat) -> str | None:
+    """Why a Triton kernel cannot encode this format in its own pass; None = it can."""
+    if fmt.encode is None:
+        return "it has no Triton `encode`"
+    if fmt.perm is not None:
+        return "its column order (`perm`) needs a gather"
+    if fmt.group == "tensor" and fmt.static_scale is None:
+        return "one scale for the whole tensor is known only after the last row"
+    if isinstance(fmt.group, int) and fmt.group & (fmt.group - 1):
+        return f"its group of {fmt.group} columns is no power of two"
+    return None
+
+
+def plan_emit(emit: tuple[ActFormat, ...]) -> EmitPlan:
+    fused, rest = None, []
+    for fmt in emit:
+        if fmt is PLAIN:
+            continue
+        if fused is None and why_unfused(fmt) is None:
+            fused = fmt
+        else:
+            rest.append(fmt)
+    return EmitPlan(plain=fused is None or bool(rest) or PLAIN in emit, fused=fused, rest=tuple(rest))
+
+
+def encode(x_TC: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+    """A plain activation in every format asked for; for producers that do not encode by themselves."""
+    return Bundle(tuple(Activation(PLAIN, x_TC) if fmt is PLAIN else _encode_one(x_TC, fmt) for fmt in emit))
+
+
+def encode_reference(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
+    """Pre-scale and permute in float32, then the format's own reference."""
+    x = x_TC.float()
+    if fmt.pre_scale is not None:
+        x = x * fmt.pre_scale
+    if fmt.perm is not None:
+        x = x[:, fmt.perm]
+    if fmt.reference is None:
+        raise ValueError(f"activation format {fmt.name!r} has neither a Triton `encode` that fits nor a `reference`")
+    values, scale = fmt.reference(x)
+    if fmt.group == "tensor" and fmt.static_scale is not None:
+        scale = fmt.static_scale
+    values = values.to(fmt.dtype or x_TC.dtype)
+    if scale is not None and fmt.scale_layout == "column":
+        scale = scale.t().contiguous().t()
+    return Activation(fmt, values, scale)
+
+
+def _encode_one(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
+    if not x_TC.is_cuda:
+        return encode_reference(x_TC, fmt)
+    if (reason := why_unfused(fmt)) is not None:
+        note(f"activation format {fmt.name!r} runs unfused: {reason}")
+        return encode_reference(x_TC, fmt)
+    from dovetail.core.ops.kernels.formats import encode_triton
+
+    return encode_triton(x_TC, fmt)

@@ -1,0 +1,142 @@
+"""Encoding a row inside a kernel, with the format's own `encode` inlined.
+
+Shapes: T tokens, C columns, G scale groups of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
+from dovetail.core.ops.formats import encode
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one fused format goes: the launch arguments that every producer's kernel shares."""
+
+    fmt: ActFormat | None
+    values: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+    @classmethod
+    def allocate(cls, fmt: ActFormat | None, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> Target:
+        if fmt is None:
+            return cls(None)
+        values = torch.empty(tokens, columns, dtype=fmt.dtype or dtype, device=device)
+        if fmt.group == "none":
+            return cls(fmt, values)
+        if fmt.group == "tensor":
+            return cls(fmt, values, fmt.static_scale)
+        groups = 1 if fmt.group == "token" else triton.cdiv(columns, fmt.group)
+        if fmt.scale_layout == "column":
+            return cls(fmt, values, torch.empty(groups, tokens, dtype=torch.float32, device=device).t())
+        return cls(fmt, values, torch.empty(tokens, groups, dtype=torch.float32, device=device))
+
+    def block(self, columns: int, whole_row: bool = False) -> int:
+        """Columns that one program takes. A scale for the row needs a program that sees all of it."""
+        group = self.fmt.group if self.fmt is not None else "none"
+        block = triton.next_power_of_2(columns)
+        if not whole_row and group != "token":
+            block = min(block, 1024)
+        return max(block, group) if isinstance(group, int) else block
+
+    def arguments(self, block: int) -> dict:
+        """Keyword arguments of `encode_row` for rows cut into blocks of this many columns."""
+        fmt = self.fmt
+        dynamic = fmt is not None and (fmt.group == "token" or isinstance(fmt.group, int))
+        return {
+            "values_ptr": self.values,
+            "scale_ptr": self.scale if dynamic else None,
+            "static_ptr": None if fmt is None else fmt.static_scale,
+            "pre_ptr": None if fmt is None else fmt.pre_scale,
+            "scale_st": self.scale.stride(0) if dynamic else 0,
+            "scale_sg": self.scale.stride(1) if dynamic else 0,
+            "ENCODE": None if fmt is None else fmt.encode,
+            "GROUP": fmt.group if fmt is not None and isinstance(fmt.group, int) else block,
+        }
+
+    def activation(self) -> Activation:
+        return Activation(self.fmt, self.values, self.scale)
+
+
+def collect(
+    emit: tuple[ActFormat, ...], rest: tuple[ActFormat, ...], plain: torch.Tensor | None, target: Target
+) -> Bundle:
+    """The bundle of a fused kernel's outputs; formats that it could not fuse are encoded from the plain one."""
+    items = [] if target.fmt is None else [target.activation()]
+    if PLAIN in emit:
+        items.append(Activation(PLAIN, plain))
+    return Bundle((*items, *encode(plain, rest).items))
+
+
+@triton.jit
+def encode_row(
+    y,
+    row,
+    start,
+    C,
+    values_ptr,
+    scale_ptr,
+    static_ptr,
+    pre_ptr,
+    scale_st,
+    scale_sg,
+    ENCODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Encode columns [start, start + BLOCK) of a row; y is float32 [BLOCK], zero past C."""
+    cols = start + tl.arange(0, BLOCK)
+    if pre_ptr is not None:
+        y = y * tl.load(pre_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
+    scale_in = 1.0
+    if static_ptr is not None:
+        scale_in = tl.load(static_ptr).to(tl.float32)
+    values, scale = ENCODE(tl.reshape(y, (BLOCK // GROUP, GROUP)), scale_in)
+    values = tl.reshape(values, (BLOCK,)).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row * C + cols, values, mask=cols < C)
+    if scale_ptr is not None:
+        groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
+        tl.store(scale_ptr + row * scale_st + groups * scale_sg, scale, mask=groups * GROUP < C)
+
+
+@triton.jit
+def _encode(
+    x_ptr,
+    C,
+    values_ptr,
+    scale_ptr,
+    static_ptr,
+    pre_ptr,
+    scale_st,
+    scale_sg,
+    ENCODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    cols = start + tl.arange(0, BLOCK)
+    y = tl.load(x_ptr + row * C + cols, mask=cols < C, other=0.0).to(tl.float32)
+    encode_row(y, row, start, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK)
+
+
+def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
+    x_TC = x_TC.contiguous()
+    tokens, columns = x_TC.shape
+    target = Target.allocate(fmt, tokens, columns, x_TC.dtype, x_TC.device)
+    if tokens:
+        block = target.block(columns)
+        grid = (tokens, triton.cdiv(columns, block))
+        _encode[grid](x_TC, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block))
+    return target.activation()
+
+
+def warps(block: int) -> int:
+    """About 16 elements a thread."""
+    return max(1, min(16, block // 512))

@@ -1,0 +1,63 @@
+"""silu(gate) * up and encoding in one pass: a program takes a block of columns, or a whole row where a scale needs it.
+
+Shapes: T tokens, F intermediate columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
+from dovetail.core.ops.formats import plan_emit
+from dovetail.core.ops.kernels.formats import Target, collect, encode_row, warps
+
+
+@triton.jit
+def _silu_and_mul(
+    gate_up_ptr,
+    plain_ptr,
+    C,
+    values_ptr,
+    scale_ptr,
+    static_ptr,
+    pre_ptr,
+    scale_st,
+    scale_sg,
+    ENCODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    cols = start + tl.arange(0, BLOCK)
+    inside = cols < C
+    dtype = gate_up_ptr.dtype.element_ty
+    gate = tl.load(gate_up_ptr + row * 2 * C + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * C + C + cols, mask=inside, other=0.0).to(tl.float32)
+    # Rounded to the model's dtype after silu and after the product, as the two separate operations would.
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    y = (silu * up).to(dtype)
+    if plain_ptr is not None:
+        tl.store(plain_ptr + row * C + cols, y, mask=inside)
+    if ENCODE is not None:
+        y_fp32 = y.to(tl.float32)
+        encode_row(
+            y_fp32, row, start, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK
+        )
+
+
+def silu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+    gate_up_T2F = gate_up_T2F.contiguous()
+    tokens, columns = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    plan = plan_emit(emit)
+    plain = gate_up_T2F.new_empty(tokens, columns) if plan.plain else None
+    target = Target.allocate(plan.fused, tokens, columns, gate_up_T2F.dtype, gate_up_T2F.device)
+    if tokens:
+        block = target.block(columns)
+        grid = (tokens, triton.cdiv(columns, block))
+        _silu_and_mul[grid](
+            gate_up_T2F, plain, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block)
+        )
+    return collect(emit, plan.rest, plain, target)

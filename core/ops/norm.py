@@ -1,0 +1,44 @@
+"""RMSNorm with the residual addition before it (Zhang and Sennrich 2019).
+
+Shapes: T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
+from dovetail.core.ops.formats import encode
+
+
+def rms_norm(
+    x_TC: torch.Tensor,
+    residual_TC: torch.Tensor | None,
+    weight_C: torch.Tensor,
+    eps: float,
+    emit: tuple[ActFormat, ...] = (PLAIN,),
+) -> tuple[Bundle, torch.Tensor]:
+    """(norm(x + residual) in the formats asked for, x + residual). Inputs are left as they are."""
+    if x_TC.is_cuda:
+        from dovetail.core.ops.kernels.norm import rms_norm_triton
+
+        return rms_norm_triton(x_TC, residual_TC, weight_C, eps, emit)
+    return rms_norm_reference(x_TC, residual_TC, weight_C, eps, emit)
+
+
+def rms_norm_reference(
+    x_TC: torch.Tensor,
+    residual_TC: torch.Tensor | None,
+    weight_C: torch.Tensor,
+    eps: float,
+    emit: tuple[ActFormat, ...] = (PLAIN,),
+) -> tuple[Bundle, torch.Tensor]:
+    summed = x_TC if residual_TC is None else x_TC + residual_TC
+    return encode(normalize(summed, weight_C, eps), emit), summed
+
+
+def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension. Rounds as Llama was trained: normalise in float32, cast, then multiply."""
+    x_fp32 = x.float()
+    scaled = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype)

@@ -1,0 +1,1 @@
+"""Contract suites that plugin authors subclass. Needs the `test` extra (pytest, hypothesis)."""

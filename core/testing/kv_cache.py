@@ -1,0 +1,450 @@
+"""The contract of KVAllocator as tests. Authors subclass:
+
+    class TestMine(KVAllocatorContract):
+        def make(self, groups, num_pages):
+            return MyAllocator(MyConfig(), groups, num_pages)
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, PageEntry, PageOpKind, Reservation
+from dovetail.core.testing.kv_machine import make_kv_state_machine
+from dovetail.core.testing.kv_model import LAYOUTS, Layout, TokenSequence, layout
+
+__all__ = ["KVAllocatorContract", "make_kv_state_machine"]
+
+each_layout = pytest.mark.parametrize("layout", tuple(LAYOUTS.values()), ids=tuple(LAYOUTS))
+
+
+class KVAllocatorContract:
+    """Every sentence of dovetail.core.interfaces.KVAllocator, one test each."""
+
+    reuses = True
+    """Whether acquire finds what others published. False: it must never find anything."""
+    machine_settings = settings(
+        max_examples=100,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
+        """A fresh allocator. The one method to override."""
+        raise NotImplementedError("override make(groups, num_pages)")
+
+    # A sequence's life.
+
+    @each_layout
+    def test_a_sequence_is_known_until_release(self, layout: Layout) -> None:
+        kv, seq, child = self._make(layout), sequence(1, 9), sequence(2, 9)
+        for register in (
+            lambda: kv.acquire(seq),
+            lambda: kv.reserve(seq, 5),
+            lambda: (kv.acquire(child), kv.fork(child, seq, 0), kv.release(child)),
+        ):
+            register()
+            for again in (lambda: kv.acquire(seq), lambda: kv.fork(seq, seq, 0)):
+                with pytest.raises(ValueError):
+                    again()
+            kv.release(seq)
+            kv.check()
+
+    def test_a_failed_reserve_does_not_register(self) -> None:
+        kv, seq = self._make(ONE), sequence(1, 9)
+        assert kv.reserve(seq, ONE.capacity + 1) is None
+        kv.acquire(seq)
+
+    def test_unknown_sequences_are_refused(self) -> None:
+        kv, seq = self._make(ONE), sequence(1, 9)
+        for call in (
+            lambda: kv.publish(seq, 0),
+            lambda: kv.trim(seq, 0),
+            lambda: kv.fork(seq, sequence(2, 9), 0),
+        ):
+            with pytest.raises(ValueError):
+                call()
+
+    @each_layout
+    def test_release_gives_every_page_back(self, layout: Layout) -> None:
+        kv, seq = self._make(layout), sequence(1, layout.capacity)
+        empty = kv.stats()
+        for _ in range(3):
+            kv.acquire(seq)
+            assert kv.reserve(seq, layout.capacity) is not None
+            kv.release(seq)
+            kv.check()
+            assert kv.stats() == empty or self.reuses and (kv.stats().owned, kv.stats().free) == (0, empty.free)
+
+    @each_layout
+    def test_release_is_idempotent(self, layout: Layout) -> None:
+        kv, seq = self._make(layout), sequence(1, 9)
+        kv.release(seq)
+        write(kv, seq)
+        kv.release(seq)
+        released = kv.stats()
+        kv.release(seq)
+        assert kv.stats() == released
+        kv.check()
+
+    # reserve
+
+    @each_layout
+    def test_pages_are_those_granted_and_never_page_zero(self, layout: Layout) -> None:
+        kv = self._make(layout)
+        pages = owned_pages(reserve(kv, sequence(1, 1), layout.capacity))
+        for group in layout.groups:
+            count = -(-layout.capacity // group.page_tokens)
+            assert len(set(pages[group.id])) == len(pages[group.id]) == count
+            assert set(pages[group.id]) <= set(range(1, layout.num_pages[group.id] + 1))
+
+    @each_layout
+    def test_every_page_can_be_owned(self, layout: Layout) -> None:
+        for group in layout.groups:
+            alone = Layout((group,), {group.id: layout.num_pages[group.id]})
+            pages = owned_pages(reserve(self._make(alone), sequence(1, 1), alone.capacity))
+            assert set(pages[group.id]) == set(range(1, alone.num_pages[group.id] + 1))
+
+    @each_layout
+    def test_two_sequences_share_no_page_by_accident(self, layout: Layout) -> None:
+        kv = self._make(layout)
+        half = layout.capacity // 2 // layout.stride * layout.stride
+        first = owned_pages(reserve(kv, sequence(1, 1), half))
+        second = owned_pages(reserve(kv, sequence(2, 1), half))
+        for group in layout.groups:
+            assert not set(first[group.id]) & set(second[group.id])
+
+    @each_layout
+    def test_reserve_is_absolute_and_idempotent(self, layout: Layout) -> None:
+        kv, seq = self._make(layout), sequence(1, 1)
+        made = [reserve(kv, seq, upto) for upto in (3, layout.stride + 1, layout.stride + 1, 2, 2 * layout.stride)]
+        for number, upto in ((0, 3), (1, layout.stride + 1), (4, 2 * layout.stride)):
+            so_far = [entry for reservation in made[: number + 1] for entry in reservation.entries]
+            for group in layout.groups:
+                indices = [index for group_id, index, _ in so_far if group_id == group.id]
+                assert indices == list(range(-(-upto // group.page_tokens)))
+        assert made[2] == made[3] == Reservation()
+
+    @each_layout
+    def test_reserve_without_enough_pages_changes_nothing(self, layout: Layout) -> None:
+        kv, seq, other = self._make(layout), sequence(1, 1), sequence(2, 1)
+        reserve(kv, seq, 5)
+        before = kv.stats()
+        assert kv.reserve(seq, layout.capacity + 1) is None
+        assert kv.reserve(other, layout.capacity) is None
+        assert kv.stats() == before
+        kv.check()
+        reserve(kv, seq, layout.capacity)
+
+    def test_reserve_is_all_groups_or_none(self) -> None:
+        for starved in (0, 1):
+            pages = {0: 8, 1: 8, starved: 2}
+            kv = self.make(layout(a=(4, 8), b=(4, 8)).groups, pages)
+            before = kv.stats()
+            assert kv.reserve(sequence(1, 1), 12) is None
+            assert kv.stats() == before
+            kv.check()
+
+    @each_layout
+    def test_pages_needed_is_what_a_fresh_sequence_owns(self, layout: Layout) -> None:
+        for tokens in (1, layout.stride, layout.stride + 1, layout.capacity):
+            kv = self._make(layout)
+            pages = owned_pages(reserve(kv, sequence(1, 1), tokens))
+            assert kv.pages_needed(tokens) == {group.id: len(pages[group.id]) for group in layout.groups}
+
+    # Reuse
+
+    @each_layout
+    def test_a_published_prefix_is_found(self, layout: Layout) -> None:
+        kv, first = self._make(layout), sequence(1, 2 * layout.stride)
+        mine = write(kv, first)
+        second = sequence(2, 2 * layout.stride + 1)
+        found = kv.peek(second)
+        hit = kv.acquire(second)
+        assert hit.tokens == found
+        assert found == (2 * layout.stride if self.reuses else 0)
+        assert owned_pages(hit) == (mine if self.reuses else {})
+        kv.check()
+
+    @each_layout
+    def test_a_released_prefix_is_found(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, 2 * layout.stride), sequence(2, 2 * layout.stride + 1)
+        write(kv, first)
+        kv.release(first)
+        assert bool(kv.stats().cached) == self.reuses
+        hit = kv.acquire(second)
+        assert hit.tokens == (2 * layout.stride if self.reuses else 0)
+        for group in layout.groups if hit.tokens else ():
+            indices = [index for group_id, index, _ in hit.entries if group_id == group.id]
+            assert indices == list(range(hit.tokens // group.page_tokens))
+        kv.check()
+
+    @each_layout
+    def test_a_hit_leaves_one_token_to_feed(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, 2 * layout.stride), sequence(2, 2 * layout.stride)
+        write(kv, first)
+        assert kv.peek(second) < len(second.tokens)
+        assert kv.acquire(second).tokens < len(second.tokens)
+
+    @each_layout
+    def test_peek_is_pure(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, 2 * layout.stride), sequence(2, 2 * layout.stride + 1)
+        write(kv, first)
+        kv.release(first)
+        before = kv.stats()
+        found = [kv.peek(second) for _ in range(3)]
+        assert kv.stats() == before
+        assert found == [kv.acquire(second).tokens] * 3
+
+    @each_layout
+    def test_nothing_is_found_before_publish(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, 2 * layout.stride), sequence(2, 2 * layout.stride + 1)
+        kv.acquire(first)
+        reserve(kv, first, len(first.tokens))
+        assert kv.acquire(second).tokens == 0
+
+    @each_layout
+    def test_nothing_is_found_without_reuse(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, 2 * layout.stride), sequence(2, 2 * layout.stride + 1)
+        write(kv, first)
+        assert kv.acquire(second, reuse=False) == Hit()
+
+    @each_layout
+    def test_salt_separates(self, layout: Layout) -> None:
+        kv, first = self._make(layout), sequence(1, 2 * layout.stride)
+        second = sequence(2, 2 * layout.stride + 1, salt="other")
+        write(kv, first)
+        assert kv.peek(second) == 0
+        assert kv.acquire(second) == Hit()
+
+    @each_layout
+    def test_equal_pages_after_different_ones_are_not_found(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, 2 * layout.stride), sequence(2, 2 * layout.stride + 1)
+        second.tokens[0] += 1
+        write(kv, first)
+        assert kv.acquire(second).tokens == 0
+
+    @each_layout
+    def test_cached_pages_make_room(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, layout.capacity), sequence(2, layout.capacity, first=1000)
+        write(kv, first)
+        kv.release(first)
+        kv.acquire(second)
+        reserve(kv, second, layout.capacity)
+        kv.check()
+
+    @each_layout
+    def test_owned_pages_are_never_evicted(self, layout: Layout) -> None:
+        kv = self._make(layout)
+        first, second, third = sequence(1, layout.stride), sequence(2, layout.stride + 1), sequence(3, 1)
+        mine = write(kv, first)
+        kv.acquire(second)
+        kv.release(first)
+        tokens = layout.stride
+        while (made := kv.reserve(third, tokens)) is not None:
+            taken = owned_pages(made)
+            if self.reuses:
+                assert not any(set(mine[group]) & set(taken.get(group, ())) for group in mine)
+            tokens += layout.stride
+        kv.check()
+
+    @each_layout
+    def test_queries_and_hits_count_tokens(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, 2 * layout.stride), sequence(2, 2 * layout.stride + 1)
+        write(kv, first)
+        before = kv.stats()
+        hit = kv.acquire(second)
+        after = kv.stats()
+        assert after.hits - before.hits == hit.tokens
+        assert after.queries - before.queries == (len(second.tokens) if self.reuses else 0)
+
+    @each_layout
+    def test_reset_forgets_cached_pages_alone(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, layout.stride), sequence(2, layout.stride, first=1000)
+        write(kv, first)
+        write(kv, second)
+        kv.release(first)
+        owned = kv.stats().owned
+        try:
+            kv.reset()
+        except NotImplementedError:
+            pytest.skip("reset is optional")
+        assert (kv.stats().cached, kv.stats().owned) == (0, owned)
+        assert kv.peek(sequence(3, layout.stride + 1)) == 0
+        kv.check()
+
+    # Forks and trims
+
+    @each_layout
+    def test_fork_shares_until_somebody_writes(self, layout: Layout) -> None:
+        for parent_first in (True, False):
+            kv, parent, child = self._make(layout), sequence(1, layout.stride + 2), sequence(2, layout.stride + 2)
+            mine = write(kv, parent)
+            before = kv.stats().owned
+            hit = kv.fork(parent, child, layout.stride + 1)
+            assert (hit.tokens, owned_pages(hit), hit.ops, kv.stats().owned) == (layout.stride + 1, mine, (), before)
+            writer, other = (parent, child) if parent_first else (child, parent)
+            moved = reserve(kv, writer, layout.stride + 3)
+            assert {(op.kind, op.group, op.src) for op in moved.ops} == {
+                (PageOpKind.COPY, group, pages[-1]) for group, pages in mine.items()
+            }
+            last = {group: len(pages) - 1 for group, pages in mine.items()}
+            assert moved.entries == tuple((op.group, last[op.group], op.dst) for op in moved.ops)
+            assert reserve(kv, other, layout.stride + 3) == Reservation(), "the other one owns the page alone now"
+            kv.check()
+
+    @each_layout
+    def test_a_fork_at_a_page_boundary_copies_nothing(self, layout: Layout) -> None:
+        kv, parent, child = self._make(layout), sequence(1, layout.stride), sequence(2, layout.stride)
+        write(kv, parent)
+        kv.fork(parent, child, layout.stride)
+        assert not reserve(kv, child, layout.stride + 1).ops
+        assert not reserve(kv, parent, layout.stride + 1).ops
+
+    @each_layout
+    def test_a_fork_may_come_before_publish(self, layout: Layout) -> None:
+        """With plans in flight the parent has reserved, and written, more than it has published."""
+        kv, parent, child = self._make(layout), sequence(1, layout.stride + 2), sequence(2, layout.stride + 2)
+        kv.acquire(parent)
+        mine = owned_pages(reserve(kv, parent, 3 * layout.stride))
+        shared = owned_pages(kv.fork(parent, child, layout.stride + 1))
+        for group in layout.groups:
+            assert shared[group.id] == mine[group.id][: -(-(layout.stride + 1) // group.page_tokens)]
+        assert {op.src for op in reserve(kv, child, layout.stride + 2).ops} <= {p[-1] for p in shared.values()}
+        kv.check()
+
+    @each_layout
+    def test_a_fork_outlives_its_parent(self, layout: Layout) -> None:
+        kv, parent, child = self._make(layout), sequence(1, layout.stride + 1), sequence(2, layout.stride + 1)
+        write(kv, parent)
+        kv.fork(parent, child, layout.stride + 1)
+        owned = kv.stats().owned
+        kv.release(parent)
+        assert kv.stats().owned == owned
+        kv.release(child)
+        assert kv.stats().owned == 0
+        kv.check()
+
+    @each_layout
+    def test_trim_gives_back_pages_past_length(self, layout: Layout) -> None:
+        kv, seq = self._make(layout), sequence(1, 1)
+        reserve(kv, seq, layout.capacity)
+        kv.trim(seq, layout.stride + 1)
+        assert kv.stats().owned == sum(kv.pages_needed(layout.stride + 1).values())
+        kv.trim(seq, layout.capacity)
+        kv.check()
+        again = owned_pages(reserve(kv, seq, 2 * layout.stride + 1))
+        grown, kept = kv.pages_needed(2 * layout.stride + 1), kv.pages_needed(layout.stride + 1)
+        assert {group: len(pages) for group, pages in again.items()} == {
+            group: grown[group] - kept[group] for group in grown if grown[group] > kept[group]
+        }
+
+    @each_layout
+    def test_a_page_written_anew_after_trim_is_not_found(self, layout: Layout) -> None:
+        kv, seq, other = self._make(layout), sequence(1, 2 * layout.stride), sequence(2, 2 * layout.stride + 1)
+        write(kv, seq)
+        kv.trim(seq, layout.stride + 1)
+        del seq.tokens[layout.stride + 1 :]
+        reserve(kv, seq, 2 * layout.stride)
+        assert kv.acquire(other).tokens <= layout.stride + 1
+
+    # Whole behaviour
+
+    @each_layout
+    def test_stats_add_up(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, layout.stride + 1), sequence(2, layout.stride + 1)
+        write(kv, first)
+        kv.fork(first, second, layout.stride + 1)
+        stats = kv.stats()
+        assert stats.pages == sum(layout.num_pages.values()) == stats.free + stats.cached + stats.owned
+        assert stats.used_tokens == (layout.stride + 1) * len(layout.groups)
+        pages = kv.pages_needed(layout.stride + 1)
+        assert stats.owned_tokens == sum(pages[group.id] * group.page_tokens for group in layout.groups)
+        assert 0 <= stats.waste < 1
+
+    def test_cost_does_not_grow_with_cached_pages(self) -> None:
+        """Counts lines and calls of Python, which loops cannot hide, for equal work on a small and a large cache."""
+        costs = []
+        for cached in (20, 2000):
+            kv = self.make(layout(a=(4, 4096)).groups, {0: 4096})
+            for number in range(cached // 4):
+                write(kv, other := sequence(100 + number, 16, first=1000 * number))
+                kv.release(other)
+            seq, child = sequence(1, 17), sequence(2, 17)
+            costs.append(work(lambda: live(kv, seq, child)))  # noqa: B023
+        assert costs[1] <= costs[0] * 1.5, f"{costs[0]} lines with 20 cached pages, {costs[1]} with 2000"
+
+    def test_state_machine(self) -> None:
+        run_state_machine_as_test(make_kv_state_machine(self.make), settings=self.machine_settings)
+
+    def _make(self, layout: Layout) -> KVAllocator:
+        return self.make(layout.groups, layout.num_pages)
+
+
+ONE = LAYOUTS["one_group"]
+
+
+def sequence(uid: int, tokens: int, *, first: int = 0, salt: str = "") -> TokenSequence:
+    """Tokens first, first + 1, ..."""
+    return TokenSequence(uid, list(range(first, first + tokens)), salt)
+
+
+def reserve(kv: KVAllocator, seq: TokenSequence, upto: int) -> Reservation:
+    made = kv.reserve(seq, upto)
+    assert made is not None, f"reserve({upto}) failed: {kv.stats()}"
+    return made
+
+
+def write(kv: KVAllocator, seq: TokenSequence) -> dict[int, list[int]]:
+    """Acquire, reserve and publish all of the sequence's tokens; its pages by group."""
+    hit = kv.acquire(seq)
+    made = reserve(kv, seq, len(seq.tokens))
+    kv.publish(seq, len(seq.tokens))
+    return owned_pages(hit, made)
+
+
+def live(kv: KVAllocator, seq: TokenSequence, child: TokenSequence) -> None:
+    """One call of each kind."""
+    kv.peek(seq)
+    write(kv, seq)
+    kv.fork(seq, child, 10)
+    reserve(kv, child, 30)
+    kv.trim(child, 12)
+    kv.stats()
+    kv.release(child)
+    kv.release(seq)
+
+
+def owned_pages(*outcomes: Hit | Reservation) -> dict[int, list[int]]:
+    """Group -> pages, in the order of their entries."""
+    entries: list[PageEntry] = list(itertools.chain.from_iterable(outcome.entries for outcome in outcomes))
+    return {group: [page for g, _, page in entries if g == group] for group in sorted({g for g, _, _ in entries})}
+
+
+def work(call: Callable[[], object]) -> int:
+    """Lines of Python that the call runs."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines

@@ -1,0 +1,347 @@
+"""A hypothesis state machine that drives an allocator as an engine with plans in flight does.
+
+Sequences arrive, enter, prefill in chunks, decode with drafts, learn their tokens late, publish late, fork, roll back, are
+preempted and come back. Every outcome is applied to a ShadowMemory; after every rule each sequence must read its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dovetail.core.interfaces import KVAllocator, KVGroup
+from dovetail.core.testing.kv_model import GARBAGE, LAYOUTS, Layout, Prefixes, ShadowMemory, TokenSequence
+
+Factory = Callable[[Sequence[KVGroup], Mapping[int, int]], KVAllocator]
+
+PICK = st.integers(0, 5)
+TOKEN = st.integers(0, 1)
+SALT = st.sampled_from(("", "", "other"))
+PROMPT = st.builds(
+    # Two families, so that prompts often share a prefix and then part.
+    lambda family, length, tail: [family] * length + tail,
+    TOKEN,
+    st.integers(0, 24),
+    st.lists(TOKEN, min_size=1, max_size=3),
+)
+
+
+@dataclass(slots=True)
+class Run:
+    """One sequence as engine and device see it; `seq` is what the host knows."""
+
+    seq: TokenSequence
+    true: list[int]
+    """Tokens the device has: the host's, and those whose results are still to come."""
+    running: bool = False
+    fed: int = 0
+    """Tokens whose KV is written once every launched plan has run."""
+    bound: int = 0
+    """Upper bound of `fed` that the host knows."""
+    reserved: int = 0
+    written: int = 0
+    """By the contract's definition."""
+    late: list[tuple[list[int], int]] = field(default_factory=list)
+    """Results not yet come: new tokens, and by how much they lower the bound."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call with what it read and gave, so that it can be made again on a fresh allocator."""
+
+    method: str
+    sequences: list[tuple[int, list[int], str]]
+    arguments: dict[str, Any]
+    outcome: object
+
+
+def make_kv_state_machine(factory: Factory, layouts: Sequence[Layout] = tuple(LAYOUTS.values())) -> type[KVMachine]:
+    """The machine for one kind of allocator; `.TestCase` of it is a test class, run_state_machine_as_test runs it."""
+    return type("KVMachine", (KVMachine,), {"factory": staticmethod(factory), "layouts": tuple(layouts)})
+
+
+class KVMachine(RuleBasedStateMachine):
+    factory: Factory
+    layouts: tuple[Layout, ...]
+
+    @initialize(number=st.integers(0, 7), prompts=st.lists(PROMPT, min_size=1, max_size=4))
+    def start(self, number: int, prompts: list[list[int]]) -> None:
+        self.layout = self.layouts[number % len(self.layouts)]
+        self.kv = self.factory(self.layout.groups, self.layout.num_pages)
+        self.memory = ShadowMemory(self.layout)
+        self.prefixes = Prefixes()
+        self.runs: list[Run] = []
+        self.calls: list[Call] = []
+        self.next_uid = 0
+        for prompt in prompts:
+            self.serve(prompt, "", keep=True)
+
+    # What happens.
+
+    @precondition(lambda self: len(self.runs) < 6)
+    @rule(prompt=PROMPT, salt=SALT)
+    def arrive(self, prompt: list[int], salt: str) -> None:
+        self.runs.append(Run(self._sequence(prompt, salt), list(prompt)))
+
+    @precondition(lambda self: len(self.runs) < 6)
+    @rule(prompt=PROMPT, salt=SALT, keep=st.booleans())
+    def serve(self, prompt: list[int], salt: str, keep: bool) -> None:
+        """Arrive, enter, prefill and publish in one go; then finish, or keep running."""
+        run = Run(self._sequence(prompt, salt), list(prompt))
+        self._enter(run, reuse=True)
+        if self._feed(run, len(prompt), drafts=0, accepted=0, token=prompt[-1]):
+            self._publish(run, len(prompt))
+        if keep:
+            self.runs.append(run)
+        else:
+            self._release(run, twice=False)
+
+    @precondition(lambda self: any(not run.running and not run.late for run in self.runs))
+    @rule(pick=PICK, reuse=st.sampled_from((True, True, True, False)))
+    def enter(self, pick: int, reuse: bool) -> None:
+        self._enter(self._pick(pick, lambda run: not run.running and not run.late), reuse)
+
+    @precondition(lambda self: any(run.running for run in self.runs))
+    @rule(pick=PICK, count=st.integers(1, 16), drafts=st.integers(0, 5), accepted=st.integers(0, 5), token=TOKEN)
+    def launch(self, pick: int, count: int, drafts: int, accepted: int, token: int) -> None:
+        self._feed(self._pick(pick, lambda run: run.running), count, drafts, accepted, token)
+
+    @precondition(lambda self: any(run.running for run in self.runs))
+    @rule(pick=PICK, steps=st.integers(2, 12), depth=st.integers(0, 3), token=TOKEN)
+    def decode(self, pick: int, steps: int, depth: int, token: int) -> None:
+        """Some steps with up to `depth` results outstanding; what is known is published."""
+        run = self._pick(pick, lambda run: run.running)
+        for _ in range(steps):
+            if not self._feed(run, 16, drafts=0, accepted=0, token=token):
+                return
+            while len(run.late) > depth:
+                self._take_result(run)
+            self._publish(run, min(len(run.seq.tokens), run.fed))
+
+    @precondition(lambda self: any(run.running for run in self.runs))
+    @rule(pick=PICK, more=st.integers(0, 40))
+    def reserve_ahead(self, pick: int, more: int) -> None:
+        run = self._pick(pick, lambda run: run.running)
+        self._reserve(run, run.bound + more)
+
+    @precondition(lambda self: any(run.late for run in self.runs))
+    @rule(pick=PICK)
+    def result(self, pick: int) -> None:
+        self._take_result(self._pick(pick, lambda run: bool(run.late)))
+
+    @precondition(lambda self: any(run.running for run in self.runs))
+    @rule(pick=PICK, lag=st.sampled_from((0, 0, 1, 5)))
+    def publish(self, pick: int, lag: int) -> None:
+        run = self._pick(pick, lambda run: run.running)
+        self._publish(run, max(min(len(run.seq.tokens), run.fed) - lag, 0))
+
+    @precondition(lambda self: len(self.runs) < 6 and any(run.running and run.fed for run in self.runs))
+    @rule(pick=PICK, cut=st.integers(0, 20), token=TOKEN)
+    def fork(self, pick: int, cut: int, token: int) -> None:
+        parent = self._pick(pick, lambda run: run.running and run.fed > 0)
+        upto = max(min(parent.fed, len(parent.seq.tokens)) - cut, 1)
+        tokens = [*parent.seq.tokens[:upto], token]
+        child = Run(self._sequence(tokens, parent.seq.salt), list(tokens), running=True)
+        before = self.kv.stats()
+        hit = self._call("fork", parent.seq, child.seq, upto=upto)
+        assert hit.tokens == upto, f"fork({upto}) gave {hit.tokens} tokens"
+        assert self.kv.stats().owned == before.owned, "fork took pages"
+        self.memory.apply(child.seq.uid, hit.entries, hit.ops)
+        child.fed = child.bound = child.reserved = child.written = upto
+        self.runs.append(child)
+
+    @precondition(lambda self: any(run.running for run in self.runs))
+    @rule(pick=PICK)
+    def trim_unused(self, pick: int) -> None:
+        run = self._pick(pick, lambda run: run.running)
+        self._trim(run, run.bound)
+
+    @precondition(lambda self: any(run.running and run.fed and not run.late for run in self.runs))
+    @rule(pick=PICK, cut=st.integers(0, 20), token=TOKEN)
+    def roll_back(self, pick: int, cut: int, token: int) -> None:
+        """Throw tokens away and go on with another one."""
+        run = self._pick(pick, lambda run: run.running and run.fed > 0 and not run.late)
+        length = max(run.fed - cut, 1)
+        self._trim(run, length)
+        run.seq.tokens[length:] = [token]
+        run.true[length:] = [token]
+        run.fed = run.bound = length
+
+    @precondition(lambda self: any(run.running for run in self.runs))
+    @rule(pick=PICK, twice=st.booleans())
+    def preempt(self, pick: int, twice: bool) -> None:
+        run = self._pick(pick, lambda run: run.running)
+        self._release(run, twice)
+        run.running = False
+
+    @precondition(lambda self: bool(self.runs))
+    @rule(pick=PICK, twice=st.booleans())
+    def finish(self, pick: int, twice: bool) -> None:
+        run = self._pick(pick, lambda run: True)
+        self._release(run, twice)
+        self.runs.remove(run)
+
+    @precondition(lambda self: self.kv.stats().cached > 4)
+    @rule()
+    def reset(self) -> None:
+        try:
+            self._call("reset")
+        except NotImplementedError:
+            return
+        assert self.kv.stats().cached == 0, f"{self.kv.stats().cached} pages are cached after reset"
+
+    # What must hold.
+
+    @invariant()
+    def everyone_reads_their_own_tokens(self) -> None:
+        for run in self.runs if hasattr(self, "kv") else ():
+            if run.running:
+                self.memory.expect(run.seq.uid, self.prefixes.of(run.seq.salt, run.true[: run.fed]))
+
+    @invariant()
+    def every_page_is_accounted_for(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.kv.check()
+        stats = self.kv.stats()
+        owned = sum(len(self.memory.owners(group.id)) for group in self.layout.groups)
+        assert stats.owned == owned, (
+            f"{stats.owned} pages are owned by the allocator's count, {owned} are in page tables"
+        )
+        assert stats.pages == sum(self.layout.num_pages.values()) == stats.free + stats.cached + stats.owned, stats
+        used = self._used_slots()
+        assert stats.used_tokens == used, f"{stats.used_tokens} used slots counted, {used} hold a reserved token"
+
+    def teardown(self) -> None:
+        """The same calls must have the same outcomes on a fresh allocator."""
+        if not hasattr(self, "kv"):
+            return
+        kv = self.factory(self.layout.groups, self.layout.num_pages)
+        known: dict[int, TokenSequence] = {}
+        for number, call in enumerate(self.calls):
+            sequences = []
+            for uid, tokens, salt in call.sequences:
+                seq = known.setdefault(uid, TokenSequence(uid, [], salt))
+                seq.tokens[:] = tokens
+                sequences.append(seq)
+            again = getattr(kv, call.method)(*sequences, **call.arguments)
+            assert again == call.outcome, f"call {number}, {call.method}, gave {call.outcome}, and then {again}"
+
+    # Helpers.
+
+    def _sequence(self, tokens: list[int], salt: str) -> TokenSequence:
+        self.next_uid += 1
+        return TokenSequence(self.next_uid, list(tokens), salt)
+
+    def _pick(self, number: int, wanted: Callable[[Run], bool]) -> Run:
+        candidates = [run for run in self.runs if wanted(run)]
+        return candidates[number % len(candidates)]
+
+    def _call(self, method: str, *sequences: TokenSequence, **arguments: Any) -> Any:
+        seen = [(seq.uid, list(seq.tokens), seq.salt) for seq in sequences]
+        outcome = getattr(self.kv, method)(*sequences, **arguments)
+        self.calls.append(Call(method, seen, arguments, outcome))
+        return outcome
+
+    def _enter(self, run: Run, reuse: bool) -> None:
+        found = self._call("peek", run.seq)
+        stats = self.kv.stats()
+        assert found == self.kv.peek(run.seq) and stats == self.kv.stats(), "peek is not pure"
+        hit = self._call("acquire", run.seq, reuse=reuse)
+        assert hit.tokens == (found if reuse else 0), f"peek said {found}, acquire gave {hit.tokens} (reuse={reuse})"
+        assert hit.tokens < len(run.seq.tokens), f"all {hit.tokens} tokens of the sequence are a hit: none left to feed"
+        self.memory.apply(run.seq.uid, hit.entries, hit.ops)
+        run.running = True
+        run.fed = run.bound = run.reserved = run.written = hit.tokens
+
+    def _feed(self, run: Run, count: int, drafts: int, accepted: int, token: int) -> bool:
+        """Launch a chunk of the prompt, or a decode row with drafts of which some are accepted."""
+        remaining = len(run.true) - run.fed
+        if remaining > 1:
+            drafts, count = 0, min(count, remaining)
+        else:
+            count = 1
+        if not self._reserve(run, run.bound + count + drafts):
+            return False
+        accepted = min(accepted, drafts)
+        new = [token] * (accepted + 1) if count == remaining else []
+        self._write(run, run.fed, (run.true + new)[: run.fed + count + accepted], garbage=drafts - accepted)
+        run.true += new
+        run.fed += count + accepted
+        run.bound += count + drafts
+        if new:
+            run.late.append((new, drafts - accepted))
+        return True
+
+    def _take_result(self, run: Run) -> None:
+        new, surplus = run.late.pop(0)
+        run.seq.tokens += new
+        if run.running:
+            run.bound -= surplus
+
+    def _publish(self, run: Run, upto: int) -> None:
+        self._call("publish", run.seq, upto=upto)
+        run.written = max(run.written, upto)
+
+    def _reserve(self, run: Run, upto: int) -> bool:
+        before = self.kv.stats()
+        made = self._call("reserve", run.seq, upto=upto)
+        if made is None:
+            assert self.kv.stats() == before, f"reserve failed and changed {before} to {self.kv.stats()}"
+            assert self._too_many(run, upto), f"reserve({upto}) failed although there is room: {before}"
+            return False
+        self.memory.apply(run.seq.uid, made.entries, made.ops)
+        run.reserved = max(run.reserved, upto)
+        after = self.kv.stats()
+        again = self.kv.reserve(run.seq, upto)
+        assert again is not None and not again.entries and not again.ops, f"reserve({upto}) again gave {again}"
+        assert self.kv.stats() == after, "reserve is not idempotent"
+        return True
+
+    def _too_many(self, run: Run, upto: int) -> bool:
+        """Whether some group lacks the pages, counting copies of shared pages that may be written."""
+        for group in self.layout.groups:
+            owners, table = self.memory.owners(group.id), self.memory.tables[run.seq.uid][group.id]
+            wanted = -(-upto // group.page_tokens)
+            shared = sum(owners[page] > 1 for page in table[run.written // group.page_tokens : wanted])
+            if max(wanted - len(table), 0) + shared > self.layout.num_pages[group.id] - len(owners):
+                return True
+        return False
+
+    def _write(self, run: Run, start: int, tokens: list[int], garbage: int) -> None:
+        contents = self.prefixes.of(run.seq.salt, tokens)[start:] + [GARBAGE] * garbage
+        for group in self.layout.groups:
+            table, owners = self.memory.tables[run.seq.uid][group.id], self.memory.owners(group.id)
+            end = -(-(start + len(contents)) // group.page_tokens)
+            assert end <= len(table), f"group {group.id}: no page for position {start + len(contents) - 1}"
+            shared = [page for page in table[start // group.page_tokens : end] if owners[page] > 1]
+            assert not shared, (
+                f"group {group.id}: sequence {run.seq.uid} writes to pages {shared}, which others own too"
+            )
+        self.memory.write(run.seq.uid, start, contents)
+
+    def _trim(self, run: Run, length: int) -> None:
+        self._call("trim", run.seq, length=length)
+        self.memory.trim(run.seq.uid, length)
+        run.reserved, run.written = min(run.reserved, length), min(run.written, length)
+
+    def _release(self, run: Run, twice: bool) -> None:
+        self._call("release", run.seq)
+        if twice:
+            self._call("release", run.seq)
+        self.memory.drop(run.seq.uid)
+
+    def _used_slots(self) -> int:
+        used: dict[tuple[int, int], int] = {}
+        for run in self.runs:
+            if not run.running:
+                continue
+            for group in self.layout.groups:
+                for index, page in enumerate(self.memory.tables[run.seq.uid][group.id]):
+                    slots = min(run.reserved - index * group.page_tokens, group.page_tokens)
+                    used[group.id, page] = max(used.get((group.id, page), 0), slots)
+        return sum(used.values())

@@ -1,0 +1,131 @@
+"""What the KV suites compare an allocator with: sequences, page layouts, and a memory that holds tokens instead of KV."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from dovetail.core.interfaces import KVGroup, PageEntry, PageOp, PageOpKind
+
+
+@dataclass(slots=True, eq=False)
+class TokenSequence:
+    """The least that satisfies KVSequence."""
+
+    uid: int
+    tokens: list[int]
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """KV groups and how many pages each has."""
+
+    groups: tuple[KVGroup, ...]
+    num_pages: Mapping[int, int]
+
+    @property
+    def stride(self) -> int:
+        """Tokens that fill whole pages in every group (page sizes here are powers of two)."""
+        return max(group.page_tokens for group in self.groups)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence can have at most."""
+        return min(self.num_pages[group.id] * group.page_tokens for group in self.groups)
+
+
+def layout(**pages: tuple[int, int]) -> Layout:
+    """layout(a=(page_tokens, pages), b=...): groups 0, 1, ... of one layer each."""
+    groups = tuple(KVGroup(id=i, layers=(i,), page_tokens=size) for i, (size, _) in enumerate(pages.values()))
+    return Layout(groups, {i: count for i, (_, count) in enumerate(pages.values())})
+
+
+LAYOUTS = {
+    "one_group": layout(a=(4, 12)),
+    "uneven_pages": layout(a=(4, 14), b=(4, 9)),
+    "mixed_page_sizes": layout(a=(4, 13), b=(8, 6)),
+}
+
+
+class Prefixes:
+    """Numbers for prefixes. The KV of a token depends on all tokens before it and on the salt, so this is what is stored."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[object, object], int] = {}
+
+    def of(self, salt: str, tokens: Iterable[int]) -> list[int]:
+        """One number per token: equal where salt, token and everything before are equal."""
+        ids: list[int] = []
+        parent: object = salt
+        for token in tokens:
+            parent = self._ids.setdefault((parent, token), len(self._ids))
+            ids.append(parent)
+        return ids
+
+
+GARBAGE = -1
+"""What a rejected draft leaves in its slot."""
+
+
+@dataclass(slots=True)
+class ShadowMemory:
+    """Page tables and page contents as the device would have them if every call's outcome were applied in order."""
+
+    layout: Layout
+    tables: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    """uid -> group -> page ids."""
+    _device: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    _host: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+
+    def apply(self, uid: int, entries: Iterable[PageEntry], ops: Iterable[PageOp]) -> None:
+        """Entries must name usable pages and extend or replace the table without a hole."""
+        tables = self.tables.setdefault(uid, {group.id: [] for group in self.layout.groups})
+        for group, index, page in entries:
+            table = tables[group]
+            assert 1 <= page <= self.layout.num_pages[group], f"group {group} was given page {page}"
+            assert 0 <= index <= len(table), f"group {group}: entry {index} of a table with {len(table)}"
+            table[index : index + 1] = [page]
+        for group, table in tables.items():
+            assert len(set(table)) == len(table), f"group {group}: sequence {uid} has a page twice: {table}"
+        for kind, group, src, dst in ops:
+            assert 0 not in (src, dst), f"a page operation of group {group} touches page 0"
+            reads, writes = {
+                PageOpKind.COPY: (self._device, self._device),
+                PageOpKind.LOAD: (self._host, self._device),
+                PageOpKind.STORE: (self._device, self._host),
+            }[PageOpKind(kind)]
+            writes[group, dst] = list(reads[group, src])
+
+    def write(self, uid: int, start: int, contents: Iterable[int]) -> None:
+        """Into every group, at positions start, start + 1, ..."""
+        contents = list(contents)
+        for group in self.layout.groups:
+            table = self.tables[uid][group.id]
+            for position, value in enumerate(contents, start):
+                page, slot = table[position // group.page_tokens], position % group.page_tokens
+                self._device.setdefault((group.id, page), [None] * group.page_tokens)[slot] = value
+
+    def expect(self, uid: int, contents: list[int]) -> None:
+        """The sequence must read these contents from position 0 on, in every group."""
+        for group in self.layout.groups:
+            table, size = self.tables[uid][group.id], group.page_tokens
+            read: list[int | None] = []
+            for page in table[: -(-len(contents) // size)]:
+                read += self._device.get((group.id, page), [None] * size)
+            bad = next((p for p, value in enumerate(contents) if p >= len(read) or read[p] != value), None)
+            assert bad is None, (
+                f"group {group.id}: sequence {uid} does not read its own token at position {bad} (page table {table})"
+            )
+
+    def trim(self, uid: int, length: int) -> None:
+        for group in self.layout.groups:
+            del self.tables[uid][group.id][-(-length // group.page_tokens) :]
+
+    def drop(self, uid: int) -> None:
+        self.tables.pop(uid, None)
+
+    def owners(self, group: int) -> Counter[int]:
+        """Page -> sequences that have it in their table."""
+        return Counter(page for tables in self.tables.values() for page in tables[group])

@@ -1,0 +1,20 @@
+"""Defaults for suites that need some other part to stand on, chosen by name through the registry like everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dovetail.core.interfaces import KVAllocator, KVGroup
+
+
+def default_allocator(groups: Sequence[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
+    """kv_cache=prefix_hash with its default options."""
+    return build("kv_cache", "prefix_hash", groups=groups, num_pages=num_pages)
+
+
+def build(kind: str, name: str, **given: Any) -> Any:
+    from dovetail.core.compose import installed
+
+    registered = installed().get(kind, name)
+    return registered.target()(registered.component.config(), **given)

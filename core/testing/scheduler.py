@@ -1,0 +1,224 @@
+"""The contract suite of schedulers. Subclass SchedulerContract in a test module and override `make`.
+
+Every test drives the real engine on a ToyDevice, which checks each plan, each page and each token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dovetail.core.compose import EngineConfig
+from dovetail.core.engine.engine import Engine
+from dovetail.core.interfaces import (
+    FinishReason,
+    KVAllocator,
+    KVGroup,
+    RowFlag,
+    SamplingParams,
+    Scheduler,
+    SchedulerContext,
+    SchedulerLimits,
+    Sequence,
+    Status,
+)
+from dovetail.core.testing.toy import ToyComposition, ToyDevice, expected_output
+
+PAGE = 4
+
+
+@dataclass
+class Job:
+    """One request of a test's load."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrival: int
+    """Engine step at which it is added."""
+    abort_at: int | None = None
+    n: int = 1
+    ignore_eos: bool = False
+    request: dict[str, Any] | None = None
+
+
+def random_load(seed: int, jobs: int = 14, *, aborts: bool = True, shared: bool = True) -> list[Job]:
+    """Arrivals over time, some with a common prefix, some aborted, some with several samples."""
+    rng = random.Random(seed)
+    common = [rng.randrange(1, 50) for _ in range(rng.randrange(0, 14))] if shared else []
+    load = []
+    for _ in range(jobs):
+        own = [rng.randrange(1, 50) for _ in range(rng.randrange(1, 20))]
+        load.append(
+            Job(
+                prompt=(common if rng.random() < 0.5 else []) + own,
+                max_tokens=rng.randrange(1, 16),
+                arrival=rng.randrange(0, 30),
+                abort_at=rng.randrange(0, 60) if aborts and rng.random() < 0.2 else None,
+                n=rng.choice([1, 1, 1, 2, 3]),
+                ignore_eos=rng.random() < 0.3,
+                request={
+                    "user": rng.choice("ab"),
+                    "priority": rng.randrange(3),
+                    "cache_salt": rng.choice(["", "", "x"]),
+                },
+            )
+        )
+    return load
+
+
+class SchedulerContract:
+    """What every scheduler must do. `make` is the only thing to override."""
+
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        raise NotImplementedError("return your scheduler: MyScheduler(MyConfig(), limits, kv)")
+
+    def make_kv(self, groups: Seq[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
+        """The allocator under the scheduler; override to try yours with it."""
+        from dovetail.core.testing.reference import default_allocator
+
+        return default_allocator(groups, num_pages)
+
+    # Drivers.
+
+    def engine(
+        self,
+        *,
+        pages: int = 60,
+        depth: int = 1,
+        lookahead: int = 0,
+        max_seqs: int = 6,
+        budget: int = 16,
+        max_len: int = 64,
+        delay: int = 0,
+    ) -> Engine:
+        groups = (KVGroup(0, (0,), page_tokens=PAGE), KVGroup(1, (1,), page_tokens=2 * PAGE))
+        num_pages = {0: pages, 1: pages // 2}
+        device = ToyDevice(groups, num_pages, max_seqs=max_seqs, max_len=max_len, lookahead=lookahead, delay=delay)
+        config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth)
+        engine = Engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
+        engine.start()
+        return engine
+
+    def run(self, engine: Engine, load: Seq[Job], limit: int = 3000) -> dict[tuple[int, int], list[int]]:
+        """Drive to the end; outputs by (job, sample). Aborted ones are left out."""
+        sequences: dict[int, tuple[int, Sequence]] = {}
+        outputs: dict[tuple[int, int], list[int]] = {}
+        open_ = set(range(len(load)))
+        for step in range(limit):
+            for i, job in enumerate(load):
+                if job.arrival == step:
+                    params = SamplingParams(
+                        max_tokens=job.max_tokens, temperature=0, n=job.n, ignore_eos=job.ignore_eos
+                    )
+                    for seq in engine.add(job.prompt, params, **(job.request or {})):
+                        sequences[seq.uid] = (i, seq)
+                        outputs[i, seq.sample] = []
+                if job.abort_at is not None and step == max(job.abort_at, job.arrival + 1):
+                    for uid, (owner, seq) in sequences.items():
+                        if owner == i:
+                            engine.abort(uid)
+                            outputs.pop((i, seq.sample), None)
+            open_ = {i for i in open_ if load[i].arrival > step}
+            if engine.has_work:
+                for event in engine.step():
+                    owner, seq = sequences[event.uid]
+                    assert event.reason is not FinishReason.REJECTED, event.detail
+                    outputs[owner, seq.sample] += event.tokens
+                engine.kv.check()
+            elif not open_:
+                break
+        else:
+            raise AssertionError(f"not done after {limit} steps: {engine.scheduler.stats()}, {engine.kv.stats()}")
+        return outputs
+
+    def check_outputs(self, engine: Engine, load: Seq[Job], outputs: dict[tuple[int, int], list[int]]) -> None:
+        for (i, sample), tokens in outputs.items():
+            job = load[i]
+            expected = expected_output(job.prompt, job.max_tokens, engine.limits.max_len, job.ignore_eos)
+            assert tokens == expected, f"job {i} sample {sample}: {tokens}, not {expected}"
+        stats = engine.kv.stats()
+        assert stats.owned == 0, f"pages are still owned after everybody has left: {stats}"
+        assert engine.scheduler.stats().waiting == engine.scheduler.stats().running == 0
+
+    # Tests.
+
+    @pytest.mark.parametrize("depth", [1, 2, 4])
+    @pytest.mark.parametrize("lookahead", [0, 3])
+    @pytest.mark.parametrize("pages", [24, 200], ids=["tight", "roomy"])
+    def test_every_request_gets_its_own_output(self, depth: int, lookahead: int, pages: int) -> None:
+        """Arrivals, aborts, samples that share a prompt, preemption when pages are few: no token may change."""
+        for seed in range(6):
+            load = random_load(seed)
+            engine = self.engine(pages=pages, depth=depth, lookahead=lookahead, delay=depth - 1)
+            self.check_outputs(engine, load, self.run(engine, load))
+
+    def test_equal_calls_give_equal_plans(self) -> None:
+        plans = []
+        for _ in range(2):
+            engine = self.engine(pages=30, depth=2, lookahead=2)
+            self.run(engine, random_load(3))
+            plans.append(engine.executor.plans)  # type: ignore[attr-defined]
+        assert plans[0] == plans[1]
+
+    @pytest.mark.parametrize("lookahead", [0, 3])
+    def test_limits_hold(self, lookahead: int) -> None:
+        engine = self.engine(budget=9, max_seqs=4, lookahead=lookahead, depth=2)
+        self.run(engine, random_load(5, jobs=20))
+        for plan in engine.executor.plans:  # type: ignore[attr-defined]
+            assert 0 < plan.num_tokens <= 9, plan
+            assert len(plan.rows) <= 4
+            assert len({row.slot for row in plan.rows}) == len(plan.rows), f"a slot twice in {plan}"
+            assert all(row.count >= 1 and row.draft <= lookahead for row in plan.rows), plan
+            order = [(not row.flags & RowFlag.DECODE, row.slot) for row in plan.rows]
+            assert order == sorted(order), f"rows not in canonical order: {plan}"
+
+    def test_a_prompt_longer_than_the_budget_is_fed_in_chunks(self) -> None:
+        engine = self.engine(budget=5)
+        load = [Job(list(range(1, 31)), 4, 0)]
+        self.check_outputs(engine, load, self.run(engine, load))
+        assert sum(len(plan.rows) for plan in engine.executor.plans if plan.rows[0].flags == 0) >= 5  # type: ignore[attr-defined]
+
+    def test_finish_and_abort_at_any_time(self) -> None:
+        """Every request is ended from outside after a random number of steps, with plans in flight."""
+        for seed in range(8):
+            rng = random.Random(seed)
+            engine = self.engine(pages=40, depth=4, lookahead=2, delay=3)
+            alive = [
+                s
+                for job in random_load(seed, aborts=False)
+                for s in engine.add(job.prompt, SamplingParams(temperature=0, max_tokens=12, n=job.n))
+            ]
+            while engine.has_work:
+                engine.step()
+                engine.kv.check()
+                if alive and rng.random() < 0.3:
+                    seq = alive.pop(rng.randrange(len(alive)))
+                    if rng.random() < 0.5:
+                        engine.abort(seq.uid)
+                    else:
+                        engine.finish(seq.uid, min(seq.known_len, seq.prompt_len + 1), FinishReason.STOP)
+                        engine.finish(seq.uid, 0, FinishReason.STOP)
+                    assert seq.status is Status.FINISHED
+            assert engine.kv.stats().owned == 0
+
+    def test_what_can_never_run_is_rejected(self) -> None:
+        engine = self.engine(pages=8, max_len=64)
+        (seq,) = engine.add([1] * 40, SamplingParams(max_tokens=20, temperature=0))
+        (event,) = engine.step()
+        assert (event.uid, event.reason) == (seq.uid, FinishReason.REJECTED)
+        assert "pages" in event.detail
+        assert not engine.has_work
+
+    def test_nothing_to_do_is_no_plan(self) -> None:
+        engine = self.engine()
+        assert engine.scheduler.schedule(SchedulerContext(0, 0.0, 0, 1, engine.kv)) is None
+
+    def test_everybody_is_served(self) -> None:
+        """A steady stream of others must not starve anyone: each output comes within a bounded number of steps."""
+        engine = self.engine(max_seqs=3)
+        load = [Job([1 + i % 40, 2, 3], 6, arrival=2 * i, ignore_eos=True) for i in range(40)]
+        self.check_outputs(engine, load, self.run(engine, load, limit=1500))

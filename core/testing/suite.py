@@ -1,0 +1,35 @@
+"""Running a contract suite without pytest, to see that it rejects what it should reject."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+OUTCOMES = (Exception, pytest.fail.Exception)
+
+
+def failures(suite: object, *, skip: tuple[str, ...] = ()) -> dict[str, BaseException]:
+    """The tests of a suite object that fail, and how. Knows parametrize marks, and no fixtures."""
+    found: dict[str, BaseException] = {}
+    for name in sorted(dir(suite)):
+        if not name.startswith("test_") or name in skip:
+            continue
+        test = getattr(suite, name)
+        for arguments in _parameters(test):
+            try:
+                test(**arguments)
+            except pytest.skip.Exception:
+                continue
+            except OUTCOMES as failure:
+                found.setdefault(name, failure)
+    return found
+
+
+def _parameters(test: Callable[..., object]) -> Iterator[dict[str, Any]]:
+    marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
+    axes = [[{mark.args[0]: value} for value in mark.args[1]] for mark in marks]
+    for choice in itertools.product(*axes):
+        yield {name: value for part in choice for name, value in part.items()}

@@ -1,0 +1,20 @@
+"""Everything built in, loaded through the entry-point group that third parties use."""
+
+from __future__ import annotations
+
+import importlib
+
+from dovetail.core.compose import Component, hookimpl
+
+# Each is a package here whose __init__ has COMPONENTS and imports nothing heavy.
+_KINDS = ("app", "attention", "kv_cache", "logits", "model", "quant", "scheduler", "spec_decode")
+
+
+@hookimpl
+def dovetail_components() -> list[Component]:
+    return [c for kind in _KINDS for c in importlib.import_module(f"dovetail.plugins.{kind}").COMPONENTS]
+
+
+@hookimpl
+def dovetail_config_dirs() -> list[str]:
+    return ["pkg://dovetail.conf"]

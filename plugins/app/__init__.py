@@ -1,0 +1,22 @@
+"""Built-in apps."""
+
+from dovetail.core.compose import Component
+from dovetail.plugins.app.generate.config import GenerateConfig
+from dovetail.plugins.app.plugins.config import PluginsConfig
+
+COMPONENTS: tuple[Component, ...] = (
+    Component(
+        kind="app",
+        name="generate",
+        config=GenerateConfig,
+        target="dovetail.plugins.app.generate.app:GenerateApp",
+        api="app/0.1",
+    ),
+    Component(
+        kind="app",
+        name="plugins",
+        config=PluginsConfig,
+        target="dovetail.plugins.app.plugins.app:PluginsApp",
+        api="app/0.1",
+    ),
+)

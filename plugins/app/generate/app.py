@@ -1,0 +1,129 @@
+"""Text from prompts, on the terminal or into a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dovetail.core.engine.llm import LLM
+from dovetail.core.engine.output import Generation
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import App, SamplingParams
+from dovetail.plugins.app.generate.config import GenerateConfig
+from dovetail.plugins.app.generate.prompts import gather
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+
+class GenerateApp(App):
+    config: GenerateConfig
+
+    def run(self, composition: Composition, prompts: Sequence[str]) -> int:
+        texts = gather(prompts, self.config.prompts)
+        params = self._params()
+        self._console = Console(stderr=True, highlight=False)
+        with ExitStack() as stack:
+            output = None
+            if self.config.output is not None:
+                try:
+                    output = stack.enter_context(Path(self.config.output).open("w", encoding="utf-8"))
+                except OSError as error:
+                    raise ConfigError(f"generate.output={self.config.output}: cannot be written ({error})") from None
+            llm = stack.enter_context(self._start(composition))
+            began = time.perf_counter()
+            if output is None and len(texts) == 1 and params.n == 1:
+                ttft = [self._stream(llm, texts[0], params)]
+            else:
+                generations = self._complete(llm, texts, params)
+                ttft = [g.timing.ttft for g in generations]
+                for generation in generations:
+                    if output is not None:
+                        print(json.dumps(_record(generation), ensure_ascii=False), file=output)
+                    else:
+                        _show(generation)
+            self._summary(llm, time.perf_counter() - began, ttft)
+        return 0
+
+    def _params(self) -> SamplingParams:
+        options = self.config.model_dump(exclude={"prompts", "output"})
+        try:
+            return SamplingParams(**options)
+        except ValueError as error:
+            raise ConfigError(f"generate: {error}") from None
+
+    def _start(self, composition: Composition) -> LLM:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task("start", total=None)
+
+            def progress(phase: str, share: float | None) -> None:
+                bar.update(task, description=phase, total=None if share is None else 1.0, completed=share or 0.0)
+
+            llm = LLM(composition=composition, progress=progress)
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in llm.engine.info.phases.items() if seconds >= 0.05)
+        self._console.print(f"[dim]{llm.engine.info.device}, started in {llm.start_seconds:.1f} s ({phases})[/]")
+        for note in llm.engine.info.notes:
+            self._console.print(f"[dim]slower path: {note}[/]")
+        return llm
+
+    def _stream(self, llm: LLM, prompt: str, params: SamplingParams) -> float:
+        """Returns the time to the first token, seconds."""
+        sys.stdout.write(prompt)
+        sys.stdout.flush()
+        began, ttft = time.perf_counter(), 0.0
+        for delta in llm.stream(prompt, params):
+            ttft = ttft or time.perf_counter() - began
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        return ttft
+
+    def _complete(self, llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Generation]:
+        columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task("generate", total=len(prompts))
+            return llm.generate(prompts, params, on_done=lambda: bar.advance(task))
+
+    def _summary(self, llm: LLM, seconds: float, ttft: Sequence[float]) -> None:
+        counters = llm.engine.counters
+        parts = [
+            f"{counters.output_tokens} tokens in {seconds:.2f} s",
+            f"{counters.output_tokens / seconds:.1f} tokens/s",
+            f"TTFT {median(ttft) * 1e3:.0f} ms" + (" (median)" if len(ttft) > 1 else ""),
+        ]
+        if counters.drafted:
+            share = counters.accepted / counters.drafted
+            length = 1 + counters.accepted / counters.decode_rows
+            parts.append(f"accepted {share:.0%} of drafts, {length:.2f} tokens a step")
+        kv = llm.engine.kv.stats()
+        if kv.hits:
+            parts.append(f"prefix cache {kv.hits / kv.queries:.0%}")
+        self._console.print(f"[bold]{' | '.join(parts)}[/]")
+
+
+def _record(generation: Generation) -> dict[str, object]:
+    return {
+        "prompt": generation.prompt,
+        "completions": [
+            {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in generation.completions
+        ],
+        "ttft_s": round(generation.timing.ttft, 6),
+        "cached_tokens": generation.cached_tokens,
+    }
+
+
+def _show(generation: Generation) -> None:
+    for i, completion in enumerate(generation.completions):
+        mark = f" [{i}]" if len(generation.completions) > 1 else ""
+        print(f"=== {generation.prompt!r}{mark}\n{generation.prompt}{completion.text}\n")

@@ -1,0 +1,71 @@
+"""`python run.py app=plugins`: what can be chosen, and what cannot be and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dovetail.core.compose import KINDS, Composition, Host
+from dovetail.core.compose.suggest import did_you_mean, listing
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces.app import App
+from dovetail.plugins.app.plugins.config import PluginsConfig
+from dovetail.plugins.app.plugins.listing import describe
+
+
+class PluginsApp(App):
+    config: PluginsConfig
+
+    def run(self, composition: Composition, prompts: Sequence[str]) -> int:
+        kind = self.config.kind
+        if kind is not None and kind not in KINDS:
+            raise ConfigError(f"plugins.kind={kind}: no such kind.{did_you_mean(kind, KINDS)} Kinds: {listing(KINDS)}.")
+        # Capabilities are shown for a plain CPU host: a listing loads no device library.
+        found = describe(composition.registry, kind, Host())
+        if self.config.format == "json":
+            print(json.dumps(found, indent=2))
+        else:
+            _print_tables(found)
+        return 0
+
+
+def _print_tables(found: dict[str, Any]) -> None:
+    console = Console()
+    for kind in dict.fromkeys(c["kind"] for c in found["components"]):
+        table = Table(title=f"{kind}: {KINDS[kind].about}", title_justify="left", show_lines=True, expand=True)
+        for column, ratio in (("name", 2), ("package, api", 2), ("options", 6), ("capabilities", 3)):
+            table.add_column(column, ratio=ratio, overflow="fold")
+        for c in found["components"]:
+            if c["kind"] == kind:
+                package = f"{c['package']} {c['version']}\n{c['api']}"
+                table.add_row(*(escape(cell) for cell in (c["name"], package, _options(c), _capabilities(c))))
+        console.print(table)
+    if found["problems"]:
+        table = Table(title="cannot be used", title_justify="left", show_lines=True, expand=True)
+        for column in ("package", "component", "reason"):
+            table.add_column(column, overflow="fold")
+        for p in found["problems"]:
+            table.add_row(escape(p["package"]), f"{p['kind']}={p['name']}" if p["kind"] else "all", escape(p["reason"]))
+        console.print(table)
+
+
+def _options(component: dict[str, Any]) -> str:
+    lines = []
+    for o in component["options"]:
+        default = f" = {json.dumps(o['default'])}" if "default" in o else ", required"
+        lines.append(f"{o['name']}: {o['type']}{default}  {o['doc']}".rstrip())
+    return "\n".join(lines)
+
+
+def _capabilities(component: dict[str, Any]) -> str:
+    if "broken" in component:
+        return f"cannot be used: {component['broken']}"
+    if component["provides"] is None:
+        return "depend on its options"
+    provides = [f"{key}: {json.dumps(value)}" for key, value in component["provides"].items()]
+    return "\n".join([*provides, *(f"requires {r}" for r in component["requires"])])

@@ -1,0 +1,89 @@
+"""Everything known about the installed components, as plain data."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from dovetail.core.compose import KINDS, Config, Host, Registered, Registry
+from dovetail.core.compose.compatibility import stated_by_default
+from dovetail.core.compose.config import part_fields
+from dovetail.core.errors import PluginError
+
+
+def describe(registry: Registry, kind: str | None, host: Host) -> dict[str, Any]:
+    """Components and problems; with a kind, only those of it and the problems that concern whole packages."""
+    wanted = [r for (k, _), r in registry.registered.items() if kind in (None, k)]
+    return {
+        "fingerprint": registry.fingerprint(),
+        "components": [_component(r, host) for r in sorted(wanted, key=_order)],
+        "problems": [
+            {"package": p.package, "kind": p.kind or None, "name": p.name or None, "reason": p.reason}
+            for p in registry.problems
+            if kind is None or p.kind in ("", kind)
+        ],
+    }
+
+
+def _order(registered: Registered) -> tuple[int, str]:
+    return list(KINDS).index(registered.component.kind), registered.component.name
+
+
+def _component(registered: Registered, host: Host) -> dict[str, Any]:
+    component = registered.component
+    return {
+        "kind": component.kind,
+        "name": component.name,
+        "package": registered.package.name,
+        "version": registered.package.version,
+        "api": component.api,
+        "target": component.target,
+        "options": list(_options(component.config)),
+        **_capabilities(registered, host),
+    }
+
+
+def _options(config: type[Config]) -> Iterator[dict[str, Any]]:
+    parts = part_fields(config)
+    for name, info in config.model_fields.items():
+        option: dict[str, Any] = {"name": name, "type": type_name(info.annotation), "doc": info.description or ""}
+        if name in parts:
+            option["type"], option["default"] = parts[name]
+        elif not info.is_required():
+            option["default"] = to_jsonable_python(info.get_default(call_default_factory=True))
+        yield option
+
+
+def type_name(annotation: Any) -> str:
+    """As a user would write it: `int | null`, `auto | cpu | cuda`."""
+    if annotation is type(None):
+        return "null"
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " | ".join("null" if a is None else str(a) for a in args)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(type_name(a) for a in args)
+    if origin is typing.Annotated:
+        return type_name(args[0])
+    if origin is not None:
+        inner = ", ".join("..." if a is Ellipsis else type_name(a) for a in args)
+        return f"{origin.__name__}[{inner}]"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _capabilities(registered: Registered, host: Host) -> dict[str, Any]:
+    """What the component states with its default options; a package that fails here is listed with its reason."""
+    try:
+        stated = stated_by_default(registered, host)
+    except PluginError as error:
+        return {"provides": None, "requires": None, "broken": error.reason}
+    if stated is None:
+        return {"provides": None, "requires": None}
+    return {
+        "provides": to_jsonable_python(dict(stated.provides), fallback=str),
+        "requires": [f"{r.kind}: {r.words()} ({r.reason})" for r in stated.requires],
+    }

@@ -1,0 +1,7 @@
+"""Options of the built-in attention backends."""
+
+from dovetail.core.compose import Config
+
+
+class SDPAConfig(Config):
+    """torch's scaled_dot_product_attention over gathered pages: the reference, on any device."""

@@ -1,0 +1,142 @@
+"""Attention by torch's scaled_dot_product_attention over gathered pages. The reference: any device, no kernel of ours.
+
+Decode rows run as one padded batch, prefill rows one at a time. Masks come from device lengths; the host knows only upper
+bounds, so nothing waits for the device.
+
+Shapes: T tokens, B rows, N tokens of a row (padded), L keys of a row (padded), H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.interfaces import (
+    PLAIN,
+    ActFormat,
+    AttentionBackend,
+    AttentionLayer,
+    AttnCtx,
+    BatchMeta,
+    Bundle,
+    HostBounds,
+)
+from dovetail.core.ops import encode
+
+
+@dataclass(slots=True)
+class RowBatch:
+    """Rows that are attended together, for one KV group and step."""
+
+    tokens: slice
+    """Of the step's tokens."""
+    gather_BN: torch.Tensor
+    """int64: token of the step at each row and position; padding repeats some token of the step."""
+    scatter_T: torch.Tensor
+    """int64: where each token lies in the flattened [B, N]."""
+    keys_BL: torch.Tensor
+    """int64: flat token slot of each key; padding points at some slot of the pool."""
+    exists_BL: torch.Tensor
+    """bool: the key is within the row's length."""
+    at_BN: torch.Tensor
+    """int64: index of each query's own key."""
+    tree_BNL: torch.Tensor | None
+    """bool: what a tree-draft token sees; None = a chain."""
+    whole_prompt: bool
+    """One row that attends to nothing but its own tokens of this step."""
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    """window -> bool [B, N, L]; filled by the first layer that needs it."""
+
+    def mask_BNL(self, window: int) -> torch.Tensor:
+        if window not in self.masks:
+            key_L = torch.arange(self.keys_BL.shape[1], device=self.keys_BL.device)
+            at_BN1 = self.at_BN[:, :, None]
+            seen = (key_L <= at_BN1) if self.tree_BNL is None else self.tree_BNL
+            if window:
+                seen = seen & (key_L > at_BN1 - window)
+            self.masks[window] = seen & self.exists_BL[:, None, :]
+        return self.masks[window]
+
+
+class SDPA(AttentionBackend):
+    exact_lengths = "device"
+
+    def plan_device(self, meta: BatchMeta, host: HostBounds, state: object) -> AttnCtx:
+        rows = [(0, host.num_decode)] if host.num_decode else []
+        rows += [(row, row + 1) for row in range(host.num_decode, len(host.counts))]
+        return AttnCtx(meta, host, [_plan_rows(meta, host, first, last) for first, last in rows])
+
+    def attend(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+        pool = self.pools[layer.group]
+        k_SKD, v_SKD = (pool.layer(layer.local, name).flatten(0, 1) for name in ("k", "v"))
+        out_THD = torch.zeros_like(q)
+        for rows in ctx.state:
+            # Stale pages may hold anything, NaN included, which no mask takes out of a sum.
+            exists = rows.exists_BL[:, :, None, None]
+            k_BLKD, v_BLKD = (torch.where(exists, plane[rows.keys_BL], 0).to(q.dtype) for plane in (k_SKD, v_SKD))
+            out_BNHD = _attend(layer, rows, q[rows.gather_BN], k_BLKD, v_BLKD)
+            out_THD[rows.tokens] = out_BNHD.flatten(0, 1)[rows.scatter_T]
+        return encode(out_THD.flatten(1), emit)
+
+
+def _plan_rows(meta: BatchMeta, host: HostBounds, first: int, last: int) -> RowBatch:
+    device, counts = meta.kv_len_B.device, host.counts[first:last]
+    tokens = slice(sum(host.counts[:first]), sum(host.counts[:last]))
+    longest = max(counts)
+    pages = min(-(-max(host.bounds[first:last]) // meta.page_tokens), meta.page_table_BP.shape[1])
+
+    start_B = meta.row_start_B1[first:last].long()
+    count_B = meta.row_start_B1[first + 1 : last + 1].long() - start_B
+    # A padded row has no keys; it reads one, so that its softmax stays finite.
+    len_B = meta.kv_len_B[first:last].long().clamp(min=1)
+    steps_N = torch.arange(longest, device=device)
+    rows_T = meta.rows_T[tokens] - first
+    key_L = torch.arange(pages * meta.page_tokens, device=device)
+    page_BL = meta.page_table_BP[first:last, :pages].long().repeat_interleave(meta.page_tokens, dim=1)
+
+    gather_BN = start_B[:, None] + torch.minimum(steps_N, count_B[:, None] - 1)
+    at_BN = (len_B[:, None] - count_B[:, None] + steps_N).clamp(min=0)
+    return RowBatch(
+        tokens=tokens,
+        gather_BN=gather_BN,
+        scatter_T=rows_T * longest + torch.arange(tokens.start, tokens.stop, device=device) - start_B[rows_T],
+        keys_BL=page_BL * meta.page_tokens + key_L % meta.page_tokens,
+        exists_BL=key_L < len_B[:, None],
+        at_BN=at_BN,
+        tree_BNL=None if meta.tree_mask_TW is None else _tree(meta.tree_mask_TW[gather_BN], key_L, len_B),
+        whole_prompt=len(counts) == 1 and host.bounds[first] == counts[0] and meta.tree_mask_TW is None,
+    )
+
+
+def _tree(tree_BNW: torch.Tensor, key_L: torch.Tensor, len_B: torch.Tensor) -> torch.Tensor:
+    """Everything before the row's last W keys, and of those what the tree says."""
+    width = tree_BNW.shape[-1]
+    back_BL = key_L - (len_B[:, None] - width)
+    index_BNL = back_BL.clamp(0, width - 1)[:, None, :].expand(-1, tree_BNW.shape[1], -1)
+    return (back_BL < 0)[:, None, :] | tree_BNW.gather(2, index_BNL)
+
+
+def _attend(
+    layer: AttentionLayer, rows: RowBatch, q_BNHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor
+) -> torch.Tensor:
+    batch, count, heads, dim = q_BNHD.shape
+    kv_heads = k_BLKD.shape[2]
+    share = heads // kv_heads
+    if rows.whole_prompt and not (layer.window and layer.window < count):
+        # No mask to build: flash kernels serve a prompt's first chunk.
+        q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BLKD[:, :count], v_BLKD[:, :count]))
+        k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale).transpose(1, 2)
+    # The query heads of one kv head become extra query positions, so that keys and values are never copied per head.
+    q_BKGND = q_BNHD.view(batch, count, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
+    mask_BNL = rows.mask_BNL(layer.window)
+    out = F.scaled_dot_product_attention(
+        q_BKGND.flatten(2, 3),
+        k_BLKD.transpose(1, 2),
+        v_BLKD.transpose(1, 2),
+        attn_mask=mask_BNL.repeat(1, share, 1).unsqueeze(1),
+        scale=layer.scale,
+    )
+    return out.view(batch, kv_heads, share, count, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,23 @@
+"""What the reference backend can do: every head dim, page size and mask, in float KV dtypes."""
+
+from __future__ import annotations
+
+from dovetail.core.compose.capabilities import Capabilities, Host, Requires
+from dovetail.plugins.attention.config import SDPAConfig
+
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def capabilities(config: SDPAConfig, host: Host) -> Capabilities:
+    return Capabilities(
+        provides={
+            "kinds": ("full", "window"),
+            "exact_lengths": "device",
+            "kv_dtypes": KV_DTYPES,
+            "tree": True,
+            "graphs": False,
+        },
+        requires=(
+            Requires(kind="engine", key="kv_dtype", allowed=KV_DTYPES, reason="it reads pages as unscaled floats"),
+        ),
+    )

@@ -1,0 +1,21 @@
+"""Built-in KV allocators."""
+
+from dovetail.core.compose import Component
+from dovetail.plugins.kv_cache.config import PagedConfig, PrefixHashConfig
+
+COMPONENTS = (
+    Component(
+        kind="kv_cache",
+        name="paged",
+        config=PagedConfig,
+        target="dovetail.plugins.kv_cache.paged:PagedAllocator",
+        api="kv_cache/0.1",
+    ),
+    Component(
+        kind="kv_cache",
+        name="prefix_hash",
+        config=PrefixHashConfig,
+        target="dovetail.plugins.kv_cache.prefix_hash:PrefixHashAllocator",
+        api="kv_cache/0.1",
+    ),
+)

@@ -1,0 +1,272 @@
+"""Paged allocation with automatic prefix caching by chained page hashes, the idea of vLLM (Kwon et al. 2023).
+
+A full page that is published gets a key: the hash of its parent's key and its token ids; the first parent is the salt.
+Equal keys mean equal prefixes (128 bits of BLAKE2b). A page that nobody owns any more can be found until it is evicted.
+
+When two sequences publish the same prefix, the first page keeps the key and the second one stays private: moving the
+second sequence over would change a page table outside reserve, for pages that are usually given back soon.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from dovetail.core.errors import PluginError
+from dovetail.core.interfaces import Hit, KVGroup, KVSequence, KVStats, PageEntry
+from dovetail.core.memory.eviction import EvictionPolicy, load_policy
+from dovetail.core.memory.page_list import PageList, expect
+from dovetail.core.memory.page_tables import PageTables, SequencePages
+from dovetail.plugins.kv_cache.config import PrefixHashConfig
+
+WAITING_CHAINS = 8192
+"""Sequences peeked at and not acquired whose keys are kept; the oldest is dropped, and hashed anew if it comes back."""
+
+
+def page_key(parent: bytes, tokens: list[int]) -> bytes:
+    return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
+
+
+class KeyChain:
+    """Keys of a sequence's full pages of one size. Each is computed once, when it is first asked for."""
+
+    __slots__ = ("keys", "page_tokens", "root")
+
+    def __init__(self, salt: str, page_tokens: int) -> None:
+        self.root = blake2b(salt.encode(), digest_size=16).digest()
+        self.page_tokens = page_tokens
+        self.keys: list[bytes] = []
+
+    def extend(self, tokens: list[int], pages: int) -> None:
+        """Have at least so many keys."""
+        size, keys = self.page_tokens, self.keys
+        parent = keys[-1] if keys else self.root
+        for start in range(len(keys) * size, pages * size, size):
+            parent = page_key(parent, tokens[start : start + size])
+            keys.append(parent)
+
+
+class CachedPages(PageList):
+    """A page list whose published pages outlive their owners. Each page is free, owned, or unowned and evictable."""
+
+    __slots__ = ("_evictable", "evictions", "index", "keys", "policy")
+
+    def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy) -> None:
+        super().__init__(group, total)
+        self.policy = policy
+        self.index: dict[bytes, int] = {}
+        """Key -> page, owned or evictable."""
+        self.keys: list[bytes | None] = [None] * (total + 1)
+        """The inverse of index."""
+        self._evictable = 0
+        self.evictions = 0
+
+    @property
+    def cached(self) -> int:
+        return self._evictable
+
+    @property
+    def available(self) -> int:
+        return len(self.free) + self._evictable
+
+    def private(self, page: int) -> bool:
+        return self.refs[page] == 1 and self.keys[page] is None
+
+    def take(self) -> int:
+        if not self.free:
+            self._evict()
+            self.evictions += 1
+        return super().take()
+
+    def share(self, page: int) -> None:
+        if not self.refs[page]:
+            self._evictable -= 1
+            self.policy.on_hit(page)
+        self.refs[page] += 1
+
+    def drop(self, page: int) -> None:
+        self.refs[page] -= 1
+        if self.refs[page]:
+            return
+        if self.keys[page] is None:
+            self.free.append(page)
+        else:
+            self._evictable += 1
+            self.policy.on_release(page)
+
+    def overwrite(self, page: int) -> None:
+        key = self.keys[page]
+        if key is not None:
+            del self.index[key]
+            self.keys[page] = None
+
+    def publish(self, page: int, key: bytes, depth: int) -> None:
+        if key in self.index or self.keys[page] is not None:
+            return
+        self.index[key] = page
+        self.keys[page] = key
+        self.policy.on_publish(page, depth)
+
+    def find(self, chain: KeyChain, tokens: list[int], limit: int) -> int:
+        """Pages of the longest cached prefix, at most limit."""
+        index, keys = self.index, chain.keys
+        for depth in range(limit):
+            if depth == len(keys):
+                chain.extend(tokens, depth + 1)
+            if keys[depth] not in index:
+                return depth
+        return limit
+
+    def reset(self) -> None:
+        while self._evictable:
+            self._evict()
+
+    def _evict(self) -> None:
+        page = self.policy.victim()
+        key = self.keys[page]
+        if self.refs[page] or key is None:
+            policy = type(self.policy)
+            package = policy.__module__.partition(".")[0]
+            raise PluginError(package, f"{policy.__name__}.victim() chose page {page}, which is not evictable")
+        del self.index[key]
+        self.keys[page] = None
+        self._evictable -= 1
+        self.free.append(page)
+
+    def _check_unowned(self, free: set[int], owned: set[int]) -> None:
+        keyed = {page for page, key in enumerate(self.keys) if key is not None}
+        cached = keyed - owned
+        where = f"group {self.group}"
+        expect(
+            len(free) + len(owned) + len(cached) == self.total and len(cached) == self._evictable,
+            f"{where}: {len(free)} free + {len(owned)} owned + {len(cached)} cached of {self.total} pages, "
+            f"{self._evictable} counted as evictable",
+        )
+        expect(not free & keyed, f"{where}: free pages {sorted(free & keyed)[:8]} can be found")
+        found = {self.keys[page]: page for page in keyed}
+        expect(found == self.index, f"{where}: {len(self.index)} keys lead to pages, {len(keyed)} pages have one")
+
+
+@dataclass(slots=True)
+class HashedPages(SequencePages):
+    chains: list[KeyChain] = field(default_factory=list)
+    """One per group; groups of equal page size share one."""
+    published: list[int] = field(default_factory=list)
+    """Pages per group that were offered for reuse, or came from there."""
+    next_full: int = 0
+    """publish(upto < next_full) completes no page."""
+
+
+class PrefixHashAllocator(PageTables[CachedPages, HashedPages]):
+    """Hits are multiples of every group's page size and as long as in the group that has least.
+
+    A window group is treated like a full one: all pages of a prefix must be there, although the last `window` tokens
+    would do.
+    """
+
+    config: PrefixHashConfig
+
+    def __init__(self, config: PrefixHashConfig, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
+        self._policy = load_policy(config.eviction)
+        super().__init__(config, groups, num_pages)
+        self._stride = math.lcm(*(group.page_tokens for group in self.groups))
+        self._waiting: dict[int, tuple[list[int], list[KeyChain]]] = {}
+        """By uid, for sequences that are only peeked at: the token list that was hashed, and its keys."""
+
+    def peek(self, seq: KVSequence) -> int:
+        state = self._states.get(seq.uid)
+        return self._find(seq, state.chains if state else self._waiting_chains(seq))
+
+    def acquire(self, seq: KVSequence, *, reuse: bool = True) -> Hit:
+        state = self._register(seq)
+        if not reuse:
+            return Hit()
+        hit = self._find(seq, state.chains)
+        self._queries += len(seq.tokens)
+        self._hits += hit
+        if not hit:
+            return Hit()
+        entries: list[PageEntry] = []
+        for (pages, table), chain in zip(self._by_group(state), state.chains, strict=True):
+            table.extend(pages.index[key] for key in chain.keys[: hit // pages.page_tokens])
+            for index, page in enumerate(table):
+                pages.share(page)
+                entries.append((pages.group, index, page))
+        state.length = state.written = state.room = hit
+        self._note_published(state, hit)
+        return Hit(hit, tuple(entries))
+
+    def publish(self, seq: KVSequence, upto: int) -> None:
+        state = self._mark_written(seq, upto)
+        if upto < state.next_full:
+            return
+        for position, (pages, chain) in enumerate(zip(self._pages, state.chains, strict=True)):
+            full, table = upto // pages.page_tokens, state.tables[position]
+            chain.extend(seq.tokens, full)
+            for depth in range(state.published[position], full):
+                pages.publish(table[depth], chain.keys[depth], depth)
+        self._note_published(state, upto)
+
+    def trim(self, seq: KVSequence, length: int) -> None:
+        super().trim(seq, length)
+        state = self._states[seq.uid]
+        for pages, chain in zip(self._pages, state.chains, strict=True):
+            # Tokens past length may become others.
+            del chain.keys[length // pages.page_tokens :]
+        if length < state.next_full:
+            self._note_published(state, length)
+
+    def fork(self, parent: KVSequence, child: KVSequence, upto: int) -> Hit:
+        hit = super().fork(parent, child, upto)
+        source, state = self._states[parent.uid], self._states[child.uid]
+        if child.salt == parent.salt:
+            for pages, chain, known in zip(self._pages, state.chains, source.chains, strict=True):
+                chain.keys[:] = known.keys[: upto // pages.page_tokens]
+        self._note_published(state, min(upto, source.next_full - 1))
+        return hit
+
+    def release(self, seq: KVSequence) -> None:
+        self._waiting.pop(seq.uid, None)
+        super().release(seq)
+
+    def stats(self) -> KVStats:
+        return replace(super().stats(), evictions=sum(pages.evictions for pages in self._pages))
+
+    def reset(self) -> None:
+        for pages in self._pages:
+            pages.reset()
+
+    def _page_list(self, group: KVGroup, total: int) -> CachedPages:
+        return CachedPages(group, total, self._policy())
+
+    def _new_state(self, seq: KVSequence) -> HashedPages:
+        chains = self._waiting_chains(seq)
+        self._waiting.pop(seq.uid, None)
+        state = HashedPages([[] for _ in self.groups], chains=chains)
+        self._note_published(state, 0)
+        return state
+
+    def _waiting_chains(self, seq: KVSequence) -> list[KeyChain]:
+        """Kept from the last peek if the sequence still has the same list of tokens, which only grows."""
+        tokens, chains = self._waiting.get(seq.uid, (None, []))
+        if tokens is not seq.tokens:
+            by_size = {size: KeyChain(seq.salt, size) for size in {group.page_tokens for group in self.groups}}
+            chains = [by_size[group.page_tokens] for group in self.groups]
+            self._waiting[seq.uid] = (seq.tokens, chains)
+            if len(self._waiting) > WAITING_CHAINS:
+                del self._waiting[next(iter(self._waiting))]
+        return chains
+
+    def _find(self, seq: KVSequence, chains: list[KeyChain]) -> int:
+        hit = max(len(seq.tokens) - 1, 0) // self._stride * self._stride
+        for pages, chain in zip(self._pages, chains, strict=True):
+            found = pages.find(chain, seq.tokens, hit // pages.page_tokens) * pages.page_tokens
+            hit = found // self._stride * self._stride
+        return hit
+
+    def _note_published(self, state: HashedPages, upto: int) -> None:
+        state.published = [upto // pages.page_tokens for pages in self._pages]
+        state.next_full = min((n + 1) * p.page_tokens for n, p in zip(state.published, self._pages, strict=True))

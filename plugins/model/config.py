@@ -1,0 +1,31 @@
+"""Options of the built-in models."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dovetail.core.compose import Config
+
+
+class LlamaConfig(Config):
+    """Llama and the models built like it: Llama 2, 3, 3.1 to 3.3, Mistral."""
+
+    path: str | None = None
+    """Folder with config.json and *.safetensors; pkg://package.module/folder for one inside an installed package."""
+    load: Literal["auto", "dummy"] = "auto"
+    """auto: weights from the folder; dummy: random weights of the same shapes (the output means nothing)."""
+    hf: dict[str, Any] | None = Field(None)
+    """The content of a config.json given here in place of a folder; only with load=dummy."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> LlamaConfig:
+        if (self.path is None) == (self.hf is None):
+            given = "both" if self.path is not None else "neither"
+            raise ValueError(
+                f"{given} of model.path and model.hf given: set model.path=<model folder>, or model.hf and model.load=dummy"
+            )
+        if self.hf is not None and self.load != "dummy":
+            raise ValueError("model.hf gives shapes but no weights: set model.load=dummy, or model.path=<model folder>")
+        return self

@@ -1,0 +1,1 @@
+"""Llama and the models built like it."""

@@ -1,0 +1,35 @@
+"""What a Llama-like model asks of the rest, from its config.json alone."""
+
+from __future__ import annotations
+
+from dovetail.core.compose.capabilities import Capabilities, Host, Requires
+from dovetail.plugins.model.config import LlamaConfig
+
+
+def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
+    from dovetail.core.checkpoint import read_config
+    from dovetail.plugins.model.llama.families import read_spec
+
+    spec = read_spec(config.hf if config.hf is not None else read_config(config.path), "config.json")
+    kinds = {"window" if window else "full" for window in spec.windows}
+    ranks = tuple(
+        n
+        for n in range(1, spec.heads + 1)
+        if spec.heads % n == 0 and spec.intermediate % n == 0 and (spec.kv_heads % n == 0 or n % spec.kv_heads == 0)
+    )
+    return Capabilities(
+        provides={"architecture": spec.architecture, "kinds": tuple(sorted(kinds)), "head_dim": spec.head_dim},
+        requires=(
+            Requires(
+                kind="engine",
+                key="tp",
+                allowed=ranks,
+                reason=f"ranks share {spec.heads} query heads, {spec.kv_heads} kv heads and {spec.intermediate} MLP channels",
+            ),
+            Requires(kind="engine", key="pp", at_most=1, reason="its layers run as one stage"),
+            *(
+                Requires(kind="attention", key="kinds", contains=kind, reason=f"it has {kind} attention layers")
+                for kind in sorted(kinds)
+            ),
+        ),
+    )

@@ -1,0 +1,1 @@
+"""8-bit integers for weights and activations."""

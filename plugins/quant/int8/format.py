@@ -1,0 +1,40 @@
+"""Activations as int8 with one scale a token, symmetric (as in LLM.int8(), Dettmers et al. 2022, without its outlier columns).
+
+Shapes: T tokens, C columns, G scale groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.core.interfaces import ActFormat
+
+SMALLEST = 1e-10
+"""Least scale-giving magnitude: a row of zeros must not divide by zero."""
+
+
+def quantize_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int8 values, float32 scale_T1) of float32 rows."""
+    amax_T1 = x_TC.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST)
+    return torch.floor(x_TC * (127.0 / amax_T1) + 0.5).to(torch.int8), amax_T1 / 127.0
+
+
+def _triton_encode() -> object | None:
+    """The same in a kernel; None where there is no Triton, and so no CUDA device either."""
+    try:
+        from dovetail.plugins.quant.int8.kernel import encode_int8
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+    return encode_int8
+
+
+INT8_TOKEN = ActFormat(
+    "int8_token",
+    dtype=torch.int8,
+    group="token",
+    scale_layout="row",
+    encode=_triton_encode(),
+    reference=quantize_rows,
+)

@@ -1,0 +1,69 @@
+"""quant=int8: W8A8 by the library's int8 product, weights quantized while they load.
+
+Shapes: T tokens, I input, O output.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Quantizer
+from dovetail.core.layers.plain import PlainLinear
+from dovetail.plugins.quant.config import Int8Config
+from dovetail.plugins.quant.int8.format import INT8_TOKEN, quantize_rows
+
+MULTIPLE = 8
+"""cuBLAS takes int8 matrices whose sides divide by this, and more than 16 rows."""
+LEAST_ROWS = 24
+
+
+class Int8(Quantizer):
+    config: Int8Config
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        if any(fnmatch(path, pattern) for pattern in self.config.skip):
+            return PlainLinear()
+        if shape.inp % MULTIPLE or shape.out % MULTIPLE:
+            raise CapabilityError(
+                [
+                    f"quant=int8: {path} is {shape.inp} x {shape.out} on each rank, and both must divide by {MULTIPLE}. "
+                    f"Set quant.skip=['{path}'], quant=none, or another engine.tp"
+                ]
+            )
+        return Int8Linear()
+
+
+class Int8Linear(LinearMethod):
+    input = INT8_TOKEN
+
+    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+        self.dtype = shape.dtype
+        return {
+            "weight": torch.empty(shape.out, shape.inp, dtype=torch.int8, device=device),
+            "scale": torch.empty(shape.out, dtype=torch.float32, device=device),
+        }
+
+    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
+        values_OI, scale_O1 = quantize_rows(tensor.to(params["weight"].device).float())
+        params["weight"][part] = values_OI
+        params["scale"][part] = scale_O1.squeeze(-1)
+
+    def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        sums_TO = _int8_product(x.values, params["weight"])
+        y_TO = sums_TO * x.scale * params["scale"]
+        if bias is not None:
+            y_TO = y_TO + bias
+        return y_TO.to(self.dtype)
+
+
+def _int8_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """int32 [T, O]."""
+    tokens = x_TI.shape[0]
+    if not x_TI.is_cuda:
+        return torch._int_mm(x_TI, weight_OI.t())
+    rows = max(LEAST_ROWS, -(-tokens // MULTIPLE) * MULTIPLE)
+    return torch._int_mm(F.pad(x_TI, (0, 0, 0, rows - tokens)), weight_OI.t())[:tokens]

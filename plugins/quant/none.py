@@ -1,0 +1,11 @@
+"""quant=none: every layer plain."""
+
+from __future__ import annotations
+
+from dovetail.core.interfaces import LinearMethod, LinearShape, Quantizer
+from dovetail.core.layers.plain import PlainLinear
+
+
+class Unquantized(Quantizer):
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        return PlainLinear()

@@ -1,0 +1,8 @@
+"""Compose a run from its parts, validate it, and do it: `python run.py --help`."""
+
+import sys
+
+from dovetail.core.compose.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Dovetail: an LLM inference engine in which every part swaps.
+
+The names below are the public API. Each is imported when it is first used, so that `import dovetail` stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import (
+        AppConfig,
+        Capabilities,
+        Component,
+        Composition,
+        Config,
+        EngineConfig,
+        Host,
+        Part,
+        Parts,
+        Requires,
+        Selected,
+        compose,
+        hookimpl,
+    )
+    from dovetail.core.errors import (
+        CapabilityError,
+        CapacityError,
+        ConfigError,
+        DovetailDeprecationWarning,
+        DovetailError,
+        PluginError,
+        RequestError,
+    )
+
+if not (Path(__file__).parent / "core").is_dir():
+    raise ImportError(
+        "src/dovetail/core is a text file where a link should be (a clone without symlinks, usual on Windows): "
+        "`git config core.symlinks true`, then `git checkout -- src/dovetail`"
+    )
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "dovetail.core.compose": (
+        "AppConfig",
+        "Capabilities",
+        "Component",
+        "Composition",
+        "Config",
+        "EngineConfig",
+        "Host",
+        "Part",
+        "Parts",
+        "Requires",
+        "Selected",
+        "compose",
+        "hookimpl",
+    ),
+    "dovetail.core.errors": (
+        "CapabilityError",
+        "CapacityError",
+        "ConfigError",
+        "DovetailDeprecationWarning",
+        "DovetailError",
+        "PluginError",
+        "RequestError",
+    ),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "AppConfig",
+    "Capabilities",
+    "CapabilityError",
+    "CapacityError",
+    "Component",
+    "Composition",
+    "Config",
+    "ConfigError",
+    "DovetailDeprecationWarning",
+    "DovetailError",
+    "EngineConfig",
+    "Host",
+    "Part",
+    "Parts",
+    "PluginError",
+    "RequestError",
+    "Requires",
+    "Selected",
+    "__version__",
+    "compose",
+    "hookimpl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dovetail' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from dovetail.core.interfaces import KVAllocator, KVGroup
+from dovetail.core.testing.kv_cache import KVAllocatorContract
+from dovetail.plugins.kv_cache.config import PagedConfig, PrefixHashConfig
+from dovetail.plugins.kv_cache.paged import PagedAllocator
+from dovetail.plugins.kv_cache.prefix_hash import PrefixHashAllocator
+
+
+class TestPaged(KVAllocatorContract):
+    reuses = False
+
+    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
+        return PagedAllocator(PagedConfig(), groups, num_pages)
+
+
+class TestPrefixHash(KVAllocatorContract):
+    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
+        return PrefixHashAllocator(PrefixHashConfig(), groups, num_pages)
+
+
+class TestPrefixHashFIFO(KVAllocatorContract):
+    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
+        return PrefixHashAllocator(PrefixHashConfig(eviction="fifo"), groups, num_pages)
+
+
+def test_the_suite_must_be_given_an_allocator() -> None:
+    with pytest.raises(NotImplementedError):
+        KVAllocatorContract().make((), {})

@@ -1,0 +1,162 @@
+"""The suite must reject schedulers that are wrong in one way each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from dovetail.core.engine.policy import PolicyScheduler
+from dovetail.core.interfaces import (
+    FinishReason,
+    KVAllocator,
+    Row,
+    Scheduler,
+    SchedulerContext,
+    SchedulerLimits,
+    Sequence,
+    StepPlan,
+    StepResult,
+)
+from dovetail.core.testing.scheduler import SchedulerContract
+
+CHAOS = random.Random()
+
+
+class Undecided(PolicyScheduler):
+    """Depends on something other than its inputs."""
+
+    def order(self, waiting, ctx):  # type: ignore[no-untyped-def]
+        return sorted(waiting, key=lambda seq: CHAOS.random())
+
+
+class Greedy(PolicyScheduler):
+    """Spends more than the budget."""
+
+    def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
+        self.limits = SchedulerLimits(100, self.limits.max_seqs, self.limits.max_len, self.limits.lookahead)
+        return super().schedule(ctx)
+
+
+class Forgetful(PolicyScheduler):
+    """Keeps the pages of sequences that ended."""
+
+    def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
+        seq = self._sequences.get(uid)
+        if seq is not None and self.kv.stats().owned < 20:
+            self.kv.release = lambda seq: None  # type: ignore[method-assign]
+        super().finish(uid, keep_len, reason)
+
+
+class Amnesiac(PolicyScheduler):
+    """Loses the tokens that came while a sequence was being preempted."""
+
+    def update(self, result: StepResult) -> None:
+        plan = self._launched[0]
+        super().update(result)
+        for row in plan.rows:
+            seq = self._sequences.get(row.uid)
+            if seq is not None and seq.epoch != row.epoch and seq.known_len > seq.prompt_len:
+                seq.tokens.pop()
+                seq.max_len -= 1
+
+
+class Overtaken(PolicyScheduler):
+    """Lets a preempted sequence re-enter while its results are still on the way."""
+
+    def _candidates(self, step, ctx):  # type: ignore[no-untyped-def]
+        yield from list(self.resuming.values())
+        yield from list(self.waiting.values())
+
+
+class Impatient(PolicyScheduler):
+    """Forgets that rejected drafts shorten a sequence."""
+
+    def update(self, result: StepResult) -> None:
+        before = {uid: seq.max_len for uid, seq in self._sequences.items()}
+        super().update(result)
+        for uid, seq in self._sequences.items():
+            if seq.slot >= 0 and seq.max_len < before.get(uid, 0):
+                seq.computed += before[uid] - seq.max_len
+                seq.max_len = before[uid]
+
+
+class Disordered(PolicyScheduler):
+    """Rows in no canonical order."""
+
+    def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
+        plan = super().schedule(ctx)
+        if plan is not None:
+            plan.rows.reverse()
+        return plan
+
+
+class Unfair(PolicyScheduler):
+    """Never runs odd arrivals."""
+
+    def admit(self, seq: Sequence, ctx: SchedulerContext) -> bool:
+        return seq.request.uid % 2 == 0
+
+
+class Optimist(PolicyScheduler):
+    """Takes requests that can never fit."""
+
+    def _never_fits(self, seq: Sequence) -> str | None:
+        return None
+
+
+class Sticky(PolicyScheduler):
+    """Feeds the same tokens again."""
+
+    def _chunk(self, seq: Sequence, count: int, step) -> None:  # type: ignore[no-untyped-def]
+        super()._chunk(seq, count, step)
+        if seq.remaining > 1:
+            seq.computed -= 1
+
+
+class Doubled(PolicyScheduler):
+    """Gives one slot to two rows."""
+
+    def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
+        plan = super().schedule(ctx)
+        if plan is not None and len(plan.rows) > 2:
+            plan.rows[1] = Row(plan.rows[0].slot, *plan.rows[1][1:])
+        return plan
+
+
+BROKEN = [Undecided, Greedy, Forgetful, Amnesiac, Overtaken, Impatient, Disordered, Unfair, Optimist, Sticky, Doubled]
+
+
+def run_suite(make: Callable[[SchedulerLimits, KVAllocator], Scheduler]) -> list[str]:
+    """Names of the contract's tests that failed."""
+    suite = SchedulerContract()
+    suite.make = make  # type: ignore[method-assign]
+    tests: dict[str, Callable[[], None]] = {
+        f"outputs-{depth}-{lookahead}-{pages}": lambda d=depth, k=lookahead, p=pages: suite.test_every_request_gets_its_own_output(d, k, p)
+        for depth in (1, 4)
+        for lookahead in (0, 3)
+        for pages in (24, 200)
+    }
+    for name in ("equal_calls_give_equal_plans", "a_prompt_longer_than_the_budget_is_fed_in_chunks", "finish_and_abort_at_any_time",
+                 "what_can_never_run_is_rejected", "nothing_to_do_is_no_plan", "everybody_is_served"):
+        tests[name] = getattr(suite, f"test_{name}")
+    tests["limits"] = lambda: suite.test_limits_hold(3)
+    failed = []
+    for name, test in tests.items():
+        try:
+            test()
+        except Exception:
+            failed.append(name)
+            if len(failed) == 1:
+                break
+    return failed
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_scheduler_is_rejected(broken: type[PolicyScheduler]) -> None:
+    assert run_suite(lambda limits, kv: broken(None, limits, kv)), f"the suite accepted {broken.__name__}: {broken.__doc__}"
+
+
+def test_the_sound_one_is_accepted() -> None:
+    assert run_suite(lambda limits, kv: PolicyScheduler(None, limits, kv)) == []

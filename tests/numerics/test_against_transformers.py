@@ -1,0 +1,82 @@
+"""Every family against transformers: random weights, float32, chunked prefill beside decode."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from .checkpoints import VARIANTS, reference_logits, save_random
+from .driver import Driver, load_model
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def run_mixed(driver: Driver, sequences: dict[str, list[int]], prompts: dict[str, int], chunk: int) -> dict[str, torch.Tensor]:
+    """Logits of every token. Prompts go in chunks, one after another; sequences whose prompt is done decode beside them."""
+    fed = dict.fromkeys(sequences, 0)
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in sequences}
+    while any(fed[name] < len(tokens) for name, tokens in sequences.items()):
+        decode = [name for name in sequences if prompts[name] <= fed[name] < len(sequences[name])]
+        prefill = [name for name in sequences if fed[name] < prompts[name]][:2]
+        counts = [1] * len(decode) + [min(chunk, prompts[name] - fed[name]) for name in prefill]
+        rows = [
+            (name, sequences[name][fed[name] : fed[name] + count])
+            for name, count in zip(decode + prefill, counts, strict=True)
+        ]
+        for (name, tokens), logits_TV in zip(rows, driver.step(rows, len(decode), slack=3, padding=2), strict=True):
+            found[name].append(logits_TV)
+            fed[name] += len(tokens)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers(variant, tmp_path):
+    reference = save_random(tmp_path, variant)
+    draw = random.Random(variant)
+    prompts = {"short": 11, "long": 230, "middle": 90}
+    sequences = {name: [draw.randrange(199) for _ in range(n + 60)] for name, n in prompts.items()}
+
+    found = run_mixed(Driver(load_model(tmp_path)), sequences, prompts, chunk=64)
+
+    for name, tokens in sequences.items():
+        expected = reference_logits(reference, tokens)
+        assert expected.std() > 0.5  # logits so flat that any model would pass prove nothing
+        torch.testing.assert_close(found[name], expected, atol=TOLERANCE, rtol=0)
+        assert torch.equal(found[name].argmax(-1), expected.argmax(-1))
+
+
+def test_decode_rows_of_unequal_count(tmp_path):
+    """Decode rows that carry drafts: one of 4 tokens, one of 1, one of 2, over lengths the host knows only roughly."""
+    reference = save_random(tmp_path, "mistral_window")
+    draw = random.Random(1)
+    sequences = {name: [draw.randrange(199) for _ in range(n)] for name, n in (("a", 80), ("b", 21), ("c", 45))}
+    driver = Driver(load_model(tmp_path))
+    drafts = {"a": 4, "b": 1, "c": 2}
+    driver.step([(name, tokens[: -drafts[name]]) for name, tokens in sequences.items()])
+
+    rows = [(name, tokens[-drafts[name] :]) for name, tokens in sequences.items()]
+    found = driver.step(rows, num_decode=3, slack=9)
+
+    for (name, tokens), logits_TV in zip(rows, found, strict=True):
+        expected = reference_logits(reference, sequences[name])[-len(tokens) :]
+        torch.testing.assert_close(logits_TV, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_taps_are_the_hidden_states_between_layers(tmp_path):
+    reference = save_random(tmp_path, "gqa")
+    tokens = [random.Random(2).randrange(199) for _ in range(40)]
+    driver = Driver(load_model(tmp_path))
+
+    driver.step([("a", tokens)], taps=(0, 1))
+
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    for layer in (0, 1):
+        torch.testing.assert_close(driver.hidden.taps[layer], expected[layer + 1][0], atol=TOLERANCE, rtol=0)

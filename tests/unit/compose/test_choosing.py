@@ -1,0 +1,197 @@
+"""Presets, variants, nested parts and lists: what is chosen, and what stays as it was."""
+
+import itertools
+
+import pytest
+
+from dovetail.core.errors import ConfigError, PluginError
+
+PRESET = """
+    # @package _global_
+    defaults:
+      - override /kv_cache: radix
+      - override /logits: [min_tokens]
+
+    engine:
+      tp: 2
+"""
+
+
+def test_defaults_give_one_part_a_kind_and_lists_in_order(composed):
+    found = composed()
+    assert found.app == "generate"
+    assert found.part("scheduler").name == "fcfs"
+    assert list(found.many("logits")) == ["penalties", "logit_bias", "min_tokens"]
+
+
+def test_shared_settings_survive_a_swap(composed):
+    for scheduler in ("fcfs", "static"):
+        assert composed(f"scheduler={scheduler}", "engine.token_budget=512").engine.token_budget == 512
+
+
+def test_options_of_an_app_lie_under_its_name(composed):
+    assert composed("app=serve", "serve.port=9000").app_part.config.port == 9000
+
+
+def test_options_of_another_app_are_refused(composed):
+    with pytest.raises(ConfigError, match=r"`serve` has the options of app=serve, and the app is generate"):
+        composed("serve.port=9000")
+
+
+def test_the_app_argument_wins_over_a_preset_but_not_silently_over_an_override(composed, conf):
+    folder = conf("preset/served.yaml", "# @package _global_\ndefaults:\n  - override /app: serve\n")
+    assert composed("+preset=served", app="generate", config_dirs=[folder]).app == "generate"
+    with pytest.raises(ConfigError, match="the app is generate here"):
+        composed("app=serve", app="generate")
+
+
+def test_items_of_a_list_keep_their_own_options(composed):
+    logits = composed("logits=[min_tokens,penalties]", "logits.penalties.scale=3").many("logits")
+    assert {name: part.config.scale for name, part in logits.items()} == {"min_tokens": 1.0, "penalties": 3.0}
+    assert list(logits) == ["min_tokens", "penalties"]
+
+
+def test_a_list_may_be_empty(composed):
+    assert composed("logits=[]").many("logits") == {}
+
+
+def test_parsers_are_all_at_hand_with_the_options_that_were_given(composed):
+    plain, set_ = composed("app=serve"), composed("app=serve", "tool_parser=[hermes]", "tool_parser.hermes.scale=2")
+    assert plain.many("tool_parser")["hermes"].config.scale == 1.0
+    assert set_.many("tool_parser")["hermes"].config.scale == 2.0
+
+
+class TestPresets:
+    def test_a_preset_chooses(self, composed, conf):
+        found = composed("+preset=fast", config_dirs=[conf("preset/fast.yaml", PRESET)])
+        assert (found.part("kv_cache").name, list(found.many("logits")), found.engine.tp) == ("radix", ["min_tokens"], 2)
+
+    def test_the_command_line_wins_and_inherits_nothing_from_what_it_replaced(self, composed, conf):
+        folder = conf("preset/fast.yaml", PRESET)
+        swapped = composed("+preset=fast", "kv_cache=prefix_hash", config_dirs=[folder])
+        assert swapped.part("kv_cache") == composed().part("kv_cache")
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("# @package _global_\nkv_cache:\n  hosts: 3\n", "sets kv_cache: a preset only chooses"),
+            ("# @package _global_\ngenerate:\n  max_tokens: 3\n", "sets generate: a preset only chooses"),
+            ("defaults:\n  - override /kv_cache: radix\n", "must begin with `# @package _global_`"),
+            ("# @package _global_\ndefaults:\n  - /kv_cache: radix\n", "does not have the form"),
+            ("# @package _global_\ndefaults:\n  - override /kv_cach: radix\n", "Did you mean `kv_cache`"),
+            ("# @package _global_\ndefaults:\n  - override /kv_cache: radx\n", "Did you mean `radix`"),
+            ("# @package _global_\ndefaults: [}\n", "cannot be read"),
+        ],
+    )
+    def test_a_bad_preset_is_listed_and_fails_only_when_chosen(self, composed, conf, text, reason):
+        folder = conf("preset/bad.yaml", text)
+        listed = composed("app=list", config_dirs=[folder]).registry.problems_of("preset", "bad")
+        assert len(listed) == 1 and reason in listed[0].reason
+        with pytest.raises((PluginError, ConfigError)) as caught:
+            composed("+preset=bad", config_dirs=[folder])
+        assert reason in str(caught.value)
+
+    def test_a_missing_plus_is_explained(self, composed):
+        with pytest.raises(ConfigError, match=r"write `\+preset=tiny_cpu`"):
+            composed("preset=tiny_cpu")
+
+    def test_an_unknown_preset_is_refused_with_the_options(self, composed):
+        with pytest.raises(ConfigError, match=r"no such preset. Did you mean `tiny_cpu`\? Options: .*tiny_cpu"):
+            composed("+preset=tinycpu")
+
+
+class TestVariants:
+    VARIANT = "defaults: [radix, _self_]\nhosts: 7\n"
+
+    def test_a_variant_is_its_base_with_other_options(self, composed, conf):
+        folder = conf("kv_cache/radix_big.yaml", self.VARIANT)
+        part = composed("kv_cache=radix_big", "kv_cache.share=0.25", config_dirs=[folder]).part("kv_cache")
+        assert (part.name, part.config.hosts, part.config.share) == ("radix", 7, 0.25)
+
+    def test_a_variant_leaves_no_trace_when_swapped(self, composed, conf):
+        folder = conf("kv_cache/radix_big.yaml", self.VARIANT)
+        conf("preset/big.yaml", "# @package _global_\ndefaults:\n  - override /kv_cache: radix_big\n")
+        assert composed("+preset=big", "kv_cache=radix", config_dirs=[folder]).part("kv_cache").config.hosts == 0
+
+    def test_a_variant_of_an_item_and_of_an_app(self, composed, conf):
+        conf("logits/strong.yaml", "defaults: [penalties, _self_]\npenalties:\n  scale: 9\n")
+        text = "# @package _global_\ndefaults: [serve, _self_]\nserve:\n  port: 1\n"
+        folder = conf("app/serve_low.yaml", text)
+        found = composed("logits=[strong]", "app=serve_low", config_dirs=[folder])
+        assert found.many("logits")["penalties"].config.scale == 9
+        assert (found.app, found.app_part.config.port) == ("serve", 1)
+
+    def test_a_variant_needs_one_base(self, composed, conf):
+        folder = conf("kv_cache/none.yaml", "hosts: 7\n")
+        conf("kv_cache/two.yaml", "defaults: [radix, prefix_hash, _self_]\n")
+        with pytest.raises(PluginError, match="names no base"):
+            composed("kv_cache=none", config_dirs=[folder])
+        with pytest.raises(ConfigError, match="a variant has one base"):
+            composed("kv_cache=two", config_dirs=[folder])
+
+    def test_a_file_may_not_have_the_name_of_a_component(self, composed, conf):
+        folder = conf("kv_cache/radix.yaml", self.VARIANT)
+        assert composed("scheduler=static", config_dirs=[folder]).app == "generate"
+        with pytest.raises(PluginError, match="has the name of a component"):
+            composed("kv_cache=radix", config_dirs=[folder])
+
+    def test_a_file_may_not_have_the_name_of_another_file(self, composed, conf):
+        folder = conf("preset/tiny_cpu.yaml", PRESET)
+        with pytest.raises(PluginError, match="tiny_cpu.yaml is in home 1.0 and in"):
+            composed("+preset=tiny_cpu", config_dirs=[folder])
+
+    def test_a_folder_that_is_no_kind_is_listed(self, composed, conf):
+        folder = conf("schedulers/x.yaml", self.VARIANT)
+        reasons = [p.reason for p in composed(config_dirs=[folder]).registry.problems]
+        assert reasons == ["its config folder `schedulers` is no kind. Did you mean `scheduler`?"]
+
+    def test_a_missing_folder_is_a_mistake(self, composed, tmp_path):
+        with pytest.raises(ConfigError, match="no such folder"):
+            composed(config_dirs=[str(tmp_path / "nowhere")])
+
+
+class TestNestedParts:
+    def test_a_part_has_a_default_and_is_a_group_of_its_own(self, composed):
+        assert composed("spec_decode=draft").part("spec_decode").config.model.name == "tiny"
+        found = composed("spec_decode=draft", "model@spec_decode.model=small", "spec_decode.model.layers=1")
+        nested = found.part("spec_decode").config.model
+        assert (nested.name, nested.config.layers) == ("small", 1)
+        assert (found.part("model").name, found.part("model").config.layers) == ("tiny", 2)
+
+    def test_several_parts_do_not_merge(self, composed):
+        observers = composed("spec_decode=draft", "spec_decode.observers.log.every=5").part("spec_decode").config.observers
+        assert {name: part.config.every for name, part in observers.items()} == {"log": 5, "trace": 1}
+
+    def test_mistakes_in_a_part_are_named_by_their_path(self, composed):
+        with pytest.raises(ConfigError, match=r"spec_decode.model.layer: model=tiny has no option `layer`. Did you mean `layers`"):
+            composed("spec_decode=draft", "spec_decode.model.layer=1")
+
+    def test_a_part_that_is_not_there_cannot_be_chosen(self, composed):
+        with pytest.raises(ConfigError, match="spec_decode.model"):
+            composed("spec_decode=none", "model@spec_decode.model=small")
+
+
+def test_the_order_of_overrides_does_not_matter(composed, conf):
+    folder = conf("preset/fast.yaml", PRESET)
+    asked = ("+preset=fast", "kv_cache.hosts=3", "engine.tp=4", "scheduler=static")
+    found = [composed(*order, config_dirs=[folder]) for order in itertools.permutations(asked)]
+    assert all((f.parts, f.engine) == (found[0].parts, found[0].engine) for f in found)
+    assert found[0].engine.tp == 4 and found[0].part("kv_cache").config.hosts == 3
+
+
+@pytest.mark.parametrize("override", ["scheduler.name=static", "scheduler={name:static}"])
+def test_a_component_is_chosen_and_not_renamed(composed, override):
+    with pytest.raises(ConfigError, match=r"scheduler.name cannot be set; choose with `scheduler=static`"):
+        composed(override)
+
+
+def test_composing_again_from_what_was_asked_for_gives_the_same(composed):
+    first = composed("scheduler=static", app="serve")
+    assert composed(*first.overrides) == first
+
+
+def test_the_yaml_shows_what_the_app_reads(composed):
+    shown = composed("scheduler.max_chunk=8", "spec_decode=draft").to_yaml()
+    assert "scheduler:\n  name: fcfs\n  max_chunk: 8\n" in shown
+    assert "  model:\n    name: tiny\n    layers: 2\n" in shown
+    assert "attention" not in shown

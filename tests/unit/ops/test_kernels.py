@@ -1,0 +1,188 @@
+"""Each kernel against its torch reference, on fresh random input and poisoned outputs.
+
+Runs compiled where there is a GPU, and in Triton's interpreter when TRITON_INTERPRET=1 was set before Triton was imported
+(test_in_interpreter.py starts such a process).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from dovetail.core.interfaces import (  # noqa: E402
+    PLAIN,
+    ActFormat,
+    AttentionLayer,
+    BatchMeta,
+    KVGroup,
+    Plane,
+    QKNorm,
+    Rope,
+)
+from dovetail.core.memory.pools import make_pools  # noqa: E402
+from dovetail.core.ops.formats import encode_reference  # noqa: E402
+from dovetail.core.ops.gated import silu_and_mul_reference  # noqa: E402
+from dovetail.core.ops.kernels.formats import encode_triton  # noqa: E402
+from dovetail.core.ops.kernels.gated import silu_and_mul_triton  # noqa: E402
+from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
+from dovetail.core.ops.kernels.norm import rms_norm_triton  # noqa: E402
+from dovetail.core.ops.kv_write import rope_kv_write_reference  # noqa: E402
+from dovetail.core.ops.norm import rms_norm_reference  # noqa: E402
+from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# The interpreter cuts float32 to bfloat16 instead of rounding, so there the other 16-bit type stands in for it.
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_and_poison():
+    """Deterministic mode fills new tensors with NaN or the greatest integer, so what a kernel leaves out shows."""
+    torch.seed()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@triton.jit
+def encode_half_groups(x_GC, scale_in):
+    """A third party's format: float16, each group divided by its greatest magnitude."""
+    scale_G = tl.maximum(tl.max(tl.abs(x_GC), axis=1), 1e-6)
+    return (x_GC / scale_G[:, None]).to(tl.float16), scale_G
+
+
+@triton.jit
+def encode_static(x_GC, scale_in):
+    return (x_GC / scale_in).to(tl.float16), scale_in
+
+
+def half_groups_reference(x_TC: torch.Tensor, group: int = 32):
+    x_TGC = torch.nn.functional.pad(x_TC, (0, -x_TC.shape[1] % group)).unflatten(1, (-1, group))
+    scale_TG = x_TGC.abs().amax(-1).clamp(min=1e-6)
+    return (x_TGC / scale_TG[:, :, None]).flatten(1)[:, : x_TC.shape[1]].half(), scale_TG
+
+
+def formats(columns: int) -> tuple[ActFormat, ...]:
+    group = dict(dtype=torch.float16, group=32, encode=encode_half_groups, reference=half_groups_reference)  # noqa: C408
+    static = torch.tensor([0.37], device=DEVICE)
+    return (
+        ActFormat("group_row", scale_layout="row", **group),
+        ActFormat("group_column", scale_layout="column", pre_scale=torch.rand(columns, device=DEVICE) + 0.5, **group),
+        ActFormat(
+            "static",
+            dtype=torch.float16,
+            group="tensor",
+            static_scale=static,
+            encode=encode_static,
+            reference=lambda x: ((x / static).half(), None),
+        ),
+    )
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    error = (got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    assert error <= tolerance, f"relative error {error:.2e}"  # NaN fails too
+
+
+def assert_same_bundle(got, expected, emit, dtype: torch.dtype) -> None:
+    for fmt in emit:
+        if fmt.dtype == torch.int8:
+            # A value on the edge between two integers may fall to either side.
+            assert (got[fmt].values.int() - expected[fmt].values.int()).abs().max() <= 1 + (dtype != torch.float32)
+        assert_near(got[fmt].values, expected[fmt].values, max(TOLERANCE[dtype], 1e-3 if fmt.dtype else 0) * 5)
+        if expected[fmt].scale is not None:
+            assert_near(got[fmt].scale, expected[fmt].scale, TOLERANCE[dtype] * 2)
+            assert got[fmt].scale.stride() == expected[fmt].scale.stride() or fmt.group == "token"
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [24, 256, 1440])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_rms_norm(dtype, columns, with_residual):
+    x, weight = random(5, columns, dtype=dtype), random(columns, dtype=dtype)
+    residual = random(5, columns, dtype=dtype) if with_residual else None
+    for extra in ((), (INT8_TOKEN,), *((fmt,) for fmt in formats(columns)), formats(columns)):
+        emit = (PLAIN, *extra)
+        expected, expected_sum = rms_norm_reference(x, residual, weight, 1e-5, emit)
+        got, got_sum = rms_norm_triton(x, residual, weight, 1e-5, emit)
+        assert_same_bundle(got, expected, emit, dtype)
+        assert torch.equal(got_sum, expected_sum)
+    alone, _ = rms_norm_triton(x, residual, weight, 1e-5, (INT8_TOKEN,))
+    with pytest.raises(KeyError, match="plain"):
+        alone[PLAIN]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [24, 1056, 2500])
+def test_silu_and_mul(dtype, columns):
+    gate_up = random(4, 2 * columns, dtype=dtype)
+    for extra in ((), (INT8_TOKEN,), *((fmt,) for fmt in formats(columns))):
+        emit = (PLAIN, *extra)
+        assert_same_bundle(silu_and_mul_triton(gate_up, emit), silu_and_mul_reference(gate_up, emit), emit, dtype)
+
+
+@pytest.mark.parametrize("columns", [24, 1056])
+def test_encode_alone(columns):
+    x = random(3, columns, dtype=torch.float32)
+    for fmt in (INT8_TOKEN, *formats(columns)):
+        got, expected = encode_triton(x, fmt), encode_reference(x, fmt)
+        assert_near(got.values, expected.values, 5e-3)
+        assert_near(got.scale, expected.scale, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary_dim", "norm"),
+    [(8, 2, 64, 64, False), (5, 1, 24, 24, True), (4, 4, 80, 32, True), (3, 3, 16, 0, True), (6, 2, 32, 0, False)],
+)
+def test_rope_kv_write(dtype, heads, kv_heads, dim, rotary_dim, norm):
+    tokens, pages, page_tokens = 7, 4, 8
+    plane = (kv_heads, dim)
+    group = KVGroup(0, (0, 1), (Plane("k", plane, dtype), Plane("v", plane, dtype)), page_tokens=page_tokens)
+    layer = AttentionLayer(1, 0, 1, heads, kv_heads, dim, dim**-0.5)
+    qkv = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    rope = Rope(random(50, rotary_dim, dtype=torch.float32)) if rotary_dim else None
+    weights = (random(dim, dtype=dtype), random(dim, dtype=dtype))
+    qk_norm = QKNorm(*weights, 1e-6) if norm else None
+    nothing = torch.empty(0, device=DEVICE)
+    meta = BatchMeta(
+        row_start_B1=nothing,
+        kv_len_B=nothing,
+        slots_B=nothing,
+        positions_T=torch.randint(0, 50, (tokens,), device=DEVICE),
+        rows_T=nothing,
+        page_table_BP=nothing,
+        write_T=torch.randperm((pages + 1) * page_tokens, device=DEVICE)[:tokens],
+        page_tokens=page_tokens,
+    )
+    outcomes = []
+    for write in (rope_kv_write_reference, rope_kv_write_triton):
+        pool = make_pools([group], {0: pages}, DEVICE)[0]
+        for tensor in pool.planes.values():
+            tensor.fill_(7.0)
+        outcomes.append((write(layer, meta, pool, qkv, rope, qk_norm), pool.planes["k"], pool.planes["v"]))
+    for expected, got in zip(*outcomes, strict=True):
+        assert_near(got, expected, TOLERANCE[dtype])
+    for expected, got in zip(outcomes[0][1:], outcomes[1][1:], strict=True):
+        assert torch.equal(expected == 7.0, got == 7.0)  # nothing beside the slots that were named
+
+
+def test_no_tokens():
+    x = random(0, 64, dtype=torch.float32)
+    bundle, _ = rms_norm_triton(x, None, random(64, dtype=torch.float32), 1e-5, (PLAIN, INT8_TOKEN))
+    assert bundle[PLAIN].values.shape == (0, 64) and bundle[INT8_TOKEN].scale.shape == (0, 1)
