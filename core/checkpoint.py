@@ -45,7 +45,9 @@ def read_config(path: str) -> dict[str, Any]:
     """config.json; eos_token_id and bos_token_id come from generation_config.json where that has them."""
     folder = resolve(path)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path={path}: no config.json in {folder}. Set model.path=<a Hugging Face model folder>")
+        raise ConfigError(
+            f"model.path={path}: no config.json in {folder}. Set model.path=<a Hugging Face model folder>"
+        )
     config = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -89,12 +91,12 @@ def _files(folder: Path, path: str) -> list[tuple[Path, list[str] | None]]:
     pickled = [name for name in found if name.endswith(_PICKLED)]
     if pickled:
         raise ConfigError(
-            f"model.path={path}: weights are pickled ({pickled[0]}), which would run code from the file. Convert them to "
-            "safetensors (transformers: model.save_pretrained), or set model.load=dummy"
+            f"model.path={path}: weights are pickled ({pickled[0]}), which would run code from the file. Convert them "
+            "to safetensors (transformers: model.save_pretrained), or set model.load=dummy"
         )
     raise ConfigError(
-        f"model.path={path}: neither {_SINGLE} nor {_INDEX} in {folder} (it holds: {', '.join(found[:8]) or 'nothing'}). "
-        "Set model.path=<folder with weights>, or model.load=dummy"
+        f"model.path={path}: neither {_SINGLE} nor {_INDEX} in {folder}, which holds "
+        f"{', '.join(found[:8]) or 'nothing'}. Set model.path=<folder with weights>, or model.load=dummy"
     )
 
 

@@ -31,7 +31,7 @@ class PluginError(DovetailError):
 
 
 class CapacityError(DovetailError):
-    """Memory does not suffice. `missing_bytes` is the gap; `settings` are three overrides, any one of which would fit."""
+    """Memory does not suffice. `missing_bytes` is the gap; any one of the three overrides in `settings` would fit."""
 
     def __init__(self, what: str, *, missing_bytes: int, settings: Sequence[str]) -> None:
         self.missing_bytes = missing_bytes

@@ -7,7 +7,18 @@ import importlib
 from dovetail.core.compose import Component, hookimpl
 
 # Each is a package here whose __init__ has COMPONENTS and imports nothing heavy.
-_KINDS = ("app", "attention", "kv_cache", "logits", "model", "quant", "scheduler", "spec_decode")
+_KINDS = (
+    "app",
+    "attention",
+    "collective",
+    "executor",
+    "kv_cache",
+    "logits",
+    "model",
+    "quant",
+    "scheduler",
+    "spec_decode",
+)
 
 
 @hookimpl

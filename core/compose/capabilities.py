@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from dovetail.core.compose.wording import show
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
@@ -58,15 +60,15 @@ class Requires:
         if self.contains is not None:
             return isinstance(value, Collection) and self.contains in value
         if self.at_least is not None:
-            return bool(value >= self.at_least)  # type: ignore[operator]
-        return bool(value <= self.at_most)  # type: ignore[operator]
+            return bool(value >= self.at_least)
+        return bool(value <= self.at_most)
 
     def words(self) -> str:
         if self.allowed is not None:
-            names = " or ".join(str(a) for a in self.allowed)
+            names = " or ".join(show(a) for a in self.allowed)
             return f"{self.key} {names}"
         if self.contains is not None:
-            return f"{self.contains} among {self.key}"
+            return f"{show(self.contains)} among {self.key}"
         if self.at_least is not None:
             return f"{self.key} at least {self.at_least}"
         return f"{self.key} at most {self.at_most}"

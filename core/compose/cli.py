@@ -12,7 +12,7 @@ from dovetail.core.compose.composer import compose
 from dovetail.core.compose.discovery import installed
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.sources import Repository, hydra_as_we_know_it, open_sources
-from dovetail.core.compose.suggest import listing
+from dovetail.core.compose.wording import listing
 from dovetail.core.errors import ConfigError, DovetailDeprecationWarning, DovetailError
 
 
@@ -84,7 +84,8 @@ def _help(folders: tuple[str, ...]) -> str:
         rows = [(kind, repository.get_group_options(kind)) for kind in (*KINDS, PRESET)]
     chosen = "\n".join(f"  {kind:17} {listing(options)}" for kind, options in rows if options)
     return f"""\
-usage: python run.py [<kind>=<name> | <kind>.<option>=<value> | engine.<setting>=<value> | +preset=<name>]... [-- <prompt>...]
+usage: python run.py [<kind>=<name> | <kind>.<option>=<value> | engine.<setting>=<value> | +preset=<name>]...
+                     [-- <prompt>...]
 
 {chosen}
 
@@ -92,4 +93,5 @@ usage: python run.py [<kind>=<name> | <kind>.<option>=<value> | engine.<setting>
   --config-dir DIR  a folder with presets and variants of your own
   app=plugins       every component with its options, package and version
 
-python run.py -- "Once upon a time"     python run.py scheduler=static engine.max_seqs=8     python run.py app=plugins"""
+python run.py -- "Once upon a time"
+python run.py scheduler=static engine.max_seqs=8"""

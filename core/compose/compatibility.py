@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -13,7 +13,7 @@ from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.registry import Registered
 from dovetail.core.compose.selected import Selected
-from dovetail.core.compose.suggest import listing
+from dovetail.core.compose.wording import listing, show
 from dovetail.core.errors import PluginError
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class _Check:
     def run(self) -> Iterator[str]:
         for path, part, demand in self.demands:
             for answerer, value in self._answers(demand):
-                if value is _UNSTATED or not _admits(demand, value):
-                    is_now = f"{answerer} does not state it" if value is _UNSTATED else f"{answerer} has {_show(value)}"
+                if value is _UNSTATED or not demand.admits(value):
+                    is_now = f"{answerer} does not state it" if value is _UNSTATED else f"{answerer} has {show(value)}"
                     yield (
                         f"{path}={part.name} requires {demand.kind} with {demand.words()} ({demand.reason}); {is_now}."
                         f" Would work: {listing(self._cures(path, part, demand))}."
@@ -76,7 +76,7 @@ class _Check:
 
     def _cures(self, path: str, part: Selected, demand: Requires) -> Iterator[str]:
         if demand.kind == "engine" and demand.allowed is not None:
-            yield " or ".join(f"engine.{demand.key}={_show(value)}" for value in demand.allowed)
+            yield " or ".join(f"engine.{demand.key}={show(value)}" for value in demand.allowed)
         elif demand.kind == "engine":
             yield f"engine.{demand.key} {demand.words().removeprefix(demand.key).strip()}"
         for kind in dict.fromkeys((demand.kind, path)):
@@ -92,12 +92,14 @@ class _Check:
                 continue
             try:
                 stated = stated_by_default(self.composition.registry.get(kind, name), self.host)
-            except PluginError:  # one that does not load is no suggestion; it was not chosen, so it may not fail the check
+            except (
+                PluginError
+            ):  # one that does not load is no suggestion; it was not chosen, so it may not fail the check
                 continue
             if stated is None:
                 continue
-            meets = all(d.key in stated.provides and _admits(d, stated.provides[d.key]) for d in demands)
-            is_met = all(v is not _UNSTATED and _admits(d, v) for d in stated.requires for _, v in self._answers(d))
+            meets = all(d.key in stated.provides and d.admits(stated.provides[d.key]) for d in demands)
+            is_met = all(v is not _UNSTATED and d.admits(v) for d in stated.requires for _, v in self._answers(d))
             if meets and is_met:
                 yield name
 
@@ -113,13 +115,5 @@ def _walk(parts: Mapping[str, Selected | dict[str, Selected]]) -> Iterator[tuple
             yield from _walk(nested)
 
 
-def _admits(demand: Requires, value: object) -> bool:
-    return demand.admits(value)
-
-
 def _field(record: EngineConfig | Host | None, key: str) -> object:
     return getattr(record, key, _UNSTATED)
-
-
-def _show(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -134,7 +134,9 @@ def _placements(defaults: DefaultsList, registry: Registry) -> tuple[dict[Path, 
         elif (kind, name) in registry.registered:
             if placements.setdefault(path, choice) != choice:
                 first = placements[path].name
-                raise ConfigError(f"{'.'.join(path)} is given two components, {first} and {name}; a variant has one base")
+                raise ConfigError(
+                    f"{'.'.join(path)} is given two components, {first} and {name}; a variant has one base"
+                )
     return placements, broken
 
 

@@ -86,4 +86,4 @@ class Composition:
             nodes["engine"] = self.engine_config.model_dump(mode="json")
         for kind, part in self.parts.items():
             nodes[kind] = part.to_node() if isinstance(part, Selected) else {n: p.to_node() for n, p in part.items()}
-        return yaml.safe_dump(nodes, sort_keys=False, allow_unicode=True)
+        return str(yaml.safe_dump(nodes, sort_keys=False, allow_unicode=True))

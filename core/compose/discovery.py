@@ -15,13 +15,15 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pluggy
+from pydantic_core import PydanticSerializationError
 
 from dovetail.core.compose import hookspecs
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.config import AppConfig, Config, part_fields
 from dovetail.core.compose.kinds import KINDS
+from dovetail.core.compose.nodes import plain_defaults
 from dovetail.core.compose.registry import Package, Problem, Registered, Registry
-from dovetail.core.compose.suggest import did_you_mean, listing
+from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError
 
 SWITCH = "DOVETAIL_PLUGINS"
@@ -158,9 +160,18 @@ def _config_faults(component: Component) -> Iterator[str]:
         for need in config.needs:
             if need not in nodes:
                 yield f"{config.__name__}.needs names `{need}`, which is no node.{did_you_mean(need, nodes)}"
-    for field, (kind, _) in part_fields(config).items():
+    for field, (kind, default) in part_fields(config).items():
         if kind not in KINDS:
             yield f"its part `{field}` is of no kind `{kind}`.{did_you_mean(kind, KINDS)}"
+        elif isinstance(default, str) != (KINDS[kind].cardinality == "one"):
+            yield f"its field `{field}` holds a {kind}: Part is for kinds of which there is one, Parts for the others"
+    required = [name for name, info in config.model_fields.items() if info.is_required()]
+    if KINDS[component.kind].cardinality == "per_request" and required:
+        yield f"a {component.kind} is always at hand, so its options {listing(required)} must have defaults"
+    try:
+        plain_defaults(config)
+    except PydanticSerializationError as error:
+        yield f"its config {config.__name__} has a default that is no plain value: {error}"
     for old, new in component.renamed.items():
         if old in config.model_fields or new not in config.model_fields:
             yield f"it renames `{old}` to `{new}`, but its options are {listing(config.model_fields)}"

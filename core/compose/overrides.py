@@ -25,10 +25,10 @@ class Checked:
 
 
 def check_overrides(texts: Sequence[str], repository: IConfigRepository, registry: Registry) -> Checked:
-    checked = Checked()
+    checked, parser = Checked(), OverridesParser.create()
     for text in texts:
         try:
-            override = OverridesParser.create().parse_override(text)
+            override = parser.parse_override(text)
         except HydraException as error:
             checked.faults.append(_unreadable(text, error))
             continue

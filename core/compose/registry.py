@@ -11,7 +11,7 @@ from typing import Any
 
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.kinds import KINDS
-from dovetail.core.compose.suggest import did_you_mean, listing
+from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError, PluginError
 
 

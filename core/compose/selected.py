@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import GetCoreSchemaHandler, ValidationInfo
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from dovetail.core.compose.capabilities import Capabilities, Host
 from dovetail.core.compose.component import Component
@@ -78,12 +78,19 @@ def placed(placement: Placement, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": placement.kind, "name": placement.name, "options": options}
 
 
+NOT_CHOSEN = "not_chosen"
+"""Type of the error for a node that the defaults list put no component at."""
+_PLACED = {"kind", "name", "options"}
+
+
 def _select(value: object, info: ValidationInfo) -> Selected:
     if isinstance(value, Selected):
         return value
     registry = (info.context or {}).get("registry")
-    if registry is None or not isinstance(value, dict):
+    if registry is None:
         raise ValueError("a part is chosen by composing, or given as a Selected")
+    if not (isinstance(value, dict) and value.keys() == _PLACED):
+        raise PydanticCustomError(NOT_CHOSEN, "is not chosen")
     registered = registry.get(value["kind"], value["name"])
     # Strict, from JSON: true is not 1, "3" is not 3, and a JSON list is still a tuple where the config wants one.
     # A validation error that leaves from here is joined to the root model's, with its path.

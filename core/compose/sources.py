@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra import version as hydra_version
 from hydra._internal.config_repository import ConfigRepository
@@ -22,16 +23,15 @@ from omegaconf import DictConfig, OmegaConf
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.nodes import component_node, engine_node
 from dovetail.core.compose.registry import Problem, Registry
-from dovetail.core.compose.suggest import did_you_mean
+from dovetail.core.compose.wording import did_you_mean
 from dovetail.core.errors import ConfigError
-
 
 _lock = threading.Lock()
 
 
 @contextmanager
 def hydra_as_we_know_it() -> Iterator[None]:
-    """Hydra keeps the version that it imitates in a process-wide place; the user's own Hydra app may have set another."""
+    """Hydra keeps the version that it imitates in a process-wide place, where the user's own app may need another."""
     base = hydra_version.VersionBase.instance()
     with _lock:
         theirs = base.getbase()
@@ -73,12 +73,14 @@ class RegistrySource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         kind, _, name = config_path.removesuffix(".yaml").rpartition("/")
         registered = self._registry.registered.get((kind, name))
+        node: dict[str, Any]
         if kind == "":
-            node, package = engine_node(), "_global_"
-        elif registered is None:
-            node, package = ({"app": name} if kind == "app" else {}), "_global_" if kind == "app" else None
+            node = engine_node()
+        elif registered is not None:
+            node = component_node(registered.component)
         else:
-            node, package = component_node(registered.component), "_global_" if kind == "app" else None
+            node = {"app": name} if kind == "app" else {}
+        package = "_global_" if kind in ("", "app") else None
         return ConfigResult(self.provider, self.full_path(), OmegaConf.create(node), {"package": package})
 
 
@@ -99,9 +101,21 @@ class Repository(ConfigRepository):
         return self._loaded[config_path]
 
 
-@functools.lru_cache(maxsize=16)
-def open_sources(registry: Registry, folders: tuple[str, ...]) -> tuple[Registry, tuple[ConfigSource, ...]]:
+Opened = tuple[Registry, tuple[ConfigSource, ...]]
+
+
+def open_sources(registry: Registry, folders: tuple[str, ...]) -> Opened:
     """All sources, and the registry with what is wrong in their files added to its problems."""
+    # A user's own files may change between two compositions, those of packages do not.
+    return _open(registry, folders) if folders else _open_packages(registry)
+
+
+@functools.lru_cache(maxsize=16)
+def _open_packages(registry: Registry) -> Opened:
+    return _open(registry, ())
+
+
+def _open(registry: Registry, folders: tuple[str, ...]) -> Opened:
     files: list[tuple[str, ConfigSource]] = []
     problems: list[Problem] = []
     for package, folder in registry.config_dirs:
@@ -109,7 +123,9 @@ def open_sources(registry: Registry, folders: tuple[str, ...]) -> tuple[Registry
         if path is None:
             problems.append(Problem(str(package), f"its config folder {folder} does not exist"))
         else:
-            files.append((package.name if package.is_builtin else str(package), FileConfigSource(package.name, str(path))))
+            files.append(
+                (package.name if package.is_builtin else str(package), FileConfigSource(package.name, str(path)))
+            )
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"--config-dir {folder}: no such folder")
@@ -132,7 +148,9 @@ def _file_problems(components: ConfigSource, files: Sequence[tuple[str, ConfigSo
     for owner, source in files:
         for name in source.list("", ObjectType.CONFIG):
             if source is not files[0][1]:
-                yield Problem(owner, f"{name}.yaml lies beside the folders; a file belongs in preset/ or in a kind's folder")
+                yield Problem(
+                    owner, f"{name}.yaml lies beside the folders; a file belongs in preset/ or in a kind's folder"
+                )
         for group in source.list("", ObjectType.GROUP):
             if group not in KINDS and group != PRESET:
                 yield Problem(owner, f"its config folder `{group}` is no kind.{did_you_mean(group, [*KINDS, PRESET])}")

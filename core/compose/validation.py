@@ -17,8 +17,8 @@ from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.nodes import plain_defaults
 from dovetail.core.compose.registry import Registered, Registry
-from dovetail.core.compose.selected import Placement, Selected, placed
-from dovetail.core.compose.suggest import did_you_mean, listing
+from dovetail.core.compose.selected import NOT_CHOSEN, Placement, Selected, placed
+from dovetail.core.compose.wording import did_you_mean, listing, show
 from dovetail.core.errors import ConfigError, DovetailDeprecationWarning
 
 Path = tuple[str, ...]
@@ -72,7 +72,9 @@ class _Validation:
         faults = list(dict.fromkeys(self.faults))
         if faults:
             one = len(faults) == 1
-            raise ConfigError(faults[0] if one else f"{len(faults)} mistakes:\n" + "\n".join(f"  - {f}" for f in faults))
+            raise ConfigError(
+                faults[0] if one else f"{len(faults)} mistakes:\n" + "\n".join(f"  - {f}" for f in faults)
+            )
         assert validated is not None
         return {name: getattr(validated, name) for name in type(validated).model_fields}
 
@@ -103,14 +105,12 @@ class _Validation:
         for kind in self.needs:
             if kind in KINDS and KINDS[kind].cardinality != "one":
                 items = nodes.setdefault(kind, {})
-                if KINDS[kind].cardinality == "per_request" and isinstance(items, dict):
-                    for name in self.registry.options(kind):
-                        defaults = plain_defaults(self.registry.get(kind, name).component.config)
-                        items.setdefault(name, placed(Placement(kind, name), defaults))
+                at_hand = self.registry.options(kind) if KINDS[kind].cardinality == "per_request" else ()
+                items.update({name: self._node((kind, name), {}) for name in at_hand if name not in items})
         return nodes
 
     def _node(self, path: Path, node: Any) -> Any:
-        placement = self.draft.placements.get(path)
+        placement = self._placement(path)
         if placement is None or not isinstance(node, dict):
             return node
         registered = self.registry.get(placement.kind, placement.name)
@@ -126,6 +126,11 @@ class _Validation:
             elif part is not None:
                 options[field] = self._node((*path, field), part)
         return placed(placement, options)
+
+    def _placement(self, path: Path) -> Placement | None:
+        if path in self.registry.registered and KINDS[path[0]].cardinality == "per_request":
+            return Placement(*path)
+        return self.draft.placements.get(path)
 
     def _rename(self, path: Path, registered: Registered, options: Node) -> None:
         for old, new in registered.component.renamed.items():
@@ -162,24 +167,31 @@ class _Validation:
                 return f"{path}: app={self.draft.app} needs one, and none is chosen. Options: {options}."
             about = config.model_fields[loc[-1]].description if config and loc[-1] in config.model_fields else None
             return f"{path} is required" + (f": {about}" if about else "")
+        if error["type"] == NOT_CHOSEN:
+            how = f"{loc[0]}=[..., {loc[1]}]" if len(loc) == 2 else f"{loc[0]}=<name>"
+            return f"{path} is not chosen, so it has no options; choose it with `{how}`"
         message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
         message = message.replace("valid integer", "whole number").replace("valid boolean", "true or false")
         hint = ""
         if error["type"] == "literal_error" and isinstance(value, str):
             hint = did_you_mean(value, _literals(config, loc[-1]))
-        return f"{path}={_shown(value)}: {message}.{hint}"
+        given = "" if isinstance(value, dict) else f"={show(value)}"
+        return f"{path}{given}: {message}.{hint}"
 
     def _unknown_root(self, root: str) -> str:
         if root in self.registry.options("app"):
             return f"`{root}` has the options of app={root}, and the app is {self.draft.app}"
         if root == "hydra":
-            return "`hydra` has no options here: a run makes no folders, does not change directory and sets up no logging"
+            return (
+                "`hydra` has no options here: a run makes no folders, does not change directory and sets up no logging"
+            )
         nodes = ("app", "engine", "preset", self.draft.app, *KINDS)
-        return f"`{root}` is nothing that can be set.{did_you_mean(root, nodes)} There are: {listing(dict.fromkeys(nodes))}."
+        there_are = listing(dict.fromkeys(nodes))
+        return f"`{root}` is nothing that can be set.{did_you_mean(root, nodes)} There are: {there_are}."
 
     def _unknown_option(self, loc: Path, config: type[BaseModel] | None) -> str:
         options: Iterable[str] = config.model_fields if config else ()
-        owner = self.draft.placements.get(loc[:-1])
+        owner = self._placement(loc[:-1])
         whose = f"{owner.kind}={owner.name}" if owner else "it"
         hint = did_you_mean(loc[-1], options)
         if loc[0] != "engine" and loc[-1] in EngineConfig.model_fields:
@@ -188,8 +200,7 @@ class _Validation:
 
     def _config_at(self, path: Path) -> type[BaseModel] | None:
         """The model that a node is validated with, if one can be told."""
-        if path in self.draft.placements:
-            placement = self.draft.placements[path]
+        if placement := self._placement(path):
             return self.registry.get(placement.kind, placement.name).component.config
         if path == ("engine",):
             return EngineConfig
@@ -204,7 +215,3 @@ class _Validation:
 def _literals(config: type[BaseModel] | None, field: str) -> list[str]:
     info = config.model_fields.get(field) if config else None
     return [str(arg) for arg in typing.get_args(info.annotation)] if info else []
-
-
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=repr)

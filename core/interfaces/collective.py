@@ -41,6 +41,11 @@ class Collective(ABC):
     @abstractmethod
     def barrier(self) -> None: ...
 
+    def abort(self) -> None:
+        """Called from another thread, perhaps several times, when a rank died: end the calls that wait for it, `connect`
+        included. Their results no longer count. Transports whose calls fail by themselves need nothing."""
+        return None
+
     @abstractmethod
     def close(self) -> None: ...
 

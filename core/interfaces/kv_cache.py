@@ -115,7 +115,7 @@ class KVStats:
 
 
 class KVAllocator(ABC):
-    """Owns the pages 1 .. num_pages[g] of each group g. Page 0 is the core's scratch page for padding, never handed out.
+    """Owns the pages 1 .. num_pages[g] of each group g. Page 0 is the core's own, for padding: never hand it out.
 
     A sequence is known from its first acquire, fork or reserve until release. Every call is atomic over all groups:
     it succeeds in all or changes nothing. Calls cost O(pages touched), never O(pages cached). publish, trim and fork's

@@ -1,4 +1,4 @@
-"""Parallel layers as plain objects: each owns its tensors, names the checkpoint tensors it takes and is called like a function."""
+"""Parallel layers as plain objects: each owns its tensors, lists the checkpoint tensors it takes, and is called."""
 
 from dovetail.core.layers.embedding import LMHead, VocabParallelEmbedding, VocabTable
 from dovetail.core.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel, local_heads

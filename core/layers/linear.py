@@ -99,7 +99,13 @@ class ColumnParallel(Linear):
     """Output rows split over ranks; several matrices of one input are stacked into one product."""
 
     def __init__(
-        self, path: str, names: tuple[str, ...], build: BuildContext, inp: int, outs: tuple[int, ...], bias: bool = False
+        self,
+        path: str,
+        names: tuple[str, ...],
+        build: BuildContext,
+        inp: int,
+        outs: tuple[int, ...],
+        bias: bool = False,
     ) -> None:
         rank, size = build.collective.rank, build.collective.size
         parts = tuple(Part(name, out, *_split(name, out, rank, size)) for name, out in zip(names, outs, strict=True))
@@ -158,7 +164,9 @@ def local_heads(heads: int, kv_heads: int, size: int) -> tuple[int, int]:
 
 def _split(name: str, total: int, rank: int, size: int) -> tuple[int, int]:
     if total % size:
-        raise ConfigError(f"engine.tp={size} does not divide the {total} channels of {name}. Set engine.tp to a divisor")
+        raise ConfigError(
+            f"engine.tp={size} does not divide the {total} channels of {name}. Set engine.tp to a divisor"
+        )
     each = total // size
     return rank * each, (rank + 1) * each
 

@@ -16,7 +16,7 @@ from dovetail.core.interfaces import Rope
 
 
 def build_rope(hf: Mapping[str, Any], head_dim: int, max_len: int, device: torch.device) -> Rope:
-    """cos | sin of positions [0, max_len). Reads rope_parameters, or rope_theta and rope_scaling as older files have them."""
+    """cos | sin of positions [0, max_len), from rope_parameters or, in older files, rope_theta and rope_scaling."""
     options = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     kind = options.get("rope_type", options.get("type", "default"))
     if kind not in SCALINGS:
@@ -48,7 +48,8 @@ def _llama3(frequencies: torch.Tensor, options: Mapping[str, Any]) -> torch.Tens
     trained_len = options["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / frequencies
     keep = ((trained_len / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * ((1 - keep) / factor + keep)
+    # In transformers' order of operations: a rounding here grows with the position.
+    return (1 - keep) * frequencies / factor + keep * frequencies
 
 
 SCALINGS: dict[str, Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]] = {

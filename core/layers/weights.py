@@ -1,4 +1,4 @@
-"""How checkpoint tensors find their layers: every layer lists the ones it takes, and a source hands them out by name."""
+"""How checkpoint tensors find their layers: each layer lists the ones it takes, a source hands them out by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Weight:
     """What dummy weights hold."""
 
 
-def load_weights(weights: Iterable[Weight], source: Iterable[tuple[str, Callable[[], Any]]], ignore: tuple[str, ...] = ()) -> None:
+def load_weights(
+    weights: Iterable[Weight], source: Iterable[tuple[str, Callable[[], Any]]], ignore: tuple[str, ...] = ()
+) -> None:
     """Hand each tensor of the source to the layer that takes it; names that end in one of `ignore` may be left over."""
     wanted = {weight.name: weight for weight in weights}
     missing, unexpected = dict.fromkeys(wanted), []
@@ -48,10 +50,12 @@ def load_weights(weights: Iterable[Weight], source: Iterable[tuple[str, Callable
 def dummy_weights(
     weights: Iterable[Weight], seed: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], LazyTensor]]]:
-    """Random tensors made on the device. A tensor depends on seed and name alone, so every rank layout holds the same model."""
+    """Random tensors made on the device. Each depends on seed and name alone, so every rank layout holds one model."""
     for weight in weights:
         if weight.shape is None:
-            raise ConfigError(f"model.load=dummy: the shape of {weight.name} is known only from a checkpoint. Use quant=none")
+            raise ConfigError(
+                f"model.load=dummy: the shape of {weight.name} is known only from a checkpoint. Use quant=none"
+            )
         yield weight.name, lambda weight=weight: DummyTensor(weight, seed, dtype, device)
 
 

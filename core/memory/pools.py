@@ -12,8 +12,10 @@ from dovetail.core.interfaces import KVGroup, KVPool, PageOp, PageOpKind
 
 
 def make_pools(groups: Iterable[KVGroup], num_pages: Mapping[int, int], device: torch.device) -> dict[int, KVPool]:
-    """Pools by group id, with num_pages[id] usable pages and scratch page 0 each. Zeros: stale memory may hold NaN, which no
-    attention mask takes out."""
+    """Pools by group id, with num_pages[id] usable pages and scratch page 0 each.
+
+    Zeroed: stale memory may hold NaN, which no attention mask takes out of a sum.
+    """
     groups = tuple(groups)
     try:
         return {group.id: _make_pool(group, num_pages[group.id], device) for group in groups}
@@ -41,7 +43,9 @@ def apply_page_ops(pools: Mapping[int, KVPool], ops: Sequence[PageOp]) -> None:
     """Run the ops as if one after another. Enqueued on the device's stream, before the step's forward."""
     for op in ops:
         if op.kind != PageOpKind.COPY:
-            raise CapabilityError([f"a plan asks for {PageOpKind(op.kind).name} of KV page {op.src}, and there is no host tier"])
+            raise CapabilityError(
+                [f"a plan asks for {PageOpKind(op.kind).name} of KV page {op.src}, and there is no host tier"]
+            )
     for group, of_group in groupby(ops, key=lambda op: op.group):
         for batch in _independent(of_group):
             _copy(pools[group], batch)

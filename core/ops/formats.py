@@ -15,7 +15,7 @@ from dovetail.core.ops.unfused import note
 
 @dataclass(frozen=True, slots=True)
 class EmitPlan:
-    """How a fused kernel serves `emit`: it writes plain values and one encoded format; the rest is encoded from plain."""
+    """How a fused kernel serves `emit`: it writes plain and one encoded format; the rest is encoded from plain."""
 
     plain: bool
     fused: ActFormat | None

@@ -1,7 +1,8 @@
 """A hypothesis state machine that drives an allocator as an engine with plans in flight does.
 
-Sequences arrive, enter, prefill in chunks, decode with drafts, learn their tokens late, publish late, fork, roll back, are
-preempted and come back. Every outcome is applied to a ShadowMemory; after every rule each sequence must read its own tokens.
+Sequences arrive, enter, prefill in chunks, decode with drafts, learn their tokens late, publish late, fork, roll back,
+are preempted and come back. Every outcome is applied to a ShadowMemory; after every rule each sequence must read its
+own tokens.
 """
 
 from __future__ import annotations
@@ -209,9 +210,7 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.check()
         stats = self.kv.stats()
         owned = sum(len(self.memory.owners(group.id)) for group in self.layout.groups)
-        assert stats.owned == owned, (
-            f"{stats.owned} pages are owned by the allocator's count, {owned} are in page tables"
-        )
+        assert stats.owned == owned, f"stats say that {stats.owned} pages are owned, {owned} are in page tables"
         assert stats.pages == sum(self.layout.num_pages.values()) == stats.free + stats.cached + stats.owned, stats
         used = self._used_slots()
         assert stats.used_tokens == used, f"{stats.used_tokens} used slots counted, {used} hold a reserved token"

@@ -1,12 +1,13 @@
-"""What the KV suites compare an allocator with: sequences, page layouts, and a memory that holds tokens instead of KV."""
+"""What the KV suites compare an allocator with: sequences, page layouts, and a memory of tokens instead of KV."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dovetail.core.interfaces import KVGroup, PageEntry, PageOp, PageOpKind
+from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, PageEntry, PageOp, PageOpKind, Reservation
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,7 @@ LAYOUTS = {
 
 
 class Prefixes:
-    """Numbers for prefixes. The KV of a token depends on all tokens before it and on the salt, so this is what is stored."""
+    """Numbers for prefixes: what the shadow memory stores, since KV depends on all tokens before and on the salt."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[object, object], int] = {}
@@ -129,3 +130,40 @@ class ShadowMemory:
     def owners(self, group: int) -> Counter[int]:
         """Page -> sequences that have it in their table."""
         return Counter(page for tables in self.tables.values() for page in tables[group])
+
+
+def sequence(uid: int, tokens: int, *, first: int = 0, salt: str = "") -> TokenSequence:
+    """Tokens first, first + 1, ..."""
+    return TokenSequence(uid, list(range(first, first + tokens)), salt)
+
+
+def reserve(kv: KVAllocator, seq: TokenSequence, upto: int) -> Reservation:
+    made = kv.reserve(seq, upto)
+    assert made is not None, f"reserve({upto}) failed: {kv.stats()}"
+    return made
+
+
+def write(kv: KVAllocator, seq: TokenSequence) -> dict[int, list[int]]:
+    """Acquire, reserve and publish all of the sequence's tokens; its pages by group."""
+    hit = kv.acquire(seq)
+    made = reserve(kv, seq, len(seq.tokens))
+    kv.publish(seq, len(seq.tokens))
+    return owned_pages(hit, made)
+
+
+def live(kv: KVAllocator, seq: TokenSequence, child: TokenSequence) -> None:
+    """One call of each kind."""
+    kv.peek(seq)
+    write(kv, seq)
+    kv.fork(seq, child, 10)
+    reserve(kv, child, 30)
+    kv.trim(child, 12)
+    kv.stats()
+    kv.release(child)
+    kv.release(seq)
+
+
+def owned_pages(*outcomes: Hit | Reservation) -> dict[int, list[int]]:
+    """Group -> pages, in the order of their entries."""
+    entries: list[PageEntry] = list(itertools.chain.from_iterable(outcome.entries for outcome in outcomes))
+    return {group: [page for g, _, page in entries if g == group] for group in sorted({g for g, _, _ in entries})}

@@ -1,6 +1,6 @@
 """The pytest plugin `dovetail` (entry point pytest11): fixtures for plugin authors' own tests.
 
-Contract suites need no fixture; import and subclass them, for instance dovetail.core.testing.kv_cache.KVAllocatorContract.
+Contract suites need no fixture: import and subclass them, such as dovetail.core.testing.kv_cache.KVAllocatorContract.
 """
 
 from __future__ import annotations

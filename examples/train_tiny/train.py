@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
 END_OF_TEXT = 0
@@ -43,6 +45,7 @@ class Recipe:
     learning_rate: float
     dropout: float
     weight_decay: float
+    embedding_rate: float = 5e-3
     batch: int = 16
     warmup: float = 0.02
     snippets: float = 0.25
@@ -118,6 +121,17 @@ def heldout_loss(model, stream, context, batch=16):
 # ---------------------------------------------------------------------------- model
 
 
+def causal_attention(module, query, key, value, mask, scaling=None, **_):
+    """Plain causal attention, never with a mask in memory: the fused kernels want none."""
+    attended = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("causal", causal_attention)
+
+
 def build(name, vocabulary):
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -129,7 +143,7 @@ def build(name, vocabulary):
         eos_token_id=END_OF_TEXT,
         pad_token_id=None,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation="causal",
         **SHAPES[name],
     )
     return LlamaForCausalLM(config)
@@ -147,22 +161,56 @@ def add_dropout(model, probability):
     model.model.embed_tokens.register_forward_hook(drop)
 
 
-def optimizers(model, recipe, kind="adamw"):
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    if kind == "muon":
-        embedding = model.model.embed_tokens.weight
-        hidden = [p for p in matrices if p is not embedding]
-        return [
-            torch.optim.Muon(hidden, lr=recipe.learning_rate, weight_decay=recipe.weight_decay,
-                             adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([dict(params=[embedding], weight_decay=0.1), dict(params=vectors, weight_decay=0.0)],
-                              lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True),
-        ]
-    return [torch.optim.AdamW(
-        [dict(params=matrices, weight_decay=recipe.weight_decay), dict(params=vectors, weight_decay=0.0)],
-        lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True,
-    )]
+# ---------------------------------------------------------------------------- training
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum with orthogonalised updates (Jordan et al., 2024), one batch per matrix shape."""
+
+    def __init__(self, matrices, lr, weight_decay, momentum=0.95):
+        by_shape = defaultdict(list)
+        for matrix in matrices:
+            by_shape[matrix.shape].append(matrix)
+        groups = [dict(params=group) for group in by_shape.values()]
+        super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            matrices, momentum = group["params"], group["momentum"]
+            gradients = torch.stack([matrix.grad for matrix in matrices])
+            trace = group.setdefault("trace", torch.zeros_like(gradients))
+            trace.lerp_(gradients, 1 - momentum)
+            updates = orthogonalised(gradients.lerp(trace, momentum))
+            # Each update gets the size that Adam's would have, so that they can share a rate.
+            size = 0.2 * math.sqrt(max(updates.shape[-2:]))
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(matrices, list(updates.unbind()), alpha=-group["lr"] * size)
+
+
+def orthogonalised(batch):
+    """Push every singular value towards 1 by five Newton-Schulz steps."""
+    tall = batch.shape[-2] > batch.shape[-1]
+    x = batch.mT if tall else batch
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return (x.mT if tall else x).to(batch.dtype)
+
+
+def optimizers(model, recipe):
+    """Muon for the matrices inside the blocks, AdamW for the embedding and the norms."""
+    embedding = model.model.embed_tokens.weight
+    blocks = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    return [
+        Muon(blocks, lr=recipe.learning_rate, weight_decay=recipe.weight_decay),
+        torch.optim.AdamW(
+            [dict(params=[embedding], weight_decay=0.1), dict(params=norms, weight_decay=0.0)],
+            lr=recipe.embedding_rate, betas=(0.9, 0.95), fused=True,
+        ),
+    ]
 
 
 def schedule(progress, warmup):
@@ -172,58 +220,58 @@ def schedule(progress, warmup):
     return 0.5 + 0.5 * math.cos(math.pi * (progress - warmup) / (1 - warmup))
 
 
-def train(name, corpus, recipe, teacher=None, compiled=True, kind="adamw", log=None):
-    """Return the best model by held-out loss, and that loss."""
+def train(name, corpus, recipe, teacher=None, compiled=True, log=None):
+    """Return the best model by held-out loss, and that loss.
+
+    With a teacher, the loss is the divergence from its predictions rather than from the text.
+    """
     device = corpus.train.device
     model = build(name, corpus.tokenizer.get_vocab_size()).to(device)
     add_dropout(model, recipe.dropout)
-    opts = optimizers(model, recipe, kind)
-    forward = torch.compile(model) if compiled else model
-    teach = torch.compile(teacher) if teacher is not None and compiled else teacher
+    steps = recipe.epochs * corpus.steps_per_epoch(recipe)
+    optims = optimizers(model, recipe)
+    rates = [LambdaLR(o, lambda step: schedule(step / steps, recipe.warmup)) for o in optims]
     precision = torch.autocast(device.type, dtype=torch.bfloat16)
 
     def loss_of(inputs, targets):
-        logits = forward(input_ids=inputs).logits.float()
+        logits = model(input_ids=inputs).logits.float().flatten(0, 1)
         if teacher is None:
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return F.cross_entropy(logits, targets.flatten())
         with torch.no_grad():
-            goal = teach(input_ids=inputs).logits.float()
+            goal = teacher(input_ids=inputs).logits.float().flatten(0, 1)
         return F.kl_div(
-            logits.log_softmax(-1).flatten(0, 1), goal.log_softmax(-1).flatten(0, 1),
-            log_target=True, reduction="batchmean",
+            logits.log_softmax(-1), goal.log_softmax(-1), log_target=True, reduction="batchmean"
         )
 
-    steps = recipe.epochs * corpus.steps_per_epoch(recipe)
-    best, best_weights, done, began = math.inf, None, 0, time.time()
+    if compiled:
+        loss_of = torch.compile(loss_of)
+
+    best, best_weights, began = math.inf, None, time.time()
     columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"),
+        TextColumn("{task.description}"), BarColumn(30), TextColumn("{task.fields[state]}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )
     with Progress(*columns) as progress:
-        bar = progress.add_task(f"training {name}", total=steps, state="compiling")
+        bar = progress.add_task(name, total=steps, state="compiling")
         for epoch in range(recipe.epochs):
             running = torch.zeros((), device=device)
             for count, (inputs, targets) in enumerate(corpus.batches(recipe), 1):
-                scale = schedule(done / steps, recipe.warmup)
-                for opt in opts:
-                    for group in opt.param_groups:
-                        group["lr"] = recipe.learning_rate * scale
                 with precision:
                     loss = loss_of(inputs, targets)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                for opt in opts:
-                    opt.step()
-                    opt.zero_grad()
+                for optim, rate in zip(optims, rates):
+                    optim.step()
+                    rate.step()
+                    optim.zero_grad()
                 running += loss.detach()
-                done += 1
-                progress.update(bar, completed=done)
+                progress.advance(bar)
             with precision:
                 heldout = heldout_loss(model, corpus.heldout, corpus.context)
             state = f"epoch {epoch + 1} train {running.item() / count:.3f} held-out {heldout:.4f}"
             progress.update(bar, state=state)
             if log is not None:
-                print(f"{state} {time.time() - began:.0f}s", file=log, flush=True)
+                print(f"{name} {state} {time.time() - began:.0f} s", file=log, flush=True)
             if heldout < best:
                 best = heldout
                 best_weights = {k: v.detach().clone() for k, v in model.state_dict().items()}

@@ -10,7 +10,7 @@ class NoneConfig(Config):
 
 
 class Int8Config(Config):
-    """W8A8: int8 weights with a scale per output channel, int8 activations with a scale per token, both made on the fly."""
+    """W8A8: int8 weights with a scale per output channel, int8 activations with a scale per token, made on the fly."""
 
     skip: tuple[str, ...] = ()
-    """Patterns of layer paths that stay unquantized, for instance "layers.*.mlp.down". Embedding and logits always do."""
+    """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down". Embedding and logits always do."""

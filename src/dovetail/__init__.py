@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         compose,
         hookimpl,
     )
+    from dovetail.core.engine.llm import LLM
+    from dovetail.core.engine.output import Completion, Delta, Generation
+    from dovetail.core.engine.policy import PolicyScheduler
     from dovetail.core.errors import (
         CapabilityError,
         CapacityError,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
         PluginError,
         RequestError,
     )
+    from dovetail.core.interfaces import SamplingParams
 
 if not (Path(__file__).parent / "core").is_dir():
     raise ImportError(
@@ -59,6 +63,10 @@ _MODULES = {
         "compose",
         "hookimpl",
     ),
+    "dovetail.core.engine.llm": ("LLM",),
+    "dovetail.core.engine.output": ("Completion", "Delta", "Generation"),
+    "dovetail.core.engine.policy": ("PolicyScheduler",),
+    "dovetail.core.interfaces": ("SamplingParams",),
     "dovetail.core.errors": (
         "CapabilityError",
         "CapacityError",
@@ -72,23 +80,29 @@ _MODULES = {
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "LLM",
     "AppConfig",
     "Capabilities",
     "CapabilityError",
     "CapacityError",
+    "Completion",
     "Component",
     "Composition",
     "Config",
     "ConfigError",
+    "Delta",
     "DovetailDeprecationWarning",
     "DovetailError",
     "EngineConfig",
+    "Generation",
     "Host",
     "Part",
     "Parts",
     "PluginError",
+    "PolicyScheduler",
     "RequestError",
     "Requires",
+    "SamplingParams",
     "Selected",
     "__version__",
     "compose",

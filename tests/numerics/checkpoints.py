@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-SHAPE = dict(
-    vocab_size=199,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.15,
-    eos_token_id=2,
-)
+SHAPE = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "eos_token_id": 2,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -33,7 +35,7 @@ VARIANTS: dict[str, tuple[type, type, dict]] = {
     "tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
     "biases": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
     "head_dim": (LlamaConfig, LlamaForCausalLM, {"head_dim": 24}),
-    "linear_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "linear_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR_ROPE}),
     "llama3_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 37}),
@@ -61,3 +63,7 @@ def save_random(folder: Path, variant: str, seed: int = 0, **changes) -> torch.n
 def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     """logits_TV, the whole sequence at once."""
     return model(torch.tensor([tokens])).logits[0].float()
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(SHAPE["vocab_size"]), k=count)

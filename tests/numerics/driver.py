@@ -1,4 +1,4 @@
-"""Runs a model without the engine: pages and step metadata by hand, so that numerics are tested against nothing of ours.
+"""Runs a model without the engine: pages and step metadata by hand, so that the test rests on nothing of ours.
 
 Shapes: T tokens of the step, B rows, V vocabulary.
 """
@@ -103,8 +103,10 @@ class Driver:
         padding: int = 0,
         taps: tuple[int, ...] = (),
     ) -> list[torch.Tensor]:
-        """Feed each row's tokens; returns logits_TV of each row. The first num_decode rows go as decode rows. `slack` makes
-        the host's bounds loose; `padding` adds tokens that belong to no row."""
+        """Feed each row's tokens; returns logits_TV of each row. The first num_decode rows go as decode rows.
+
+        `slack` makes the host's bounds loose; `padding` adds tokens that belong to no row.
+        """
         counts = [len(tokens) for _, tokens in rows]
         starts = [self.lengths.get(name, 0) for name, _ in rows]
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -117,7 +119,7 @@ class Driver:
         pad = [0] * padding
         attention, attn = self.model.build.attention, {}
         for group in self.groups:
-            tables = [self._table(group.id, name, length, group.page_tokens) for (name, _), length in zip(rows, lengths)]
+            tables = [self._table(group.id, name, self.lengths[name], group.page_tokens) for name, _ in rows]
             width = max(map(len, tables)) + 2
             write = [
                 tables[row][position // group.page_tokens] * group.page_tokens + position % group.page_tokens

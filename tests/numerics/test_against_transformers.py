@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
-from .checkpoints import VARIANTS, reference_logits, save_random
+from .checkpoints import VARIANTS, random_tokens, reference_logits, save_random
 from .driver import Driver, load_model
 
 TOLERANCE = 1e-4
@@ -18,8 +16,10 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def run_mixed(driver: Driver, sequences: dict[str, list[int]], prompts: dict[str, int], chunk: int) -> dict[str, torch.Tensor]:
-    """Logits of every token. Prompts go in chunks, one after another; sequences whose prompt is done decode beside them."""
+def run_mixed(
+    driver: Driver, sequences: dict[str, list[int]], prompts: dict[str, int], chunk: int
+) -> dict[str, torch.Tensor]:
+    """Logits of every token. Prompts go in chunks, two at a time; sequences whose prompt is done decode beside them."""
     fed = dict.fromkeys(sequences, 0)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in sequences}
     while any(fed[name] < len(tokens) for name, tokens in sequences.items()):
@@ -39,9 +39,8 @@ def run_mixed(driver: Driver, sequences: dict[str, list[int]], prompts: dict[str
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(variant, tmp_path):
     reference = save_random(tmp_path, variant)
-    draw = random.Random(variant)
     prompts = {"short": 11, "long": 230, "middle": 90}
-    sequences = {name: [draw.randrange(199) for _ in range(n + 60)] for name, n in prompts.items()}
+    sequences = {name: random_tokens(n + 60, seed=n) for name, n in prompts.items()}
 
     found = run_mixed(Driver(load_model(tmp_path)), sequences, prompts, chunk=64)
 
@@ -55,8 +54,7 @@ def test_logits_equal_transformers(variant, tmp_path):
 def test_decode_rows_of_unequal_count(tmp_path):
     """Decode rows that carry drafts: one of 4 tokens, one of 1, one of 2, over lengths the host knows only roughly."""
     reference = save_random(tmp_path, "mistral_window")
-    draw = random.Random(1)
-    sequences = {name: [draw.randrange(199) for _ in range(n)] for name, n in (("a", 80), ("b", 21), ("c", 45))}
+    sequences = {name: random_tokens(n, seed=n) for name, n in (("a", 80), ("b", 21), ("c", 45))}
     driver = Driver(load_model(tmp_path))
     drafts = {"a": 4, "b": 1, "c": 2}
     driver.step([(name, tokens[: -drafts[name]]) for name, tokens in sequences.items()])
@@ -71,7 +69,7 @@ def test_decode_rows_of_unequal_count(tmp_path):
 
 def test_taps_are_the_hidden_states_between_layers(tmp_path):
     reference = save_random(tmp_path, "gqa")
-    tokens = [random.Random(2).randrange(199) for _ in range(40)]
+    tokens = random_tokens(40, seed=2)
     driver = Driver(load_model(tmp_path))
 
     driver.step([("a", tokens)], taps=(0, 1))

@@ -24,7 +24,9 @@ class Target:
     scale: torch.Tensor | None = None
 
     @classmethod
-    def allocate(cls, fmt: ActFormat | None, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> Target:
+    def allocate(
+        cls, fmt: ActFormat | None, tokens: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> Target:
         if fmt is None:
             return cls(None)
         values = torch.empty(tokens, columns, dtype=fmt.dtype or dtype, device=device)

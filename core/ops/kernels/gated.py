@@ -57,7 +57,5 @@ def silu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] =
     if tokens:
         block = target.block(columns)
         grid = (tokens, triton.cdiv(columns, block))
-        _silu_and_mul[grid](
-            gate_up_T2F, plain, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block)
-        )
+        _silu_and_mul[grid](gate_up_T2F, plain, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block))
     return collect(emit, plan.rest, plain, target)

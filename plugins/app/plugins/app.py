@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dovetail.core.compose import KINDS, Composition, Host
-from dovetail.core.compose.suggest import did_you_mean, listing
+from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.app import App
 from dovetail.plugins.app.plugins.config import PluginsConfig

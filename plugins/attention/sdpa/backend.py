@@ -1,7 +1,7 @@
 """Attention by torch's scaled_dot_product_attention over gathered pages. The reference: any device, no kernel of ours.
 
-Decode rows run as one padded batch, prefill rows one at a time. Masks come from device lengths; the host knows only upper
-bounds, so nothing waits for the device.
+Decode rows run as one padded batch, prefill rows one at a time. Masks come from device lengths; the host knows only
+upper bounds, so nothing waits for the device.
 
 Shapes: T tokens, B rows, N tokens of a row (padded), L keys of a row (padded), H query heads, K kv heads, D head dim.
 """
@@ -68,7 +68,9 @@ class SDPA(AttentionBackend):
         rows += [(row, row + 1) for row in range(host.num_decode, len(host.counts))]
         return AttnCtx(meta, host, [_plan_rows(meta, host, first, last) for first, last in rows])
 
-    def attend(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+    def attend(
+        self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
+    ) -> Bundle:
         pool = self.pools[layer.group]
         k_SKD, v_SKD = (pool.layer(layer.local, name).flatten(0, 1) for name in ("k", "v"))
         out_THD = torch.zeros_like(q)
@@ -89,15 +91,14 @@ def _plan_rows(meta: BatchMeta, host: HostBounds, first: int, last: int) -> RowB
 
     start_B = meta.row_start_B1[first:last].long()
     count_B = meta.row_start_B1[first + 1 : last + 1].long() - start_B
-    # A padded row has no keys; it reads one, so that its softmax stays finite.
-    len_B = meta.kv_len_B[first:last].long().clamp(min=1)
+    len_B = meta.kv_len_B[first:last].long()
     steps_N = torch.arange(longest, device=device)
     rows_T = meta.rows_T[tokens] - first
     key_L = torch.arange(pages * meta.page_tokens, device=device)
     page_BL = meta.page_table_BP[first:last, :pages].long().repeat_interleave(meta.page_tokens, dim=1)
 
     gather_BN = start_B[:, None] + torch.minimum(steps_N, count_B[:, None] - 1)
-    at_BN = (len_B[:, None] - count_B[:, None] + steps_N).clamp(min=0)
+    at_BN = (len_B - count_B)[:, None] + steps_N
     return RowBatch(
         tokens=tokens,
         gather_BN=gather_BN,

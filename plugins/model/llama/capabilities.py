@@ -24,7 +24,7 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
                 kind="engine",
                 key="tp",
                 allowed=ranks,
-                reason=f"ranks share {spec.heads} query heads, {spec.kv_heads} kv heads and {spec.intermediate} MLP channels",
+                reason=f"they share {spec.heads} heads, {spec.kv_heads} kv heads, {spec.intermediate} MLP channels",
             ),
             Requires(kind="engine", key="pp", at_most=1, reason="its layers run as one stage"),
             *(

@@ -1,4 +1,4 @@
-"""What sets the Llama-like architectures apart, as a table, and the facts read from their config.json. Imports no torch."""
+"""What sets the Llama-like architectures apart, as a table, and the facts in their config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def family_of(hf: HF, where: str) -> Family:
     """Raises ConfigError for an architecture or activation that the decoder has not."""
     architecture = (hf.get("architectures") or [None])[0]
     if architecture not in FAMILIES:
-        raise ConfigError(f"{where}: architectures is {architecture!r}; model=llama reads {', '.join(sorted(FAMILIES))}")
+        raise ConfigError(
+            f"{where}: architectures is {architecture!r}; model=llama reads {', '.join(sorted(FAMILIES))}"
+        )
     if hf.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act is {hf['hidden_act']!r}; model=llama has silu")
     return FAMILIES[architecture]

@@ -1,4 +1,4 @@
-"""Activations as int8 with one scale a token, symmetric (as in LLM.int8(), Dettmers et al. 2022, without its outlier columns).
+"""Activations as int8 with one scale a token, symmetric (LLM.int8(), Dettmers et al. 2022, without its outliers).
 
 Shapes: T tokens, C columns, G scale groups.
 """

@@ -30,7 +30,7 @@ class Int8(Quantizer):
         if shape.inp % MULTIPLE or shape.out % MULTIPLE:
             raise CapabilityError(
                 [
-                    f"quant=int8: {path} is {shape.inp} x {shape.out} on each rank, and both must divide by {MULTIPLE}. "
+                    f"quant=int8: {path} is {shape.inp} x {shape.out} on each rank; both must divide by {MULTIPLE}. "
                     f"Set quant.skip=['{path}'], quant=none, or another engine.tp"
                 ]
             )

@@ -56,15 +56,27 @@ def test_a_list_may_be_empty(composed):
 
 
 def test_parsers_are_all_at_hand_with_the_options_that_were_given(composed):
-    plain, set_ = composed("app=serve"), composed("app=serve", "tool_parser=[hermes]", "tool_parser.hermes.scale=2")
-    assert plain.many("tool_parser")["hermes"].config.scale == 1.0
-    assert set_.many("tool_parser")["hermes"].config.scale == 2.0
+    assert composed("app=serve").many("tool_parser")["hermes"].config.scale == 1.0
+    for chosen in ([], ["tool_parser=[hermes]"]):
+        found = composed("app=serve", *chosen, "tool_parser.hermes.scale=2")
+        assert found.many("tool_parser")["hermes"].config.scale == 2.0
+    with pytest.raises(ConfigError, match="tool_parser.hermes.scal: tool_parser=hermes has no option"):
+        composed("app=serve", "tool_parser.hermes.scal=2")
+
+
+def test_an_option_of_an_item_that_is_not_chosen_is_refused(composed):
+    with pytest.raises(ConfigError, match=r"logits.penalties is not chosen.* `logits=\[..., penalties\]`"):
+        composed("logits=[min_tokens]", "logits.penalties.scale=2")
 
 
 class TestPresets:
     def test_a_preset_chooses(self, composed, conf):
         found = composed("+preset=fast", config_dirs=[conf("preset/fast.yaml", PRESET)])
-        assert (found.part("kv_cache").name, list(found.many("logits")), found.engine.tp) == ("radix", ["min_tokens"], 2)
+        assert (found.part("kv_cache").name, list(found.many("logits")), found.engine.tp) == (
+            "radix",
+            ["min_tokens"],
+            2,
+        )
 
     def test_the_command_line_wins_and_inherits_nothing_from_what_it_replaced(self, composed, conf):
         folder = conf("preset/fast.yaml", PRESET)
@@ -129,6 +141,13 @@ class TestVariants:
         with pytest.raises(ConfigError, match="a variant has one base"):
             composed("kv_cache=two", config_dirs=[folder])
 
+    def test_a_broken_variant_that_a_preset_chooses_fails_where_it_is_read(self, composed, conf):
+        folder = conf("kv_cache/none.yaml", "hosts: 7\n")
+        conf("preset/odd.yaml", "# @package _global_\ndefaults:\n  - override /kv_cache: none\n")
+        assert composed("+preset=odd", "app=list", config_dirs=[folder]).app == "list"
+        with pytest.raises(PluginError, match="kv_cache=none cannot be used: .* names no base"):
+            composed("+preset=odd", config_dirs=[folder])
+
     def test_a_file_may_not_have_the_name_of_a_component(self, composed, conf):
         folder = conf("kv_cache/radix.yaml", self.VARIANT)
         assert composed("scheduler=static", config_dirs=[folder]).app == "generate"
@@ -159,11 +178,15 @@ class TestNestedParts:
         assert (found.part("model").name, found.part("model").config.layers) == ("tiny", 2)
 
     def test_several_parts_do_not_merge(self, composed):
-        observers = composed("spec_decode=draft", "spec_decode.observers.log.every=5").part("spec_decode").config.observers
+        observers = (
+            composed("spec_decode=draft", "spec_decode.observers.log.every=5").part("spec_decode").config.observers
+        )
         assert {name: part.config.every for name, part in observers.items()} == {"log": 5, "trace": 1}
 
     def test_mistakes_in_a_part_are_named_by_their_path(self, composed):
-        with pytest.raises(ConfigError, match=r"spec_decode.model.layer: model=tiny has no option `layer`. Did you mean `layers`"):
+        with pytest.raises(
+            ConfigError, match=r"spec_decode.model.layer: model=tiny has no option `layer`. Did you mean `layers`"
+        ):
             composed("spec_decode=draft", "spec_decode.model.layer=1")
 
     def test_a_part_that_is_not_there_cannot_be_chosen(self, composed):

@@ -38,7 +38,10 @@ def test_a_package_adds_a_component_and_presets(install, plugin, composed, regis
             "there is no hook `dovetail_component`. Did you mean `dovetail_components`?",
         ),
         ("def dovetail_components():\n    return []", "nothing in acme_bad is marked with @hookimpl"),
-        ("from dovetail import hookimpl\n@hookimpl\ndef dovetail_components(x):\n    return []", "PluginValidationError"),
+        (
+            "from dovetail import hookimpl\n@hookimpl\ndef dovetail_components(x):\n    return []",
+            "PluginValidationError",
+        ),
         ("from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    return 1 / 0", "ZeroDivisionError"),
         ("from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    return [3]", "not a Component"),
     ],
@@ -56,7 +59,10 @@ def test_a_broken_package_is_listed_and_stops_nobody(install, plugin, composed, 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (('api="scheduler/0.1"', 'api="scheduler/9.0"'), "made for scheduler/9.0, and this Dovetail speaks scheduler/0.1"),
+        (
+            ('api="scheduler/0.1"', 'api="scheduler/9.0"'),
+            "made for scheduler/9.0, and this Dovetail speaks scheduler/0.1",
+        ),
         (('api="scheduler/0.1"', 'api="scheduler/0.9"'), "made for scheduler/0.9"),
         (('api="scheduler/0.1"', 'api="0.1"'), "not of the form scheduler/<major>.<minor>"),
         (("size: int", "name: int"), "has a field `name`"),
@@ -97,7 +103,9 @@ def test_two_packages_with_one_name_fail_when_it_is_chosen_and_one_can_be_blocke
 
 def test_a_blocked_package_is_not_imported(install):
     package = install("acme_loud", "raise SystemExit('imported')")
-    assert package.exists() and reasons(discover("-acme-loud"), "acme_loud") == ["blocked by DOVETAIL_PLUGINS=-acme_loud"]
+    assert package.exists() and reasons(discover("-acme-loud"), "acme_loud") == [
+        "blocked by DOVETAIL_PLUGINS=-acme_loud"
+    ]
 
 
 def test_the_switch_is_checked():
@@ -146,7 +154,9 @@ class TestTargets:
     def test_a_target_of_another_kind_is_refused(self, install, plugin, composed, registry):
         install("acme_odd", plugin())
         composition = composed("scheduler=swift", registry=merged(registry, discover()))
-        with pytest.raises(PluginError, match="json:JSONDecoder is not a subclass of dovetail.core.interfaces.Scheduler"):
+        with pytest.raises(
+            PluginError, match="json:JSONDecoder is not a subclass of dovetail.core.interfaces.Scheduler"
+        ):
             composition.target("scheduler")
 
 

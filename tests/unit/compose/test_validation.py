@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dovetail.core.compose import Config, EngineConfig
 from dovetail.core.errors import ConfigError, DovetailDeprecationWarning
@@ -118,7 +118,9 @@ def test_a_mistake_inside_a_record_is_named_by_its_path(rich):
 
 
 def test_interpolation_reaches_across_nodes(composed):
-    assert composed("engine.max_seqs=3", "scheduler.max_chunk=${engine.max_seqs}").part("scheduler").config.max_chunk == 3
+    assert (
+        composed("engine.max_seqs=3", "scheduler.max_chunk=${engine.max_seqs}").part("scheduler").config.max_chunk == 3
+    )
 
 
 def test_an_interpolation_of_nothing_is_named(composed):
@@ -159,7 +161,9 @@ def test_an_option_that_would_have_no_effect_is_refused(composed, override):
 
 
 def test_a_kind_that_the_app_needs_must_be_chosen(composed):
-    with pytest.raises(ConfigError, match="scheduler: app=generate needs one, and none is chosen. Options: fcfs, static"):
+    with pytest.raises(
+        ConfigError, match="scheduler: app=generate needs one, and none is chosen. Options: fcfs, static"
+    ):
         composed("~scheduler")
 
 
@@ -170,7 +174,9 @@ def test_hydra_settings_are_refused(composed):
 
 class TestRenamed:
     def test_the_former_name_works_and_names_the_package(self, composed):
-        with pytest.warns(DovetailDeprecationWarning, match="package home 1.0: scheduler.chunk is now scheduler.max_chunk"):
+        with pytest.warns(
+            DovetailDeprecationWarning, match="package home 1.0: scheduler.chunk is now scheduler.max_chunk"
+        ):
             assert composed("scheduler.chunk=8").part("scheduler").config.max_chunk == 8
 
     def test_both_names_are_a_mistake(self, composed):
@@ -178,9 +184,27 @@ class TestRenamed:
             composed("scheduler.chunk=8", "scheduler.max_chunk=9")
 
     def test_a_value_under_the_former_name_is_validated(self, composed):
-        with pytest.warns(DovetailDeprecationWarning), pytest.raises(ConfigError, match="scheduler.max_chunk=0: should be"):
+        with (
+            pytest.warns(DovetailDeprecationWarning),
+            pytest.raises(ConfigError, match="scheduler.max_chunk=0: should be"),
+        ):
             composed("scheduler.chunk=0")
 
 
 def test_every_engine_setting_says_what_it_is():
     assert all(field.description for field in EngineConfig.model_fields.values())
+
+
+def test_a_rule_of_the_config_itself_is_told_in_its_words(composed, stand_ins, make):
+    class Paired(Config):
+        low: int = 1
+        high: int = 2
+
+        @model_validator(mode="after")
+        def ordered(self) -> "Paired":
+            if self.low > self.high:
+                raise ValueError(f"low={self.low} is above high={self.high}")
+            return self
+
+    with pytest.raises(ConfigError, match=r"^scheduler: low=5 is above high=2\.$"):
+        composed("scheduler=paired", "scheduler.low=5", registry=stand_ins(make("scheduler", "paired", Paired)))

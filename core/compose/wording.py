@@ -1,4 +1,4 @@
-"""Did-you-mean, in one wording everywhere."""
+"""Values, lists and did-you-mean, worded alike in every message."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 def listing(options: Iterable[str]) -> str:
     return ", ".join(options) or "none"
+
+
+def show(value: object) -> str:
+    """As a user would type it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,1 @@
+"""Ranks as processes: how they are started and watched, and the channels between them."""

@@ -1,0 +1,144 @@
+"""One writer, several readers, one machine: a ring of bytes in shared memory.
+
+Every reader gets every message, in order, and keeps its own place; the writer waits for the slowest. A message longer
+than the ring passes through it in pieces. The memory is an anonymous file whose descriptor the readers inherit: no name
+can clash, and none is left behind, whatever way a process ends.
+
+    int64 words: 0 capacity, 8 bytes written so far, 16 + 8 i bytes that reader i has taken; then the bytes themselves
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+Idle = Callable[[float], None]
+"""idle(seconds): called while there is nothing to do. Waits about that long, or raises to end the wait."""
+
+_WORD = 8
+_LINE = 8
+"""Words between two counters: 64 bytes, so that no two share a cache line."""
+_CAPACITY, _HEAD, _CURSORS = 0, _LINE, 2 * _LINE
+_LENGTH = struct.Struct("<Q")
+_SPIN_SECONDS = 1e-3
+_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
+
+
+class _Shared:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._memory = memoryview(self._map)
+        self._words = self._memory.cast("q")
+        self._fence = threading.Lock()
+        self._fence.acquire()
+
+    def _lay_out(self, readers: int) -> None:
+        self.capacity = self._words[_CAPACITY]
+        self._bytes = self._memory[-self.capacity :]
+        self._cursor_words = [_CURSORS + _LINE * i for i in range(readers)]
+
+    def _order(self) -> None:
+        """Full memory barrier: what was written before is seen before what is written after, on ARM too."""
+        self._fence.release()
+        self._fence.acquire()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.fd < 0:
+            return
+        self._words.release()
+        self._bytes.release()
+        self._memory.release()
+        self._map.close()
+        os.close(self.fd)
+        self.fd = -1
+
+
+class RingWriter(_Shared):
+    def __init__(self, readers: int, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"a ring needs room for a byte, not capacity={capacity}")
+        capacity += -capacity % _WORD
+        fd = _anonymous_file()
+        os.ftruncate(fd, _WORD * (_CURSORS + _LINE * readers) + capacity)
+        super().__init__(fd)
+        self._words[_CAPACITY] = capacity
+        self._lay_out(readers)
+
+    def send(self, message: bytes, idle: Idle = time.sleep) -> None:
+        """Returns when all of it is in the ring; waits for readers as long as it does not fit."""
+        rest = memoryview(_LENGTH.pack(len(message)) + message)
+        head = self._words[_HEAD]
+        while rest:
+            _wait(lambda: self._slowest() + self.capacity > self._words[_HEAD], idle)
+            n = min(len(rest), self._slowest() + self.capacity - head)
+            at = head % self.capacity
+            first = min(n, self.capacity - at)
+            self._bytes[at : at + first] = rest[:first]
+            self._bytes[: n - first] = rest[first:n]
+            self._order()
+            head += n
+            self._words[_HEAD] = head
+            rest = rest[n:]
+
+    def _slowest(self) -> int:
+        return min([self._words[i] for i in self._cursor_words], default=self._words[_HEAD])
+
+
+class RingReader(_Shared):
+    def __init__(self, fd: int, reader: int) -> None:
+        """Takes over the descriptor. `reader` counts from 0 and belongs to one process."""
+        super().__init__(fd)
+        self._lay_out(reader + 1)
+        self._mine = self._cursor_words[reader]
+
+    def recv(self, idle: Idle = time.sleep) -> bytes:
+        """The next message; waits for it."""
+        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, idle))
+        return bytes(self._take(length, idle))
+
+    def _take(self, count: int, idle: Idle) -> bytearray:
+        taken = bytearray(count)
+        cursor = self._words[self._mine]
+        done = 0
+        while done < count:
+            _wait(lambda: self._words[_HEAD] > self._words[self._mine], idle)
+            n = min(count - done, self._words[_HEAD] - cursor)
+            self._order()
+            at = cursor % self.capacity
+            first = min(n, self.capacity - at)
+            taken[done : done + first] = self._bytes[at : at + first]
+            taken[done + first : done + n] = self._bytes[: n - first]
+            self._order()
+            cursor += n
+            done += n
+            self._words[self._mine] = cursor
+        return taken
+
+
+def _wait(ready: Callable[[], bool], idle: Idle) -> None:
+    """Spin, giving way to others, for about as long as a short step; then sleep in growing pauses."""
+    if ready():
+        return
+    deadline = time.perf_counter() + _SPIN_SECONDS
+    while time.perf_counter() < deadline:
+        if ready():
+            return
+        os.sched_yield()
+    pause = _FIRST_PAUSE
+    while not ready():
+        idle(pause)
+        pause = min(1.1 * pause, _LONGEST_PAUSE)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("dovetail-ring", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,157 @@
+"""One worker process: a rank above 0. Composes for itself, loads, then runs what the plan ring brings."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import hashlib
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from dovetail.core.compose import compose
+from dovetail.core.engine.encoding import decode_blob, decode_plan
+from dovetail.core.engine.mirror import PlanMirror
+from dovetail.core.errors import ConfigError, DovetailError
+from dovetail.core.interfaces import JoinBlob
+from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.ring import RingReader
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+_PR_SET_PDEATHSIG = 1
+CONTROL = b""
+"""A message of the plan ring that says: the next control message is due, in order with the plans."""
+
+
+def main(control_fd: int, parent: int) -> None:
+    """Entry of the process, which runs until it is told to end, or the parent is gone."""
+    _die_with(parent)
+    # Ctrl-C is the parent's to handle; it then ends the workers in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    control = Channel(socket.socket(fileno=control_fd))
+    try:
+        order, _ = control.recv()
+        _Worker(control, order).run()
+    except ChannelClosed:
+        # Nobody is left to tell.
+        os._exit(1)
+    except BaseException as error:
+        _report(control, error)
+        os._exit(1)
+    sys.stdout.flush()
+    # Threads of collectives and allocators have nothing left to do, and some of them take seconds to say so.
+    os._exit(0)
+
+
+class _Worker:
+    def __init__(self, control: Channel, order: dict[str, Any]) -> None:
+        self.control = control
+        self.rank: int = order["rank"]
+        self.phase = ""
+        self.plans = RingReader(order["plan_fd"], self.rank - 1)
+        self.blobs = RingReader(order["blob_fd"], self.rank - 1)
+        self.composition = recompose(order["overrides"], order["identity"])
+        runner_class = load_class(order["runner"])
+        self.runner = runner_class(self.composition, rank=self.rank, size=order["size"], address=order["address"])
+
+    def run(self) -> None:
+        control, runner = self.control, self.runner
+        control.send({"op": "ready"})
+        self._expect("load")
+        info = runner.load(self._progress)
+        control.send({"op": "loaded", "pages": sorted(info.num_pages.items())})
+        runner.bind({int(group): int(pages) for group, pages in self._expect("bind")["pages"]})
+        control.send({"op": "bound"})
+        self._serve()
+        runner.close()
+
+    def _serve(self) -> None:
+        mirror = PlanMirror()
+        while True:
+            message = self.plans.recv(self._idle)
+            if message == CONTROL:
+                self._expect("shutdown")
+                return
+            plan, state = decode_plan(message)
+            mirror.verify(state, plan.step)
+            mirror.apply(plan)
+            blobs: dict[tuple[int, int], JoinBlob] = {}
+            for join in plan.joins:
+                uid, epoch, blob = decode_blob(self.blobs.recv(self._idle))
+                if (uid, epoch) != (join.uid, join.epoch):
+                    raise ValueError(
+                        f"step {plan.step}: uid {join.uid}, epoch {join.epoch} joins, and the blob that came is for "
+                        f"uid {uid}, epoch {epoch}"
+                    )
+                blobs[uid, epoch] = blob
+            self.runner.execute(plan, blobs)
+
+    def _idle(self, seconds: float) -> None:
+        """Sleep, but notice that the parent is gone: its end of the socket closes."""
+        if self.control.wait(seconds) and self.control.at_end():
+            raise ChannelClosed
+
+    def _expect(self, op: str) -> dict[str, Any]:
+        message, _ = self.control.recv()
+        if message["op"] != op:
+            raise ValueError(f"rank {self.rank} expected {op!r} and was sent {message['op']!r}")
+        return message
+
+    def _progress(self, phase: str, share: float | None) -> None:
+        """Only tells what it is doing, for the message should it die there."""
+        if phase != self.phase:
+            self.phase = phase
+            self.control.send({"op": "phase", "phase": phase})
+
+
+def identity(composition: Composition) -> dict[str, str]:
+    """What every rank must agree on before it loads a byte."""
+    text = composition.to_yaml()
+    return {"registry": composition.registry.fingerprint(), "config": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+
+def recompose(overrides: list[str], wanted: dict[str, str]) -> Composition:
+    composition = compose(overrides)
+    found = identity(composition)
+    if found["registry"] != wanted["registry"]:
+        raise ConfigError(
+            f"the ranks see different components (registry {found['registry']} here, {wanted['registry']} on rank 0): "
+            "install the same versions of the same packages for every rank, and give no registry by hand"
+        )
+    if found != wanted:
+        raise ConfigError(
+            f"composing {' '.join(overrides)} again gave other options than rank 0 has: it reads configs that only "
+            "rank 0 finds"
+        )
+    return composition
+
+
+def load_class(reference: str) -> Any:
+    """The class at "package.module:Class"."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _report(control: Channel, error: BaseException) -> None:
+    known = isinstance(error, DovetailError)
+    text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
+    try:
+        control.send({"op": "error", "at": time.monotonic(), "text": text, "type": type(error).__name__})
+    except ChannelClosed:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _die_with(parent: int) -> None:
+    """Linux ends this process with the parent, even while it is stuck in a collective. Elsewhere the socket tells."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,86 @@
+"""NCCL on CUDA, gloo on the CPU."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from dovetail.core.interfaces import Collective
+from dovetail.plugins.collective.config import NcclConfig
+from dovetail.plugins.collective.process_group import Rendezvous
+
+
+class NcclCollective(Collective):
+    """On CUDA a call enqueues and returns; later work on the current stream sees its result."""
+
+    def __init__(self, config: NcclConfig) -> None:
+        super().__init__(config)
+        self._timeout = timedelta(seconds=config.timeout)
+        self._rendezvous = Rendezvous()
+        self._group: Any = None
+        self._device = torch.device("cpu")
+
+    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
+        if self._group is not None:
+            raise ValueError(f"rank {self.rank} of {self.size} is connected already")
+        self.rank, self.size, self._device = rank, size, device
+        if size > 1:
+            self._group = self._rendezvous.meet(rank, size, address, device, self._timeout)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        options = c10d.AllreduceOptions()
+        options.asyncOp = False
+        self._wait(self._group.allreduce([x], options))
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return x
+        return torch.cat(self._stacked(x).unbind(0), dim=-1)
+
+    def _stacked(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape], in rank order."""
+        stacked = x.new_empty(self.size * x.numel())
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        self._wait(self._group._allgather_base(stacked, x.reshape(-1), options))
+        return stacked.view(self.size, *x.shape)
+
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = root, 0, False
+        self._wait(self._group.broadcast([x], options))
+        return x
+
+    def barrier(self) -> None:
+        """Waits on the host, the device's earlier work included."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1, device=self._device)).item()
+
+    def abort(self) -> None:
+        self._rendezvous.abort()
+        # Ranks on a CPU learn from closed connections; kernels of NCCL would wait for the dead rank forever.
+        if self._device.type == "cuda":
+            group, self._group = self._group, None
+            if group is not None:
+                group.abort()
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+    @staticmethod
+    def _wait(work: Any) -> None:
+        # NCCL returns nothing for a call that runs on the current stream itself.
+        if work is not None:
+            work.wait()

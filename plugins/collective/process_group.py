@@ -1,0 +1,69 @@
+"""A process group of our own, made without torch.distributed's global state, which belongs to the calling program."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dovetail.core.errors import CapabilityError
+
+_POLL = 0.005
+
+
+class Rendezvous:
+    """Brings the ranks together. Rank 0 waits in a loop that `abort` ends, since a rank may die before it arrives."""
+
+    def __init__(self) -> None:
+        self._aborted = threading.Event()
+
+    def abort(self) -> None:
+        """From any thread."""
+        self._aborted.set()
+
+    def meet(self, rank: int, size: int, address: str, device: torch.device, timeout: timedelta) -> Any:
+        """NCCL's process group for a CUDA device, gloo's for the CPU."""
+        make = _backend(device)
+        host, _, port = address.rpartition(":")
+        store = dist.TCPStore(host, int(port), size, rank == 0, timeout=timeout, wait_for_workers=False)
+        store.set(f"here/{rank}", "")
+        deadline = time.monotonic() + timeout.total_seconds()
+        while rank == 0 and not store.check([f"here/{other}" for other in range(size)]):
+            if self._aborted.wait(_POLL):
+                raise RuntimeError("a rank died before the ranks were connected")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all of {size} ranks came to {address} within {timeout}")
+        return make(dist.PrefixStore("group", store), rank, size, host, timeout)
+
+
+def _backend(device: torch.device) -> Any:
+    if device.type == "cuda":
+        if not dist.is_nccl_available():
+            raise CapabilityError([f"this build of torch {torch.__version__} has no NCCL, which {device} needs"])
+        return _nccl
+    if device.type == "cpu":
+        if not dist.is_gloo_available():
+            raise CapabilityError([f"this build of torch {torch.__version__} has no gloo, which the CPU needs"])
+        return _gloo
+    raise CapabilityError([f"the built-in collectives serve cuda and cpu, not {device}: choose another collective"])
+
+
+def _gloo(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    # By default gloo takes the interface that the host name resolves to, which may not be one that works.
+    local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    make = dist.ProcessGroupGloo
+    options._devices = [make.create_device(hostname=host) if local else make.create_default_device()]
+    options._timeout = timeout
+    return make(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

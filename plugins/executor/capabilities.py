@@ -1,0 +1,36 @@
+"""What the built-in executors demand of a composition."""
+
+from __future__ import annotations
+
+from dovetail.core.compose import Capabilities, Host, Requires
+from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig
+
+_PIPELINE = "no built-in executor splits layers over ranks yet"
+_LANES = "no built-in executor runs several lanes yet"
+
+
+def inproc(config: InprocConfig, host: Host) -> Capabilities:
+    return Capabilities(
+        provides={"processes": "one"},
+        requires=(
+            Requires(kind="engine", key="tp", allowed=(1,), reason="it runs one rank; executor=multiproc runs more"),
+            Requires(kind="engine", key="pp", allowed=(1,), reason=_PIPELINE),
+            Requires(kind="engine", key="dp", allowed=(1,), reason=_LANES),
+        ),
+    )
+
+
+def multiproc(config: MultiprocConfig, host: Host) -> Capabilities:
+    return Capabilities(
+        provides={"processes": "many"},
+        requires=(
+            Requires(
+                kind="host",
+                key="platform",
+                allowed=("linux", "darwin"),
+                reason="workers inherit shared memory and a socket as file descriptors",
+            ),
+            Requires(kind="engine", key="pp", allowed=(1,), reason=_PIPELINE),
+            Requires(kind="engine", key="dp", allowed=(1,), reason=_LANES),
+        ),
+    )

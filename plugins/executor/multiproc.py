@@ -1,0 +1,140 @@
+"""engine.tp ranks on one machine. Rank 0 is the calling process; plans reach the others through shared memory."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dovetail.core.engine.encoding import encode_blob, encode_plan
+from dovetail.core.engine.mirror import PlanMirror
+from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, Progress, StepPlan, StepResult
+from dovetail.core.parallel.channel import ChannelClosed
+from dovetail.core.parallel.failure import RankError
+from dovetail.core.parallel.ring import RingWriter
+from dovetail.core.parallel.worker import CONTROL, identity, load_class
+from dovetail.core.parallel.workers import Workers
+from dovetail.plugins.executor.config import MultiprocConfig
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+
+
+class MultiprocExecutor(Executor):
+    """A step costs rank 0 one encoding and one copy, however many ranks there are. When a rank dies, the next call
+    raises RankError, which names the first that died; only `shutdown` may follow."""
+
+    runner_class: ClassVar[str] = "dovetail.core.engine.runner:Runner"
+
+    def __init__(self, config: MultiprocConfig, composition: Composition) -> None:
+        self.config, self.composition = config, composition
+        self._runner: Any = None
+        self._workers: Workers | None = None
+        self._mirror = PlanMirror()
+        self._pending = 0
+
+    def start(self, progress: Progress) -> ExecutorInfo:
+        size, timeout = self.composition.engine.tp, self.config.start_timeout
+        address = f"{_HOST}:{_free_port()}"
+        progress("start ranks", None)
+        self._plans = RingWriter(size - 1, self.config.plan_bytes)
+        self._blobs = RingWriter(size - 1, self.config.blob_bytes)
+        self._workers = workers = Workers(
+            size,
+            {
+                "size": size,
+                "address": address,
+                "runner": self.runner_class,
+                "overrides": list(self.composition.overrides),
+                "identity": identity(self.composition),
+                "plan_fd": self._plans.fd,
+                "blob_fd": self._blobs.fd,
+            },
+            inherited=(self._plans.fd, self._blobs.fd),
+            on_failure=self._abort,
+        )
+
+        def guarded(phase: str, share: float | None) -> None:
+            workers.check()
+            progress(phase, share)
+
+        with workers.blamed():
+            # The workers import and compose meanwhile.
+            runner = self._runner = load_class(self.runner_class)(self.composition, rank=0, size=size, address=address)
+            workers.gather("ready", timeout)
+            workers.post({"op": "load"})
+            info = runner.load(guarded)
+            loaded = [dict(message["pages"]) for message in workers.gather("loaded", timeout)]
+            pages = {group: min(n, *(other[group] for other in loaded)) for group, n in info.num_pages.items()}
+            workers.post({"op": "bind", "pages": sorted(pages.items())})
+            runner.bind(pages)
+            workers.gather("bound", timeout)
+        return replace(info, num_pages=pages)
+
+    def _abort(self) -> None:
+        if self._runner is not None:
+            self._runner.abort()
+
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        workers = self._workers
+        assert workers is not None, "start comes first"
+        data = encode_plan(plan, self._mirror.digest)
+        self._mirror.apply(plan)
+        with workers.blamed():
+            self._plans.send(data, workers.idle)
+            # Behind the plan: workers read blobs when its joins call for them, so a long prompt may pass in pieces.
+            for join in plan.joins:
+                key = join.uid, join.epoch
+                self._blobs.send(encode_blob(*key, blobs[key]), workers.idle)
+            self._runner.execute(plan, blobs)
+        self._pending += 1
+
+    def collect(self) -> StepResult:
+        if not self._pending:
+            raise ValueError("nothing to collect: every submitted plan's result was taken")
+        assert self._workers is not None
+        with self._workers.blamed():
+            result: StepResult = self._runner.collect()
+        self._pending -= 1
+        return result
+
+    @property
+    def pending(self) -> int:
+        return self._pending
+
+    def shutdown(self) -> None:
+        workers, self._workers = self._workers, None
+        runner, self._runner = self._runner, None
+        self._pending = 0
+        if workers is None:
+            return
+        try:
+            if not workers.broken:
+                self._plans.send(CONTROL, workers.idle)
+                workers.post({"op": "shutdown"})
+                if runner is not None:
+                    runner.close()
+                    runner = None
+        except (RankError, ChannelClosed) as error:
+            log.info("ending the workers by force: %s", error)
+        finally:
+            workers.stop(self.config.stop_timeout)
+            self._plans.close()
+            self._blobs.close()
+            if runner is not None:
+                # Something on the device may wait for ranks that are gone.
+                runner.abort()
+                runner.close()
+
+
+def _free_port() -> int:
+    """Of the loopback interface. Rank 0 listens there at once, as the workers take seconds to start."""
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

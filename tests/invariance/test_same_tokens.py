@@ -1,0 +1,88 @@
+"""In float32 the tokens are the same whatever the parts: greedy and seeded sampling, with logprobs alike.
+
+The reference runs one sequence at a time with nothing in flight. The others change scheduler, allocator, chunk size, depth,
+batch, pages (so that sequences are preempted), drafter and an executor that runs plans late.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail import LLM, Generation, SamplingParams
+
+PREFIX = "import os\nimport sys\n\n\ndef main(argv=None):\n    "
+PROMPTS = [
+    "def fib(n):\n    if n < 2:\n        return n\n    return ",
+    PREFIX + "parser = ",
+    PREFIX + "for name in os.listdir(",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "x",
+    "for i in range(10):\n    print(i)\nfor j in range(10):\n    print(j)\nfor k in ",
+]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=11, max_tokens=30, logprobs=2),
+    SamplingParams(temperature=1.1, top_k=20, top_p=0.9, seed=12, max_tokens=30, n=2),
+    SamplingParams(temperature=0.0, max_tokens=40, repetition_penalty=1.2, frequency_penalty=0.5, stop="\n\n"),
+    SamplingParams(temperature=0.7, seed=13, max_tokens=25, min_tokens=5, logit_bias={5: -3.0}),
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, prompt_logprobs=1),
+]
+BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=256"]
+REFERENCE = ["scheduler=fcfs", "kv_cache=paged", "engine.max_seqs=1", "engine.depth=1", "spec_decode=none"]
+VARIANTS = {
+    "batched": [],
+    "depth 2": ["engine.depth=2"],
+    "depth 4, results late": ["engine.depth=4", "executor.delay=3"],
+    "static": ["scheduler=static", "engine.depth=2"],
+    "paged": ["kv_cache=paged", "engine.depth=2"],
+    "small chunks": ["engine.token_budget=7"],
+    "small chunks, depth 4": ["scheduler.max_chunk=5", "engine.depth=4"],
+    "preempted": ["engine.kv_pages=24", "engine.depth=2"],
+    "preempted, paged, depth 4": ["engine.kv_pages=24", "engine.depth=4", "kv_cache=paged", "executor.delay=3"],
+    "large pages": ["engine.page_size=64"],
+    "ngram": ["spec_decode=ngram"],
+    "ngram, depth 4": ["spec_decode=ngram", "engine.depth=4", "spec_decode.lookahead=7", "executor.delay=2"],
+    "ngram, preempted, depth 2": ["spec_decode=ngram", "engine.kv_pages=24", "engine.depth=2"],
+    "ngram, static, paged": ["spec_decode=ngram", "scheduler=static", "kv_cache=paged", "engine.depth=4"],
+}
+
+
+def run(*overrides: str) -> list[Generation]:
+    with LLM("tiny", overrides=[*BASE, *overrides]) as llm:
+        first = llm.generate(PROMPTS, PARAMS)
+        second = llm.generate(PROMPTS, PARAMS)  # Again, with whatever the prefix cache now holds.
+        llm.engine.kv.check()
+        assert llm.engine.kv.stats().owned == 0
+    assert [outputs(g) for g in first] == [outputs(g) for g in second], "the second run differs from the first"
+    return first
+
+
+def outputs(generation: Generation) -> list[tuple[list[int], str, str | None]]:
+    return [(c.token_ids, c.text, c.finish_reason) for c in generation.completions]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[Generation]:
+    return run(*REFERENCE)
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
+def test_same_tokens(reference: list[Generation], overrides: list[str]) -> None:
+    for ours, theirs in zip(run(*overrides), reference, strict=True):
+        assert outputs(ours) == outputs(theirs)
+        for a, b in zip(ours.completions, theirs.completions, strict=True):
+            assert [lp.logprob for lp in a.logprobs] == pytest.approx([lp.logprob for lp in b.logprobs], abs=1e-4)
+        assert [lp.logprob for lp in ours.prompt_logprobs] == pytest.approx([lp.logprob for lp in theirs.prompt_logprobs], abs=1e-4)
+
+
+def test_the_variants_do_what_their_names_say() -> None:
+    """Otherwise the grid would compare the reference with itself."""
+    with LLM("tiny", overrides=[*BASE, *VARIANTS["ngram, preempted, depth 2"]]) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        assert llm.engine.counters.accepted > 0
+        assert llm.engine.scheduler.stats().preemptions > 0
+        again = llm.generate(PROMPTS[1], PARAMS[0])
+    with LLM("tiny", overrides=BASE) as llm:
+        llm.generate(PROMPTS[1], PARAMS[0])
+        again = llm.generate(PROMPTS[2], PARAMS[0])
+        assert again[0].cached_tokens >= 16, "the common prefix was computed twice"

@@ -1,0 +1,139 @@
+"""The command line: one message and exit code 2 for a mistake; prompts arrive as they were typed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dovetail.core.compose import Registry, cli, composer
+from dovetail.core.interfaces.app import App
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def seen(monkeypatch, stand_ins, make):
+    """Runs of the stand-in app, as (composition, prompts)."""
+    runs = []
+
+    class Generate(App):
+        def run(self, composition, prompts):
+            runs.append((composition, list(prompts)))
+            return 3
+
+    module = ModuleType("app_here")
+    module.Generate = Generate
+    monkeypatch.setitem(sys.modules, "app_here", module)
+    base = stand_ins()
+    generate = base.registered["app", "generate"]
+    app = make("app", "generate", generate.component.config, target="app_here:Generate")
+    others = [r for key, r in base.registered.items() if key != ("app", "generate")]
+    registry = Registry([*others, type(generate)(app, generate.package)], config_dirs=base.config_dirs)
+    for module in (composer, cli):
+        monkeypatch.setattr(module, "installed", lambda: registry)
+    return runs
+
+
+def test_an_app_runs_and_its_exit_code_is_the_program_s(seen):
+    assert cli.main(["scheduler=static"]) == 3
+    assert seen[0][0].part("scheduler").name == "static"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["def fib(n, m):", "a=b", 'say "yes", please', "it's {x: 1}", "--cfg", "-m", "~x", "${engine.tp}", "--", ""],
+)
+def test_a_prompt_is_not_an_override(seen, prompt):
+    assert cli.main(["engine.seed=1", "--", prompt, "second, one"]) == 3
+    composition, prompts = seen[0]
+    assert prompts == [prompt, "second, one"] and composition.engine.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["sheduler=fcfs"], "Did you mean `scheduler`?"),
+        (["scheduler=nope"], "Options: fcfs, static."),
+        (["scheduler.max_chunk=x"], "scheduler.max_chunk=x: should be a whole number."),
+        (["Once upon a time"], "A prompt goes after `--`"),
+        (["generate.max_tokens=[1"], "cannot be read"),
+        (["engine.tp.x=1"], "engine.tp: should be a whole number"),
+        (["-m", "scheduler=fcfs,static"], "app=ablate compares alternatives"),
+        (["--multirun"], "app=ablate compares alternatives"),
+        (["app=list", "--", "hello"], "app=list takes no prompts"),
+        (["--nope"], "--nope"),
+        (["--cfg", "hydra"], "invalid choice"),
+        (["--config-dir", "/nowhere"], "no such folder"),
+        (["scheduler=${oc.env:NO_SUCH_VARIABLE}"], "scheduler"),
+        (["engine.seed=${oc.env:NO_SUCH_VARIABLE}"], "NO_SUCH_VARIABLE"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(seen, capsys, monkeypatch, argv, words):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("dovetail: ") and words in err
+    assert "Traceback" not in err and "HYDRA" not in err and len(err.splitlines()) == 1
+    assert seen == []
+
+
+def test_a_broken_target_is_a_message_too(seen, capsys):
+    assert cli.main(["app=serve"]) == 2
+    assert "package home 1.0: app=serve needs nowhere:Nothing" in capsys.readouterr().err
+
+
+def test_a_bug_of_ours_keeps_its_traceback(seen, monkeypatch):
+    monkeypatch.setattr(composer, "validate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main([])
+
+
+def test_cfg_prints_the_composed_config_and_runs_nothing(seen, capsys):
+    assert cli.main(["--cfg", "job", "engine.tp=2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("app: generate\ngenerate:\n  max_tokens: 16\nengine:\n  tp: 2\n") and seen == []
+
+
+def test_flags_may_stand_anywhere(seen, capsys):
+    assert cli.main(["engine.tp=2", "--cfg", "job", "engine.pp=3"]) == 0
+    assert "tp: 2\n  pp: 3\n" in capsys.readouterr().out
+
+
+def test_help_is_short_and_lists_the_options_of_each_kind(seen, capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "  scheduler         fcfs, static\n" in shown and "app=plugins" in shown
+    assert len(shown.splitlines()) < 40
+
+
+def test_a_deprecation_is_one_line(seen, capsys):
+    assert cli.main(["scheduler.chunk=4"]) == 3
+    assert capsys.readouterr().err == "dovetail: package home 1.0: scheduler.chunk is now scheduler.max_chunk\n"
+
+
+def run(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *argv],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_real_program_makes_no_folders_and_loads_no_torch(tmp_path):
+    listed = run("app=plugins", "plugins.format=json", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    assert listed.returncode == 0 and '"fingerprint"' in listed.stdout
+    assert " torch\n" not in listed.stderr and " pydantic\n" in listed.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_real_program_reports_a_mistake_in_one_line(tmp_path):
+    done = run("app=plugins", "plugins.kin=x", cwd=tmp_path, HYDRA_FULL_ERROR="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "dovetail: plugins.kin: app=plugins has no option `kin`. Did you mean `kind`? Options: kind, format."
+    ]

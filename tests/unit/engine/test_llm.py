@@ -1,0 +1,145 @@
+"""The Python API on the bundled model: sync, streaming, asyncio, and what users do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dovetail import LLM, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny", overrides=["engine.device=cpu", "engine.depth=2", "engine.max_len=256"]) as llm:
+        yield llm
+
+
+def test_streaming_and_asyncio_give_the_same_text(llm: LLM) -> None:
+    prompt = "def main():\n"
+    whole = llm.generate(prompt, GREEDY)[0]
+    deltas = list(llm.stream(prompt, GREEDY))
+    assert "".join(d.text for d in deltas) == whole.text
+    assert [t for d in deltas for t in d.token_ids] == whole.token_ids
+    assert deltas[-1].finish_reason == whole.completions[0].finish_reason == "length"
+    assert len(deltas) > 10, "a stream that comes all at once is none"
+
+    async def both() -> list[str]:
+        results = await asyncio.gather(*(llm.agenerate(prompt, GREEDY) for _ in range(3)))
+        return [r.text for r in results]
+
+    assert asyncio.run(both()) == [whole.text] * 3
+
+
+def test_text_is_the_tokenizers_text(llm: LLM) -> None:
+    result = llm.generate("import ", GREEDY)[0]
+    assert result.text == llm.tokenizer.decode(result.token_ids)
+
+
+def test_callers_in_many_threads(llm: LLM) -> None:
+    prompts = [f"x = {i}\n" for i in range(8)]
+    alone = [llm.generate(p, GREEDY)[0].token_ids for p in prompts]
+    got: dict[int, list[int]] = {}
+    threads = [threading.Thread(target=lambda i=i: got.update({i: llm.generate(prompts[i], GREEDY)[0].token_ids})) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert [got[i] for i in range(8)] == alone
+
+
+def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
+    for _ in llm.stream("def f():\n", SamplingParams(max_tokens=200, ignore_eos=True)):
+        break
+    deadline = time.monotonic() + 10
+    while llm.engine.kv.stats().owned and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert llm.engine.kv.stats().owned == 0
+
+
+def test_samples_differ_and_are_reproducible(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20)
+    first, second = (llm.generate("def g(a, b):\n", params)[0] for _ in range(2))
+    texts = [c.text for c in first.completions]
+    assert len(set(texts)) == 3
+    assert texts == [c.text for c in second.completions]
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    result = llm.generate("for i in range(", params)[0]
+    completion = result.completions[0]
+    assert len(completion.logprobs) == 6
+    for token, lp in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert lp.top[0] == (token, pytest.approx(lp.logprob))
+        assert sum(math.exp(v) for _, v in lp.top) <= 1.0 + 1e-5
+        assert len(lp.top) == 3
+    assert len(result.prompt_logprobs) == len(result.prompt_ids) - 1
+    # Feeding prompt and output as a prompt must find the same log-probabilities again.
+    again = llm.generate([*result.prompt_ids, *completion.token_ids], params)[0]
+    assert [lp.logprob for lp in again.prompt_logprobs[-6:]] == pytest.approx([lp.logprob for lp in completion.logprobs], abs=1e-4)
+
+
+def test_stop_token_min_tokens_and_include_stop(llm: LLM) -> None:
+    free = llm.generate("def main():\n", GREEDY)[0].token_ids
+    stop = free[3]
+    stopped = llm.generate("def main():\n", SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,)))[0].completions[0]
+    assert stopped.token_ids == free[: free.index(stop) + 1] and stopped.finish_reason == "stop"
+    assert stopped.text == llm.tokenizer.decode(free[: free.index(stop)])
+    later = llm.generate("def main():\n", SamplingParams(temperature=0, max_tokens=24, min_tokens=10, stop_token_ids=(stop,), ignore_eos=True))
+    assert stop not in later[0].token_ids[:10]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ([], GREEDY, "empty"),
+        ([1] * 256, GREEDY, "engine.max_len"),
+        ([10**6], GREEDY, "vocabulary"),
+        ([-1], GREEDY, "vocabulary"),
+        ([1], SamplingParams(logit_bias={10**6: 1.0}), "logit_bias"),
+        ([1], SamplingParams(stop_token_ids=(10**6,)), "stop_token_ids"),
+    ],
+)
+def test_a_bad_request_says_why_and_harms_nobody(llm: LLM, prompt: list[int], params: SamplingParams, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.generate([prompt], params)
+    assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"max_tokens": 0},
+        {"min_tokens": 9, "max_tokens": 3},
+        {"stop": ("",)},
+        {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {-1: 1.0}},
+        {"n": 0},
+        {"nonsense": 1},
+    ],
+)
+def test_sampling_parameters_are_checked(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_dies_says_so_to_everyone() -> None:
+    with LLM("tiny", overrides=["engine.device=cpu", "engine.max_len=256"]) as llm:
+        def broken() -> None:
+            raise OSError("the device fell off")
+
+        llm.engine.executor.collect = broken  # type: ignore[assignment, method-assign]
+        with pytest.raises(RuntimeError, match="the device fell off"):
+            llm.generate("x", GREEDY)
+        with pytest.raises(RuntimeError, match="the device fell off"):
+            llm.generate("x", GREEDY)

@@ -1,0 +1,53 @@
+"""KV pools and page copies."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import KVGroup, PageOp, PageOpKind, Plane
+from dovetail.core.memory.pools import apply_page_ops, make_pools, pool_bytes
+
+CPU = torch.device("cpu")
+GROUPS = (
+    KVGroup(0, (0, 2), (Plane("k", (2, 4), torch.float32), Plane("v", (2, 4), torch.float32)), page_tokens=2),
+    KVGroup(3, (1,), (Plane("k", (2, 4), torch.float16), Plane("scale", (2,), torch.float32)), page_tokens=2),
+)
+PAGES = {0: 5, 3: 5}
+
+
+def test_pools_have_a_scratch_page_and_no_garbage():
+    pools = make_pools(GROUPS, PAGES, CPU)
+    assert pools[0].planes["k"].shape == (2, 6, 2, 2, 4)
+    assert pools[3].planes["scale"].shape == (1, 6, 2, 2)
+    assert all(not plane.any() for pool in pools.values() for plane in pool.planes.values())
+    assert pool_bytes(GROUPS, PAGES) == sum(p.nbytes for pool in pools.values() for p in pool.planes.values())
+
+
+ops = st.lists(
+    st.builds(PageOp, st.just(int(PageOpKind.COPY)), st.sampled_from([0, 3]), st.integers(1, 5), st.integers(1, 5))
+)
+
+
+@given(ops)
+def test_copies_equal_running_them_one_after_another(ops):
+    pools, expected = make_pools(GROUPS, PAGES, CPU), make_pools(GROUPS, PAGES, CPU)
+    for id, pool in pools.items():
+        for name, plane in pool.planes.items():
+            plane.copy_(torch.arange(plane.numel()).view(plane.shape))
+            expected[id].planes[name].copy_(plane)
+
+    apply_page_ops(pools, ops)
+
+    for op in ops:
+        for plane in expected[op.group].planes.values():
+            plane[:, op.dst] = plane[:, op.src].clone()
+    for id, pool in pools.items():
+        for name, plane in pool.planes.items():
+            assert torch.equal(plane, expected[id].planes[name])
+
+
+def test_host_pages_are_refused_in_words():
+    with pytest.raises(CapabilityError, match="LOAD of KV page 7.*no host tier"):
+        apply_page_ops(make_pools(GROUPS, PAGES, CPU), [PageOp(PageOpKind.LOAD, 0, 7, 1)])

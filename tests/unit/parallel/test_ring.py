@@ -1,0 +1,133 @@
+"""Every reader gets every message, whole and in order, however small the ring and however slow the reader."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dovetail.core.parallel.ring import RingReader, RingWriter
+
+
+class TooLong(Exception):
+    """The other side did not do in time what the test waits for."""
+
+
+def within(seconds: float):
+    """An idle function that gives up, so that a broken ring fails a test in place of stopping it."""
+    deadline = time.monotonic() + seconds
+
+    def idle(pause: float) -> None:
+        if time.monotonic() > deadline:
+            raise TooLong
+        time.sleep(pause)
+
+    return idle
+
+
+def traffic(seed: int, count: int, longest: int) -> list[bytes]:
+    rng = random.Random(seed)
+    return [b"", *(rng.randbytes(rng.randint(0, longest)) for _ in range(count))]
+
+
+@pytest.fixture
+def ring(request: pytest.FixtureRequest) -> Iterator[tuple[RingWriter, list[RingReader]]]:
+    readers, capacity = request.param
+    writer = RingWriter(readers, capacity)
+    ends = [RingReader(os.dup(writer.fd), i) for i in range(readers)]
+    yield writer, ends
+    for end in (writer, *ends):
+        end.close()
+
+
+# Capacities that no message length divides, so that messages and their lengths wrap at every offset.
+@pytest.mark.parametrize("ring", [(1, 104), (3, 104), (2, 8), (1, 1 << 16)], indirect=True)
+def test_messages_arrive_whole_and_in_order(ring: tuple[RingWriter, list[RingReader]]) -> None:
+    writer, readers = ring
+    sent = traffic(0, 300, longest=250)
+    received: list[list[bytes]] = [[] for _ in readers]
+
+    def read(i: int) -> None:
+        idle = within(10)
+        received[i] += (readers[i].recv(idle) for _ in sent)
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(len(readers))]
+    for thread in threads:
+        thread.start()
+    idle = within(10)
+    for message in sent:
+        writer.send(message, idle)
+    for thread in threads:
+        thread.join()
+    assert all(messages == sent for messages in received)
+
+
+@pytest.mark.parametrize("ring", [(2, 64)], indirect=True)
+def test_the_writer_waits_for_the_slowest_reader(ring: tuple[RingWriter, list[RingReader]]) -> None:
+    writer, (fast, slow) = ring
+    message = bytes(range(20))
+    for _ in range(2):
+        writer.send(message, within(0))
+        assert fast.recv(within(0)) == message
+    with pytest.raises(TooLong):
+        writer.send(message, within(0.05))
+    assert [slow.recv(within(0)) for _ in range(2)] == [message, message]
+
+
+@pytest.mark.parametrize("ring", [(1, 64)], indirect=True)
+def test_a_reader_waits_and_its_wait_can_be_ended(ring: tuple[RingWriter, list[RingReader]]) -> None:
+    with pytest.raises(TooLong):
+        ring[1][0].recv(within(0.02))
+
+
+def test_without_readers_nothing_waits() -> None:
+    writer = RingWriter(0, 64)
+    for _ in range(10):
+        writer.send(bytes(50), within(0))
+    writer.close()
+
+
+_READER = """
+import hashlib, sys, time
+from dovetail.core.parallel.ring import RingReader
+reader = RingReader(int(sys.argv[1]), int(sys.argv[2]))
+digest = hashlib.sha256()
+for i in range(int(sys.argv[3])):
+    if i % 100 == 50:
+        time.sleep(0.01)
+    message = reader.recv()
+    digest.update(len(message).to_bytes(8, "little") + message)
+print(digest.hexdigest())
+"""
+
+
+def test_between_processes() -> None:
+    """Two reader processes, one of which falls behind now and then, on a ring of a few messages."""
+    sent = traffic(1, 2000, longest=3000)
+    digest = hashlib.sha256()
+    for message in sent:
+        digest.update(len(message).to_bytes(8, "little") + message)
+    writer = RingWriter(2, 8000)
+    command = [sys.executable, "-c", _READER, str(writer.fd)]
+    readers = [
+        subprocess.Popen([*command, str(i), str(len(sent))], pass_fds=[writer.fd], stdout=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    try:
+        idle = within(20)
+        for message in sent:
+            writer.send(message, idle)
+        outputs = [reader.communicate(timeout=10)[0].strip() for reader in readers]
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.wait()
+        writer.close()
+    assert outputs == [digest.hexdigest()] * 2

@@ -1,0 +1,42 @@
+"""Prompt lookup on the device against a plain search through lists."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.core.interfaces import DraftContext
+from dovetail.plugins.spec_decode.config import NgramConfig
+from dovetail.plugins.spec_decode.ngram import NgramDrafter
+
+
+def by_hand(tokens: list[int], config: NgramConfig) -> list[int]:
+    best = (0, -1)
+    for end in range(len(tokens) - 1):
+        match = 0
+        while match < config.max_match and match <= end and tokens[end - match] == tokens[len(tokens) - 1 - match]:
+            match += 1
+        best = max(best, (match, end))
+    match, end = best
+    if match < config.min_match:
+        return []
+    follow = tokens[end + 1 :]
+    return [follow[i % len(follow)] for i in range(config.lookahead)]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=25), min_size=1, max_size=5),
+    st.sampled_from([(1, 1), (2, 4), (3, 3), (1, 4)]),
+    st.integers(1, 5),
+)
+def test_it_finds_the_longest_then_latest_match(rows: list[list[int]], matches: tuple[int, int], k: int) -> None:
+    config = NgramConfig(lookahead=k, min_match=matches[0], max_match=matches[1])
+    slots = torch.randperm(8)[: len(rows)]
+    tokens = torch.randint(0, 4, (8, 32), dtype=torch.int32)
+    for slot, row in zip(slots.tolist(), rows, strict=True):
+        tokens[slot, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+    draft = NgramDrafter(config).propose(DraftContext(slots, tokens, lengths, int(lengths.max()) + 2, k))
+    for i, row in enumerate(rows):
+        assert draft.tokens_BK[i, : draft.count_B[i]].tolist() == by_hand(row, config)

@@ -1,0 +1,108 @@
+"""Model folders: what is read, and what is refused with which words."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dovetail.core.checkpoint import open_weights, read_config, resolve
+from dovetail.core.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2, "bos_token_id": 1}))
+    return tmp_path
+
+
+def write_sharded(folder, weight_map):
+    save_file({"a": torch.arange(6.0).view(2, 3)}, folder / "one.safetensors")
+    save_file({"b": torch.ones(4)}, folder / "two.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_slices_of_a_sharded_checkpoint(folder):
+    write_sharded(folder, {"b": "two.safetensors", "a": "one.safetensors"})
+    opened = dict(open_weights(str(folder)))
+    assert set(opened) == {"a", "b"}
+    assert opened["a"]().get_shape() == [2, 3]
+    assert opened["a"]()[:, 1:].tolist() == [[1.0, 2.0], [4.0, 5.0]]
+
+
+def test_a_single_file(folder):
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    assert [name for name, _ in open_weights(str(folder))] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../one.safetensors",
+        "/etc/one.safetensors",
+        "x/../../one.safetensors",
+        "..\\one.safetensors",
+        "C:\\one.safetensors",
+    ],
+)
+def test_an_index_may_not_leave_the_folder(folder, name):
+    write_sharded(folder, {"a": name})
+    with pytest.raises(ConfigError, match="outside the model folder"):
+        list(open_weights(str(folder)))
+
+
+def test_an_index_that_promises_too_much(folder):
+    write_sharded(folder, {"a": "one.safetensors", "c": "two.safetensors"})
+    with pytest.raises(ConfigError, match="first 'c'"):
+        list(open_weights(str(folder)))
+    write_sharded(folder, {"a": "three.safetensors"})
+    with pytest.raises(ConfigError, match="three.safetensors is missing"):
+        list(open_weights(str(folder)))
+
+
+def test_a_truncated_file_is_named(folder):
+    save_file({"a": torch.ones(100)}, folder / "model.safetensors")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-50])
+    with pytest.raises(ConfigError, match="model.safetensors: cannot be read"):
+        list(open_weights(str(folder)))
+
+
+def test_pickles_are_refused(folder):
+    torch.save({"a": torch.ones(1)}, folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="pickled.*model.load=dummy"):
+        list(open_weights(str(folder)))
+    write_sharded(folder, {"a": "pytorch_model.bin"})
+    with pytest.raises(ConfigError, match="only safetensors"):
+        list(open_weights(str(folder)))
+
+
+def test_a_missing_folder_is_said_at_once():
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"model\.path=/no/such.*model\.load=dummy"):
+        resolve("/no/such")
+    assert time.perf_counter() - began < 0.05
+
+
+def test_generation_config_has_the_last_word_on_eos(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))
+    assert read_config(str(folder)) == {"eos_token_id": [2, 7], "bos_token_id": 1}
+
+
+def test_a_folder_inside_a_package():
+    assert (resolve("pkg://dovetail.core/interfaces") / "model.py").is_file()
+    with pytest.raises(ConfigError, match="'no_such_package'"):
+        resolve("pkg://no_such_package/tiny")
+    with pytest.raises(ConfigError, match="without '..'"):
+        resolve("pkg://dovetail.core/../plugins")
+
+
+def test_reading_a_config_loads_no_torch(folder):
+    script = (
+        "import sys; from dovetail.core.checkpoint import read_config; import dovetail.plugins.model.llama.families; "
+        f"read_config({str(folder)!r}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
