@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import resources
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Protocol
@@ -65,7 +66,7 @@ def open_weights(path: str) -> WeightSource:
         if names is not None and (absent := sorted(set(names) - held)):
             raise ConfigError(f"{file}: {_INDEX} promises {len(absent)} tensors that it lacks, first {absent[0]!r}")
         for name in sorted(held if names is None else names):
-            yield name, lambda reader=reader, name=name: reader.get_slice(name)
+            yield name, partial(reader.get_slice, name)
 
 
 def _in_package(path: str) -> Path:

@@ -20,7 +20,7 @@ class Host:
     """The machine that a composition is checked for. Plain values: a check needs no device."""
 
     device: str = "cpu"
-    """ "cpu" or "cuda"."""
+    """Either "cpu" or "cuda"."""
     device_count: int = 0
     """GPUs that this process may use."""
     compute_capability: tuple[int, int] = (0, 0)

@@ -20,10 +20,10 @@ class Component:
     config: type[Config]
     """The options. Keep the class in a module that imports nothing heavy: listing and validating import it."""
     target: str
-    """ "package.module:Class", imported when the component is built: `Class(config, ...)`."""
+    """Where the class is, "package.module:Class"; imported when the component is built: `Class(config, ...)`."""
     api: str
     """The version of the contract it was written for, a literal such as "scheduler/0.1"."""
     capabilities: str | None = None
-    """ "package.module:function" of `(config, host)` that returns `Capabilities`; imported when they are checked."""
+    """Where a function of `(config, host)` is that returns `Capabilities`; imported when they are checked."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Former option -> its name today. The former one still works, with a warning that names the package."""

@@ -143,7 +143,7 @@ def _placements(defaults: DefaultsList, registry: Registry) -> tuple[dict[Path, 
 def _plain(config: DictConfig) -> dict[str, Any]:
     resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     assert isinstance(resolved, dict)
-    return {str(key): _drop_missing(value) for key, value in resolved.items() if value is not None}
+    return {str(key): _drop_missing(value) for key, value in resolved.items()}
 
 
 def _drop_missing(value: Any) -> Any:

@@ -123,9 +123,7 @@ def _open(registry: Registry, folders: tuple[str, ...]) -> Opened:
         if path is None:
             problems.append(Problem(str(package), f"its config folder {folder} does not exist"))
         else:
-            files.append(
-                (package.name if package.is_builtin else str(package), FileConfigSource(package.name, str(path)))
-            )
+            files.append((str(package), FileConfigSource(package.name, str(path))))
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"--config-dir {folder}: no such folder")
@@ -137,7 +135,10 @@ def _open(registry: Registry, folders: tuple[str, ...]) -> Opened:
 
 def _folder_of(reference: str) -> Path | None:
     """Where "pkg://package.folder" lies. The folder needs no __init__.py."""
-    spec = importlib.util.find_spec(reference.removeprefix("pkg://").replace("/", "."))
+    try:
+        spec = importlib.util.find_spec(reference.removeprefix("pkg://").replace("/", "."))
+    except ModuleNotFoundError:
+        return None
     locations = list(spec.submodule_search_locations or ()) if spec else []
     return Path(locations[0]) if locations else None
 

@@ -163,11 +163,14 @@ class _Validation:
             return self._unknown_root(loc[0]) if len(loc) == 1 else self._unknown_option(loc, config)
         if error["type"] == "missing":
             if len(loc) == 1:
-                options = listing(self.draft.options(path))
-                return f"{path}: app={self.draft.app} needs one, and none is chosen. Options: {options}."
+                there_are = listing(self.draft.options(path))
+                return f"{path}: app={self.draft.app} needs one, and none is chosen. Options: {there_are}."
             about = config.model_fields[loc[-1]].description if config and loc[-1] in config.model_fields else None
             return f"{path} is required" + (f": {about}" if about else "")
         if error["type"] == NOT_CHOSEN:
+            options = self.draft.options(loc[0]) if len(loc) == 2 else ()
+            if options and loc[1] not in options:
+                return self.registry.no_such(loc[0], loc[1], options)
             how = f"{loc[0]}=[..., {loc[1]}]" if len(loc) == 2 else f"{loc[0]}=<name>"
             return f"{path} is not chosen, so it has no options; choose it with `{how}`"
         message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")

@@ -36,6 +36,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.memory.pools import apply_page_ops, make_pools
 from dovetail.core.memory.sizing import measure_pages, page_count
+from dovetail.core.ops import notes
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -128,7 +129,7 @@ class Runner:
             lookahead=self.drafter.lookahead,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             phases=phases,
-            notes=tuple(getattr(self.model, "notes", ())),
+            notes=notes(),
         )
 
     def _load_weights(self, config: Any, progress: Progress) -> None:

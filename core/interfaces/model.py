@@ -82,7 +82,7 @@ class Model(ABC):
 
     @classmethod
     @abstractmethod
-    def spec(cls, config: object) -> ModelSpec:
+    def spec(cls, config: Any) -> ModelSpec:
         """Read the model folder's config.json. No torch, no weights. Raises ConfigError naming the file and the key."""
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -73,25 +74,23 @@ class Linear:
         for part in self.parts:
             to = slice(at, at + part.size)
             for name in self.method.tensors:
-                take = lambda lazy, part=part, to=to, name=name: self._take(lazy, part, to, name)  # noqa: E731
                 shape = (part.rows, self.inp) if name == "weight" else None
-                yield Weight(f"{part.name}.{name}", take, shape)
+                yield Weight(f"{part.name}.{name}", partial(self._take, part, to, name), shape)
             if self.has_bias:
-                take = lambda lazy, part=part, to=to: self._take_bias(lazy, part, to)  # noqa: E731
-                yield Weight(f"{part.name}.bias", take, (part.rows,), "zeros")
+                yield Weight(f"{part.name}.bias", partial(self._take_bias, part, to), (part.rows,), "zeros")
             at += part.size
 
     def finish(self) -> None:
         self.method.finish(self.params)
 
-    def _take(self, lazy: LazyTensor, part: Part, to: slice, name: str) -> None:
-        ndim = len(lazy.get_shape())
-        rows = _share(lazy, 0, part.start, part.stop, part.rows) if ndim > 0 else None
-        columns = _share(lazy, 1, self.columns.start, self.columns.stop, self.inp) if ndim > 1 else None
-        index = tuple(share for share in (rows, columns) if share is not None)
-        self.method.load(self.params, name, to, lazy[index if len(index) > 1 else index[0] if index else ...])
+    def _take(self, part: Part, to: slice, name: str, lazy: LazyTensor) -> None:
+        """This rank's share of a matrix, of scales by row or by block, or of one scale for all."""
+        wanted = ((part.start, part.stop, part.rows), (self.columns.start, self.columns.stop, self.inp))
+        shape = lazy.get_shape()
+        index = tuple(_share(entries, *want) for entries, want in zip(shape, wanted, strict=False))
+        self.method.load(self.params, name, to, lazy[index or ...])
 
-    def _take_bias(self, lazy: LazyTensor, part: Part, to: slice) -> None:
+    def _take_bias(self, part: Part, to: slice, lazy: LazyTensor) -> None:
         self.bias[to].copy_(lazy[part.start : part.stop])
 
 
@@ -171,9 +170,8 @@ def _split(name: str, total: int, rank: int, size: int) -> tuple[int, int]:
     return rank * each, (rank + 1) * each
 
 
-def _share(lazy: LazyTensor, dim: int, start: int, stop: int, total: int) -> slice:
-    """[start, stop) of `total` in a tensor that may have one entry per block of channels (scales), or one for all."""
-    entries = lazy.get_shape()[dim]
+def _share(entries: int, start: int, stop: int, total: int) -> slice:
+    """Channels [start, stop) of `total`; the tensor has an entry per channel, per block of channels, or one for all."""
     if entries == 1:
         return slice(0, 1)
     if start * entries % total or stop * entries % total:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -56,7 +57,7 @@ def dummy_weights(
             raise ConfigError(
                 f"model.load=dummy: the shape of {weight.name} is known only from a checkpoint. Use quant=none"
             )
-        yield weight.name, lambda weight=weight: DummyTensor(weight, seed, dtype, device)
+        yield weight.name, partial(DummyTensor, weight, seed, dtype, device)
 
 
 class DummyTensor:

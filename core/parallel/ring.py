@@ -26,7 +26,8 @@ _LINE = 8
 _CAPACITY, _HEAD, _CURSORS = 0, _LINE, 2 * _LINE
 _LENGTH = struct.Struct("<Q")
 _SPIN_SECONDS = 1e-3
-_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 2e-3
+_SHARE = 50
 
 
 class _Shared:
@@ -123,18 +124,18 @@ class RingReader(_Shared):
 
 
 def _wait(ready: Callable[[], bool], idle: Idle) -> None:
-    """Spin, giving way to others, for about as long as a short step; then sleep in growing pauses."""
+    """Give way to others for a moment, then sleep for a small share of the time waited: prompt after a step's length,
+    cheap after a minute's."""
     if ready():
         return
-    deadline = time.perf_counter() + _SPIN_SECONDS
-    while time.perf_counter() < deadline:
+    began = time.perf_counter()
+    while (waited := time.perf_counter() - began) < _SPIN_SECONDS:
         if ready():
             return
         os.sched_yield()
-    pause = _FIRST_PAUSE
     while not ready():
-        idle(pause)
-        pause = min(1.1 * pause, _LONGEST_PAUSE)
+        idle(min(max(waited / _SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE))
+        waited = time.perf_counter() - began
 
 
 def _anonymous_file() -> int:

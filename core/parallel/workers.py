@@ -130,7 +130,7 @@ class Workers:
         except BaseException as error:
             self._broken = True
             # Errors that are meant for the user are not what a closed connection looks like.
-            if isinstance(error, Exception) and not isinstance(error, DovetailError):
+            if self._processes and isinstance(error, Exception) and not isinstance(error, DovetailError):
                 self._blame(error)
             raise
 
@@ -262,7 +262,11 @@ class Workers:
             self._changed.notify_all()
         # Rank 0 may be about to enter the very call that has to end.
         while not self._acknowledged:
-            self._on_failure()
+            try:
+                self._on_failure()
+            except Exception:
+                log.exception("rank 0 could not be freed from a call that may wait for rank %d", failure.rank)
+                return
             time.sleep(_ABORT_SECONDS)
 
 

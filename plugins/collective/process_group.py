@@ -54,10 +54,10 @@ def _backend(device: torch.device) -> Any:
 
 
 def _gloo(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    make: Any = dist.ProcessGroupGloo
+    options = make._Options()
     # By default gloo takes the interface that the host name resolves to, which may not be one that works.
     local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    make = dist.ProcessGroupGloo
     options._devices = [make.create_device(hostname=host) if local else make.create_default_device()]
     options._timeout = timeout
     return make(store, rank, size, options)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.core.engine.encoding import encode_blob, encode_plan
 from dovetail.core.engine.mirror import PlanMirror
-from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, Progress, StepPlan, StepResult
+from dovetail.core.interfaces import Blobs, Collective, Executor, ExecutorInfo, Progress, StepPlan, StepResult
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.ring import RingWriter
@@ -70,15 +70,17 @@ class MultiprocExecutor(Executor):
             workers.post({"op": "load"})
             info = runner.load(guarded)
             loaded = [dict(message["pages"]) for message in workers.gather("loaded", timeout)]
-            pages = {group: min(n, *(other[group] for other in loaded)) for group, n in info.num_pages.items()}
+            pages = {group: min([n, *(other[group] for other in loaded)]) for group, n in info.num_pages.items()}
             workers.post({"op": "bind", "pages": sorted(pages.items())})
             runner.bind(pages)
             workers.gather("bound", timeout)
         return replace(info, num_pages=pages)
 
     def _abort(self) -> None:
-        if self._runner is not None:
-            self._runner.abort()
+        """End whatever waits for a rank that is gone. A runner has its collective from the moment it connects."""
+        collective: Collective | None = getattr(self._runner, "collective", None)
+        if collective is not None:
+            collective.abort()
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         workers = self._workers
@@ -104,12 +106,16 @@ class MultiprocExecutor(Executor):
         return result
 
     @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Of ranks 1, 2, ... while they are running."""
+        return self._workers.pids if self._workers is not None else ()
+
+    @property
     def pending(self) -> int:
         return self._pending
 
     def shutdown(self) -> None:
         workers, self._workers = self._workers, None
-        runner, self._runner = self._runner, None
         self._pending = 0
         if workers is None:
             return
@@ -117,19 +123,18 @@ class MultiprocExecutor(Executor):
             if not workers.broken:
                 self._plans.send(CONTROL, workers.idle)
                 workers.post({"op": "shutdown"})
-                if runner is not None:
-                    runner.close()
-                    runner = None
         except (RankError, ChannelClosed) as error:
             log.info("ending the workers by force: %s", error)
         finally:
+            if workers.broken:
+                workers.stop(0.0)
+                self._abort()
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                runner.close()
             workers.stop(self.config.stop_timeout)
             self._plans.close()
             self._blobs.close()
-            if runner is not None:
-                # Something on the device may wait for ranks that are gone.
-                runner.abort()
-                runner.close()
 
 
 def _free_port() -> int:

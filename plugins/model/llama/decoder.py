@@ -173,7 +173,8 @@ class Llama(Model):
 
     def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
         boundary = self.build.collective.boundary
-        x, residual_TC, tapped = embeds_TC, None, {}
+        x: torch.Tensor | Partial = embeds_TC
+        residual_TC, tapped = None, {}
         for index, block in enumerate(self.blocks):
             x, residual_TC = block(x, residual_TC, ctx)
             if index in taps:
@@ -191,9 +192,12 @@ class Llama(Model):
             yield from (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down)
 
     def _weights(self) -> Iterator[Weight]:
-        norms = [norm for block in self.blocks for norm in (block.input_norm, block.mlp_norm)]
-        for part in (*self.tables, *norms, self.norm, *self._linears()):
-            yield from part.weights()
+        for table in self.tables:
+            yield from table.weights()
+        for norm in (*(norm for block in self.blocks for norm in (block.input_norm, block.mlp_norm)), self.norm):
+            yield from norm.weights()
+        for linear in self._linears():
+            yield from linear.weights()
 
 
 def _group_layers(build: BuildContext) -> tuple[KVGroup, ...]:

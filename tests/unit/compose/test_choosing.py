@@ -67,6 +67,8 @@ def test_parsers_are_all_at_hand_with_the_options_that_were_given(composed):
 def test_an_option_of_an_item_that_is_not_chosen_is_refused(composed):
     with pytest.raises(ConfigError, match=r"logits.penalties is not chosen.* `logits=\[..., penalties\]`"):
         composed("logits=[min_tokens]", "logits.penalties.scale=2")
+    with pytest.raises(ConfigError, match="logits=penalty: no such logits. Did you mean `penalties`"):
+        composed("logits.penalty.scale=2")
 
 
 class TestPresets:
@@ -107,6 +109,12 @@ class TestPresets:
         with pytest.raises(ConfigError, match=r"write `\+preset=tiny_cpu`"):
             composed("preset=tiny_cpu")
 
+    def test_a_plus_too_many_is_explained(self, composed):
+        with pytest.raises(
+            ConfigError, match=r"`\+scheduler=static`: every kind has its entry already; write it without"
+        ):
+            composed("+scheduler=static")
+
     def test_an_unknown_preset_is_refused_with_the_options(self, composed):
         with pytest.raises(ConfigError, match=r"no such preset. Did you mean `tiny_cpu`\? Options: .*tiny_cpu"):
             composed("+preset=tinycpu")
@@ -146,6 +154,9 @@ class TestVariants:
         conf("preset/odd.yaml", "# @package _global_\ndefaults:\n  - override /kv_cache: none\n")
         assert composed("+preset=odd", "app=list", config_dirs=[folder]).app == "list"
         with pytest.raises(PluginError, match="kv_cache=none cannot be used: .* names no base"):
+            composed("+preset=odd", config_dirs=[folder])
+        conf("kv_cache/none.yaml", "defaults: [}\n")
+        with pytest.raises(ConfigError, match="while parsing"):
             composed("+preset=odd", config_dirs=[folder])
 
     def test_a_file_may_not_have_the_name_of_a_component(self, composed, conf):

@@ -28,6 +28,13 @@ def test_a_package_adds_a_component_and_presets(install, plugin, composed, regis
     assert (part.name, part.config.size, str(part.package)) == ("swift", 5, "acme_swift 1.0")
 
 
+@pytest.mark.parametrize("folder", ["acme_lost.conf", "no_such_package.conf"])
+def test_a_config_folder_that_does_not_exist_is_listed(install, plugin, composed, registry, folder):
+    install("acme_lost", plugin() + f"\n@hookimpl\ndef dovetail_config_dirs():\n    return ['pkg://{folder}']\n")
+    problems = composed("scheduler=swift", registry=merged(registry, discover())).registry.problems
+    assert [p.reason for p in problems] == [f"its config folder pkg://{folder} does not exist"]
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

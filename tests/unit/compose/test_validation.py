@@ -22,6 +22,7 @@ def test_every_mistake_at_once(composed):
             "generate.max_token=3",
             "shceduler=static",
             "kv_cache=radx",
+            "nothing=null",
             "kv_cache.nonsense=1",
             "model=tiny,small",
             "just words",
@@ -34,13 +35,14 @@ def test_every_mistake_at_once(composed):
         "scheduler.ordr: scheduler=fcfs has no option `ordr`. Did you mean `order`? Options: max_chunk, order.",
         "logits.penalties.scal: logits=penalties has no option `scal`. Did you mean `scale`?",
         "generate.max_token: app=generate has no option `max_token`. Did you mean `max_tokens`?",
+        "`nothing` is nothing that can be set.",
         "`shceduler` is nothing that can be set. Did you mean `scheduler`?",
         "kv_cache=radx: no such kv_cache. Did you mean `radix`? Options: prefix_hash, radix.",
         "`model=tiny,small` gives several values.",
         "`just words` is not key=value.",
     ):
         assert words in text
-    assert text.startswith("10 mistakes:")
+    assert text.startswith("11 mistakes:")
     assert "nonsense" not in text, "which options there are depends on the choice that failed"
 
 

@@ -1,0 +1,222 @@
+"""Ranks as processes: they get every plan, they die together, and whoever died first is named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import rank_runners
+from processes import runs
+
+from dovetail.core.compose import Composition, compose
+from dovetail.core.interfaces import Blobs, Join, JoinBlob, Request, Row, SamplingParams, StepPlan
+from dovetail.core.parallel.failure import RankError
+from dovetail.plugins.executor.multiproc import MultiprocExecutor
+
+Gone = Callable[[int], bool]
+
+
+def composition(tp: int, *overrides: str) -> Composition:
+    return compose(["app=generate", "executor=multiproc", f"engine.tp={tp}", *overrides])
+
+
+def quiet(phase: str, share: float | None) -> None: ...
+
+
+@contextmanager
+def running(runner: type[rank_runners.Runner], tp: int, **options: object) -> Iterator[MultiprocExecutor]:
+    executor = rank_runners.executor(runner, composition(tp), **options)
+    try:
+        executor.start(quiet)
+        yield executor
+    finally:
+        executor.shutdown()
+
+
+@contextmanager
+def five_seconds() -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < 5
+
+
+def joining(step: int, uid: int, prompt: int) -> tuple[StepPlan, Blobs]:
+    plan = StepPlan(step, [Row(uid, uid, 1, prompt, prompt, 0, 1)], joins=[Join(uid, uid, 1, 0)])
+    request = Request(uid, tuple(range(prompt)), SamplingParams(temperature=0.5))
+    return plan, {(uid, 1): JoinBlob(request.prompt_ids, request, 0)}
+
+
+def test_every_rank_gets_every_plan_and_blob(gone: Gone) -> None:
+    """On rings so small that plans and prompts pass in pieces; pages are the least of any rank (bind checks it)."""
+    size = 2
+    with running(rank_runners.Connected, size, plan_bytes=4096, blob_bytes=4096) as executor:
+        pids = executor.worker_pids
+        submitted = [joining(step, step, prompt=4000) for step in range(4)]
+        submitted.append((StepPlan(4, [Row(u, u, 1, 1, 4001, 0, 3) for u in range(4)]), {}))
+        submitted += [(StepPlan(5 + i, []), {}) for i in range(20)]
+        for plan, blobs in submitted:
+            executor.submit(plan, blobs)
+        assert executor.pending == len(submitted)
+        for plan, blobs in submitted:
+            expected = size * rank_runners.checksum(plan, blobs)
+            assert executor.collect().rows[0].tokens == (expected,)
+        assert executor.pending == 0
+    assert all(map(gone, pids))
+
+
+def test_one_rank_needs_no_workers() -> None:
+    with running(rank_runners.Runner, 1) as executor:
+        executor.submit(StepPlan(0, []), {})
+        assert executor.collect().step == 0
+        assert executor.worker_pids == ()
+
+
+@pytest.mark.parametrize(
+    ("runner", "tp", "rank", "cause"),
+    [
+        pytest.param(rank_runners.KilledInLoad, 3, 2, "was killed by SIGKILL .* in phase 'weights'", id="killed"),
+        pytest.param(rank_runners.RaisesInLoad, 2, 1, "(?s)failed .*FileNotFoundError: model-00002", id="raises"),
+        pytest.param(rank_runners.KilledBeforeConnecting, 2, 1, "was killed by SIGKILL", id="killed before connecting"),
+    ],
+)
+def test_a_rank_that_fails_in_start_up_ends_it(
+    runner: type[rank_runners.Runner], tp: int, rank: int, cause: str, gone: Gone, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = rank_runners.executor(runner, composition(tp))
+    died: list[float] = []
+
+    def watch() -> None:
+        while len(executor.worker_pids) < tp - 1:
+            time.sleep(0.01)
+        while all(map(runs, executor.worker_pids)):
+            time.sleep(0.01)
+        died.append(time.monotonic())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    with caplog.at_level(logging.ERROR), pytest.raises(RankError, match=cause) as raised:
+        executor.start(quiet)
+    raised_at = time.monotonic()
+    watcher.join(1)
+    pids = executor.worker_pids
+    executor.shutdown()
+    assert raised_at - died[0] < 5
+    assert raised.value.rank == rank
+    assert f"rank {rank} " in caplog.text
+    assert len(pids) == tp - 1 and all(map(gone, pids))
+
+
+@pytest.mark.parametrize(
+    ("runner", "cause"),
+    [
+        pytest.param(rank_runners.KilledInStep, "was killed by SIGKILL .* while serving", id="killed"),
+        pytest.param(rank_runners.RaisesInStep, "(?s)failed while serving.*ZeroDivisionError: third step", id="raises"),
+    ],
+)
+def test_a_rank_that_fails_in_a_step_is_the_one_named(
+    runner: type[rank_runners.Runner], cause: str, gone: Gone
+) -> None:
+    """Three ranks: the other two fail as well, of a closed connection, and at least one of them says so."""
+    with running(runner, 3) as executor:
+        pids = executor.worker_pids
+        with five_seconds(), pytest.raises(RankError, match=cause) as raised:
+            for step in range(5):
+                executor.submit(StepPlan(step, []), {})
+                executor.collect()
+        with five_seconds(), pytest.raises(RankError, match=cause):
+            executor.submit(StepPlan(9, []), {})
+    assert raised.value.rank == 2
+    assert all(map(gone, pids))
+
+
+def test_an_error_of_rank_0_stays_its_own(gone: Gone) -> None:
+    with five_seconds(), pytest.raises(ZeroDivisionError, match="third step"):
+        with running(rank_runners.RankZeroRaisesInStep, 2) as executor:
+            pids = executor.worker_pids
+            began = time.monotonic()
+            for step in range(5):
+                executor.submit(StepPlan(step, []), {})
+    assert time.monotonic() - began < 5
+    assert all(map(gone, pids))
+
+
+def test_a_rank_killed_while_idle_is_named_by_the_next_call(gone: Gone) -> None:
+    with running(rank_runners.Runner, 3) as executor:
+        executor.submit(StepPlan(0, []), {})
+        executor.collect()
+        os.kill(executor.worker_pids[0], signal.SIGKILL)
+        with five_seconds():
+            assert all(map(gone, executor.worker_pids))
+            with pytest.raises(RankError, match="rank 1 was killed by SIGKILL .* while serving"):
+                while True:
+                    executor.submit(*joining(1, 1, prompt=1))
+
+
+def test_the_next_call_raises_even_at_once_after_a_death() -> None:
+    """The ring has no room and nobody reads it: the writer finds out."""
+    with running(rank_runners.DeafInStep, 2, plan_bytes=4096) as executor:
+        executor.submit(StepPlan(0, []), {})
+        os.kill(executor.worker_pids[0], signal.SIGKILL)
+        with five_seconds(), pytest.raises(RankError, match="rank 1"):
+            for step in range(1, 1000):
+                executor.submit(StepPlan(step, []), {})
+
+
+def test_shutdown_does_not_wait_for_a_worker_that_is_stuck(gone: Gone) -> None:
+    executor = rank_runners.executor(rank_runners.DeafInStep, composition(2), stop_timeout=0.3)
+    executor.start(quiet)
+    pids = executor.worker_pids
+    executor.submit(StepPlan(0, []), {})
+    with five_seconds():
+        executor.shutdown()
+        executor.shutdown()
+    assert all(map(gone, pids))
+
+
+def test_another_registry_on_a_worker_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker reads the environment anew; rank 0 has composed already."""
+    executor = rank_runners.executor(rank_runners.Runner, composition(2))
+    monkeypatch.setattr(
+        "dovetail.plugins.executor.multiproc.identity", lambda composed: {"registry": "0", "config": "0"}
+    )
+    with pytest.raises(RankError, match="the ranks see different components"):
+        executor.start(quiet)
+    executor.shutdown()
+
+
+@pytest.fixture
+def program() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A running program with two ranks, in a process group of its own, as a shell would start it."""
+    script = Path(__file__).with_name("interrupted.py")
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert process.stdout.readline() == "runs\n"
+        yield process, pids
+        process.kill()
+
+
+def test_ctrl_c_ends_everything_in_order(program: tuple[subprocess.Popen[str], list[int]], gone: Gone) -> None:
+    process, pids = program
+    os.killpg(process.pid, signal.SIGINT)
+    with five_seconds():
+        output, errors = process.communicate(timeout=10)
+    assert (output, errors, process.returncode) == ("interrupted\nshut down\n", "", 130)
+    assert len(pids) == 1 and all(map(gone, pids))
+
+
+def test_workers_do_not_outlive_a_killed_parent(program: tuple[subprocess.Popen[str], list[int]], gone: Gone) -> None:
+    process, pids = program
+    process.kill()
+    assert len(pids) == 1 and all(map(gone, pids))
