@@ -76,6 +76,8 @@ class Engine:
         self.counters = Counters()
         self._sequences: dict[int, Sequence] = {}
         self._launched: deque[_Launched] = deque()
+        self._prompt_logprobs: dict[int, tuple[int, int, int]] = {}
+        """uid -> (epoch, prompt positions reported in it, positions ever reported): a preempted prompt is fed again."""
         self._requests = 0
         self._steps = 0
 
@@ -92,7 +94,7 @@ class Engine:
             self.cost = composition.build("cost") if "cost" in composition.parts else None
             drafter = composition.build("spec_decode")
             self._host_drafter = drafter if drafter.needs_host_tokens else None
-            observers = composition.parts.get("observer") or {}
+            observers = composition.many("observer") if "observer" in composition.parts else {}
             self.observers: dict[str, Observer] = {name: part.build() for name, part in observers.items()}
         except BaseException:
             self.executor.shutdown()
@@ -166,11 +168,13 @@ class Engine:
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
         """End a sequence now, keeping keep_len tokens (a stop string ended there). Unknown uids are ignored."""
         if self._sequences.pop(uid, None) is not None:
+            self._prompt_logprobs.pop(uid, None)
             self.scheduler.finish(uid, keep_len, reason)
 
     def abort(self, uid: int) -> None:
         """The client is gone."""
         if self._sequences.pop(uid, None) is not None:
+            self._prompt_logprobs.pop(uid, None)
             self.scheduler.abort(uid)
 
     @property
@@ -264,7 +268,18 @@ class Engine:
             if reason is not None:
                 break
         seq.tokens += row.tokens
-        return SequenceEvent(seq.uid, tuple(kept), row.logprobs[: len(kept)], row.prompt_logprobs, reason)
+        return SequenceEvent(seq.uid, tuple(kept), row.logprobs[: len(kept)], self._new_prompt_logprobs(row), reason)
+
+    def _new_prompt_logprobs(self, row: RowResult) -> tuple[TokenLogprobs, ...]:
+        if not row.prompt_logprobs:
+            return ()
+        epoch, position, reported = self._prompt_logprobs.get(row.uid, (row.epoch, 0, 0))
+        if epoch != row.epoch:
+            position = 0
+        new = row.prompt_logprobs[max(reported - position, 0) :]
+        position += len(row.prompt_logprobs)
+        self._prompt_logprobs[row.uid] = (row.epoch, position, max(reported, position))
+        return new
 
     def _record(self, launched: _Launched, result: StepResult) -> None:
         plan, counters = launched.plan, self.counters

@@ -160,13 +160,13 @@ class LLM:
     # Caller's side.
 
     def _load_tokenizer(self) -> Tokenizer | None:
-        from dovetail.core.checkpoint import resolve
         from dovetail.core.tokenizer import Tokenizer
 
-        path = self.composition.part("model").config.path
-        if path is None or not (resolve(path) / "tokenizer.json").is_file():
+        model = self.composition.part("model")
+        folder = model.target().source(model.config).folder
+        if folder is None or not (folder / "tokenizer.json").is_file():
             return None
-        return Tokenizer(resolve(path))
+        return Tokenizer(folder)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)

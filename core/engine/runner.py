@@ -27,6 +27,7 @@ from dovetail.core.interfaces import (
     ExecutorInfo,
     ForwardContext,
     Hidden,
+    ModelSource,
     Progress,
     RowResult,
     StepPlan,
@@ -104,7 +105,7 @@ class Runner:
         progress("build model", None)
         self.model = model_class(selected.config, build)
         clock = phase("build model", clock)
-        self._load_weights(selected.config, progress)
+        self._load_weights(model_class.source(selected.config), progress)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         clock = phase("load weights", clock)
@@ -132,12 +133,12 @@ class Runner:
             notes=notes(),
         )
 
-    def _load_weights(self, config: Any, progress: Progress) -> None:
+    def _load_weights(self, source: ModelSource, progress: Progress) -> None:
         progress("load weights", 0.0)
-        if config.load == "dummy":
+        if source.folder is None or source.dummy:
             self.model.init_dummy(self.engine.seed)
             return
-        weights = list(open_weights(config.path))
+        weights = list(open_weights(str(source.folder)))
 
         def counted() -> Iterator[tuple[str, Callable[[], Any]]]:
             for i, weight in enumerate(weights):
@@ -190,8 +191,9 @@ class Runner:
         started = time.perf_counter()
         batch, hidden = self._forward(plan, blobs)
         sampled = self._sample(batch, hidden)
+        prompt = self._prompt_logprobs(batch, hidden)
         if self.rank == 0:
-            self._pending.append(self._copy_out(plan, batch, hidden, sampled, started))
+            self._pending.append(self._copy_out(plan, batch, sampled, prompt, started))
 
     def _apply(self, plan: StepPlan, blobs: Blobs) -> None:
         state = self.state
@@ -233,12 +235,16 @@ class Runner:
     # Results.
 
     def _copy_out(
-        self, plan: StepPlan, batch: Batch, hidden: Hidden, sampled: Sampled | None, started: float
+        self,
+        plan: StepPlan,
+        batch: Batch,
+        sampled: Sampled | None,
+        prompt: dict[int, list[torch.Tensor]],
+        started: float,
     ) -> _Pending:
         outcome: list[torch.Tensor] = []
         if sampled is not None:
             outcome = [sampled.tokens_RW, sampled.accepted_R, *(sampled.logprobs or ())]
-        prompt = self._prompt_logprobs(batch, hidden)
         pending = _Pending(
             plan=plan,
             sampled_rows=batch.sampled,
@@ -260,7 +266,8 @@ class Runner:
         return host.copy_(tensor, non_blocking=True)
 
     def _prompt_logprobs(self, batch: Batch, hidden: Hidden) -> dict[int, list[torch.Tensor]]:
-        """For rows that asked: of each prompt token fed that has a successor in the prompt."""
+        """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since logits are
+        gathered from all of them."""
         found: dict[int, list[torch.Tensor]] = {}
         first = 0
         for i, row in enumerate(batch.rows):
@@ -291,7 +298,8 @@ class Runner:
                 tokens[row] = tuple(tokens_RW[r][:count])
                 wanted = pending.logprobs_wanted[r]
                 if wanted is not None:
-                    logprobs[row] = _logprobs(*(values[r][:count] for values in detail), wanted)
+                    chosen, best, ids = (values[r][:count] for values in detail)
+                    logprobs[row] = _logprobs(chosen, best, ids, wanted)
         prompt = {
             row: _logprobs([v[0] for v in chosen.tolist()], values.tolist(), ids.tolist(), len(ids[0]))
             for row, (chosen, values, ids) in pending.prompt.items()

@@ -17,7 +17,17 @@ from dovetail.core.interfaces.cost import CostModel
 from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
 from dovetail.core.interfaces.kv_cache import Hit, KVAllocator, KVGroup, KVSequence, KVStats, PageEntry, Plane, Reservation
 from dovetail.core.interfaces.logits import LogitsContext, LogitsProcessor
-from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, Model, ModelSpec
+from dovetail.core.interfaces.model import (
+    MLA,
+    BuildContext,
+    ForwardContext,
+    Hidden,
+    Model,
+    ModelSource,
+    ModelSpec,
+    MoE,
+    Parameters,
+)
 from dovetail.core.interfaces.observer import Observer, StepRecord
 from dovetail.core.interfaces.plan import HostDraft, Join, PageDelta, PageOp, PageOpKind, Row, RowFlag, StepPlan
 from dovetail.core.interfaces.quant import LinearMethod, LinearShape, Quantizer
@@ -35,6 +45,7 @@ from dovetail.core.interfaces.scheduler import Scheduler, SchedulerContext, Sche
 from dovetail.core.interfaces.spec_decode import Draft, Drafter, DraftContext, TargetView
 
 __all__ = [
+    "MLA",
     "PLAIN",
     "ActFormat",
     "Activation",
@@ -70,13 +81,16 @@ __all__ = [
     "LinearShape",
     "LogitsContext",
     "LogitsProcessor",
+    "MoE",
     "Model",
+    "ModelSource",
     "ModelSpec",
     "Observer",
     "PageDelta",
     "PageEntry",
     "PageOp",
     "PageOpKind",
+    "Parameters",
     "Partial",
     "Plane",
     "Progress",

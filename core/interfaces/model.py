@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,62 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.collective import Collective
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.quant import Quantizer
+
+
+@dataclass(frozen=True, slots=True)
+class MLA:
+    """Attention over a compressed latent (DeepSeek-V2, 2024): a token's cache is kv_rank + rope_dim values, for all heads."""
+
+    q_rank: int
+    """0 = queries are not compressed."""
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    """Of each head's query and key, the part without rotary."""
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoE:
+    """Routed experts in place of the MLP (Shazeer et al. 2017)."""
+
+    experts: int
+    active: int
+    """Routed experts that one token passes."""
+    intermediate: int
+    """Of one expert."""
+    shared: int = 0
+    """Experts, of the same size, that every token passes."""
+    dense_layers: int = 0
+    """The first layers, which have a plain MLP of ModelSpec.intermediate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """How many weights a model has, by what becomes of them. Prediction layers past the last (MTP) are not counted."""
+
+    embedding: int
+    head: int
+    """0 where the embedding serves as head."""
+    attention: int
+    """Matrices of attention."""
+    mlp: int
+    """Matrices of dense MLPs and shared experts."""
+    experts: int = 0
+    """Matrices of all routed experts."""
+    active_experts: int = 0
+    """Those of `experts` that one token passes."""
+    rest: int = 0
+    """Norms, biases and routers, which quantizers leave in the model's dtype."""
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.head + self.attention + self.mlp + self.experts + self.rest
+
+    @property
+    def active(self) -> int:
+        """What one token passes, embeddings included."""
+        return self.total - self.experts + self.active_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +95,39 @@ class ModelSpec:
     """Attention window of each layer, 0 = full; empty = all full."""
     hf: Mapping[str, Any] | None = None
     """config.json as it stands."""
+    mla: MLA | None = None
+    """None = each kv head has a key and a value of head_dim."""
+    moe: MoE | None = None
+    """None = every layer has a plain MLP of `intermediate`."""
+    parameters: Parameters | None = None
+    """None = the model cannot say without being built."""
+
+    def kv_bytes_per_token(self, dtype_bytes: int, tp: int = 1) -> int:
+        """KV cache of one token over all layers, on one of `tp` ranks, before any window slides. Heads are split over
+        ranks as far as there are any; a compressed latent is on every rank."""
+        return self.layers * self._kv_values(tp) * dtype_bytes
+
+    def kv_bytes(self, tokens: int, dtype_bytes: int, tp: int = 1) -> int:
+        """KV cache of a sequence of so many tokens; layers with a window keep no more than that."""
+        windows = self.windows or (0,) * self.layers
+        held = sum(min(tokens, window) if window else tokens for window in windows)
+        return held * self._kv_values(tp) * dtype_bytes
+
+    def _kv_values(self, tp: int) -> int:
+        """Of one token in one layer."""
+        if self.mla is not None:
+            return self.mla.kv_rank + self.mla.rope_dim
+        return 2 * max(1, self.kv_heads // tp) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model's files are."""
+
+    folder: Path | None
+    """With config.json, tokenizer.json and safetensors; None = shapes alone."""
+    dummy: bool = False
+    """Random weights even where the folder has real ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +174,11 @@ class Model(ABC):
     @abstractmethod
     def spec(cls, config: Any) -> ModelSpec:
         """Read the model folder's config.json. No torch, no weights. Raises ConfigError naming the file and the key."""
+
+    @classmethod
+    @abstractmethod
+    def source(cls, config: Any) -> ModelSource:
+        """Where weights and tokenizer come from. No torch. Raises ConfigError for a folder that is not there."""
 
     @property
     @abstractmethod

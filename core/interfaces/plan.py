@@ -24,7 +24,7 @@ class Row(NamedTuple):
     slot: int
     uid: int
     epoch: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a row
     """Tokens fed: exact for a chunk, 1 + draft at most for a decode row."""
     bound: int
     """KV length after this step at most."""
@@ -49,7 +49,7 @@ class PageDelta(NamedTuple):
 
     group: int
     slot: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     page: int
 
 

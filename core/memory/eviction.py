@@ -106,4 +106,4 @@ def load_policy(name: str) -> Callable[[], EvictionPolicy]:
     if missing or not callable(policy):
         lacks = ", ".join(missing) or "a constructor"
         raise ConfigError(f"eviction={name!r} lacks {lacks}: see {__name__}.EvictionPolicy")
-    return policy  # type: ignore[no-any-return]
+    return policy

@@ -38,6 +38,7 @@ _GATHER_SECONDS = 0.3
 """After the first sign of death: how long to listen for an earlier one."""
 _ABORT_SECONDS = 0.2
 """Between two attempts to free rank 0 from a call that waits for the dead."""
+_JOIN_SECONDS = 2.0
 _BLAME_SECONDS = 1.5
 """After an error of rank 0: how long to wait for news that another rank caused it."""
 
@@ -159,7 +160,8 @@ class Workers:
             except subprocess.TimeoutExpired:
                 log.info("rank %d did not end within %g s (%s) and is killed", process.rank, grace, process.phase)
         _kill(self._processes)
-        self._thread.join()
+        # Were a process of a worker's own to keep its socket open, the thread would wait for that.
+        self._thread.join(_JOIN_SECONDS)
         atexit.unregister(self.stop)
 
     # The watching thread.

@@ -161,14 +161,14 @@ class SchedulerContract:
         for _ in range(2):
             engine = self.engine(pages=30, depth=2, lookahead=2)
             self.run(engine, random_load(3))
-            plans.append(engine.executor.plans)  # type: ignore[attr-defined]
+            plans.append(engine.executor.plans)
         assert plans[0] == plans[1]
 
     @pytest.mark.parametrize("lookahead", [0, 3])
     def test_limits_hold(self, lookahead: int) -> None:
         engine = self.engine(budget=9, max_seqs=4, lookahead=lookahead, depth=2)
         self.run(engine, random_load(5, jobs=20))
-        for plan in engine.executor.plans:  # type: ignore[attr-defined]
+        for plan in engine.executor.plans:
             assert 0 < plan.num_tokens <= 9, plan
             assert len(plan.rows) <= 4
             assert len({row.slot for row in plan.rows}) == len(plan.rows), f"a slot twice in {plan}"
@@ -180,7 +180,7 @@ class SchedulerContract:
         engine = self.engine(budget=5)
         load = [Job(list(range(1, 31)), 4, 0)]
         self.check_outputs(engine, load, self.run(engine, load))
-        assert sum(len(plan.rows) for plan in engine.executor.plans if plan.rows[0].flags == 0) >= 5  # type: ignore[attr-defined]
+        assert sum(len(plan.rows) for plan in engine.executor.plans if plan.rows[0].flags == 0) >= 5
 
     def test_finish_and_abort_at_any_time(self) -> None:
         """Every request is ended from outside after a random number of steps, with plans in flight."""

@@ -230,7 +230,8 @@ class ToyComposition:
         engine: EngineConfig,
         drafter: Drafter | None = None,
     ) -> None:
-        self.engine, self.parts = engine, {}
+        self.engine = engine
+        self.parts: dict[str, Any] = {}
         self._scheduler, self._kv, self._device, self._drafter = scheduler, kv, device, drafter
 
     def part(self, kind: str) -> Any:

@@ -44,20 +44,22 @@ class MultiprocExecutor(Executor):
         progress("start ranks", None)
         self._plans = RingWriter(size - 1, self.config.plan_bytes)
         self._blobs = RingWriter(size - 1, self.config.blob_bytes)
-        self._workers = workers = Workers(
-            size,
-            {
-                "size": size,
-                "address": address,
-                "runner": self.runner_class,
-                "overrides": list(self.composition.overrides),
-                "identity": identity(self.composition),
-                "plan_fd": self._plans.fd,
-                "blob_fd": self._blobs.fd,
-            },
-            inherited=(self._plans.fd, self._blobs.fd),
-            on_failure=self._abort,
-        )
+        order = {
+            "size": size,
+            "address": address,
+            "runner": self.runner_class,
+            "overrides": list(self.composition.overrides),
+            "identity": identity(self.composition),
+            "plan_fd": self._plans.fd,
+            "blob_fd": self._blobs.fd,
+        }
+        try:
+            workers = Workers(size, order, inherited=(self._plans.fd, self._blobs.fd), on_failure=self._abort)
+        except BaseException:
+            self._plans.close()
+            self._blobs.close()
+            raise
+        self._workers = workers
 
         def guarded(phase: str, share: float | None) -> None:
             workers.check()

@@ -37,12 +37,12 @@ VARIANTS = {
     "paged": ["kv_cache=paged", "engine.depth=2"],
     "small chunks": ["engine.token_budget=7"],
     "small chunks, depth 4": ["scheduler.max_chunk=5", "engine.depth=4"],
-    "preempted": ["engine.kv_pages=24", "engine.depth=2"],
-    "preempted, paged, depth 4": ["engine.kv_pages=24", "engine.depth=4", "kv_cache=paged", "executor.delay=3"],
+    "preempted": ["engine.kv_pages=12", "engine.depth=2"],
+    "preempted, paged, depth 4": ["engine.kv_pages=12", "engine.depth=4", "kv_cache=paged", "executor.delay=3"],
     "large pages": ["engine.page_size=64"],
     "ngram": ["spec_decode=ngram"],
     "ngram, depth 4": ["spec_decode=ngram", "engine.depth=4", "spec_decode.lookahead=7", "executor.delay=2"],
-    "ngram, preempted, depth 2": ["spec_decode=ngram", "engine.kv_pages=24", "engine.depth=2"],
+    "ngram, preempted, depth 2": ["spec_decode=ngram", "engine.kv_pages=12", "engine.depth=2"],
     "ngram, static, paged": ["spec_decode=ngram", "scheduler=static", "kv_cache=paged", "engine.depth=4"],
 }
 
@@ -81,7 +81,6 @@ def test_the_variants_do_what_their_names_say() -> None:
         llm.generate(PROMPTS, PARAMS)
         assert llm.engine.counters.accepted > 0
         assert llm.engine.scheduler.stats().preemptions > 0
-        again = llm.generate(PROMPTS[1], PARAMS[0])
     with LLM("tiny", overrides=BASE) as llm:
         llm.generate(PROMPTS[1], PARAMS[0])
         again = llm.generate(PROMPTS[2], PARAMS[0])

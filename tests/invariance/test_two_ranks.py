@@ -10,7 +10,7 @@ PROMPTS = ["def fib(n):\n", "import os\n\nclass Path:\n", "for i in range(10):\n
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=3, max_tokens=24, n=2),
-    SamplingParams(temperature=0.0, max_tokens=32, repetition_penalty=1.1),
+    SamplingParams(temperature=0.0, max_tokens=32, repetition_penalty=1.1, logprobs=1, prompt_logprobs=2),
 ]
 
 

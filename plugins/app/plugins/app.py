@@ -36,9 +36,13 @@ class PluginsApp(App):
 
 def _print_tables(found: dict[str, Any]) -> None:
     console = Console()
+    if not console.is_terminal:
+        console.width = 140  # Nobody's window: lines are for grep.
     for kind in dict.fromkeys(c["kind"] for c in found["components"]):
         table = Table(title=f"{kind}: {KINDS[kind].about}", title_justify="left", show_lines=True, expand=True)
-        for column, ratio in (("name", 2), ("package, api", 2), ("options", 6), ("capabilities", 3)):
+        for column in ("name", "package, api"):
+            table.add_column(column, no_wrap=True)
+        for column, ratio in (("options", 5), ("capabilities", 3)):
             table.add_column(column, ratio=ratio, overflow="fold")
         for c in found["components"]:
             if c["kind"] == kind:

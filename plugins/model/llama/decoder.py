@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dovetail.core.checkpoint import read_config
+from dovetail.core.checkpoint import read_config, resolve
 from dovetail.core.interfaces import (
     PLAIN,
     AttentionLayer,
@@ -23,6 +23,7 @@ from dovetail.core.interfaces import (
     Hidden,
     KVGroup,
     Model,
+    ModelSource,
     ModelSpec,
     Partial,
     Plane,
@@ -151,6 +152,10 @@ class Llama(Model):
         if config.hf is not None:
             return read_spec(config.hf, "model.hf")
         return read_spec(read_config(config.path), f"model.path={config.path}: config.json")
+
+    @classmethod
+    def source(cls, config: LlamaConfig) -> ModelSource:
+        return ModelSource(None if config.path is None else resolve(config.path), config.load == "dummy")
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

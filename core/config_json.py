@@ -1,0 +1,90 @@
+"""Checked reading of a config.json: the file came from a stranger, so every value is checked where it is read.
+
+Importing this loads no torch. Nothing named in the file is ever imported or run (`auto_map`, custom code).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.core.errors import ConfigError
+
+LARGEST = 2**31 - 1
+
+
+class ConfigJson:
+    """The values of a config.json by key. A key that is absent or null has its default; without one it must be there.
+
+    Errors name the file, the key and the value.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str, section: str = "") -> None:
+        self.values, self.where, self._section = values, where, section
+
+    def get(self, key: str) -> Any:
+        """As it stands, unchecked."""
+        return self.values.get(key)
+
+    def count(self, key: str, default: int | None = None, *, at_least: int = 1, at_most: int = LARGEST) -> int:
+        """A whole number. Bounds keep what follows from overflowing; what fits the memory is checked elsewhere."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.wrong(key, "it must be a whole number")
+        if not at_least <= value <= at_most:
+            raise self.wrong(key, f"it must be from {at_least} to {at_most}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, at_most: float = 1e12) -> float:
+        """A number above 0."""
+        value = self._value(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.wrong(key, "it must be a finite number")
+        if not 0 < value <= at_most:
+            raise self.wrong(key, f"it must be above 0 and at most {at_most:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "it must be true or false")
+        return value
+
+    def choice(self, key: str, options: Sequence[str], default: str | None = None) -> str:
+        value = self._value(key, default)
+        if value not in options:
+            raise self.wrong(key, f"there are {', '.join(options)}")
+        return str(value)
+
+    def counts(self, key: str, *, at_most: int = LARGEST) -> tuple[int, ...]:
+        """One whole number from 0 or a list of them; nothing is an empty tuple."""
+        value = self.get(key)
+        found = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= at_most for n in found):
+            raise self.wrong(key, f"it must be a whole number from 0 to {at_most}, or a list of such")
+        return tuple(found)
+
+    def section(self, *keys: str) -> ConfigJson:
+        """The objects under these keys in one, later ones first."""
+        merged: dict[str, Any] = {}
+        for key in keys:
+            value = self.get(key)
+            if value is not None and not isinstance(value, Mapping):
+                raise self.wrong(key, "it must be an object")
+            merged |= {} if value is None else value
+        return ConfigJson(merged, self.where, f"{self._section}{keys[-1]}.")
+
+    def wrong(self, key: str, why: str) -> ConfigError:
+        """To be raised: `key` has a value that cannot be."""
+        value = repr(self.get(key))
+        shown = value if len(value) <= 80 else f"{value[:77]}..."
+        return ConfigError(f"{self.where}: {self._section}{key} is {shown}; {why}")
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.get(key)
+        if value is None:
+            if default is None:
+                raise ConfigError(f"{self.where}: the key {self._section + key!r} is missing")
+            return default
+        return value

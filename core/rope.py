@@ -1,0 +1,81 @@
+"""What a config.json says of rotary positions (Su et al. 2021) and of the scalings that stretch a model's context.
+
+Importing this loads no torch; dovetail.core.layers.build_rope makes the table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dovetail.core.config_json import ConfigJson
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    dim: int
+    """Dimensions of a head that are rotated, the first ones."""
+    theta: float = 10000.0
+    kind: str = "default"
+    """Of KINDS; the fields below are read as far as it needs them."""
+    factor: float = 1.0
+    """How many times longer than trained."""
+    trained_len: int = 0
+    """Positions seen in training."""
+    low: float = 1.0
+    high: float = 1.0
+    """Turns within trained_len: frequencies of fewer than low are scaled, of more than high kept, between blended."""
+    truncate: bool = True
+    """yarn: widen the blend to whole dimensions."""
+    attention_factor: float = 1.0
+    """Multiplies cos and sin."""
+
+    @property
+    def max_len(self) -> int:
+        """Positions that the scaling was made for; 0 = it does not say."""
+        return int(self.factor * self.trained_len) if self.kind == "yarn" else 0
+
+
+def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None = None) -> RopeConfig:
+    """From rope_parameters or, in older files, rope_theta and rope_scaling; `dim` where the model fixes it."""
+    options = config.section("rope_scaling", "rope_parameters")
+    kind = options.choice("type" if options.get("rope_type") is None else "rope_type", KINDS, "default")
+    theta = options.number("rope_theta", config.number("rope_theta", 10000.0))
+    partial = options.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0, at_most=1.0), at_most=1.0)
+    rope = {"dim": int(head_dim * partial) if dim is None else dim, "theta": theta, "kind": kind}
+    if rope["dim"] < 2 or rope["dim"] % 2:
+        raise config.wrong("head_dim", f"rotary positions need an even number of dimensions, and have {rope['dim']}")
+    if kind == "default":
+        return RopeConfig(**rope)
+    trained_len = options.count("original_max_position_embeddings", max_len)
+    if kind == "yarn":
+        factor = options.number("factor", max_len / trained_len)
+        return RopeConfig(
+            **rope,
+            factor=factor,
+            trained_len=trained_len,
+            low=options.number("beta_slow", 1.0),
+            high=options.number("beta_fast", 32.0),
+            truncate=options.flag("truncate", True),
+            attention_factor=options.number("attention_factor", _yarn_attention(options, factor)),
+        )
+    rope["factor"] = options.number("factor")
+    if kind == "linear":
+        return RopeConfig(**rope)
+    low, high = options.number("low_freq_factor"), options.number("high_freq_factor")
+    if low >= high:
+        raise options.wrong("low_freq_factor", f"it must be below high_freq_factor, which is {high}")
+    return RopeConfig(**rope, trained_len=trained_len, low=low, high=high)
+
+
+def _yarn_attention(options: ConfigJson, factor: float) -> float:
+    """Longer contexts flatten the softmax; YaRN (Peng et al. 2023) and DeepSeek's variant sharpen it again."""
+
+    def at(strength: float) -> float:
+        return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if options.get("mscale") and options.get("mscale_all_dim"):
+        return at(options.number("mscale")) / at(options.number("mscale_all_dim"))
+    return at(1.0)

@@ -1,0 +1,472 @@
+"""The contract of AttentionBackend as tests. Authors subclass:
+
+class TestMine(AttentionContract):
+    def make(self):
+        return MyBackend(MyConfig())
+
+Every test runs the backend over shuffled pages that are poison where nothing was written, and compares it with a
+float64 loop. Shapes: T tokens, H query heads, K kv heads, D head dim, W tokens of a tree.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import PLAIN, AttentionBackend, HostBounds, QKNorm, Rope
+from dovetail.core.ops.formats import encode_reference
+from dovetail.core.testing.attention_arena import MAX_LEN, SCALE, Arena, Step
+from dovetail.core.testing.formats import SCALED_ROWS
+from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
+
+__all__ = ["AttentionContract"]
+
+Rows = Sequence[tuple[str, int]]
+
+BATCHES: dict[str, Sequence[tuple[Rows, int]]] = {
+    "prompts": [([("a", 9), ("b", 5), ("c", 17), ("d", 1)], 0)],
+    "chunks": [([("a", 7)], 0), ([("a", 6), ("b", 3)], 0), ([("b", 11), ("a", 4)], 0)],
+    "decode": [([("a", 9), ("b", 5), ("c", 17)], 0), *[([("c", 1), ("a", 1), ("b", 1)], 3)] * 4],
+    "mixed": [
+        ([("a", 9), ("b", 6)], 0),
+        ([("b", 1), ("a", 1), ("c", 5)], 2),
+        ([("a", 1), ("b", 1), ("c", 12), ("d", 3)], 2),
+        ([("c", 1), ("a", 1), ("d", 8), ("b", 1)], 2),
+    ],
+    "drafts": [
+        ([("a", 9), ("b", 6), ("c", 17)], 0),
+        ([("a", 4), ("b", 4), ("c", 4)], 3),
+        ([("c", 1), ("a", 5), ("b", 2), ("d", 8)], 3),
+    ],
+}
+"""Steps one after another: rows (sequence, tokens), and how many of them are decode rows."""
+
+each_batch = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+
+
+@dataclass(frozen=True)
+class WriteCase:
+    """What happens to q and k on the way to the pages."""
+
+    rotary_dim: int | None
+    """Share of the head dim that is rotated, as a divisor of it; None = no rotation."""
+    norm: bool
+
+
+WRITES = {
+    "plain": WriteCase(None, False),
+    "rope": WriteCase(1, False),
+    "partial_rope": WriteCase(2, False),
+    "norm": WriteCase(None, True),
+    "norm_and_rope": WriteCase(1, True),
+}
+
+
+class AttentionContract:
+    """Every sentence of dovetail.core.interfaces.attention that a backend must keep."""
+
+    device = "cpu"
+    dtype = torch.float32
+    """Of q, k, v and the output."""
+    kv_dtypes: tuple[torch.dtype, ...] = ()
+    """KV dtypes it takes beside the model's own."""
+    tolerance: float | None = None
+    """Greatest error of a token's output relative to its norm; None = by dtype."""
+    heads: tuple[tuple[int, int], ...] = ((4, 4), (6, 2), (4, 1))
+    """(query heads, kv heads) to try: multi-head, grouped, multi-query."""
+    head_dims: tuple[int, ...] = (16, 24)
+    page_tokens: tuple[int, ...] = (4, 8)
+    windows = True
+    """Whether it has sliding windows (capability kinds: window)."""
+    tree = True
+    """Whether it has tree masks (capability tree)."""
+    mla = False
+    """Whether it has attend_mla (capability kinds: mla)."""
+    poison = float("nan")
+    """What pages hold where nothing was written."""
+    seed: int | None = None
+    """None = fresh random input each time; a failure names the seed to set here."""
+
+    def make(self) -> AttentionBackend:
+        """A fresh backend. The one method to override."""
+        raise NotImplementedError("return your backend: MyBackend(MyConfig())")
+
+    # What is seen.
+
+    @each_batch
+    def test_equals_the_loop(self, batch: Sequence[tuple[Rows, int]]) -> None:
+        for number, heads in enumerate(self.heads):
+            arena = self._arena(heads=heads, head_dim=self.head_dims[number % len(self.head_dims)])
+            for rows, num_decode in batch:
+                arena.run(arena.plan(rows, num_decode=num_decode))
+
+    def test_random_batches(self) -> None:
+        """Whatever a scheduler may put together, with loose bounds, padding and rejected drafts."""
+        for _ in range(3):
+            arena = self._arena(heads=self.heads[1 % len(self.heads)], windows=self._windows(0, 7))
+            rng = random.Random(torch.initial_seed())
+            for _ in range(4):
+                known = [name for name, length in arena.paging.lengths.items() if length and rng.random() < 0.7]
+                decode = [(name, rng.randint(1, 4)) for name in known]
+                others = [name for name in "abcdefgh" if name not in known]
+                prefill = [(name, rng.randint(1, 13)) for name in rng.sample(others, rng.randint(not decode, 3))]
+                arena.run(arena.plan(decode + prefill, num_decode=len(decode), slack=5, padding=rng.randint(0, 2)))
+                for name, count in decode:
+                    arena.paging.rewind(name, rng.randint(0, count - 1))
+
+    def test_host_bounds_may_be_loose(self) -> None:
+        """The host knows upper bounds; the device has the exact lengths."""
+        if self.make().exact_lengths == "host":
+            pytest.skip("exact_lengths is host: the engine gives it exact bounds")
+        for everywhere in (False, True):
+            arena = self._arena()
+            arena.run(arena.plan([("a", 9), ("b", 6)], slack=11, slack_everywhere=everywhere))
+            rows = [("b", 3), ("a", 1), ("c", 7)]
+            arena.run(arena.plan(rows, num_decode=2, slack=11, slack_everywhere=everywhere))
+
+    def test_padded_draft_positions_do_not_reach_valid_ones(self) -> None:
+        """Decode rows are padded to the drafts of the longest: lengths count the padding, and it holds garbage."""
+        arena = self._arena()
+        arena.run(arena.plan([("a", 9), ("b", 6), ("c", 15)]))
+        valid = {"a": 4, "b": 1, "c": 2}
+        step = arena.plan([(name, 4) for name in valid], num_decode=3, slack=6)
+        counted, garbage = [], []
+        for token, _, name, at in step.row_tokens():
+            (counted if at - step.paged.starts["abc".index(name)] < valid[name] else garbage).append(token)
+        for layer in arena.layers:
+            qkv = arena.random_qkv(step)
+            qkv[garbage] *= 1e3
+            arena.check(layer, step, arena.write(layer, step, qkv), counted)
+        for name, count in valid.items():
+            arena.paging.rewind(name, 4 - count)
+        arena.run(arena.plan([("c", 2), ("a", 1), ("b", 3)], num_decode=3))
+
+    def test_padding_tokens_belong_to_no_row(self) -> None:
+        arena = self._arena()
+        arena.run(arena.plan([("a", 9), ("b", 6)], padding=3))
+        arena.run(arena.plan([("b", 1), ("a", 1), ("c", 4)], num_decode=2, padding=2))
+
+    @pytest.mark.parametrize("window", (1, 6, 8, 100))
+    def test_window_counts_the_token_itself(self, window: int) -> None:
+        self._needs_windows()
+        arena = self._arena(windows=(window,))
+        for rows, num_decode in (
+            ([("a", 9), ("b", 25)], 0),
+            ([("a", 13)], 0),
+            ([("b", 1), ("a", 1), ("c", 7)], 2),
+            ([("c", 3), ("a", 5), ("b", 1)], 3),
+        ):
+            arena.run(arena.plan(rows, num_decode=num_decode, slack=4))
+
+    def test_pages_behind_the_window_may_be_gone(self) -> None:
+        """The allocator frees pages that lie wholly behind the window; their entries then name somebody else's page."""
+        self._needs_windows()
+        arena = self._arena(windows=(6,))
+        (group,) = arena.groups
+        arena.run(arena.plan([("a", 30), ("b", 9)]))
+        for rows, num_decode in (([("a", 1), ("b", 1)], 2), ([("b", 4), ("a", 3)], 2), ([("a", 7), ("b", 12)], 0)):
+            for name, count in rows:
+                at = arena.paging.lengths[name]
+                table = arena.paging.table(group, name, at + count)
+                behind = max(at - group.window + 1, 0) // group.page_tokens
+                table[:behind] = [arena.paging.free[group.id][0]] * behind
+            arena.run(arena.plan(rows, num_decode=num_decode, slack=3))
+
+    def test_tree_mask_says_which_drafts_are_seen(self) -> None:
+        if not self.tree:
+            pytest.skip("tree = False")
+        rng = random.Random(torch.initial_seed())
+        for rows in ([("a", 5), ("b", 5)], [("a", 5), ("b", 3), ("c", 1)]):
+            arena = self._arena()
+            arena.run(arena.plan([("a", 9), ("b", 6), ("c", 15)]))
+            width, positions, masks = 5, [], []
+            for name, count in rows:
+                mask, depth = random_tree(count, width, rng)
+                masks.append(mask)
+                positions += [arena.paging.lengths[name] + d for d in depth]
+            change = {
+                "tree_mask_TW": torch.cat(masks).to(self.device),
+                "positions_T": torch.tensor(positions, device=self.device),
+            }
+            arena.run(arena.plan(rows, num_decode=len(rows), slack=4, change=change))
+
+    def test_scores_may_be_large(self) -> None:
+        """Softmax must take out the greatest score before it exponentiates."""
+        arena = self._arena()
+        step = arena.plan([("a", 9), ("b", 5)])
+        (layer, *_) = arena.layers
+        qkv = arena.random_qkv(step)
+        rows = qkv.view(len(qkv), -1, arena.head_dim)
+        rows[:, : arena.heads] *= 30
+        rows[:, arena.heads : arena.heads + arena.kv_heads] *= 30
+        q_THD = arena.write(layer, step, qkv)
+        got = arena.attend(layer, step, q_THD)[PLAIN].values
+        # Differences of scores lose as many digits as the scores are large.
+        assert_near(got, arena.expected(layer, step, q_THD), 1000 * arena.tolerance, "attention with large scores")
+
+    def test_scale_is_the_layers_own(self) -> None:
+        arena = self._arena()
+        step = arena.plan([("a", 9), ("b", 5)])
+        for layer in arena.layers:
+            q_THD = arena.write(layer, step)
+            for scale in (SCALE, 2 * SCALE):
+                arena.check(replace(layer, scale=scale), step, q_THD)
+
+    def test_kv_dtypes(self) -> None:
+        if not self.kv_dtypes:
+            pytest.skip("no KV dtype beside the model's own")
+        for kv_dtype in self.kv_dtypes:
+            arena = self._arena(kv_dtype=kv_dtype)
+            arena.run(arena.plan([("a", 9), ("b", 6)]))
+            arena.run(arena.plan([("b", 1), ("a", 1), ("c", 7)], num_decode=2))
+
+    # Contexts.
+
+    def test_groups_have_contexts_of_their_own(self) -> None:
+        """One plan_host serves every group; each has its own pages, page size, window and layers."""
+        arena = self._arena(windows=self._windows(0, 6, 0))
+        rounds: Sequence[tuple[Rows, int]] = (
+            ([("a", 9), ("b", 17)], 0),
+            ([("b", 1), ("a", 2), ("c", 7)], 2),
+        )
+        for rows, num_decode in rounds:
+            step = arena.plan(rows, num_decode=num_decode)
+            first = [(layer, arena.write(layer, step)) for layer in arena.layers]
+            for layer, q_THD in reversed(first):
+                arena.check(layer, step, q_THD)
+
+    def test_contexts_of_several_steps_live_at_once(self) -> None:
+        """The next step is planned while this one runs."""
+        arena = self._arena(windows=self._windows(0, 6))
+        arena.run(arena.plan([("a", 9), ("b", 17), ("c", 5)]))
+        steps = [
+            arena.plan([("a", 1), ("b", 1)], num_decode=2),
+            arena.plan([("c", 3), ("d", 9)], num_decode=1),
+            arena.plan([("e", 12)]),
+        ]
+        asked: list[tuple[Any, Step, torch.Tensor]] = []
+        for step in reversed(steps):
+            asked += [(layer, step, arena.write(layer, step)) for layer in arena.layers]
+        for layer, step, q_THD in reversed(asked):
+            arena.check(layer, step, q_THD)
+
+    def test_metadata_is_read_only(self) -> None:
+        arena = self._arena(windows=self._windows(0, 6))
+        arena.run(arena.plan([("a", 9), ("b", 6)]))
+        paged = arena.paging.step([("a", 2), ("b", 1), ("c", 5)], num_decode=2, slack=3)
+        before = {id: {name: value.clone() for name, value in tensors(meta)} for id, meta in paged.metas.items()}
+        step = Step((("a", 2), ("b", 1), ("c", 5)), paged, arena.contexts(paged))
+        arena.run(step)
+        for id, meta in paged.metas.items():
+            for name, value in tensors(meta):
+                assert same_bits(value, before[id][name]), f"the backend wrote to {name} of the metadata of group {id}"
+
+    def test_bind_takes_new_pools(self) -> None:
+        """Memory is measured over pools of trial size; those that the engine then keeps are others."""
+        backend = self.make()
+        for number in range(2):
+            arena = self._arena(backend=backend)
+            arena.run(arena.plan([("a", 9), ("b", 6)]))
+            arena.run(arena.plan([("b", 1), ("a", 1), ("c", 7)], num_decode=2))
+            if number == 0:
+                backend.bind({})
+
+    def test_plans_on_the_host_without_pools(self) -> None:
+        """plan_host runs ahead of the device, and knows nothing but bounds."""
+        self.make().plan_host(HostBounds((1, 1, 5), (9, 4, 5), 2))
+
+    def test_nothing_waits_for_the_device(self) -> None:
+        if torch.device(self.device).type != "cuda":
+            pytest.skip("only a CUDA device can tell")
+        arena = self._arena(windows=self._windows(0, 6))
+        arena.run(arena.plan([("a", 9), ("b", 6)]))
+        rows, num_decode = [("b", 1), ("a", 1), ("c", 7)], 2
+        arena.run(arena.plan(rows, num_decode=num_decode))  # compiles what it must
+        paged = arena.paging.step([("b", 1), ("a", 1), ("d", 7)], num_decode=num_decode, slack=3)
+        qkv = arena.random(9, (arena.heads + 2 * arena.kv_heads) * arena.head_dim)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            planned = arena.backend.plan_host(paged.host)
+            ctxs = {id: arena.backend.plan_device(meta, paged.host, planned) for id, meta in paged.metas.items()}
+            for layer in arena.layers:
+                q_THD = arena.backend.write(layer, ctxs[layer.group], qkv, None)
+                arena.backend.attend(layer, ctxs[layer.group], q_THD)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    # Pages.
+
+    @pytest.mark.parametrize("case", WRITES.values(), ids=WRITES)
+    def test_write_norms_then_rotates(self, case: WriteCase) -> None:
+        """q comes back, k and v stand in the pages; v is neither normed nor rotated."""
+        for heads in self.heads:
+            arena = self._arena(heads=heads)
+            arena.run(arena.plan([("a", 9), ("b", 6)]))
+            step, layer = arena.plan([("b", 2), ("a", 1), ("c", 7)], num_decode=2), arena.layers[-1]
+            qkv = arena.random_qkv(step)
+            q, k, v = qkv.view(len(qkv), -1, arena.head_dim).split((heads[0], heads[1], heads[1]), dim=1)
+            norm = QKNorm(arena.random(arena.head_dim), arena.random(arena.head_dim), 1e-5) if case.norm else None
+            dim = arena.head_dim // case.rotary_dim if case.rotary_dim else 0
+            rope = Rope(torch.randn(MAX_LEN, dim, device=self.device)) if dim else None
+            expected_q, expected_k = (
+                rotated(normed(x, weight, norm), rope, step.paged.positions_T)
+                for x, weight in ((q, norm and norm.q_weight_D), (k, norm and norm.k_weight_D))
+            )
+            with poisoned_memory():
+                got_q = arena.backend.write(layer, step.ctxs[layer.group], qkv.clone(), rope, norm)
+            written = step.paged.metas[layer.group].write_T
+            stored = arena.paging.pools[layer.group]
+            got_k, got_v = (stored.layer(layer.local, name).flatten(0, 1)[written] for name in ("k", "v"))
+            assert got_q.dtype == self.dtype, f"q is {got_q.dtype}, the model's dtype is {self.dtype}"
+            assert_near(got_q, expected_q, arena.tolerance, "q")
+            assert_near(got_k, expected_k, arena.tolerance, "k in its pages")
+            assert same_bits(got_v, v.to(arena.kv_dtype)), "v in its pages is not v"
+
+    def test_write_touches_nothing_else(self) -> None:
+        """Neither another token's slot, nor another layer, nor another group; padding goes to scratch page 0."""
+        arena = self._arena(windows=self._windows(0, 6), poison=7.0)
+        for padding in (0, 3):
+            for layer in arena.layers:
+                step = arena.plan([("a", 5), ("b", 6)], padding=padding)
+                before = {
+                    (id, name): plane.clone()
+                    for id, pool in arena.paging.pools.items()
+                    for name, plane in pool.planes.items()
+                }
+                arena.write(layer, step)
+                written = step.paged.metas[layer.group].write_T
+                for (id, name), expected in before.items():
+                    plane = arena.paging.pools[id].planes[name]
+                    if id == layer.group:
+                        slots = expected[layer.local].flatten(0, 1)
+                        assert not same_bits(plane[layer.local].flatten(0, 1)[written], slots[written])
+                        slots[written] = plane[layer.local].flatten(0, 1)[written]
+                    assert same_bits(plane, expected), (
+                        f"writing {layer} touched slots of plane {name!r} of group {id} that write_T does not name "
+                        f"({seed_note()})"
+                    )
+
+    def test_attend_changes_no_page(self) -> None:
+        arena = self._arena(windows=self._windows(0, 6))
+        step = arena.plan([("a", 9), ("b", 6)])
+        asked = [(layer, arena.write(layer, step)) for layer in arena.layers]
+        before = {
+            (id, name): plane.clone() for id, pool in arena.paging.pools.items() for name, plane in pool.planes.items()
+        }
+        for layer, q_THD in asked:
+            arena.attend(layer, step, q_THD)
+        for (id, name), expected in before.items():
+            assert same_bits(arena.paging.pools[id].planes[name], expected), f"attend wrote to plane {name!r} of {id}"
+
+    # Output.
+
+    def test_emits_the_formats_asked_for(self) -> None:
+        arena = self._arena()
+        arena.run(arena.plan([("a", 9), ("b", 6)]))
+        step, layer = arena.plan([("b", 1), ("a", 1), ("c", 7)], num_decode=2), arena.layers[0]
+        q_THD = arena.write(layer, step)
+        expected = arena.expected(layer, step, q_THD)
+        for emit in ((PLAIN,), (SCALED_ROWS,), (PLAIN, SCALED_ROWS), (SCALED_ROWS, PLAIN)):
+            bundle = arena.attend(layer, step, q_THD, emit)
+            for fmt in emit:
+                got = bundle[fmt]  # raises KeyError when it was forgotten
+                assert got.format is fmt
+                if fmt is PLAIN:
+                    assert got.scale is None and got.values.dtype == self.dtype
+                    assert_near(got.values, expected, arena.tolerance, "plain output")
+                    continue
+                like = encode_reference(expected.to(self.dtype), fmt)
+                assert got.values.dtype == like.values.dtype and got.scale is not None and like.scale is not None
+                assert got.scale.shape == like.scale.shape and got.scale.dtype == like.scale.dtype
+                assert_near(got.scale, like.scale, arena.tolerance, "scales")
+                decoded = got.values.double() * got.scale.double()
+                assert_near(decoded, expected, arena.tolerance + TOLERANCE[torch.float16], "encoded output")
+
+    def test_mla_is_refused_by_name(self) -> None:
+        """The capability `kinds` says who has MLA; the others say so when asked."""
+        if self.mla:
+            pytest.skip("mla = True")
+        backend = self.make()
+        nothing = torch.empty(0)
+        with pytest.raises(NotImplementedError, match=type(backend).__name__):
+            backend.attend_mla(None, None, nothing, nothing)  # type: ignore[arg-type]
+
+    # Tools.
+
+    def _arena(
+        self,
+        *,
+        backend: AttentionBackend | None = None,
+        heads: tuple[int, int] | None = None,
+        head_dim: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+        windows: Sequence[int] = (0,),
+        poison: float | None = None,
+    ) -> Arena:
+        fresh(self.seed)
+        kv_dtype = kv_dtype or self.dtype
+        return Arena(
+            backend or self.make(),
+            device=torch.device(self.device),
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            tolerance=max(TOLERANCE[self.dtype], TOLERANCE[kv_dtype]) if self.tolerance is None else self.tolerance,
+            heads=heads or self.heads[-2 % len(self.heads)],
+            head_dim=head_dim or self.head_dims[0],
+            page_tokens=self.page_tokens,
+            windows=windows,
+            poison=self.poison if poison is None else poison,
+        )
+
+    def _windows(self, *windows: int) -> tuple[int, ...]:
+        return windows if self.windows else (0,) * len(windows)
+
+    def _needs_windows(self) -> None:
+        if not self.windows:
+            pytest.skip("windows = False")
+
+
+def tensors(meta: object) -> list[tuple[str, torch.Tensor]]:
+    values = [(field.name, getattr(meta, field.name)) for field in fields(meta)]  # type: ignore[arg-type]
+    return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
+
+
+def random_tree(count: int, width: int, rng: random.Random) -> tuple[torch.Tensor, list[int]]:
+    """(mask [count, width], depths): token 0 is the last accepted one, the others hang below one before them."""
+    mask = torch.zeros(count, width, dtype=torch.bool)
+    mask[:, : width - count] = True
+    depths: list[int] = []
+    for node in range(count):
+        if node:
+            parent = rng.randrange(node)
+            mask[node] = mask[parent]
+        depths.append(depths[parent] + 1 if node else 0)
+        mask[node, width - count + node] = True
+    return mask, depths
+
+
+def normed(x_THD: torch.Tensor, weight_D: torch.Tensor | None, norm: QKNorm | None) -> torch.Tensor:
+    if norm is None or weight_D is None:
+        return x_THD.double()
+    x = x_THD.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * weight_D.double()
+
+
+def rotated(x_THD: torch.Tensor, rope: Rope | None, positions_T: torch.Tensor) -> torch.Tensor:
+    """Pairs (i, i + half) of the first dimensions turn by their angle; the rest stays."""
+    if rope is None:
+        return x_THD
+    half = rope.table.shape[1] // 2
+    out = x_THD.clone()
+    for token, position in enumerate(positions_T.tolist()):
+        for i in range(half):
+            cos, sin = rope.table[position, i].double(), rope.table[position, half + i].double()
+            a, b = x_THD[token, :, i], x_THD[token, :, half + i]
+            out[token, :, i], out[token, :, half + i] = a * cos - b * sin, b * cos + a * sin
+    return out

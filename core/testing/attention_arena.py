@@ -1,0 +1,209 @@
+"""Runs an attention backend over pages filled by hand, and keeps what it should have seen beside them.
+
+Shapes: T tokens, H query heads, K kv heads, D head dim, L KV length of a sequence, W tokens of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dovetail.core.interfaces import (
+    PLAIN,
+    ActFormat,
+    AttentionBackend,
+    AttentionLayer,
+    AttnCtx,
+    BatchMeta,
+    Bundle,
+    KVGroup,
+    Plane,
+)
+from dovetail.core.testing.numeric import assert_near, poisoned_memory
+from dovetail.core.testing.paging import PagedStep, Paging
+
+MAX_LEN = 128
+SCALE = 0.3
+"""Not 1/sqrt(D), so that a backend must take the layer's."""
+
+
+@dataclass(slots=True)
+class Step:
+    """Rows that were planned: one context for each KV group."""
+
+    rows: tuple[tuple[str, int], ...]
+    paged: PagedStep
+    ctxs: dict[int, AttnCtx]
+
+    @property
+    def tokens(self) -> int:
+        """Padding not counted."""
+        return sum(count for _, count in self.rows)
+
+    def row_tokens(self) -> Iterable[tuple[int, int, str, int]]:
+        """(token of the step, row, sequence, index of the token's key in its sequence)"""
+        token = 0
+        for row, ((name, count), start) in enumerate(zip(self.rows, self.paged.starts, strict=True)):
+            for i in range(count):
+                yield token, row, name, start + i
+                token += 1
+
+
+class Arena:
+    """Groups of two layers each, one group for each window; the truth is float64 per layer and sequence."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        tolerance: float,
+        heads: tuple[int, int],
+        head_dim: int,
+        page_tokens: Sequence[int],
+        windows: Sequence[int] = (0,),
+        poison: float = float("nan"),
+    ) -> None:
+        self.backend, self.device, self.dtype, self.kv_dtype = backend, device, dtype, kv_dtype
+        self.tolerance, (self.heads, self.kv_heads), self.head_dim = tolerance, heads, head_dim
+        planes = tuple(Plane(name, (self.kv_heads, head_dim), kv_dtype) for name in ("k", "v"))
+        self.groups = tuple(
+            KVGroup(
+                id=id,
+                # Interleaved, so that neither a layer's index nor its group is its place in the pool.
+                layers=(id, id + len(windows)),
+                planes=planes,
+                kind="window" if window else "full",
+                window=window,
+                page_tokens=page_tokens[id % len(page_tokens)],
+            )
+            for id, window in enumerate(windows)
+        )
+        self.paging = Paging(self.groups, device, poison=poison, seed=torch.initial_seed())
+        backend.bind(self.paging.pools)
+        self.truth: dict[tuple[int, str], torch.Tensor] = {}
+        """(layer index, sequence) -> [MAX_LEN, 2, K, D]: keys and values as they were given."""
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        return tuple(self.layer(group, local) for group in self.groups for local in range(len(group.layers)))
+
+    def layer(self, group: KVGroup, local: int) -> AttentionLayer:
+        return AttentionLayer(
+            index=group.layers[local],
+            group=group.id,
+            local=local,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            scale=SCALE,
+            window=group.window,
+        )
+
+    def plan(
+        self,
+        rows: Sequence[tuple[str, int]],
+        *,
+        num_decode: int = 0,
+        slack: int = 0,
+        slack_everywhere: bool = False,
+        padding: int = 0,
+        change: Mapping[str, torch.Tensor] | None = None,
+    ) -> Step:
+        """What the engine does before a forward: plan_host once, plan_device for each group. `change` sets metadata."""
+        slack = slack if self.backend.exact_lengths == "device" else 0
+        paged = self.paging.step(rows, num_decode=num_decode, slack=slack, padding=padding)
+        if slack_everywhere:
+            longer = tuple(self.paging.lengths[name] + slack for name, _ in rows)
+            paged.host = replace(paged.host, bounds=longer)
+        if change:
+            paged.metas = {id: replace(meta, **change) for id, meta in paged.metas.items()}
+        return Step(tuple(rows), paged, self.contexts(paged))
+
+    def contexts(self, paged: PagedStep) -> dict[int, AttnCtx]:
+        with poisoned_memory():
+            planned = self.backend.plan_host(paged.host)
+            return {id: self.backend.plan_device(meta, paged.host, planned) for id, meta in paged.metas.items()}
+
+    def write(self, layer: AttentionLayer, step: Step, qkv: torch.Tensor | None = None) -> torch.Tensor:
+        """Random q, k and v unless given; returns q_THD."""
+        if qkv is None:
+            qkv = self.random_qkv(step)
+        with poisoned_memory():
+            q_THD = self.backend.write(layer, step.ctxs[layer.group], qkv, None)
+        _, *kv = qkv.view(len(qkv), -1, self.head_dim).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        for token, _, name, at in step.row_tokens():
+            truth = self.truth.setdefault(
+                (layer.index, name), torch.full((MAX_LEN, 2, self.kv_heads, self.head_dim), torch.nan).double()
+            )
+            truth[at] = torch.stack([x[token].to(self.kv_dtype).cpu().double() for x in kv])
+        return q_THD
+
+    def random_qkv(self, step: Step) -> torch.Tensor:
+        tokens = len(step.paged.positions_T)
+        return self.random(tokens, (self.heads + 2 * self.kv_heads) * self.head_dim)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(self.dtype).to(self.device)
+
+    def attend(
+        self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
+    ) -> Bundle:
+        with poisoned_memory():
+            return self.backend.attend(layer, step.ctxs[layer.group], q_THD, emit)
+
+    def run(self, step: Step) -> None:
+        """Write and attend in every layer, and compare."""
+        for layer in self.layers:
+            q_THD = self.write(layer, step)
+            self.check(layer, step, q_THD)
+
+    def check(
+        self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor, tokens: Sequence[int] | None = None
+    ) -> None:
+        """Attend and compare with the loop; `tokens` names those that count (default: all but padding)."""
+        got = self.attend(layer, step, q_THD)[PLAIN].values
+        assert got.shape == (len(q_THD), self.heads * self.head_dim), f"attend gave {tuple(got.shape)}"
+        assert got.dtype == self.dtype, f"a plain activation has the model's dtype {self.dtype}, not {got.dtype}"
+        count = list(range(step.tokens)) if tokens is None else list(tokens)
+        assert_near(got[count], self.expected(layer, step, q_THD)[count], self.tolerance, f"attention of {layer}")
+
+    def expected(self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor) -> torch.Tensor:
+        """float64 [tokens, H * D], one token after another."""
+        meta, out = step.paged.metas[layer.group], []
+        tree_TW = None if meta.tree_mask_TW is None else meta.tree_mask_TW.cpu()
+        for token, row, name, at in step.row_tokens():
+            length = step.paged.starts[row] + step.rows[row][1]
+            seen = [key for key in range(length) if sees(layer, at, key, length, tree_TW, token)]
+            k_LKD, v_LKD = self.truth[layer.index, name][seen].unbind(1)
+            out.append(attend_one(q_THD[token].cpu().double(), k_LKD, v_LKD, layer.scale))
+        return torch.stack(out)
+
+    def pages_of(self, step: Step, layer: AttentionLayer) -> BatchMeta:
+        return step.paged.metas[layer.group]
+
+
+def sees(
+    layer: AttentionLayer, at: int, key: int, length: int, tree_TW: torch.Tensor | None, token: int
+) -> bool:
+    """Whether the query of a token, whose own key has index `at`, sees a key."""
+    if layer.window and key <= at - layer.window:
+        return False
+    if tree_TW is None:
+        return key <= at
+    back = key - (length - tree_TW.shape[1])
+    return back < 0 or bool(tree_TW[token, back])
+
+
+def attend_one(q_HD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, scale: float) -> torch.Tensor:
+    """One query over the keys it sees, head by head."""
+    share = len(q_HD) // k_LKD.shape[1]
+    heads = []
+    for head, q_D in enumerate(q_HD):
+        weights_L = torch.softmax(k_LKD[:, head // share] @ q_D * scale, dim=0)
+        heads.append(weights_L @ v_LKD[:, head // share])
+    return torch.cat(heads)

@@ -1,0 +1,37 @@
+"""An activation format that no built-in component has, as a third party would bring it.
+
+Shapes: T tokens, C columns, G scale groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.core.interfaces import ActFormat
+
+
+def scale_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float16 values in [-1, 1], float32 scale_T1)"""
+    scale_T1 = x_TC.abs().amax(dim=-1, keepdim=True).clamp(min=1e-6)
+    return (x_TC / scale_T1).half(), scale_T1
+
+
+def _triton_encode() -> object | None:
+    try:
+        from dovetail.core.testing.kernels import encode_scaled_rows
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+    return encode_scaled_rows
+
+
+SCALED_ROWS = ActFormat(
+    "scaled_rows",
+    dtype=torch.float16,
+    group="token",
+    scale_layout="row",
+    encode=_triton_encode(),
+    reference=scale_rows,
+)
+"""Each row divided by its greatest magnitude, in float16 whatever the model's dtype."""

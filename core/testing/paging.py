@@ -1,0 +1,106 @@
+"""Page tables and step metadata by hand, for suites that run attention or a model without the engine.
+
+Shapes: T tokens of the step, B rows, P pages per table.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.core.interfaces import BatchMeta, HostBounds, KVGroup
+from dovetail.core.memory.pools import make_pools
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """One step's rows as backends see them."""
+
+    host: HostBounds
+    metas: dict[int, BatchMeta]
+    """By KV group id."""
+    positions_T: torch.Tensor
+    """int64; padding at the end has position 0."""
+    starts: tuple[int, ...]
+    """Of each row: tokens that were there before the step."""
+
+
+class Paging:
+    """Sequences by name. Pages come in shuffled order from pools that are poison wherever nothing was written.
+
+    Entries past a row's own pages name any page, as those of a table that was used before do.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[KVGroup],
+        device: torch.device,
+        *,
+        pages: int = 64,
+        poison: float = float("nan"),
+        seed: int = 0,
+    ) -> None:
+        self.groups, self.device, self.pages, self.rng = tuple(groups), device, pages, random.Random(seed)
+        self.pools = make_pools(self.groups, {group.id: pages for group in self.groups}, device)
+        for pool in self.pools.values():
+            for plane in pool.planes.values():
+                plane.fill_(poison)
+        self.free = {group.id: self.rng.sample(range(1, pages + 1), pages) for group in self.groups}
+        self.tables: dict[tuple[int, str], list[int]] = {}
+        self.lengths: dict[str, int] = {}
+        self.slots: dict[str, int] = {}
+
+    def step(
+        self, rows: Sequence[tuple[str, int]], *, num_decode: int = 0, slack: int = 0, padding: int = 0
+    ) -> PagedStep:
+        """Grow each named sequence by a count of tokens. The first num_decode rows go as decode rows.
+
+        `slack` makes the host's bounds of decode rows loose; `padding` adds tokens that belong to no row and write to
+        scratch page 0.
+        """
+        counts = [count for _, count in rows]
+        starts = [self.lengths.get(name, 0) for name, _ in rows]
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        for (name, _), length in zip(rows, lengths, strict=True):
+            self.lengths[name] = length
+            self.slots.setdefault(name, 2 * len(self.slots) + 1)
+        bounds = [n + (slack if row < num_decode else 0) for row, n in enumerate(lengths)]
+        positions = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+        row_of = [row for row, count in enumerate(counts) for _ in range(count)]
+        pad = [0] * padding
+        metas = {}
+        for group in self.groups:
+            size = group.page_tokens
+            tables = [self.table(group, name, self.lengths[name]) for name, _ in rows]
+            width = max(*(-(-bound // size) for bound in bounds), *map(len, tables)) + 2
+            write = [tables[row][at // size] * size + at % size for row, at in zip(row_of, positions, strict=True)]
+            padded = [table + [self.rng.randint(0, self.pages) for _ in range(width - len(table))] for table in tables]
+            metas[group.id] = BatchMeta(
+                row_start_B1=self._tensor([sum(counts[:i]) for i in range(len(rows) + 1)], torch.int32),
+                kv_len_B=self._tensor(lengths, torch.int32),
+                slots_B=self._tensor([self.slots[name] for name, _ in rows], torch.int64),
+                positions_T=self._tensor(positions + pad, torch.int64),
+                rows_T=self._tensor(row_of + pad, torch.int64),
+                page_table_BP=self._tensor(padded, torch.int32),
+                write_T=self._tensor(write + pad, torch.int64),
+                page_tokens=size,
+            )
+        host = HostBounds(tuple(counts), tuple(bounds), num_decode)
+        return PagedStep(host, metas, self._tensor(positions + pad, torch.int64), tuple(starts))
+
+    def table(self, group: KVGroup, name: str, length: int) -> list[int]:
+        """Page ids of a sequence, as many as so many tokens need."""
+        table = self.tables.setdefault((group.id, name), [])
+        while len(table) * group.page_tokens < length:
+            table.append(self.free[group.id].pop())
+        return table
+
+    def rewind(self, name: str, tokens: int) -> None:
+        """Take the last tokens of a sequence back, as rejected drafts are; its pages stay its own."""
+        self.lengths[name] -= tokens
+
+    def _tensor(self, data: object, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype, device=self.device)

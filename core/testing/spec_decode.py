@@ -1,0 +1,353 @@
+"""The contract suite of drafters. Subclass DrafterContract in a test module and override `make`.
+
+Shapes: B rows, S slots, L tokens, K drafts, V vocabulary, T tokens of a step, C channels.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from dovetail.core.engine.sampler import SampleParams, sample
+from dovetail.core.engine.verify import Verdict, verify_match, verify_rejection
+from dovetail.core.interfaces import Draft, DraftContext, Drafter, ModelSpec, TargetView
+from dovetail.core.testing.host_sync import NoHostSync
+
+HIDDEN = 8
+Histories = Mapping[int, Seq[int]]
+"""slot -> its known tokens."""
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What a drafter offered for one row, ignored entries cut off."""
+
+    tokens: tuple[int, ...]
+    probs_KV: torch.Tensor | None = None
+
+    def same(self, other: Guesses) -> bool:
+        if self.tokens != other.tokens or (self.probs_KV is None) != (other.probs_KV is None):
+            return False
+        return self.probs_KV is None or torch.allclose(self.probs_KV, other.probs_KV, atol=1e-5)
+
+
+class DrafterContract:
+    """Every sentence of dovetail.core.interfaces.Drafter, over one small target. `make` is the only thing to override."""
+
+    vocab = 8
+    """Of the target; small, so that distributions can be told apart by counting."""
+    slots = 6
+    max_len = 40
+
+    def make(self) -> Drafter:
+        """A fresh drafter, not yet bound; every call gives an equal one."""
+        raise NotImplementedError("return your drafter: MyDrafter(MyConfig(...))")
+
+    def target(self, slots: int) -> TargetView:
+        """What `bind` gets; override for a drafter that needs more of its target than embeddings and logits."""
+        generator = torch.Generator().manual_seed(1)
+        table_VC = torch.randn(self.vocab, HIDDEN, generator=generator)
+        spec = ModelSpec("small", self.vocab, 2, HIDDEN, 2, 2, HIDDEN // 2, HIDDEN, self.max_len, "float32")
+        return TargetView(
+            spec=spec,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            max_seqs=slots,
+            max_len=self.max_len,
+            embed=lambda tokens_T: table_VC[tokens_T.long()],
+            logits=lambda states_BC: states_BC.float() @ table_VC.T,
+        )
+
+    # Drivers.
+
+    def bound(self, slots: int | None = None) -> Drafter:
+        drafter = self.make()
+        drafter.bind(self.target(slots or self.slots))
+        return drafter
+
+    def asked(self, slots: int | None = None) -> Drafter:
+        """A bound drafter that will be asked for drafts: with lookahead 0 it never is."""
+        drafter = self.bound(slots)
+        if drafter.lookahead == 0:
+            pytest.skip("lookahead is 0: it is never asked")
+        return drafter
+
+    def on_device(self) -> Drafter:
+        drafter = self.asked()
+        if drafter.needs_host_tokens:
+            pytest.skip("its drafts come from the host")
+        return drafter
+
+    def context(
+        self, histories: Histories, k: int, lookahead: int, *, poison: int = 0, slack: int = 0, slots: int | None = None
+    ) -> DraftContext:
+        """Everything that the drafter must not read is filled with tokens that depend on `poison`."""
+        generator = torch.Generator().manual_seed(poison)
+        width = self.max_len + 2 * lookahead + 1
+        tokens_SL = torch.randint(self.vocab, ((slots or self.slots) + 1, width), generator=generator, dtype=torch.int32)
+        for slot, history in histories.items():
+            tokens_SL[slot, : len(history)] = torch.tensor(history, dtype=torch.int32)
+        lengths = [len(history) for history in histories.values()]
+        return DraftContext(
+            slots_B=torch.tensor(list(histories), dtype=torch.int64),
+            tokens_SL=tokens_SL,
+            lengths_B=torch.tensor(lengths, dtype=torch.int32),
+            max_length=max(lengths) + slack,
+            k=k,
+        )
+
+    def observe(self, drafter: Drafter, ctx: DraftContext, chunk: int = 1) -> None:
+        """Hidden states that depend on what each row holds, `chunk` tokens a row."""
+        states = []
+        for slot, length in zip(ctx.slots_B.tolist(), ctx.lengths_B.tolist(), strict=True):
+            seed = zlib.crc32(bytes(ctx.tokens_SL[slot, :length].tolist()))
+            states.append(torch.randn(chunk, HIDDEN, generator=torch.Generator().manual_seed(seed)))
+        hidden_TC = torch.cat(states)
+        drafter.observe(ctx, hidden_TC, {layer: hidden_TC + layer for layer in drafter.taps})
+
+    @torch.inference_mode()
+    def step(self, drafter: Drafter, ctx: DraftContext) -> list[Guesses]:
+        """One step of the engine: the drafter sees hidden states, then guesses."""
+        self.observe(drafter, ctx)
+        if drafter.needs_host_tokens:
+            rows = zip(ctx.slots_B.tolist(), ctx.lengths_B.tolist(), strict=True)
+            known = [ctx.tokens_SL[slot, :length].tolist() for slot, length in rows]
+            return [Guesses(tuple(drafter.propose_host(tokens, ctx.k))) for tokens in known]
+        return _rows(drafter.propose(ctx))
+
+    def guess(self, histories: Histories, k: int | None = None, *, poison: int = 0, slack: int = 0) -> list[Guesses]:
+        """Of a fresh drafter."""
+        drafter = self.asked()
+        k = drafter.lookahead if k is None else k
+        return self.step(drafter, self.context(histories, k, drafter.lookahead, poison=poison, slack=slack))
+
+    def loads(self) -> Iterable[Histories]:
+        """Batches of every size, in no order of slots; some rows repeat themselves, so that lookups find something."""
+        rng = random.Random(5)
+        for size in range(1, self.slots + 1):
+            slots = rng.sample(range(self.slots), size)
+            yield {slot: self.history(rng) for slot in slots}
+
+    def history(self, rng: random.Random) -> list[int]:
+        tokens = [rng.randrange(self.vocab) for _ in range(rng.randrange(1, self.max_len // 2))]
+        return (tokens * 8)[: rng.randrange(1, self.max_len + 1)]
+
+    # What a drafter says of itself.
+
+    def test_lookahead_is_one_number_from_the_start(self) -> None:
+        drafter = self.make()
+        lookahead = drafter.lookahead
+        assert isinstance(lookahead, int) and lookahead >= 0, f"lookahead is {lookahead!r}"
+        drafter.bind(self.target(self.slots))
+        assert drafter.lookahead == lookahead, "lookahead changed with bind: the engine has sized its tables before"
+        if lookahead:
+            self.step(drafter, self.context({0: [1, 2, 1]}, lookahead, lookahead))
+            assert drafter.lookahead == lookahead
+        assert self.make().lookahead == lookahead
+
+    def test_its_kv_groups_have_ids_of_their_own(self) -> None:
+        ids = [group.id for group in self.bound().kv_groups()]
+        assert len(set(ids)) == len(ids), f"KV group ids {ids}"
+
+    # What it offers.
+
+    def test_shapes_dtypes_and_counts(self) -> None:
+        drafter = self.on_device()
+        for k in range(1, drafter.lookahead + 1):
+            for histories in self.loads():
+                ctx = self.context(histories, k, drafter.lookahead)
+                with torch.inference_mode():
+                    self.observe(drafter, ctx)
+                    draft = drafter.propose(ctx)
+                rows = len(histories)
+                assert (draft.tokens_BK.shape, draft.tokens_BK.dtype) == ((rows, k), torch.int32), draft.tokens_BK
+                assert (draft.count_B.shape, draft.count_B.dtype) == ((rows,), torch.int32), draft.count_B
+                assert 0 <= int(draft.count_B.min()) and int(draft.count_B.max()) <= k, f"{draft.count_B} of {k}"
+                for guesses in _rows(draft):
+                    assert all(0 <= t < self.vocab for t in guesses.tokens), f"{guesses} of {self.vocab} tokens"
+                if draft.parents_BK is not None:
+                    assert (draft.parents_BK.shape, draft.parents_BK.dtype) == ((rows, k), torch.int32)
+                    for parents, count in zip(draft.parents_BK.tolist(), draft.count_B.tolist(), strict=True):
+                        assert all(-1 <= p < i for i, p in enumerate(parents[:count])), f"a node before its parent: {parents}"
+
+    def test_probabilities_are_a_distribution_that_holds_the_guess(self) -> None:
+        drafter = self.on_device()
+        for k in range(1, drafter.lookahead + 1):
+            for histories in self.loads():
+                ctx = self.context(histories, k, drafter.lookahead)
+                with torch.inference_mode():
+                    self.observe(drafter, ctx)
+                    draft = drafter.propose(ctx)
+                if draft.probs_BKV is None:
+                    pytest.skip("its guesses are point masses")
+                assert draft.probs_BKV.shape == (len(histories), k, self.vocab), draft.probs_BKV.shape
+                assert draft.probs_BKV.dtype == torch.float32, draft.probs_BKV.dtype
+                for guesses in _rows(draft):
+                    probs_KV = guesses.probs_KV
+                    assert bool((probs_KV >= 0).all()), probs_KV
+                    assert torch.allclose(probs_KV.sum(-1), torch.ones(len(guesses.tokens)), atol=1e-4), probs_KV.sum(-1)
+                    drawn = probs_KV.gather(1, torch.tensor(guesses.tokens, dtype=torch.int64)[:, None])
+                    assert bool((drawn > 0).all()), f"guesses {guesses.tokens} that q gives no chance: {drawn}"
+
+    def test_host_guesses_are_at_most_k_tokens(self) -> None:
+        drafter = self.asked()
+        if not drafter.needs_host_tokens:
+            pytest.skip("its drafts come from the device")
+        rng = random.Random(6)
+        for k in range(1, drafter.lookahead + 1):
+            for _ in range(10):
+                tokens = self.history(rng)
+                given = list(tokens)
+                guesses = list(drafter.propose_host(given, k))
+                assert given == tokens, "propose_host changed the tokens"
+                assert len(guesses) <= k, f"{len(guesses)} guesses where {k} were wanted"
+                assert all(isinstance(t, int) and 0 <= t < self.vocab for t in guesses), guesses
+
+    # What it reads and writes.
+
+    def test_only_known_tokens_are_read(self) -> None:
+        """Whatever else stands in the table: old drafts, other sequences, what the slot held before."""
+        for histories in self.loads():
+            first, *others = (self.guess(histories, poison=poison) for poison in (1, 2, 3))
+            for other in others:
+                _assert_same(first, other, "the guesses depend on tokens past a row's length, or of other slots")
+
+    def test_the_host_bound_may_be_loose(self) -> None:
+        for histories in self.loads():
+            slack = self.max_len - max(map(len, histories.values()))
+            _assert_same(self.guess(histories), self.guess(histories, slack=slack), "the guesses depend on max_length")
+
+    def test_a_row_depends_on_its_own_history_alone(self) -> None:
+        """Not on the rest of the batch, its order, or the slot: a seeded request must give the same text in any batch."""
+        for histories in self.loads():
+            together = self.guess(histories)
+            for (slot, history), guesses in zip(histories.items(), together, strict=True):
+                _assert_same(self.guess({slot: history}), [guesses], "alone and in a batch the guesses differ")
+                other = (slot + 1) % self.slots
+                _assert_same(self.guess({other: history}), [guesses], "in another slot the guesses differ")
+
+    def test_a_slot_keeps_nothing_of_its_last_sequence(self) -> None:
+        for histories in self.loads():
+            used = self.asked()
+            k = used.lookahead
+            rng = random.Random(8)
+            for length in (30, 12):
+                before = {slot: [rng.randrange(self.vocab) for _ in range(length)] for slot in range(self.slots)}
+                self.step(used, self.context(before, k, k))
+            again = self.step(used, self.context(histories, k, k))
+            _assert_same(self.guess(histories), again, "the guesses depend on who had the slot before")
+
+    def test_its_inputs_are_left_as_they_are(self) -> None:
+        drafter = self.asked()
+        for histories in self.loads():
+            ctx = self.context(histories, drafter.lookahead, drafter.lookahead)
+            before = [t.clone() for t in (ctx.slots_B, ctx.tokens_SL, ctx.lengths_B)]
+            numbers = ctx.max_length, ctx.k
+            self.step(drafter, ctx)
+            assert all(map(torch.equal, before, (ctx.slots_B, ctx.tokens_SL, ctx.lengths_B))), "it wrote into its context"
+            assert (ctx.max_length, ctx.k) == numbers
+
+    def test_equal_calls_give_equal_drafts(self) -> None:
+        """Each rank has a drafter of its own, and random generators in whatever state its program left them."""
+        offered = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            drafter = self.asked()
+            k = drafter.lookahead
+            offered.append([self.step(drafter, self.context(histories, k, k)) for histories in self.loads()])
+        for first, second in zip(*offered, strict=True):
+            assert [g.tokens for g in first] == [g.tokens for g in second], "two ranks would propose different tokens"
+            assert all(map(Guesses.same, first, second)), "two ranks would hold different q"
+
+    def test_propose_does_not_wait_for_the_device(self) -> None:
+        drafter = self.on_device()
+        for histories in self.loads():
+            ctx = self.context(histories, drafter.lookahead, drafter.lookahead)
+            with torch.inference_mode():
+                self.observe(drafter, ctx)
+                with NoHostSync("propose"):
+                    drafter.propose(ctx)
+
+    def test_observe_is_called_every_step(self) -> None:
+        """Also when no draft was wanted, with any number of tokens a row, and without a propose in between."""
+        drafter = self.bound()
+        k = drafter.lookahead
+        with torch.inference_mode():
+            for chunk, histories in enumerate(self.loads(), start=1):
+                ctx = self.context(histories, k, k)
+                self.observe(drafter, ctx, chunk)
+                self.observe(drafter, ctx, chunk)
+        if k:
+            histories = {2: [1, 2, 3, 1, 2], 0: [4]}
+            _assert_same(self.guess(histories), self.step(drafter, self.context(histories, k, k)), "after steps without drafts")
+
+    # What becomes of it.
+
+    def test_verified_drafts_leave_the_targets_distribution(self) -> None:
+        """Chi-square of what core.engine.verify makes of the drafts, against the target, at each position reached.
+
+        A drafter that gives probabilities must have drawn its guesses from them; one that gives none may guess anything.
+        """
+        rounds, rows = 6, 512
+        drafter = self.asked(slots=rows)
+        k = drafter.lookahead
+        generator = torch.Generator().manual_seed(3)
+        rng = random.Random(4)
+        p_WV = (0.7 * torch.randn(k + 1, self.vocab, generator=generator)).softmax(-1)
+        seen_WV = torch.zeros(k + 1, self.vocab)
+        drafted = 0
+        for _ in range(rounds):
+            histories = {slot: self.history(rng) for slot in range(rows)}
+            guesses = self.step(drafter, self.context(histories, k, k, slots=rows))
+            drafted += sum(len(g.tokens) for g in guesses)
+            verdict = _verify(p_WV, guesses, torch.randint(1 << 60, (rows,), generator=generator))
+            for w in range(k + 1):
+                reached = verdict.tokens_RW[verdict.accepted_R >= w, w]
+                seen_WV[w] += torch.bincount(reached, minlength=self.vocab)
+        assert drafted, "no history made it draft anything: override `history`"
+        for w, (seen_V, p_V) in enumerate(zip(seen_WV, p_WV, strict=True)):
+            total = float(seen_V.sum())
+            if total * float(p_V.min()) < 5:
+                continue
+            statistic = ((seen_V - total * p_V) ** 2 / (total * p_V)).sum()
+            p_value = float(torch.special.gammaincc(torch.tensor((self.vocab - 1) / 2), statistic / 2))
+            assert p_value > 1e-4, f"at position {w} tokens come {(seen_V / total).tolist()}, not {p_V.tolist()}"
+
+
+def _rows(draft: Draft) -> list[Guesses]:
+    counts = draft.count_B.tolist()
+    return [
+        Guesses(tuple(tokens[:count]), None if draft.probs_BKV is None else draft.probs_BKV[row, :count].clone())
+        for row, (tokens, count) in enumerate(zip(draft.tokens_BK.tolist(), counts, strict=True))
+    ]
+
+
+def _assert_same(expected: Seq[Guesses], found: Seq[Guesses], what: str) -> None:
+    for row, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert a.same(b), f"{what}: row {row} was {a} and is {b}"
+
+
+def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> Verdict:
+    """As the engine does: rejection against q where there is one, else comparison with the target's own draws."""
+    rows, (width, vocab) = len(guesses), p_WV.shape
+    draft_RK = torch.tensor([[*g.tokens, *[0] * (width - 1 - len(g.tokens))] for g in guesses])
+    count_R = torch.tensor([len(g.tokens) for g in guesses])
+    position_RW = torch.arange(width).expand(rows, width)
+    if guesses[0].probs_KV is not None:
+        q_RKV = torch.zeros(rows, width - 1, vocab)
+        for row, g in enumerate(guesses):
+            q_RKV[row, : len(g.tokens)] = g.probs_KV
+        return verify_rejection(p_WV.expand(rows, width, vocab), q_RKV, draft_RK, count_R, key_R, position_RW)
+    n = rows * width
+    zeros = torch.zeros(n, dtype=torch.int64)
+    params = SampleParams(
+        torch.ones(n), zeros, torch.ones(n), torch.zeros(n), key_R.repeat_interleave(width), random=True, filtered=False
+    )
+    target = sample(p_WV.log().repeat(rows, 1), position_RW.reshape(-1), params)
+    return verify_match(target.view(rows, width), draft_RK, count_R)

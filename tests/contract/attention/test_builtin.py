@@ -1,0 +1,34 @@
+"""The contract suite over every built-in attention backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import AttentionBackend
+from dovetail.core.testing.attention import AttentionContract
+from dovetail.plugins.attention.config import SDPAConfig
+from dovetail.plugins.attention.sdpa.backend import SDPA
+
+
+class TestSDPA(AttentionContract):
+    kv_dtypes = (torch.bfloat16, torch.float16)
+
+    def make(self) -> AttentionBackend:
+        return SDPA(SDPAConfig())
+
+
+class TestSDPABfloat16(TestSDPA):
+    dtype = torch.bfloat16
+    kv_dtypes = ()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+class TestSDPAOnGPU(TestSDPA):
+    device = "cuda"
+
+
+def test_the_suite_must_be_given_a_backend() -> None:
+    with pytest.raises(NotImplementedError):
+        AttentionContract().make()

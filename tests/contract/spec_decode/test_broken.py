@@ -1,0 +1,265 @@
+"""The suite must reject drafters that are wrong in one way each."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.core.engine.random import Purpose, gumbel
+from dovetail.core.interfaces import Draft, DraftContext, Drafter, TargetView
+from dovetail.core.testing.spec_decode import DrafterContract
+from dovetail.core.testing.suite import failures
+
+
+class Follower(Drafter):
+    """Sound: counts on from the last token, and not always as far as it could."""
+
+    ahead = 3
+
+    @property
+    def lookahead(self) -> int:
+        return self.ahead
+
+    def last(self, ctx: DraftContext) -> torch.Tensor:
+        return ctx.tokens_SL[ctx.slots_B, ctx.lengths_B.long() - 1]
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        last_B = self.last(ctx)
+        tokens_BK = (last_B[:, None] + 1 + torch.arange(ctx.k, dtype=torch.int32)) % self.target.spec.vocab
+        return Draft(tokens_BK, ((last_B + ctx.lengths_B) % (ctx.k + 1)).int())
+
+
+class Drawer(Follower):
+    """Sound: draws from a q that depends on the last token, with noise that depends on the history."""
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        q_BKV = self.q(ctx)
+        rows, k, vocab = q_BKV.shape
+        place_L = torch.arange(ctx.max_length)
+        known_BL = place_L < ctx.lengths_B[:, None]
+        mixed_BL = (ctx.tokens_SL[ctx.slots_B, : ctx.max_length].long() + 1) * (place_L * 2654435761 % 1000003 + 7)
+        key_B = (mixed_BL * known_BL).sum(-1) * 48271
+        noise = gumbel(key_B.repeat_interleave(k), torch.arange(k).repeat(rows), Purpose.DRAFT, vocab)
+        tokens_BK = (q_BKV.log() + noise.view(rows, k, vocab)).argmax(-1).int()
+        return Draft(tokens_BK, torch.full((rows,), k, dtype=torch.int32), self.stated(q_BKV))
+
+    def q(self, ctx: DraftContext) -> torch.Tensor:
+        vocab = self.target.spec.vocab
+        place_V = torch.arange(vocab)
+        scores_BV = -((place_V - self.last(ctx)[:, None]).abs() * 0.4)
+        return scores_BV.softmax(-1)[:, None].repeat(1, ctx.k, 1)
+
+    def stated(self, q_BKV: torch.Tensor) -> torch.Tensor:
+        return q_BKV
+
+
+class HostFollower(Drafter):
+    """Sound, on the host."""
+
+    needs_host_tokens = True
+
+    @property
+    def lookahead(self) -> int:
+        return 3
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        raise AssertionError("its drafts come from the host")
+
+    def propose_host(self, tokens: Sequence[int], k: int) -> Sequence[int]:
+        return [(tokens[-1] + 1 + i) % self.target.spec.vocab for i in range(min(k, len(tokens)))]
+
+
+class ReadsAhead(Follower):
+    def last(self, ctx: DraftContext) -> torch.Tensor:
+        return ctx.tokens_SL[ctx.slots_B, ctx.lengths_B.long()]
+
+
+class ReadsTheNeighbour(Follower):
+    def last(self, ctx: DraftContext) -> torch.Tensor:
+        return ctx.tokens_SL[(ctx.slots_B + 1) % ctx.tokens_SL.shape[0], 0]
+
+
+class ReadsTheBound(Follower):
+    def last(self, ctx: DraftContext) -> torch.Tensor:
+        return super().last(ctx) + int(ctx.max_length > 39)
+
+
+class TakesTheFirstRowForAll(Follower):
+    def last(self, ctx: DraftContext) -> torch.Tensor:
+        return super().last(ctx)[:1].expand(len(ctx.slots_B))
+
+
+class LooksAtTheSlot(Follower):
+    def last(self, ctx: DraftContext) -> torch.Tensor:
+        return super().last(ctx) + ctx.slots_B.int()
+
+
+class WideTokens(Follower):
+    def propose(self, ctx: DraftContext) -> Draft:
+        draft = super().propose(ctx)
+        return Draft(draft.tokens_BK.long(), draft.count_B)
+
+
+class CountsTooFar(Follower):
+    def propose(self, ctx: DraftContext) -> Draft:
+        draft = super().propose(ctx)
+        return Draft(draft.tokens_BK, draft.count_B + 1)
+
+
+class IgnoresK(Follower):
+    def propose(self, ctx: DraftContext) -> Draft:
+        ctx = DraftContext(ctx.slots_B, ctx.tokens_SL, ctx.lengths_B, ctx.max_length, self.lookahead)
+        return super().propose(ctx)
+
+
+class LeavesTheVocabulary(Follower):
+    def propose(self, ctx: DraftContext) -> Draft:
+        draft = super().propose(ctx)
+        return Draft(draft.tokens_BK + 1, draft.count_B)
+
+
+class RollsDice(Follower):
+    def last(self, ctx: DraftContext) -> torch.Tensor:
+        return torch.randint(8, ctx.slots_B.shape, dtype=torch.int32)
+
+
+class WritesTheTable(Follower):
+    def propose(self, ctx: DraftContext) -> Draft:
+        draft = super().propose(ctx)
+        place_BK = ctx.lengths_B[:, None].long() + torch.arange(ctx.k)
+        ctx.tokens_SL[ctx.slots_B[:, None], place_BK] = draft.tokens_BK
+        return draft
+
+
+class WaitsForTheDevice(Follower):
+    def propose(self, ctx: DraftContext) -> Draft:
+        if ctx.lengths_B.max() > 0:
+            return super().propose(ctx)
+        raise AssertionError
+
+
+class RemembersTheSlot(Follower):
+    """Keeps what it first said of a slot."""
+
+    def bind(self, target: TargetView) -> None:
+        super().bind(target)
+        self.first_S = torch.full((target.max_seqs + 1,), -1, dtype=torch.int32)
+
+    def last(self, ctx: DraftContext) -> torch.Tensor:
+        known_B = self.first_S[ctx.slots_B]
+        last_B = torch.where(known_B < 0, super().last(ctx), known_B)
+        self.first_S[ctx.slots_B] = last_B
+        return last_B
+
+
+class WantsToBeAskedFirst(Follower):
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        self.waiting = False
+
+    def observe(self, ctx: DraftContext, hidden_TC: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> None:
+        assert not self.waiting, "observed twice"
+        self.waiting = True
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        self.waiting = False
+        return super().propose(ctx)
+
+
+class LearnsItsLookahead(Follower):
+    def bind(self, target: TargetView) -> None:
+        super().bind(target)
+        self.ahead = 5
+
+
+class Unnormalised(Drawer):
+    def stated(self, q_BKV: torch.Tensor) -> torch.Tensor:
+        return q_BKV * 1.5
+
+
+class DeniesItsGuess(Drawer):
+    def propose(self, ctx: DraftContext) -> Draft:
+        draft = super().propose(ctx)
+        q_BKV = draft.probs_BKV.scatter(-1, draft.tokens_BK[..., None].long(), 0.0)
+        return Draft(draft.tokens_BK, draft.count_B, q_BKV / q_BKV.sum(-1, keepdim=True))
+
+
+class Boasts(Drawer):
+    """States a sharper q than it drew from."""
+
+    def stated(self, q_BKV: torch.Tensor) -> torch.Tensor:
+        return (3 * q_BKV.log()).softmax(-1)
+
+
+class SaysTheLikeliest(Drawer):
+    """States q and takes its mode, which is no draw."""
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        draft = super().propose(ctx)
+        return Draft(draft.probs_BKV.argmax(-1).int(), draft.count_B, draft.probs_BKV)
+
+
+class HostGuessesTooMany(HostFollower):
+    def propose_host(self, tokens: Sequence[int], k: int) -> Sequence[int]:
+        return super().propose_host([*tokens, tokens[-1]], k + 1)
+
+
+class HostRollsDice(HostFollower):
+    def propose_host(self, tokens: Sequence[int], k: int) -> Sequence[int]:
+        return super().propose_host([int(torch.randint(8, ()))], k)
+
+
+class HostEatsTokens(HostFollower):
+    def propose_host(self, tokens: Any, k: int) -> Sequence[int]:
+        found = super().propose_host(tokens, k)
+        tokens.append(zlib.crc32(b"") % 8)
+        return found
+
+
+BROKEN: dict[type[Drafter], str] = {
+    ReadsAhead: "test_only_known_tokens_are_read",
+    ReadsTheNeighbour: "test_only_known_tokens_are_read",
+    ReadsTheBound: "test_the_host_bound_may_be_loose",
+    TakesTheFirstRowForAll: "test_a_row_depends_on_its_own_history_alone",
+    LooksAtTheSlot: "test_a_row_depends_on_its_own_history_alone",
+    WideTokens: "test_shapes_dtypes_and_counts",
+    CountsTooFar: "test_shapes_dtypes_and_counts",
+    IgnoresK: "test_shapes_dtypes_and_counts",
+    LeavesTheVocabulary: "test_shapes_dtypes_and_counts",
+    RollsDice: "test_equal_calls_give_equal_drafts",
+    WritesTheTable: "test_its_inputs_are_left_as_they_are",
+    WaitsForTheDevice: "test_propose_does_not_wait_for_the_device",
+    RemembersTheSlot: "test_a_slot_keeps_nothing_of_its_last_sequence",
+    WantsToBeAskedFirst: "test_observe_is_called_every_step",
+    LearnsItsLookahead: "test_lookahead_is_one_number_from_the_start",
+    Unnormalised: "test_probabilities_are_a_distribution_that_holds_the_guess",
+    DeniesItsGuess: "test_probabilities_are_a_distribution_that_holds_the_guess",
+    Boasts: "test_verified_drafts_leave_the_targets_distribution",
+    SaysTheLikeliest: "test_verified_drafts_leave_the_targets_distribution",
+    HostGuessesTooMany: "test_host_guesses_are_at_most_k_tokens",
+    HostRollsDice: "test_equal_calls_give_equal_drafts",
+    HostEatsTokens: "test_host_guesses_are_at_most_k_tokens",
+}
+
+
+def suite_of(drafter: Callable[[object], Drafter]) -> DrafterContract:
+    class Suite(DrafterContract):
+        def make(self) -> Drafter:
+            return drafter(None)
+
+    return Suite()
+
+
+@pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
+def test_the_suite_rejects(broken: type[Drafter], test: str) -> None:
+    failed = failures(suite_of(broken))
+    assert test in failed, f"only {sorted(failed)} failed"
+
+
+@pytest.mark.parametrize("sound", [Follower, Drawer, HostFollower])
+def test_the_unbroken_ones_pass(sound: type[Drafter]) -> None:
+    assert failures(suite_of(sound)) == {}
