@@ -30,9 +30,7 @@ class Batch:
     """Bound of every length in the step, the sampled tokens included."""
 
 
-def build_batch(
-    rows: Seq[Row], state: DeviceState, groups: Seq[KVGroup], attention: AttentionBackend
-) -> Batch:
+def build_batch(rows: Seq[Row], state: DeviceState, groups: Seq[KVGroup], attention: AttentionBackend) -> Batch:
     """Positions come from the device's own lengths, so that rows may be built before the previous step has ended."""
     device = state.device
     counts = [row.count for row in rows]

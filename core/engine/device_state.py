@@ -1,5 +1,5 @@
-"""Persistent state of every slot on the device. Plans change it by diffs; steps read lengths, tokens and drafts from it, so the
-host need not know them. S slots (one more as scratch for padding), L token capacity, P pages per table.
+"""Persistent state of every slot on the device. Plans change it by diffs; steps read lengths, tokens and drafts from
+it, so the host need not know them. S slots (one more as scratch for padding), L token capacity, P pages per table.
 """
 
 from __future__ import annotations

@@ -10,19 +10,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str, rank: int) -> torch.device:
-    """"auto" is CUDA where there is a GPU. Rank r takes GPU r."""
+    """ "auto" is CUDA where there is a GPU. Rank r takes GPU r."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         count = torch.cuda.device_count()
         if rank >= count:
-            raise ConfigError(f"engine.device=cuda: rank {rank} needs GPU {rank}, this host has {count}; use engine.device=cpu or fewer ranks")
+            raise ConfigError(
+                f"engine.device=cuda: rank {rank} needs GPU {rank}, this host has {count}; "
+                "use engine.device=cpu or fewer ranks"
+            )
         return torch.device("cuda", rank)
     return torch.device(name)
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """"auto" is the checkpoint's dtype on a GPU and float32 on a CPU, where 16-bit products are slow."""
+    """ "auto" is the checkpoint's dtype on a GPU and float32 on a CPU, where 16-bit products are slow."""
     if name == "auto":
         name = checkpoint if device.type == "cuda" else "float32"
     if name not in DTYPES:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -156,7 +157,9 @@ class Engine:
         if not prompt_ids:
             raise RequestError("the prompt is empty: give at least one token (most models take their BOS token)")
         if len(prompt_ids) >= limit:
-            raise RequestError(f"the prompt has {len(prompt_ids)} tokens and the context is {limit} (engine.max_len): shorten it")
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens and the context is {limit} (engine.max_len): shorten it"
+            )
         outside = [t for t in prompt_ids if not 0 <= t < vocab]
         if outside:
             raise RequestError(f"prompt token id {outside[0]} is not in the model's vocabulary of {vocab}")
@@ -196,8 +199,8 @@ class Engine:
         elif self._sequences and not events:
             stats = self.scheduler.stats()
             raise RuntimeError(
-                f"{type(self.scheduler).__name__} has {stats.waiting} waiting and {stats.running} running sequences and "
-                f"launched nothing with an idle device ({self.kv.stats()})"
+                f"{type(self.scheduler).__name__} has {stats.waiting} waiting and {stats.running} running sequences "
+                f"and launched nothing with an idle device ({self.kv.stats()})"
             )
         return events
 
@@ -250,7 +253,8 @@ class Engine:
         return events
 
     def _extend(self, seq: Sequence, row: RowResult) -> SequenceEvent:
-        """Append what came; the event shows what stands up to the first token that ends the sequence (`finish` drops the rest)."""
+        """Append what came; the event shows what stands up to the first token that ends the sequence (`finish` drops
+        the rest)."""
         request, stop_ids = seq.request, seq.request.stop_ids
         params = request.params
         limit = self.limits.max_len
@@ -284,9 +288,7 @@ class Engine:
     def _record(self, launched: _Launched, result: StepResult) -> None:
         plan, counters = launched.plan, self.counters
         decodes = [
-            (row, outcome)
-            for row, outcome in zip(plan.rows, result.rows, strict=True)
-            if row.flags & RowFlag.DECODE
+            (row, outcome) for row, outcome in zip(plan.rows, result.rows, strict=True) if row.flags & RowFlag.DECODE
         ]
         drafted = sum(row.draft for row, _ in decodes)
         accepted = sum(len(outcome.tokens) - 1 for _, outcome in decodes)

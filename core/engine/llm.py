@@ -6,7 +6,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,8 @@ class _Stream:
 class LLM:
     """A running engine.
 
-    `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any override of the command line.
-    A model path that is a folder is read as `model=llama model.path=...`. Use it as a context manager, or `close` it.
+    `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any override of the command
+    line. A model path that is a folder is read as `model=llama model.path=...`. Use it as a context manager, or `close` it.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class LLM:
         on_done: Callable[[], None] = lambda: None,
         **request: Any,
     ) -> list[Generation]:
-        """Complete one prompt or many; results in the order of prompts. `on_done` is called as each one completes, from the
-        engine's thread. `request`: priority, user, cache_salt, hints."""
+        """Complete one prompt or many; results in the order of prompts. `on_done` is called as each one completes,
+        from the engine's thread. `request`: priority, user, cache_salt, hints."""
         jobs = self._jobs(prompts, params)
         # Every prompt is checked before the first one runs.
         collectors = [_Collector(self, prompt, p, request, on_done) for prompt, p in jobs]
@@ -114,7 +115,9 @@ class LLM:
         finally:
             self._abort(sequences)
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> AsyncIterator[Delta]:
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **request: Any
+    ) -> AsyncIterator[Delta]:
         """As `stream`, for asyncio."""
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
@@ -294,7 +297,14 @@ class LLM:
         if tokens and not stream.timing.first_token:
             stream.timing.first_token = time.perf_counter()
         stream.put(
-            Delta(sample, text, tokens, event.logprobs[: len(tokens)], event.prompt_logprobs, REASONS[reason] if reason else None)
+            Delta(
+                sample,
+                text,
+                tokens,
+                event.logprobs[: len(tokens)],
+                event.prompt_logprobs,
+                REASONS[reason] if reason else None,
+            )
         )
         if reason is not None:
             del self._streams[event.uid]

@@ -81,7 +81,8 @@ class StopWatch:
         """Output tokens pushed."""
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        """New text that may be shown, and whether a stop string came; `tokens` then counts up to the token that completed it."""
+        """New text that may be shown, and whether a stop string came; `tokens` then counts up to the token that
+        completed it."""
         if self._detokenizer is None:
             self.tokens += len(tokens)
             return "", False

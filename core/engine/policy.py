@@ -1,7 +1,7 @@
 """PolicyScheduler: the mechanics every scheduler shares, with the policy left open.
 
-Here: slots, pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and results that come
-depth - 1 steps late. A policy overrides order, admit, reject, chunk, victim or draft_tokens, and nothing else.
+Here: slots, pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and results that
+come depth - 1 steps late. A policy overrides order, admit, reject, chunk, victim or draft_tokens, and nothing else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class PolicyScheduler(Scheduler):
     # Policy: override these.
 
     def order(self, waiting: Iterable[Sequence], ctx: SchedulerContext) -> Iterable[Sequence]:
-        """Waiting sequences in the order they should enter. Default: as given (preempted ones first, then by arrival)."""
+        """Waiting sequences in the order they should enter. Default: as given (preempted ones first, then by
+        arrival)."""
         return waiting
 
     def admit(self, seq: Sequence, ctx: SchedulerContext) -> bool:
@@ -148,14 +149,15 @@ class PolicyScheduler(Scheduler):
 
     def _never_fits(self, seq: Sequence) -> str | None:
         if seq.known_len >= self.limits.max_len:
-            return f"prompt of {seq.known_len} tokens leaves no room in a context of {self.limits.max_len} (engine.max_len)"
+            limit = self.limits.max_len
+            return f"prompt of {seq.known_len} tokens leaves no room in a context of {limit} (engine.max_len)"
         limit = self.length_limit(seq)
         for group, pages in self.kv.pages_needed(limit).items():
             have = self.kv.num_pages[group]
             if pages > have:
                 return (
-                    f"{limit} tokens need {pages} KV pages and the cache has {have}: lower max_tokens, shorten the prompt, "
-                    "or raise engine.kv_pages or engine.memory_fraction"
+                    f"{limit} tokens need {pages} KV pages and the cache has {have}: lower max_tokens, shorten the "
+                    "prompt, or raise engine.kv_pages or engine.memory_fraction"
                 )
         return None
 
@@ -272,7 +274,8 @@ class PolicyScheduler(Scheduler):
         self._preemptions += 1
 
     def _leave(self, seq: Sequence) -> None:
-        """Slot and pages may be given away at once: plans run in order, so whoever gets them writes after the last read."""
+        """Slot and pages may be given away at once: plans run in order, so whoever gets them writes after the last
+        read."""
         if self.running.pop(seq.uid, None) is not None:
             heapq.heappush(self._free_slots, seq.slot)
             self._leaves.append(seq.slot)

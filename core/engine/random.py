@@ -26,7 +26,8 @@ class Purpose(IntEnum):
 
 
 def sequence_key(engine_seed: int, request: Request, sample: int) -> int:
-    """63-bit key of one sample: of the request's own seed where it has one, else of engine.seed and the arrival number."""
+    """63-bit key of one sample: of the request's own seed where it has one, else of engine.seed and the arrival
+    number."""
     seed = request.params.seed
     text = f"request:{seed}:{sample}" if seed is not None else f"engine:{engine_seed}:{request.uid}:{sample}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

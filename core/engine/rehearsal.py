@@ -1,12 +1,13 @@
-"""Plans that make a rank do its most expensive work before anybody waits for it: to measure memory, and to warm up kernels."""
+"""Plans that make a rank do its most expensive work before anybody waits for it: to measure memory, and to warm up
+kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dovetail.core.interfaces import (
-    JoinBlob,
     Join,
+    JoinBlob,
     KVGroup,
     PageDelta,
     Request,
@@ -20,7 +21,8 @@ EPOCH = -1
 
 
 def rehearsal(tokens: int, rows: int, groups: Sequence[KVGroup]) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
-    """One step of `tokens` prompt tokens over `rows` sequences that all sample with top-p (the sort is the costly part)."""
+    """One step of `tokens` prompt tokens over `rows` sequences that all sample with top-p (the sort is the costly
+    part)."""
     rows = min(rows, tokens)
     share = tokens // rows
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)

@@ -1,7 +1,7 @@
 """One rank: holds model, KV pools and device state, and runs plans in order.
 
-A step is two halves, `forward` (apply the plan, run the layers) and `sample` (draw, verify, move lengths, draft). Between them
-late inputs may arrive; each half can be captured by itself. Nothing in either waits for the device.
+A step is two halves, `forward` (apply the plan, run the layers) and `sample` (draw, verify, move lengths, draft).
+Between them late inputs may arrive; each half can be captured by itself. Nothing in either waits for the device.
 """
 
 from __future__ import annotations
@@ -111,9 +111,7 @@ class Runner:
         clock = phase("load weights", clock)
 
         self.drafter.bind(
-            TargetView(
-                spec, device, self.dtype, engine.max_seqs, self.max_len, self.model.embed, self.model.logits
-            )
+            TargetView(spec, device, self.dtype, engine.max_seqs, self.max_len, self.model.embed, self.model.logits)
         )
         self.processors = {name: part.build() for name, part in composition.many("logits").items()}
         for processor in self.processors.values():
@@ -266,8 +264,8 @@ class Runner:
         return host.copy_(tensor, non_blocking=True)
 
     def _prompt_logprobs(self, batch: Batch, hidden: Hidden) -> dict[int, list[torch.Tensor]]:
-        """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since logits are
-        gathered from all of them."""
+        """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since
+        logits are gathered from all of them."""
         found: dict[int, list[torch.Tensor]] = {}
         first = 0
         for i, row in enumerate(batch.rows):
@@ -315,7 +313,9 @@ class Runner:
             self.collective.close()
 
 
-def _logprobs(chosen: list[float], values: list[list[float]], ids: list[list[int]], wanted: int) -> tuple[TokenLogprobs, ...]:
+def _logprobs(
+    chosen: list[float], values: list[list[float]], ids: list[list[int]], wanted: int
+) -> tuple[TokenLogprobs, ...]:
     return tuple(
         TokenLogprobs(value, tuple(zip(best_ids[:wanted], best[:wanted], strict=True)))
         for value, best, best_ids in zip(chosen, values, ids, strict=True)

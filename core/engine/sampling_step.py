@@ -111,7 +111,12 @@ def sample_step(
 
 
 def _verify(
-    logits_NV: torch.Tensor, at: Positions, position_RW: torch.Tensor, params: SampleParams, batch: Batch, state: DeviceState
+    logits_NV: torch.Tensor,
+    at: Positions,
+    position_RW: torch.Tensor,
+    params: SampleParams,
+    batch: Batch,
+    state: DeviceState,
 ) -> Verdict:
     rows, width = position_RW.shape
     if width == 1:

@@ -1,7 +1,8 @@
-"""Verification of drafts: which of them the target would have produced itself. R rows, W = K + 1 positions, V vocabulary.
+"""Verification of drafts: which of them the target would have produced itself. R rows, W = K + 1 positions, V
+vocabulary.
 
-Position w of a row holds the target's logits after the last token and the first w drafts. Both functions leave the output
-distribution exactly the target's.
+Position w of a row holds the target's logits after the last token and the first w drafts. Both functions leave the
+output distribution exactly the target's.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch
     """Accept drafts as long as they equal the token the target drew at that position.
 
     For greedy rows this is the usual rule. For random rows whose drafter is certain of its guess (q a point mass) it is
-    min(1, p/q) as well: the draw equals the guess with probability p(guess), and given that it does not, it is distributed as
-    the residual. The draws are those of plain sampling, so a seeded request gives the same text with and without drafts.
+    min(1, p/q) as well: the draw equals the guess with probability p(guess), and given that it does not, it is
+    distributed as the residual. The draws are those of plain sampling, so a seeded request gives the same text with and without
+    drafts.
     """
     agree = target_RW[:, : draft_RK.shape[1]] == draft_RK
     return Verdict(target_RW, _leading(agree, count_R))
@@ -46,8 +48,9 @@ def verify_rejection(
     key_R: torch.Tensor,
     position_RW: torch.Tensor,
 ) -> Verdict:
-    """Lossless rejection (Leviathan et al. 2023, Chen et al. 2023): accept draft x with probability min(1, p(x)/q(x)); at the
-    first rejection draw from max(p - q, 0) normalised; when all are accepted draw from p. draft_RK was drawn from q_RKV.
+    """Lossless rejection (Leviathan et al. 2023, Chen et al. 2023): accept draft x with probability min(1, p(x)/q(x));
+    at the first rejection draw from max(p - q, 0) normalised; when all are accepted draw from p. draft_RK was drawn
+    from q_RKV.
     """
     rows, drafts = draft_RK.shape
     vocab = p_RWV.shape[-1]

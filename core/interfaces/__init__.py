@@ -15,7 +15,16 @@ from dovetail.core.interfaces.attention import (
 from dovetail.core.interfaces.collective import Collective
 from dovetail.core.interfaces.cost import CostModel
 from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
-from dovetail.core.interfaces.kv_cache import Hit, KVAllocator, KVGroup, KVSequence, KVStats, PageEntry, Plane, Reservation
+from dovetail.core.interfaces.kv_cache import (
+    Hit,
+    KVAllocator,
+    KVGroup,
+    KVSequence,
+    KVStats,
+    PageEntry,
+    Plane,
+    Reservation,
+)
 from dovetail.core.interfaces.logits import LogitsContext, LogitsProcessor
 from dovetail.core.interfaces.model import (
     MLA,
@@ -42,7 +51,7 @@ from dovetail.core.interfaces.records import (
     TokenLogprobs,
 )
 from dovetail.core.interfaces.scheduler import Scheduler, SchedulerContext, SchedulerLimits, SchedulerStats
-from dovetail.core.interfaces.spec_decode import Draft, Drafter, DraftContext, TargetView
+from dovetail.core.interfaces.spec_decode import Draft, DraftContext, Drafter, TargetView
 
 __all__ = [
     "MLA",

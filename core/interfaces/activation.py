@@ -1,4 +1,5 @@
-"""Activation formats: how a linear layer wants its input, so that the producer before it can write it that way directly.
+"""Activation formats: how a linear layer wants its input, so that the producer before it can write it that way
+directly.
 
 A producer (norm, SiLU-and-multiply, attention, all-reduce + norm) gets `emit`, the formats its consumers asked for, and
 returns a Bundle with one Activation per format: a router may want bf16 beside a quantized copy.
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
 class ActFormat:
     """An open record: a third-party quantizer makes its own. Compared by identity.
 
-    `encode` is a triton.JITFunction `encode(x_GC, scale_in) -> (values_GC, scale_G)` that the core's fused kernels inline (Triton
-    takes a JITFunction as a constexpr). x_GC is float32: scale groups of one row, each reduced along axis 1, padded columns
-    zero; scale_in is static_scale or 1. `reference` computes the same in torch: (x_TC float) -> (values_TC, scale_TG | None).
+    `encode` is a triton.JITFunction `encode(x_GC, scale_in) -> (values_GC, scale_G)` that the core's fused kernels
+    inline (Triton takes a JITFunction as a constexpr). x_GC is float32: scale groups of one row, each reduced along
+    axis 1, padded columns zero; scale_in is static_scale or 1. `reference` computes the same in torch: (x_TC float) ->
+    (values_TC, scale_TG | None).
     """
 
     name: str
@@ -64,7 +66,9 @@ class Bundle:
             if item.format is fmt:
                 return item
         have = ", ".join(item.format.name for item in self.items)
-        raise KeyError(f"activation format {fmt.name!r} was not emitted (have: {have}): name it in `emit` of the producer")
+        raise KeyError(
+            f"activation format {fmt.name!r} was not emitted (have: {have}): name it in `emit` of the producer"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class HostBounds:
 
 @dataclass(slots=True)
 class BatchMeta:
-    """Device metadata of one step for one KV group. Tensors of fixed capacity, so that one graph serves any batch of its size.
+    """Device metadata of one step for one KV group. Tensors of fixed capacity, so that one graph serves any batch of
+    its size.
 
     Written by the runner before `plan_device`; read-only for backends.
     """
@@ -87,7 +88,8 @@ class AttnCtx:
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """The tensors of one KV group: planes[name] is [layers, pages + 1, page_tokens, *plane.shape]; page 0 is scratch."""
+    """The tensors of one KV group: planes[name] is [layers, pages + 1, page_tokens, *plane.shape]; page 0 is
+    scratch."""
 
     group: KVGroup
     planes: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -128,7 +130,8 @@ class AttentionBackend(ABC):
         self.pools = pools
 
     def plan_host(self, bounds: HostBounds) -> Any:
-        """Host-side planning of a step; runs ahead of the device. The result is AttnCtx.state for plan_device to refine."""
+        """Host-side planning of a step; runs ahead of the device. The result is AttnCtx.state for plan_device to
+        refine."""
         return None
 
     def plan_device(self, meta: BatchMeta, host: HostBounds, state: Any) -> AttnCtx:
@@ -138,17 +141,26 @@ class AttentionBackend(ABC):
     def write(
         self, layer: AttentionLayer, ctx: AttnCtx, qkv: torch.Tensor, rope: Rope | None, qk_norm: QKNorm | None = None
     ) -> torch.Tensor:
-        """Split qkv_T(H+2K)D, norm and rotate q and k, write k and v to their pages; returns q_THD. Default: the core's op."""
+        """Split qkv_T(H+2K)D, norm and rotate q and k, write k and v to their pages; returns q_THD. Default: the
+        core's op."""
         from dovetail.core.ops.kv_write import rope_kv_write
 
         return rope_kv_write(layer, ctx.meta, self.pools[layer.group], qkv, rope, qk_norm)
 
     @abstractmethod
-    def attend(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
-        """Causal attention of q_THD over each row's pages; T x (H*D) in the formats asked for. Rows see position <= their own."""
+    def attend(
+        self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
+    ) -> Bundle:
+        """Causal attention of q_THD over each row's pages; T x (H*D) in the formats asked for. Rows see position <=
+        their own."""
 
     def attend_mla(
-        self, layer: AttentionLayer, ctx: AttnCtx, q_nope: torch.Tensor, q_rope: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> Bundle:
         """Attention over a compressed latent (DeepSeek-V2, 2024). Optional: the capability `kinds` says who has it."""
         raise NotImplementedError(f"{type(self).__name__} has no MLA; its capability `kinds` must not name it")

@@ -1,4 +1,5 @@
-"""The collective seam: how tensor-parallel ranks sum, gather and agree. Rank counts and groups come from core.parallel."""
+"""The collective seam: how tensor-parallel ranks sum, gather and agree. Rank counts and groups come from
+core.parallel."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Collective(ABC):
 
     @abstractmethod
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
-        """Join the group; address is "host:port" of rank 0. Raises CapabilityError when the transport cannot serve the device."""
+        """Join the group; address is "host:port" of rank 0. Raises CapabilityError when the transport cannot serve the
+        device."""
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,18 +44,22 @@ class Collective(ABC):
     def barrier(self) -> None: ...
 
     def abort(self) -> None:
-        """Called from another thread, perhaps several times, when a rank died: end the calls that wait for it, `connect`
-        included. Their results no longer count. Transports whose calls fail by themselves need nothing."""
+        """Called from another thread, perhaps several times, when a rank died: end the calls that wait for it,
+        `connect` included. Their results no longer count. Transports whose calls fail by themselves need nothing."""
         return None
 
     @abstractmethod
     def close(self) -> None: ...
 
     def boundary(
-        self, x: torch.Tensor | Partial, residual: torch.Tensor | None, norm: Norm, emit: tuple[ActFormat, ...] = (PLAIN,)
+        self,
+        x: torch.Tensor | Partial,
+        residual: torch.Tensor | None,
+        norm: Norm,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> tuple[Bundle, torch.Tensor]:
-        """The edge between two blocks: sum a Partial over ranks, add the residual, norm, emit. This is the one place where
-        row-parallel layers reduce, so that a component can fuse all four."""
+        """The edge between two blocks: sum a Partial over ranks, add the residual, norm, emit. This is the one place
+        where row-parallel layers reduce, so that a component can fuse all four."""
         return norm(self.reduce(x), residual, emit)
 
     def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The cost seam: predicts how long a plan takes. One component for scheduler, simulator, planner and adaptive drafting."""
+"""The cost seam: predicts how long a plan takes. One component for scheduler, simulator, planner and adaptive
+drafting."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MLA:
-    """Attention over a compressed latent (DeepSeek-V2, 2024): a token's cache is kv_rank + rope_dim values, for all heads."""
+    """Attention over a compressed latent (DeepSeek-V2, 2024): a token's cache is kv_rank + rope_dim values, for all
+    heads."""
 
     q_rank: int
     """0 = queries are not compressed."""
@@ -186,15 +187,18 @@ class Model(ABC):
 
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        """Take (name, opener) of every checkpoint tensor; the opener returns a lazily sliced tensor (safetensors get_slice).
-        Raises ConfigError listing missing and unexpected names."""
+        """Take (name, opener) of every checkpoint tensor; the opener returns a lazily sliced tensor (safetensors
+        get_slice). Raises ConfigError listing missing and unexpected names."""
 
     @abstractmethod
     def init_dummy(self, seed: int) -> None:
-        """Random weights of sensible scale, equal on every rank layout as far as the device allows (model.load=dummy)."""
+        """Random weights of sensible scale, equal on every rank layout as far as the device allows
+        (model.load=dummy)."""
 
     @abstractmethod
-    def embed(self, tokens_T: torch.Tensor, extra_TC: torch.Tensor | None = None, mask_T: torch.Tensor | None = None) -> torch.Tensor:
+    def embed(
+        self, tokens_T: torch.Tensor, extra_TC: torch.Tensor | None = None, mask_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Token embeddings_TC; where mask_T, rows of extra_TC instead (images)."""
 
     @abstractmethod

@@ -15,7 +15,8 @@ class RowFlag(IntFlag):
     SAMPLE = 1
     """Sample after this row's last token."""
     DECODE = 2
-    """The row feeds the last sampled token and its drafts; where it starts and how many drafts it has, the device knows."""
+    """The row feeds the last sampled token and its drafts; where it starts and how many drafts it has, the device
+    knows."""
 
 
 class Row(NamedTuple):
@@ -35,7 +36,8 @@ class Row(NamedTuple):
 
 
 class Join(NamedTuple):
-    """A sequence takes a slot. Its token ids and sampling parameters travel beside the plan as the blob (uid, epoch)."""
+    """A sequence takes a slot. Its token ids and sampling parameters travel beside the plan as the blob (uid,
+    epoch)."""
 
     slot: int
     uid: int

@@ -27,7 +27,8 @@ class LinearShape:
 
 
 class LinearMethod(ABC):
-    """One layer's weight format and product. Life: create -> load (any order, once per part and tensor name) -> finish -> apply."""
+    """One layer's weight format and product. Life: create -> load (any order, once per part and tensor name) -> finish
+    -> apply."""
 
     input: ActFormat = PLAIN
     """The format apply wants; producers emit it."""
@@ -40,7 +41,8 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
-        """Copy or convert this rank's shard of one part, output rows `part`. At most one part is held beside the result."""
+        """Copy or convert this rank's shard of one part, output rows `part`. At most one part is held beside the
+        result."""
 
     def finish(self, params: dict[str, torch.Tensor]) -> None:
         """Every part is loaded: pack, transpose, check."""
@@ -58,8 +60,8 @@ class Quantizer(ABC):
 
     @abstractmethod
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        """The method for the layer at this module path, for instance "layers.3.mlp.down". Raises CapabilityError for shapes
-        that the format cannot hold, naming what would."""
+        """The method for the layer at this module path, for instance "layers.3.mlp.down". Raises CapabilityError for
+        shapes that the format cannot hold, naming what would."""
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
         """Static scales of K and V for quantized KV caches."""

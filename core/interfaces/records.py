@@ -25,7 +25,9 @@ TokenId = Annotated[int, AfterValidator(_int32_token)]
 class SamplingParams(BaseModel):
     """How to turn logits into tokens, and when to stop. Names and meaning follow the OpenAI API where it has them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=False
+    )
 
     n: int = Field(1, ge=1, le=128)
     """Samples drawn for one prompt; they share the prompt's KV pages (copy-on-write)."""
@@ -47,7 +49,9 @@ class SamplingParams(BaseModel):
     """Subtracted once from the logit of each token seen in the output."""
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     """Subtracted from a token's logit once per occurrence in the output."""
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict, max_length=1024)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
+        default_factory=dict, max_length=1024
+    )
     """Added to the logits of these token ids."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Same seed, prompt and parameters: same tokens, whatever else is in the batch. None = drawn from engine.seed."""

@@ -1,4 +1,5 @@
-"""The drafter seam: guesses the next tokens so that one target step can accept several (Leviathan et al. 2023, Chen et al. 2023)."""
+"""The drafter seam: guesses the next tokens so that one target step can accept several (Leviathan et al. 2023, Chen et
+al. 2023)."""
 
 from __future__ import annotations
 
@@ -89,5 +90,6 @@ class Drafter(ABC):
         """Guess ctx.k tokens a row. On the device, no host sync."""
 
     def propose_host(self, tokens: Sequence[int], k: int) -> Sequence[int]:
-        """At most k guesses for what follows tokens. Called on the host, on rank 0's process, only with needs_host_tokens."""
+        """At most k guesses for what follows tokens. Called on the host, on rank 0's process, only with
+        needs_host_tokens."""
         raise NotImplementedError(f"{type(self).__name__} sets needs_host_tokens and has no propose_host")

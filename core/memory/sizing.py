@@ -1,4 +1,4 @@
-"""How many KV pages fit: what the device has, less weights, activations of the most expensive step, and what is not ours."""
+"""How many KV pages fit: what the device has, less weights, the activations of the costliest step, and what is not ours."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def measure_pages(
     wanted_tokens: int,
     rehearse: Callable[[], None],
 ) -> dict[int, int]:
-    """Pages per group. On CUDA `rehearse` runs the most expensive step and the rest of `fraction` goes to KV; on a CPU the
-    cache takes what wanted_tokens need, bounded by half of `fraction` of free memory (other ranks live there too)."""
+    """Pages per group. On CUDA `rehearse` runs the most expensive step and the rest of `fraction` goes to KV; on a CPU
+    the cache takes what wanted_tokens need, bounded by half of `fraction` of free memory (other ranks live there too)."""
     bytes_per_token = sum(group.bytes_per_page / group.page_tokens for group in groups)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -37,7 +37,8 @@ def measure_pages(
         foreign = total - free - torch.cuda.memory_reserved(device)
         budget = total * fraction - peak - foreign
         tokens = int(budget / bytes_per_token)
-        where = f"{total / 2**30:.1f} GiB x engine.memory_fraction={fraction}, {peak / 2**30:.1f} GiB for weights and activations"
+        gib = 2**30
+        where = f"{total / gib:.1f} GiB x engine.memory_fraction={fraction}, {peak / gib:.1f} GiB for weights and activations"
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = free * fraction / 2
@@ -49,6 +50,10 @@ def measure_pages(
         raise CapacityError(
             f"no room for a single KV page ({where})",
             missing_bytes=missing,
-            settings=("a higher engine.memory_fraction", "a lower engine.token_budget", "quant=int8 or a higher engine.tp"),
+            settings=(
+                "a higher engine.memory_fraction",
+                "a lower engine.token_budget",
+                "quant=int8 or a higher engine.tp",
+            ),
         )
     return pages

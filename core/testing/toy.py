@@ -1,14 +1,16 @@
 """A device made of Python lists: runs plans exactly as a rank would, without a model, and checks what a GPU could not.
 
-Its "model" is a hash of everything before a token, so the right output of every request is known in advance; its memory holds token
-ids where a GPU holds keys and values, so a page that was shared, freed or copied wrongly is found at the step that reads it.
+Its "model" is a hash of everything before a token, so the right output of every request is known in advance; its
+memory holds token ids where a GPU holds keys and values, so a page that was shared, freed or copied wrongly is found
+at the step that reads it.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 

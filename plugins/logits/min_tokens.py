@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Request
-from dovetail.plugins.logits.ragged import SparseRows
+from dovetail.plugins.logits.ragged import NOTHING, SparseRows
 
 
 class MinTokens(LogitsProcessor):
@@ -23,5 +23,5 @@ class MinTokens(LogitsProcessor):
 
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         early_N1 = (ctx.lengths_N < self.until_S[ctx.slots_N])[:, None]
-        values_NM = torch.where(early_N1, self.stops.values_SM[ctx.slots_N], 0.0)
+        values_NM = torch.where(early_N1, self.stops.values_SM[ctx.slots_N], NOTHING)
         return logits_NV.scatter_add(1, self.stops.ids_SM[ctx.slots_N], values_NM)

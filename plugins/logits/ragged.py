@@ -7,21 +7,25 @@ from collections.abc import Mapping
 import torch
 
 
+NOTHING = -0.0
+"""The one float that leaves every other as it is: 0.0 would turn a logit of -0.0 into 0.0."""
+
+
 class SparseRows:
-    """Adds values_SM at ids_SM to logits; unused places add 0 to token 0, which changes nothing."""
+    """Adds values_SM at ids_SM to logits; unused places add NOTHING to token 0."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.ids_SM = torch.zeros(slots, 1, dtype=torch.int64, device=device)
-        self.values_SM = torch.zeros(slots, 1, device=device)
+        self.values_SM = torch.full((slots, 1), NOTHING, device=device)
 
     def set(self, slot: int, pairs: Mapping[int, float]) -> None:
         width = self.ids_SM.shape[1]
         if len(pairs) > width:
             grow = max(len(pairs), 2 * width) - width
             self.ids_SM = torch.nn.functional.pad(self.ids_SM, (0, grow))
-            self.values_SM = torch.nn.functional.pad(self.values_SM, (0, grow))
+            self.values_SM = torch.nn.functional.pad(self.values_SM, (0, grow), value=NOTHING)
         self.ids_SM[slot] = 0
-        self.values_SM[slot] = 0
+        self.values_SM[slot] = NOTHING
         if pairs:
             device = self.ids_SM.device
             self.ids_SM[slot, : len(pairs)] = torch.tensor(list(pairs), device=device)

@@ -23,7 +23,9 @@ def block(language: str, containing: str) -> str:
 
 def run(argv: list[str], cwd: Path, *path: Path) -> str:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(str(p) for p in path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -60,10 +62,14 @@ def test_the_plugin(tmp_path: Path) -> None:
     site = tmp_path / "site"
     (site / "newest-1.0.dist-info").mkdir(parents=True)
     (site / "newest.py").write_text(block("python", "# newest.py"), encoding="utf-8")
-    (site / "newest-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: newest\nVersion: 1.0\n", encoding="utf-8")
+    (site / "newest-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: newest\nVersion: 1.0\n", encoding="utf-8"
+    )
     project = block("toml", "entry-points")
     name, module = re.findall(r'^(\w+) = "(\w+)"$', project.partition("entry-points")[2], re.M)[0]
-    (site / "newest-1.0.dist-info" / "entry_points.txt").write_text(f"[dovetail]\n{name} = {module}\n", encoding="utf-8")
+    (site / "newest-1.0.dist-info" / "entry_points.txt").write_text(
+        f"[dovetail]\n{name} = {module}\n", encoding="utf-8"
+    )
 
     assert "tokens/s" in run([str(ROOT / "run.py"), "scheduler=newest", "generate.max_tokens=8"], tmp_path, site)
     assert "newest" in run([str(ROOT / "run.py"), "app=plugins", "plugins.kind=scheduler"], tmp_path, site)

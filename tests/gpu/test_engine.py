@@ -36,7 +36,12 @@ def test_float32_tokens_equal_the_cpu_reference(reference: list[list[int]], dept
 
 def test_chunks_and_preemption_change_nothing(reference: list[list[int]]) -> None:
     got = tokens(
-        "engine.device=cuda", "engine.dtype=float32", "engine.depth=2", "engine.token_budget=16", "engine.kv_pages=14", "engine.max_len=128"
+        "engine.device=cuda",
+        "engine.dtype=float32",
+        "engine.depth=2",
+        "engine.token_budget=16",
+        "engine.kv_pages=14",
+        "engine.max_len=128",
     )
     assert got == reference
 
@@ -44,13 +49,17 @@ def test_chunks_and_preemption_change_nothing(reference: list[list[int]]) -> Non
 def test_bfloat16_stays_close(reference: list[list[int]]) -> None:
     """Not equal: 16-bit near-ties fall either way. But the first tokens, before paths part, agree nearly always."""
     got = tokens("engine.device=cuda", "engine.dtype=bfloat16")
-    agree = sum(a == b for ours, theirs in zip(got, reference, strict=True) for a, b in zip(ours[:8], theirs[:8], strict=True))
+    agree = sum(
+        a == b for ours, theirs in zip(got, reference, strict=True) for a, b in zip(ours[:8], theirs[:8], strict=True)
+    )
     assert agree >= 0.8 * 8 * len(PROMPTS)
 
 
 def test_int8_runs_on_the_gpu(reference: list[list[int]]) -> None:
     got = tokens("engine.device=cuda", "engine.dtype=bfloat16", "quant=int8")
-    agree = sum(a == b for ours, theirs in zip(got, reference, strict=True) for a, b in zip(ours[:4], theirs[:4], strict=True))
+    agree = sum(
+        a == b for ours, theirs in zip(got, reference, strict=True) for a, b in zip(ours[:4], theirs[:4], strict=True)
+    )
     assert agree >= 0.6 * 4 * len(PROMPTS)
 
 

@@ -1,7 +1,7 @@
 """In float32 the tokens are the same whatever the parts: greedy and seeded sampling, with logprobs alike.
 
-The reference runs one sequence at a time with nothing in flight. The others change scheduler, allocator, chunk size, depth,
-batch, pages (so that sequences are preempted), drafter and an executor that runs plans late.
+The reference runs one sequence at a time with nothing in flight. The others change scheduler, allocator, chunk size,
+depth, batch, pages (so that sequences are preempted), drafter and an executor that runs plans late.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def test_same_tokens(reference: list[Generation], overrides: list[str]) -> None:
         assert outputs(ours) == outputs(theirs)
         for a, b in zip(ours.completions, theirs.completions, strict=True):
             assert [lp.logprob for lp in a.logprobs] == pytest.approx([lp.logprob for lp in b.logprobs], abs=1e-4)
-        assert [lp.logprob for lp in ours.prompt_logprobs] == pytest.approx([lp.logprob for lp in theirs.prompt_logprobs], abs=1e-4)
+        assert [lp.logprob for lp in ours.prompt_logprobs] == pytest.approx(
+            [lp.logprob for lp in theirs.prompt_logprobs], abs=1e-4
+        )
 
 
 def test_the_variants_do_what_their_names_say() -> None:

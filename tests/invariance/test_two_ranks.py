@@ -20,7 +20,9 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "overrides", [["collective=nccl"], ["collective=ordered", "engine.depth=2", "spec_decode=ngram", "engine.kv_pages=16"]], ids=["nccl", "ordered"]
+    "overrides",
+    [["collective=nccl"], ["collective=ordered", "engine.depth=2", "spec_decode=ngram", "engine.kv_pages=16"]],
+    ids=["nccl", "ordered"],
 )
 def test_two_processes_equal_one(overrides: list[str]) -> None:
     assert tokens("executor=multiproc", "engine.tp=2", *overrides) == tokens()

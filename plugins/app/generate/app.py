@@ -70,7 +70,9 @@ class GenerateApp(App):
                 bar.update(task, description=phase, total=None if share is None else 1.0, completed=share or 0.0)
 
             llm = LLM(composition=composition, progress=progress)
-        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in llm.engine.info.phases.items() if seconds >= 0.05)
+        phases = ", ".join(
+            f"{name} {seconds:.1f} s" for name, seconds in llm.engine.info.phases.items() if seconds >= 0.05
+        )
         self._console.print(f"[dim]{llm.engine.info.device}, started in {llm.start_seconds:.1f} s ({phases})[/]")
         for note in llm.engine.info.notes:
             self._console.print(f"[dim]slower path: {note}[/]")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dovetail.core.errors import ConfigError
 
-DEFAULT = "def read_json(path):\n"
+DEFAULT = "def read_json(path):\n    with open(path) as f:\n"
 """For a first run without arguments; the bundled model writes Python."""
 
 

@@ -49,6 +49,13 @@ class RowBatch:
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     """window -> bool [B, N, L]; filled by the first layer that needs it."""
 
+    def reached_BL(self, window: int) -> torch.Tensor:
+        """bool: some query of the row sees the key. A page behind the window may be another sequence's by now."""
+        if not window:
+            return self.exists_BL
+        key_L = torch.arange(self.keys_BL.shape[1], device=self.keys_BL.device)
+        return self.exists_BL & (key_L > self.at_BN[:, :1] - window)
+
     def mask_BNL(self, window: int) -> torch.Tensor:
         if window not in self.masks:
             key_L = torch.arange(self.keys_BL.shape[1], device=self.keys_BL.device)
@@ -76,8 +83,8 @@ class SDPA(AttentionBackend):
         out_THD = torch.zeros_like(q)
         for rows in ctx.state:
             # Stale pages may hold anything, NaN included, which no mask takes out of a sum.
-            exists = rows.exists_BL[:, :, None, None]
-            k_BLKD, v_BLKD = (torch.where(exists, plane[rows.keys_BL], 0).to(q.dtype) for plane in (k_SKD, v_SKD))
+            reached = rows.reached_BL(layer.window)[:, :, None, None]
+            k_BLKD, v_BLKD = (torch.where(reached, plane[rows.keys_BL], 0).to(q.dtype) for plane in (k_SKD, v_SKD))
             out_BNHD = _attend(layer, rows, q[rows.gather_BN], k_BLKD, v_BLKD)
             out_THD[rows.tokens] = out_BNHD.flatten(0, 1)[rows.scatter_T]
         return encode(out_THD.flatten(1), emit)

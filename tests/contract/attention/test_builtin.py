@@ -23,12 +23,6 @@ class TestSDPABfloat16(TestSDPA):
     kv_dtypes = ()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-class TestSDPAOnGPU(TestSDPA):
-    device = "cuda"
-
-
 def test_the_suite_must_be_given_a_backend() -> None:
     with pytest.raises(NotImplementedError):
         AttentionContract().make()

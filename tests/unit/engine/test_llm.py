@@ -46,7 +46,10 @@ def test_callers_in_many_threads(llm: LLM) -> None:
     prompts = [f"x = {i}\n" for i in range(8)]
     alone = [llm.generate(p, GREEDY)[0].token_ids for p in prompts]
     got: dict[int, list[int]] = {}
-    threads = [threading.Thread(target=lambda i=i: got.update({i: llm.generate(prompts[i], GREEDY)[0].token_ids})) for i in range(8)]
+    threads = [
+        threading.Thread(target=lambda i=i: got.update({i: llm.generate(prompts[i], GREEDY)[0].token_ids}))
+        for i in range(8)
+    ]
     for t in threads:
         t.start()
     for t in threads:
@@ -83,16 +86,23 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     assert len(result.prompt_logprobs) == len(result.prompt_ids) - 1
     # Feeding prompt and output as a prompt must find the same log-probabilities again.
     again = llm.generate([*result.prompt_ids, *completion.token_ids], params)[0]
-    assert [lp.logprob for lp in again.prompt_logprobs[-6:]] == pytest.approx([lp.logprob for lp in completion.logprobs], abs=1e-4)
+    assert [lp.logprob for lp in again.prompt_logprobs[-6:]] == pytest.approx(
+        [lp.logprob for lp in completion.logprobs], abs=1e-4
+    )
 
 
 def test_stop_token_min_tokens_and_include_stop(llm: LLM) -> None:
     free = llm.generate("def main():\n", GREEDY)[0].token_ids
     stop = free[3]
-    stopped = llm.generate("def main():\n", SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,)))[0].completions[0]
+    stopped = llm.generate("def main():\n", SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,)))[
+        0
+    ].completions[0]
     assert stopped.token_ids == free[: free.index(stop) + 1] and stopped.finish_reason == "stop"
     assert stopped.text == llm.tokenizer.decode(free[: free.index(stop)])
-    later = llm.generate("def main():\n", SamplingParams(temperature=0, max_tokens=24, min_tokens=10, stop_token_ids=(stop,), ignore_eos=True))
+    later = llm.generate(
+        "def main():\n",
+        SamplingParams(temperature=0, max_tokens=24, min_tokens=10, stop_token_ids=(stop,), ignore_eos=True),
+    )
     assert stop not in later[0].token_ids[:10]
 
 
@@ -107,7 +117,9 @@ def test_stop_token_min_tokens_and_include_stop(llm: LLM) -> None:
         ([1], SamplingParams(stop_token_ids=(10**6,)), "stop_token_ids"),
     ],
 )
-def test_a_bad_request_says_why_and_harms_nobody(llm: LLM, prompt: list[int], params: SamplingParams, words: str) -> None:
+def test_a_bad_request_says_why_and_harms_nobody(
+    llm: LLM, prompt: list[int], params: SamplingParams, words: str
+) -> None:
     with pytest.raises(RequestError, match=words):
         llm.generate([prompt], params)
     assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
@@ -135,6 +147,7 @@ def test_sampling_parameters_are_checked(wrong: dict[str, object]) -> None:
 
 def test_an_engine_that_dies_says_so_to_everyone() -> None:
     with LLM("tiny", overrides=["engine.device=cpu", "engine.max_len=256"]) as llm:
+
         def broken() -> None:
             raise OSError("the device fell off")
 

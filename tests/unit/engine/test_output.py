@@ -32,7 +32,9 @@ def watch(pieces: list[str], **params: object) -> StopWatch:
     st.booleans(),
     st.integers(1, 4),
 )
-def test_stop_strings_end_the_text_where_they_begin(pieces: list[str], stop: list[str], include: bool, group: int) -> None:
+def test_stop_strings_end_the_text_where_they_begin(
+    pieces: list[str], stop: list[str], include: bool, group: int
+) -> None:
     """However the text is cut into tokens and tokens into steps."""
     subject = watch(pieces, stop=tuple(stop), include_stop=include)
     text, used = "", 0

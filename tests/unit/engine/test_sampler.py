@@ -64,7 +64,13 @@ def test_greedy_and_random_rows_share_a_batch() -> None:
     logits = torch.randn(40, 9)
     params = make(40)
     mixed = SampleParams(
-        torch.where(torch.arange(40) % 2 == 0, 0.0, 1.0), params.top_k_N, params.top_p_N, params.min_p_N, params.key_N, True, False
+        torch.where(torch.arange(40) % 2 == 0, 0.0, 1.0),
+        params.top_k_N,
+        params.top_p_N,
+        params.min_p_N,
+        params.key_N,
+        True,
+        False,
     )
     drawn = sample(logits, torch.arange(40), mixed)
     assert torch.equal(drawn[::2], logits.argmax(-1)[::2])

@@ -59,7 +59,13 @@ def rejection(p, q, draft, count, key):  # type: ignore[no-untyped-def]
 def match(p, q, draft, count, key):  # type: ignore[no-untyped-def]
     rows = len(key) * (K + 1)
     params = SampleParams(
-        torch.ones(rows), torch.zeros(rows, dtype=torch.long), torch.ones(rows), torch.zeros(rows), key.repeat_interleave(K + 1), True, False
+        torch.ones(rows),
+        torch.zeros(rows, dtype=torch.long),
+        torch.ones(rows),
+        torch.zeros(rows),
+        key.repeat_interleave(K + 1),
+        True,
+        False,
     )
     target = sample(p.reshape(rows, V).log(), positions(len(key)).reshape(-1), params).view(-1, K + 1)
     return verify_match(target, draft, count)

@@ -1,0 +1,228 @@
+"""The suite must reject logits processors that are wrong in one way each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Request, SamplingParams
+from dovetail.core.testing.logits import LogitsProcessorContract
+from dovetail.core.testing.suite import failures
+
+
+class Charge(LogitsProcessor):
+    """Sound: every logit loses the request's presence penalty for each output token, and more at its stop tokens."""
+
+    stops_SM: torch.Tensor
+
+    def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
+        self.charge_S = torch.zeros(slots, device=device)
+        self.stops_SM = torch.zeros(slots, 1, dtype=torch.int64, device=device)
+        self.extra_SM = torch.full((slots, 1), -0.0, device=device)
+
+    def wants(self, request: Request) -> bool:
+        return request.params.presence_penalty != 0
+
+    def join(self, slot: int, request: Request) -> None:
+        stops = request.params.stop_token_ids if self.wants(request) else ()
+        grow = len(stops) - self.stops_SM.shape[1]
+        if grow > 0:
+            self.grow(grow)
+        self.charge_S[slot] = request.params.presence_penalty
+        self.stops_SM[slot] = 0
+        self.extra_SM[slot] = -0.0
+        self.stops_SM[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int64)
+        self.extra_SM[slot, : len(stops)] = -1.0
+
+    def grow(self, columns: int) -> None:
+        self.stops_SM = torch.nn.functional.pad(self.stops_SM, (0, columns))
+        self.extra_SM = torch.nn.functional.pad(self.extra_SM, (0, columns), value=-0.0)
+
+    def counted(self, ctx: LogitsContext) -> torch.Tensor:
+        """Tokens of each row's history that are above 9, which depends on what they are, not only how many."""
+        known_NL = torch.arange(ctx.max_length) < ctx.lengths_N[:, None]
+        return ((ctx.tokens_SL[ctx.slots_N, : ctx.max_length] > 9) & known_NL).sum(-1) + 1
+
+    def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        out = logits_NV - (self.charge_S[ctx.slots_N] * self.counted(ctx))[:, None]
+        return out.scatter_add(1, self.stops_SM[ctx.slots_N], self.extra_SM[ctx.slots_N])
+
+
+class WantsOnce(Charge):
+    asked = 0
+
+    def wants(self, request: Request) -> bool:
+        self.asked += 1
+        return super().wants(request) and self.asked < 3
+
+
+class WantsAll(Charge):
+    def wants(self, request: Request) -> bool:
+        return True
+
+
+class NeedsStateToWant(Charge):
+    def wants(self, request: Request) -> bool:
+        return super().wants(request) and len(self.charge_S) > 0
+
+
+class DoesNothing(Charge):
+    def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        return logits_NV
+
+
+class TouchesEveryone(Charge):
+    def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        return super().apply(logits_NV, ctx) + 0.0
+
+
+class HalvesTheBits(Charge):
+    def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        return super().apply(logits_NV, ctx).half()
+
+
+class ChargesPaddingToo(Charge):
+    def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
+        super().allocate(slots, vocab, device)
+        self.charge_S.fill_(1.0)
+
+
+class MixesRows(Charge):
+    def counted(self, ctx: LogitsContext) -> torch.Tensor:
+        return super().counted(ctx).max().expand(len(ctx.slots_N))
+
+
+class HasOneStateForAll(Charge):
+    def join(self, slot: int, request: Request) -> None:
+        super().join(slot, request)
+        if self.wants(request):
+            self.charge_S[self.charge_S != 0] = request.params.presence_penalty
+
+
+class PrefersLowSlots(Charge):
+    def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
+        super().allocate(slots, vocab, device)
+        self.share_S = torch.where(torch.arange(slots) < 3, 1, 2)
+
+    def counted(self, ctx: LogitsContext) -> torch.Tensor:
+        return super().counted(ctx) * self.share_S[ctx.slots_N]
+
+
+class ReadsAhead(Charge):
+    def counted(self, ctx: LogitsContext) -> torch.Tensor:
+        return (ctx.tokens_SL[ctx.slots_N] > 9).sum(-1) + 1
+
+
+class ReadsTheBound(Charge):
+    def counted(self, ctx: LogitsContext) -> torch.Tensor:
+        return super().counted(ctx) + ctx.max_length
+
+
+class IgnoresDrafts(Charge):
+    """Takes each slot's shortest row for all of its rows."""
+
+    def counted(self, ctx: LogitsContext) -> torch.Tensor:
+        counted_N = super().counted(ctx)
+        least_S = torch.full((len(self.charge_S),), 99).scatter_reduce(0, ctx.slots_N, counted_N, "amin")
+        return least_S[ctx.slots_N]
+
+
+class WritesItsContext(Charge):
+    def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        out = super().apply(logits_NV, ctx)
+        ctx.lengths_N += 1
+        return out
+
+
+class WaitsForTheDevice(Charge):
+    def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        charged = (self.charge_S[ctx.slots_N] != 0).nonzero().squeeze(1)
+        logits_NV[charged] = super().apply(logits_NV, ctx)[charged]
+        return logits_NV
+
+
+class IgnoresWhoDoesNotWant(Charge):
+    def join(self, slot: int, request: Request) -> None:
+        if self.wants(request):
+            super().join(slot, request)
+
+
+class ForgetsWhenItGrows(Charge):
+    def grow(self, columns: int) -> None:
+        super().grow(columns)
+        self.charge_S.zero_()
+
+
+class CountsSteps(Charge):
+    """Keeps its own count instead of reading the history."""
+
+    def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
+        super().allocate(slots, vocab, device)
+        self.steps_S = torch.zeros(slots, dtype=torch.int64)
+
+    def join(self, slot: int, request: Request) -> None:
+        super().join(slot, request)
+        self.steps_S[slot] = 0
+
+    def counted(self, ctx: LogitsContext) -> torch.Tensor:
+        self.steps_S[ctx.slots_N] += 1
+        return self.steps_S[ctx.slots_N]
+
+
+class JoinsOnce(Charge):
+    """Its state is closed at the first step."""
+
+    def join(self, slot: int, request: Request) -> None:
+        if not hasattr(self, "closed"):
+            super().join(slot, request)
+
+    def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        self.closed = True
+        return super().apply(logits_NV, ctx)
+
+
+BROKEN: dict[type[LogitsProcessor], str] = {
+    WantsOnce: "test_wants_is_pure",
+    WantsAll: "test_wants_is_pure",
+    NeedsStateToWant: "test_wants_is_pure",
+    DoesNothing: "test_it_changes_the_logits_of_who_wants_it",
+    TouchesEveryone: "test_rows_that_do_not_want_it_come_out_bit_equal",
+    HalvesTheBits: "test_shape_dtype_and_device_stay",
+    ChargesPaddingToo: "test_rows_that_do_not_want_it_come_out_bit_equal",
+    MixesRows: "test_a_row_depends_on_its_own_slot_alone",
+    HasOneStateForAll: "test_joins_of_other_slots_change_nothing",
+    PrefersLowSlots: "test_every_slot_is_as_good_as_another",
+    ReadsAhead: "test_history_is_read_up_to_lengths",
+    ReadsTheBound: "test_history_is_read_up_to_lengths",
+    IgnoresDrafts: "test_drafts_ahead_of_a_position_count",
+    WritesItsContext: "test_its_context_is_left_as_it_is",
+    WaitsForTheDevice: "test_apply_does_not_wait_for_the_device",
+    IgnoresWhoDoesNotWant: "test_a_slot_keeps_nothing_of_its_last_sequence",
+    ForgetsWhenItGrows: "test_joins_of_other_slots_change_nothing",
+    CountsSteps: "test_apply_keeps_nothing",
+    JoinsOnce: "test_joins_may_come_at_any_time",
+}
+
+
+def suite_of(processor: type[LogitsProcessor]) -> LogitsProcessorContract:
+    class Suite(LogitsProcessorContract):
+        def make(self) -> LogitsProcessor:
+            return processor(None)
+
+        def active_params(self) -> SamplingParams:
+            return SamplingParams(presence_penalty=0.5)
+
+        def larger_params(self) -> SamplingParams:
+            return SamplingParams(presence_penalty=-1.5, stop_token_ids=(3, 4, 5, 6))
+
+    return Suite()
+
+
+@pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
+def test_the_suite_rejects(broken: type[LogitsProcessor], test: str) -> None:
+    failed = failures(suite_of(broken))
+    assert test in failed, f"only {sorted(failed)} failed"
+
+
+def test_the_unbroken_one_passes() -> None:
+    assert failures(suite_of(Charge)) == {}
