@@ -5,7 +5,6 @@ Importing this loads no torch. Nothing named in the file is ever imported or run
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,8 +38,8 @@ class ConfigJson:
     def number(self, key: str, default: float | None = None, *, at_most: float = 1e12) -> float:
         """A number above 0."""
         value = self._value(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self.wrong(key, "it must be a finite number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+            raise self.wrong(key, "it must be a number")
         if not 0 < value <= at_most:
             raise self.wrong(key, f"it must be above 0 and at most {at_most:g}")
         return float(value)
@@ -66,14 +65,12 @@ class ConfigJson:
         return tuple(found)
 
     def section(self, *keys: str) -> ConfigJson:
-        """The objects under these keys in one, later ones first."""
-        merged: dict[str, Any] = {}
-        for key in keys:
-            value = self.get(key)
-            if value is not None and not isinstance(value, Mapping):
-                raise self.wrong(key, "it must be an object")
-            merged |= {} if value is None else value
-        return ConfigJson(merged, self.where, f"{self._section}{keys[-1]}.")
+        """The object under the first of these keys that has one; else an empty one."""
+        key = next((key for key in keys if self.get(key) is not None), keys[0])
+        value = {} if self.get(key) is None else self.get(key)
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, "it must be an object")
+        return ConfigJson(value, self.where, f"{self._section}{key}.")
 
     def wrong(self, key: str, why: str) -> ConfigError:
         """To be raised: `key` has a value that cannot be."""

@@ -6,9 +6,12 @@ Importing this loads no torch; dovetail.core.layers.build_rope makes the table.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dovetail.core.config_json import ConfigJson
+from dovetail.core.errors import ConfigError
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -40,13 +43,20 @@ class RopeConfig:
 
 def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None = None) -> RopeConfig:
     """From rope_parameters or, in older files, rope_theta and rope_scaling; `dim` where the model fixes it."""
-    options = config.section("rope_scaling", "rope_parameters")
+    options = config.section("rope_parameters", "rope_scaling")
+    for key, value in options.values.items():
+        if isinstance(value, Mapping):
+            raise options.wrong(key, "rotary positions that differ by kind of layer are not supported")
     kind = options.choice("type" if options.get("rope_type") is None else "rope_type", KINDS, "default")
     theta = options.number("rope_theta", config.number("rope_theta", 10000.0))
-    partial = options.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0, at_most=1.0), at_most=1.0)
-    rope = {"dim": int(head_dim * partial) if dim is None else dim, "theta": theta, "kind": kind}
-    if rope["dim"] < 2 or rope["dim"] % 2:
-        raise config.wrong("head_dim", f"rotary positions need an even number of dimensions, and have {rope['dim']}")
+    partial = config.number("partial_rotary_factor", 1.0, at_most=1.0)
+    partial = options.number("partial_rotary_factor", partial, at_most=1.0)
+    dim = int(head_dim * partial) if dim is None else dim
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise ConfigError(
+            f"{config.where}: rotary positions take {dim} of {head_dim} dimensions of a head; even and above 0"
+        )
+    rope: dict[str, Any] = {"dim": dim, "theta": theta, "kind": kind}
     if kind == "default":
         return RopeConfig(**rope)
     trained_len = options.count("original_max_position_embeddings", max_len)

@@ -11,6 +11,7 @@ _KINDS = (
     "app",
     "attention",
     "collective",
+    "cost",
     "executor",
     "kv_cache",
     "logits",

@@ -42,7 +42,8 @@ class LLM:
     """A running engine.
 
     `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any override of the command
-    line. A model path that is a folder is read as `model=llama model.path=...`. Use it as a context manager, or `close` it.
+    line. A model path that is a folder is read as `model=llama model.path=...`. Use it as a context manager, or
+    `close` it.
     """
 
     def __init__(

@@ -1,14 +1,16 @@
 """PolicyScheduler: the mechanics every scheduler shares, with the policy left open.
 
 Here: slots, pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and results that
-come depth - 1 steps late. A policy overrides order, admit, reject, chunk, victim or draft_tokens, and nothing else.
+come depth - 1 steps late. A policy overrides order or rank, admit, reject, entered, chunk, victim, gives_way or
+draft_tokens, and nothing else.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
 
 from dovetail.core.interfaces import (
     FinishReason,
@@ -50,13 +52,22 @@ class PolicyScheduler(Scheduler):
         self._leaves: list[int] = []
         self._rejected: list[tuple[int, str]] = []
         self._preemptions = 0
+        self._ranked: list[tuple[Any, int, int, Sequence]] = []
+        """Heap of (rank, uid, epoch, sequence) where the policy has ranks. An entry of one who left is dropped when met."""
+        self._displaces = type(self).gives_way is not PolicyScheduler.gives_way
 
     # Policy: override these.
 
     def order(self, waiting: Iterable[Sequence], ctx: SchedulerContext) -> Iterable[Sequence]:
-        """Waiting sequences in the order they should enter. Default: as given (preempted ones first, then by
-        arrival)."""
+        """Waiting sequences in the order they should enter. Default: as given (by `rank` where there is one, else
+        preempted ones first, then by arrival). Only as many are taken as may enter, so be lazy: the queue may be long.
+        """
         return waiting
+
+    def rank(self, seq: Sequence) -> Any:
+        """A fixed key, lower enters first, ties by arrival; asked once each time the sequence starts to wait. None = no
+        ranks. With ranks a queue of any length costs a heap operation a sequence, where `order` would have to sort."""
+        return None
 
     def admit(self, seq: Sequence, ctx: SchedulerContext) -> bool:
         """Whether this sequence may enter now. False ends admission for this step."""
@@ -66,6 +77,9 @@ class PolicyScheduler(Scheduler):
         """A reason never to run this waiting sequence, or None."""
         return None
 
+    def entered(self, seq: Sequence, ctx: SchedulerContext) -> None:
+        """The sequence has just got a slot and its pages (again, where seq.preemptions > 0)."""
+
     def chunk(self, seq: Sequence, budget: int, ctx: SchedulerContext) -> int:
         """Tokens to prefill now, at most `budget`. 0 = not in this step."""
         return min(seq.remaining, budget)
@@ -73,6 +87,11 @@ class PolicyScheduler(Scheduler):
     def victim(self, candidates: list[Sequence], ctx: SchedulerContext) -> Sequence:
         """Whom to preempt when pages run out. Candidates are running, not in this plan yet, in order of admission."""
         return candidates[-1]
+
+    def gives_way(self, seq: Sequence, candidates: list[Sequence], ctx: SchedulerContext) -> Sequence | None:
+        """Who of the running is outranked by the first waiting sequence and preempted if that cannot enter otherwise;
+        None = it waits. Candidates as for victim. Must not be mutual: nobody may displace who displaced him."""
+        return None
 
     def draft_tokens(self, seq: Sequence, ctx: SchedulerContext) -> int:
         """Drafts to verify for a decode row, at most limits.lookahead."""
@@ -88,10 +107,12 @@ class PolicyScheduler(Scheduler):
         if reason:
             self._rejected.append((seq.uid, reason))
         else:
-            self.waiting[seq.uid] = seq
+            self._wait(seq, self.waiting)
 
     def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
         step = _Step(ctx.step, self.limits.token_budget)
+        if self._displaces:
+            self._make_way(step, ctx)
         self._schedule_running(step, ctx)
         self._schedule_waiting(step, ctx)
         if not step.decodes and not step.chunks:
@@ -163,15 +184,16 @@ class PolicyScheduler(Scheduler):
 
     def _schedule_running(self, step: _Step, ctx: SchedulerContext) -> None:
         """Decode rows first: they are cheap and somebody reads along."""
-        pending = list(self.running.values())
-        for want_decode in (True, False):
-            for seq in pending:
-                if seq.status is not Status.RUNNING or (seq.remaining == 1) != want_decode or step.budget == 0:
-                    continue
-                if want_decode:
-                    self._decode(seq, step, ctx)
-                else:
-                    self._chunk(seq, self.chunk(seq, step.budget, ctx), step)
+        decoding, feeding = [], []
+        for seq in self.running.values():
+            # Whoever has just joined has its pages already and gets its first chunk, be it a single token.
+            (decoding if seq.remaining == 1 and seq.uid not in step.uids else feeding).append(seq)
+        for seq in decoding:
+            if step.budget and seq.status is Status.RUNNING:
+                self._decode(seq, step, ctx)
+        for seq in feeding:
+            if step.budget and seq.status is Status.RUNNING:
+                self._chunk(seq, self.chunk(seq, step.budget, ctx), step)
 
     def _decode(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> None:
         room = self.length_limit(seq) - seq.max_len
@@ -209,28 +231,82 @@ class PolicyScheduler(Scheduler):
     def _schedule_waiting(self, step: _Step, ctx: SchedulerContext) -> None:
         if not step.budget or not self._free_slots:
             return
-        for seq in list(self._candidates(step, ctx)):
+        for seq in self._candidates(step, ctx):
             if not step.budget or not self._free_slots:
                 return
-            if (reason := self.reject(seq, ctx)) is not None:
-                self._rejected.append((seq.uid, reason))
-                self.waiting.pop(seq.uid, None)
-                self.resuming.pop(seq.uid, None)
+            if self._turned_away(seq, ctx):
                 continue
             if not self.admit(seq, ctx) or not self._enter(seq, step, ctx):
                 return
 
-    def _candidates(self, step: _Step, ctx: SchedulerContext) -> Iterator[Sequence]:
-        def ready() -> Iterator[Sequence]:
-            yield from (seq for seq in self.resuming.values() if seq.inflight == 0)
-            yield from (seq for seq in self.waiting.values() if not self._awaits_parent(seq, step))
-
-        # Lazy: with a long queue and the default order, only those that may enter are looked at.
-        slots = len(self._free_slots)
-        for taken, seq in enumerate(self.order(ready(), ctx)):
-            if taken > slots + 64:
+    def _make_way(self, step: _Step, ctx: SchedulerContext) -> None:
+        """Before the running ones are fed: while the first in the queue outranks one of them, it enters, in its place if
+        need be. It joins this plan without a row if the others leave it no budget."""
+        while (seq := next(iter(self._candidates(step, ctx, 1)), None)) is not None:
+            if self._turned_away(seq, ctx):
+                continue
+            if self.chunk(seq, step.budget, ctx) <= 0 or not self.admit(seq, ctx):
                 return
-            yield seq
+            while seq.status is not Status.RUNNING:
+                candidates = [other for other in self.running.values() if other.uid not in step.uids]
+                chosen = self.gives_way(seq, candidates, ctx) if candidates else None
+                if chosen is None:
+                    return
+                if not self._free_slots or not self._join(seq, step, ctx):
+                    self._preempt(chosen)
+
+    def _turned_away(self, seq: Sequence, ctx: SchedulerContext) -> bool:
+        if (reason := self.reject(seq, ctx)) is None:
+            return False
+        self._rejected.append((seq.uid, reason))
+        self.waiting.pop(seq.uid, None)
+        self.resuming.pop(seq.uid, None)
+        return True
+
+    def _candidates(self, step: _Step, ctx: SchedulerContext, most: int | None = None) -> list[Sequence]:
+        """The first of the queue that may enter a plan now; with a long queue and a lazy order, others are not looked
+        at. By default as many as have a chance: admission ends at the first that finds no room."""
+        if most is None:
+            most = len(self._free_slots) + 64
+        queue = self._queue()
+        found = []
+        for seq in self.order(queue, ctx):
+            if seq.inflight == 0 and not self._awaits_parent(seq, step):
+                found.append(seq)
+                if len(found) == most:
+                    break
+        queue.close()
+        return found
+
+    def _queue(self) -> Generator[Sequence, None, None]:
+        """Everybody who waits, by rank or else by arrival. Close it: whom it gave out by rank goes back into the heap."""
+        if not self._ranked:
+            yield from self.resuming.values()
+            yield from self.waiting.values()
+            return
+        taken = []
+        try:
+            while self._ranked:
+                entry = heapq.heappop(self._ranked)
+                if self._still_waits(entry):
+                    taken.append(entry)
+                    yield entry[-1]
+        finally:
+            for entry in taken:
+                heapq.heappush(self._ranked, entry)
+
+    def _still_waits(self, entry: tuple[Any, int, int, Sequence]) -> bool:
+        _, uid, epoch, seq = entry
+        return seq.epoch == epoch and (uid in self.waiting or uid in self.resuming)
+
+    def _wait(self, seq: Sequence, queue: dict[int, Sequence]) -> None:
+        queue[seq.uid] = seq
+        if (rank := self.rank(seq)) is None:
+            return
+        heapq.heappush(self._ranked, (rank, seq.uid, seq.epoch, seq))
+        if len(self._ranked) > 2 * (len(self.waiting) + len(self.resuming)) + 64:
+            self._ranked = [entry for entry in self._ranked if self._still_waits(entry)]
+            heapq.heapify(self._ranked)
 
     def _awaits_parent(self, seq: Sequence, step: _Step) -> bool:
         """Forked pages are copied before a plan's forward, so the plan that fills them must be an earlier one."""
@@ -240,10 +316,16 @@ class PolicyScheduler(Scheduler):
         return parent.computed < parent.prompt_len or any(row.uid == parent.uid for row in step.chunks)
 
     def _enter(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> bool:
-        """Give the sequence a slot, its cached prefix and room for every known token; then its first chunk."""
+        """Join, and the first chunk. False = no room."""
         count = self.chunk(seq, step.budget, ctx)
-        if count <= 0:
-            return True
+        if count > 0:
+            if not self._join(seq, step, ctx):
+                return False
+            self._chunk(seq, count, step)
+        return True
+
+    def _join(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> bool:
+        """Give the sequence a slot, its cached prefix and room for every known token."""
         parent = seq.parent
         if parent is not None and parent.status is Status.RUNNING and seq.known_len == seq.prompt_len:
             hit = self.kv.fork(parent, seq, seq.prompt_len - 1)
@@ -262,16 +344,17 @@ class PolicyScheduler(Scheduler):
         step.joins.append(Join(seq.slot, seq.uid, seq.epoch, hit.tokens))
         step.take(seq.slot, hit.entries, hit.ops)
         step.take(seq.slot, made.entries, made.ops)
-        self._chunk(seq, count, step)
+        step.uids.add(seq.uid)
+        self.entered(seq, ctx)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
-        self.resuming[seq.uid] = seq
         seq.status, seq.computed = Status.WAITING, 0
         seq.epoch += 1
         seq.preemptions += 1
         self._preemptions += 1
+        self._wait(seq, self.resuming)
 
     def _leave(self, seq: Sequence) -> None:
         """Slot and pages may be given away at once: plans run in order, so whoever gets them writes after the last
@@ -291,6 +374,7 @@ class _Step:
         self.decodes: list[Row] = []
         self.chunks: list[Row] = []
         self.uids: set[int] = set()
+        """Who has a row or has joined: not to be preempted any more."""
         self.joins: list[Join] = []
         self.pages: list[PageDelta] = []
         self.ops: list[PageOp] = []

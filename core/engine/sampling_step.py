@@ -100,7 +100,7 @@ def sample_step(
     place_RW = torch.where(inside, position_RW, 0)
     state.tokens_SL[rows_RW, place_RW] = verdict.tokens_RW.int()
     state.computed_S[at.slots_R] = at.base_R + verdict.accepted_R
-    state.drafts_S[at.slots_R] = 0
+    state.drafts_S.index_fill_(0, at.slots_R, 0)  # `= 0` would copy the 0 from the host and wait
 
     logprobs = None
     if raw is not None:

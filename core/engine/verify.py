@@ -33,8 +33,8 @@ def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch
 
     For greedy rows this is the usual rule. For random rows whose drafter is certain of its guess (q a point mass) it is
     min(1, p/q) as well: the draw equals the guess with probability p(guess), and given that it does not, it is
-    distributed as the residual. The draws are those of plain sampling, so a seeded request gives the same text with and without
-    drafts.
+    distributed as the residual. The draws are those of plain sampling, so a seeded request gives the same text
+    with and without drafts.
     """
     agree = target_RW[:, : draft_RK.shape[1]] == draft_RK
     return Verdict(target_RW, _leading(agree, count_R))

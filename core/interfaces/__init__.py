@@ -13,7 +13,7 @@ from dovetail.core.interfaces.attention import (
     Rope,
 )
 from dovetail.core.interfaces.collective import Collective
-from dovetail.core.interfaces.cost import CostModel
+from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
 from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
 from dovetail.core.interfaces.kv_cache import (
     Hit,
@@ -74,6 +74,7 @@ __all__ = [
     "Executor",
     "ExecutorInfo",
     "FinishReason",
+    "Formats",
     "ForwardContext",
     "Hidden",
     "Hit",
@@ -111,6 +112,7 @@ __all__ = [
     "Row",
     "RowFlag",
     "RowResult",
+    "RowWork",
     "SamplingParams",
     "Scheduler",
     "SchedulerContext",

@@ -35,6 +35,10 @@ class AttentionLayer:
     """Multiplies q.k; 1/sqrt(D) as a rule."""
     window: int = 0
     """Tokens to look back, the current one included; 0 = all."""
+    k_scale: float | torch.Tensor = 1.0
+    """What K is divided by before it is stored in 8 bits: one number, or float32 [kv_heads] on the device."""
+    v_scale: float | torch.Tensor = 1.0
+    """The same of V; both are numbers or both tensors."""
 
 
 @dataclass(frozen=True, slots=True)

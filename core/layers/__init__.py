@@ -2,7 +2,7 @@
 
 from dovetail.core.layers.embedding import LMHead, VocabParallelEmbedding, VocabTable
 from dovetail.core.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel, local_heads
-from dovetail.core.layers.norm import RMSNorm
+from dovetail.core.layers.norm import LayerNorm, RMSNorm
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.rotary import build_rope
 from dovetail.core.layers.weights import Weight, dummy_weights, load_weights
@@ -10,6 +10,7 @@ from dovetail.core.layers.weights import Weight, dummy_weights, load_weights
 __all__ = [
     "ColumnParallel",
     "LMHead",
+    "LayerNorm",
     "Linear",
     "PlainLinear",
     "QKVParallel",

@@ -50,11 +50,22 @@ class VocabParallelEmbedding:
 class LMHead:
     """Logits over the whole vocabulary, float32, on every rank. A tied model gives it the embedding's table."""
 
-    def __init__(self, table: VocabTable) -> None:
-        self.table = table
+    def __init__(self, table: VocabTable, bias: str | None = None) -> None:
+        """`bias` is its checkpoint name, for models whose head has one."""
+        self.table, self.bias_name = table, bias
+        self.bias_V = None if bias is None else torch.zeros_like(table.weight_VC[:, 0])
 
     def __call__(self, states_BC: torch.Tensor) -> torch.Tensor:
-        logits_BV = F.linear(states_BC, self.table.weight_VC)
+        logits_BV = F.linear(states_BC, self.table.weight_VC, self.bias_V)
         if self.table.collective.size > 1:
             logits_BV = self.table.collective.all_gather(logits_BV)[..., : self.table.vocab]
         return logits_BV.float()
+
+    def weights(self) -> Iterator[Weight]:
+        """The bias alone: the table lists its own."""
+        if self.bias_name is not None:
+            yield Weight(self.bias_name, self._take_bias, (self.table.vocab,), "zeros")
+
+    def _take_bias(self, lazy: LazyTensor) -> None:
+        start, stop = self.table.start, self.table.stop
+        self.bias_V[: stop - start].copy_(lazy[start:stop])

@@ -21,17 +21,27 @@ from dovetail.core.layers.weights import Weight
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint matrix of a merged layer, and this rank's output rows of it."""
+    """This rank's output rows of one checkpoint matrix, as one part of a merged layer."""
 
     name: str
-    """Checkpoint prefix, for instance "model.layers.0.self_attn.q_proj"."""
+    """Checkpoint prefix, for instance "model.layers.0.self_attn.q_proj"; parts may share one."""
     rows: int
+    """Of the whole matrix."""
     start: int
     stop: int
+    order: torch.Tensor | None = None
+    """The layer's rows, counted from start; None = all up to stop, as they stand."""
 
     @property
     def size(self) -> int:
-        return self.stop - self.start
+        return self.stop - self.start if self.order is None else len(self.order)
+
+    @classmethod
+    def of(cls, name: str, rows: int, wanted: torch.Tensor) -> Part:
+        """These rows of the matrix, in this order."""
+        start, stop = int(wanted.min()), int(wanted.max()) + 1
+        whole = len(wanted) == stop - start and bool((wanted.diff() == 1).all())
+        return cls(name, rows, start, stop, None if whole else wanted - start)
 
 
 class Linear:
@@ -70,28 +80,35 @@ class Linear:
         return self.method.apply(self.params, x[self.input], self.bias)
 
     def weights(self) -> Iterator[Weight]:
-        at = 0
-        for part in self.parts:
-            to = slice(at, at + part.size)
+        for source, rows in {part.name: part.rows for part in self.parts}.items():
             for name in self.method.tensors:
-                shape = (part.rows, self.inp) if name == "weight" else None
-                yield Weight(f"{part.name}.{name}", partial(self._take, part, to, name), shape)
+                shape = (rows, self.inp) if name == "weight" else None
+                yield Weight(f"{source}.{name}", partial(self._take, source, name), shape)
             if self.has_bias:
-                yield Weight(f"{part.name}.bias", partial(self._take_bias, part, to), (part.rows,), "zeros")
-            at += part.size
+                yield Weight(f"{source}.bias", partial(self._take_bias, source), (rows,), "zeros")
 
     def finish(self) -> None:
         self.method.finish(self.params)
 
-    def _take(self, part: Part, to: slice, name: str, lazy: LazyTensor) -> None:
-        """This rank's share of a matrix, of scales by row or by block, or of one scale for all."""
-        wanted = ((part.start, part.stop, part.rows), (self.columns.start, self.columns.stop, self.inp))
-        shape = lazy.get_shape()
-        index = tuple(_share(entries, *want) for entries, want in zip(shape, wanted, strict=False))
-        self.method.load(self.params, name, to, lazy[index or ...])
+    def _of(self, source: str) -> Iterator[tuple[Part, slice]]:
+        """The parts that one checkpoint matrix fills, and their rows in this layer."""
+        at = 0
+        for part in self.parts:
+            if part.name == source:
+                yield part, slice(at, at + part.size)
+            at += part.size
 
-    def _take_bias(self, part: Part, to: slice, lazy: LazyTensor) -> None:
-        self.bias[to].copy_(lazy[part.start : part.stop])
+    def _take(self, source: str, name: str, lazy: LazyTensor) -> None:
+        """This rank's share of a matrix, of scales by row or by block, or of one scale for all."""
+        shape = lazy.get_shape()
+        for part, to in self._of(source):
+            wanted = ((part.start, part.stop, part.rows), (self.columns.start, self.columns.stop, self.inp))
+            index = tuple(_share(entries, *want) for entries, want in zip(shape, wanted, strict=False))
+            self.method.load(self.params, name, to, _ordered(lazy[index or ...], shape, part))
+
+    def _take_bias(self, source: str, lazy: LazyTensor) -> None:
+        for part, to in self._of(source):
+            self.bias[to].copy_(_ordered(lazy[part.start : part.stop], lazy.get_shape(), part))
 
 
 class ColumnParallel(Linear):
@@ -117,22 +134,38 @@ class QKVParallel(Linear):
     def __init__(
         self,
         path: str,
-        names: tuple[str, str, str],
+        names: tuple[str, ...],
         build: BuildContext,
         inp: int,
         heads: int,
         kv_heads: int,
         head_dim: int,
         bias: bool = False,
+        interleaved: int = 0,
     ) -> None:
+        """`names`: three matrices, or one that holds each kv head's queries, then its key, then its value (Falcon).
+
+        The first `interleaved` dimensions of a head are rotated as neighbouring pairs in the checkpoint. Their rows are
+        reordered to halves, for q and k alike, which leaves every q.k as it was: kernels know one layout.
+        """
         rank, size = build.collective.rank, build.collective.size
         self.heads, self.kv_heads = local_heads(heads, kv_heads, size)
-        q = Part(names[0], heads * head_dim, *(n * self.heads * head_dim for n in (rank, rank + 1)))
-        first = rank * kv_heads // size
-        k, v = (
-            Part(name, kv_heads * head_dim, first * head_dim, (first + self.kv_heads) * head_dim) for name in names[1:]
+        q_H = torch.arange(rank * self.heads, (rank + 1) * self.heads)
+        kv_K = torch.arange(self.kv_heads) + rank * kv_heads // size
+        dims_D = torch.arange(head_dim)
+        pairs_D = torch.cat((dims_D[0:interleaved:2], dims_D[1:interleaved:2], dims_D[interleaved:]))
+        if len(names) == 1:
+            share = heads // kv_heads
+            group = share + 2
+            places = (q_H // share * group + q_H % share, kv_K * group + share, kv_K * group + share + 1)
+            names, counts = names * 3, (kv_heads * group,) * 3
+        else:
+            places, counts = (q_H, kv_K, kv_K), (heads, kv_heads, kv_heads)
+        parts = tuple(
+            Part.of(name, count * head_dim, (place[:, None] * head_dim + order_D).flatten())
+            for name, count, place, order_D in zip(names, counts, places, (pairs_D, pairs_D, dims_D), strict=True)
         )
-        super().__init__(path, build, (q, k, v), inp, shard="column", bias=bias)
+        super().__init__(path, build, parts, inp, shard="column", bias=bias)
 
 
 class RowParallel(Linear):
@@ -168,6 +201,15 @@ def _split(name: str, total: int, rank: int, size: int) -> tuple[int, int]:
         )
     each = total // size
     return rank * each, (rank + 1) * each
+
+
+def _ordered(tensor: torch.Tensor, shape: list[int], part: Part) -> torch.Tensor:
+    """Rows in the layer's order; what has one entry for all rows has no order."""
+    if part.order is None or not shape or shape[0] == 1:
+        return tensor
+    if shape[0] != part.rows:
+        raise ConfigError(f"{part.name} has its rows in blocks of {part.rows // shape[0]}, and the layer reorders rows")
+    return tensor[part.order]
 
 
 def _share(entries: int, start: int, stop: int, total: int) -> slice:

@@ -1,4 +1,4 @@
-"""RMSNorm as a layer."""
+"""Norms as layers; each is also the `norm` that Collective.boundary takes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle
 from dovetail.core.layers.weights import Weight
-from dovetail.core.ops import rms_norm
+from dovetail.core.ops import layer_norm, rms_norm
 
 
 class RMSNorm:
-    """Also the `norm` that Collective.boundary takes."""
-
     def __init__(self, name: str, build: BuildContext, channels: int, eps: float) -> None:
         self.name, self.eps = name, eps
         self.weight = torch.empty(channels, dtype=build.dtype, device=build.device)
@@ -25,7 +22,19 @@ class RMSNorm:
         return rms_norm(x, residual, self.weight, self.eps, emit)
 
     def weights(self) -> Iterator[Weight]:
-        yield Weight(f"{self.name}.weight", self._take, tuple(self.weight.shape), "ones")
+        yield Weight(f"{self.name}.weight", lambda lazy: self.weight.copy_(lazy[:]), tuple(self.weight.shape), "ones")
 
-    def _take(self, lazy: LazyTensor) -> None:
-        self.weight.copy_(lazy[:])
+
+class LayerNorm:
+    def __init__(self, name: str, build: BuildContext, channels: int, eps: float) -> None:
+        self.name, self.eps = name, eps
+        self.weight, self.bias = (torch.empty(channels, dtype=build.dtype, device=build.device) for _ in range(2))
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, emit: tuple[ActFormat, ...] = (PLAIN,)
+    ) -> tuple[Bundle, torch.Tensor]:
+        return layer_norm(x, residual, self.weight, self.bias, self.eps, emit)
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(f"{self.name}.weight", lambda lazy: self.weight.copy_(lazy[:]), tuple(self.weight.shape), "ones")
+        yield Weight(f"{self.name}.bias", lambda lazy: self.bias.copy_(lazy[:]), tuple(self.bias.shape), "zeros")

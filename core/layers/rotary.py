@@ -1,4 +1,4 @@
-"""The rotary table from config.json: frequencies of every position, with the scalings that stretch a model's context.
+"""The rotary table: cos and sin of every position, with the scalings that stretch a model's context.
 
 Shapes: L positions, R rotary dim.
 """
@@ -6,55 +6,56 @@ Shapes: L positions, R rotary dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Rope
+from dovetail.core.rope import RopeConfig
 
 
-def build_rope(hf: Mapping[str, Any], head_dim: int, max_len: int, device: torch.device) -> Rope:
-    """cos | sin of positions [0, max_len), from rope_parameters or, in older files, rope_theta and rope_scaling."""
-    options = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    kind = options.get("rope_type", options.get("type", "default"))
-    if kind not in SCALINGS:
-        raise ConfigError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(sorted(SCALINGS))}")
-    theta = options.get("rope_theta", hf.get("rope_theta", 10000.0))
-    partial = options.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    rotary_dim = int(head_dim * partial)
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
-    try:
-        frequencies = SCALINGS[kind](1.0 / theta**exponents, options)
-    except KeyError as missing:
-        raise ConfigError(f"config.json: rope_type {kind!r} needs the key {missing}") from None
+def build_rope(rope: RopeConfig, max_len: int, device: torch.device) -> Rope:
+    """cos | sin of positions [0, max_len)."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device) / rope.dim
+    frequencies = SCALINGS[rope.kind](1.0 / rope.theta**exponents, rope)
     angles = torch.arange(max_len, dtype=torch.float32, device=device)[:, None] * frequencies
-    return Rope(torch.cat((angles.cos(), angles.sin()), dim=-1))
+    return Rope(torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor)
 
 
-def _default(frequencies: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    return frequencies
-
-
-def _linear(frequencies: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+def _linear(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """Position interpolation (Chen et al. 2023)."""
-    return frequencies / options["factor"]
+    return frequencies / rope.factor
 
 
-def _llama3(frequencies: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: slow frequencies are divided by factor, fast ones kept, those between blended."""
-    factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
-    trained_len = options["original_max_position_embeddings"]
+def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Llama 3.1: slow frequencies are divided by factor, fast ones kept, those between blended by their turns."""
     wavelengths = 2 * math.pi / frequencies
-    keep = ((trained_len / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    keep = ((rope.trained_len / wavelengths - rope.low) / (rope.high - rope.low)).clamp(0.0, 1.0)
     # In transformers' order of operations: a rounding here grows with the position.
-    return (1 - keep) * frequencies / factor + keep * frequencies
+    return (1 - keep) * frequencies / rope.factor + keep * frequencies
 
 
-SCALINGS: dict[str, Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]] = {
-    "default": _default,
+def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """YaRN (Peng et al. 2023): as Llama 3.1, but blended by the dimension's index."""
+
+    def dimension(turns: float) -> float:
+        """Which has so many turns within the trained length."""
+        return rope.dim * math.log(rope.trained_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = dimension(rope.high), dimension(rope.low)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    last += 0.001 if first == last else 0.0
+    index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
+    keep = 1 - ((index - first) / (last - first)).clamp(0.0, 1.0)
+    return frequencies / rope.factor * (1 - keep) + frequencies * keep
+
+
+SCALINGS: dict[str, Callable[[torch.Tensor, RopeConfig], torch.Tensor]] = {
+    "default": lambda frequencies, rope: frequencies,
     "linear": _linear,
     "llama3": _llama3,
+    "yarn": _yarn,
 }
-"""rope_type -> (unscaled frequencies, rope options) -> frequencies"""
+"""RopeConfig.kind -> (unscaled frequencies, config) -> frequencies"""

@@ -1,4 +1,4 @@
-"""How many KV pages fit: what the device has, less weights, the activations of the costliest step, and what is not ours."""
+"""How many KV pages fit: what the device has, less weights, the activations of the costliest step, and others' memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def measure_pages(
     rehearse: Callable[[], None],
 ) -> dict[int, int]:
     """Pages per group. On CUDA `rehearse` runs the most expensive step and the rest of `fraction` goes to KV; on a CPU
-    the cache takes what wanted_tokens need, bounded by half of `fraction` of free memory (other ranks live there too)."""
+    the cache takes what wanted_tokens need, bounded by half of `fraction` of free memory, since other ranks live there
+    too."""
     bytes_per_token = sum(group.bytes_per_page / group.page_tokens for group in groups)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -38,7 +39,7 @@ def measure_pages(
         budget = total * fraction - peak - foreign
         tokens = int(budget / bytes_per_token)
         gib = 2**30
-        where = f"{total / gib:.1f} GiB x engine.memory_fraction={fraction}, {peak / gib:.1f} GiB for weights and activations"
+        where = f"{total / gib:.1f} GiB x engine.memory_fraction={fraction}, weights and activations {peak / gib:.1f} GiB"
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = free * fraction / 2

@@ -3,10 +3,12 @@
 CPU tensors take the reference, CUDA tensors the kernel. `notes()` lists what had to run unfused.
 """
 
+from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.kv_write import rope_kv_write
+from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.unfused import notes
 
-__all__ = ["encode", "notes", "rms_norm", "rope_kv_write", "silu_and_mul"]
+__all__ = ["encode", "gelu", "layer_norm", "notes", "rms_norm", "rope_kv_write", "silu_and_mul"]

@@ -11,6 +11,10 @@ from dovetail.core.interfaces.attention import AttentionLayer, BatchMeta, KVPool
 from dovetail.core.ops.norm import normalize
 
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Cache formats that are scaled; the others hold K and V as they are."""
+
+
 def rope_kv_write(
     layer: AttentionLayer,
     meta: BatchMeta,
@@ -45,10 +49,21 @@ def rope_kv_write_reference(
     if rope is not None:
         table_TR = rope.table[meta.positions_T]
         q, k = rotate(q, table_TR), rotate(k, table_TR)
-    for name, new in (("k", k), ("v", v)):
+    for name, new, scale in (("k", k, layer.k_scale), ("v", v, layer.v_scale)):
         slots = pool.layer(layer.local, name).flatten(0, 1)
-        slots[meta.write_T] = new.to(slots.dtype)
+        if slots.dtype in FLOAT8:
+            # Indexing knows no 8-bit floats; their bytes it does.
+            slots.view(torch.uint8)[meta.write_T] = to_float8(new, scale, slots.dtype).view(torch.uint8)
+        else:
+            slots[meta.write_T] = new.to(slots.dtype)
     return q.contiguous()
+
+
+def to_float8(x_TKD: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x / scale, held within what the format can say; the scale is one number or one per head."""
+    largest = torch.finfo(dtype).max
+    per_head = scale[:, None] if isinstance(scale, torch.Tensor) else scale
+    return (x_TKD.float() / per_head).clamp(-largest, largest).to(dtype)
 
 
 def rotate(x_THD: torch.Tensor, table_TR: torch.Tensor) -> torch.Tensor:

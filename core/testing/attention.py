@@ -273,6 +273,9 @@ class AttentionContract:
             arena = self._arena(backend=backend)
             arena.run(arena.plan([("a", 9), ("b", 6)]))
             arena.run(arena.plan([("b", 1), ("a", 1), ("c", 7)], num_decode=2))
+            for layer in arena.layers:
+                plane = arena.paging.pools[layer.group].layer(layer.local, "k")
+                assert not same_bits(plane, torch.full_like(plane, self.poison)), "K went to pools of an earlier bind"
             if number == 0:
                 backend.bind({})
 

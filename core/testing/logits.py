@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ Row = tuple[int, list[int]]
 
 
 class LogitsProcessorContract:
-    """Every sentence of dovetail.core.interfaces.LogitsProcessor. `make` and `active_params` are all there is to override."""
+    """Every sentence of dovetail.core.interfaces.LogitsProcessor. `make` and `active_params` must be overridden."""
 
     vocab = 24
     slots = 6
@@ -85,7 +84,7 @@ class LogitsProcessorContract:
         return logits_NV
 
     def context(self, rows: Seq[Row], *, poison: int = 0, slack: int = 0) -> LogitsContext:
-        """Everything past the histories is filled with tokens that depend on `poison`. Rows of one slot share a history."""
+        """Everything past the histories is filled with tokens that depend on `poison`. Rows of a slot share a history."""
         generator = torch.Generator().manual_seed(poison)
         tokens_SL = torch.randint(self.vocab, (self.slots + 1, self.width), generator=generator, dtype=torch.int32)
         prompt_len_S = torch.zeros(self.slots + 1, dtype=torch.int64)
@@ -168,7 +167,9 @@ class LogitsProcessorContract:
         expected = self.apply(self.joined(self.active()), [(0, self.history(4))])
         for slot in range(self.slots):
             processor = self.joined(*[None] * slot, self.active())
-            _assert_close(self.apply(processor, [(slot, self.history(4))]), expected, f"slot {slot} differs from slot 0")
+            _assert_close(
+                self.apply(processor, [(slot, self.history(4))]), expected, f"slot {slot} differs from slot 0"
+            )
 
     # What it reads.
 
@@ -192,7 +193,9 @@ class LogitsProcessorContract:
         together = self.apply(processor, rows, logits_NV)
         for i, row in enumerate(rows):
             alone = self.apply(processor, [row], logits_NV[i : i + 1])
-            _assert_close(together[i : i + 1], alone, f"after {len(row[1])} tokens, drafts ahead or not, the row differs")
+            _assert_close(
+                together[i : i + 1], alone, f"after {len(row[1])} tokens, drafts ahead or not, the row differs"
+            )
 
     def test_its_context_is_left_as_it_is(self) -> None:
         processor = self.joined(self.active())
@@ -249,12 +252,14 @@ class LogitsProcessorContract:
         _assert_close(self.apply(late, rows), expected, "the order of joins and steps shows")
 
     def test_apply_keeps_nothing(self) -> None:
-        """Steps are undone by rejected drafts and done again after preemption: the context says all there is to know."""
+        """Steps are undone by rejected drafts and done again after preemption: the context says all one must know."""
         processor = self.joined(self.active(), self.larger())
         for outputs in (2, 5, 3, 5, 0, 3):
             rows = [(slot, self.history(outputs)) for slot in (0, 1)]
             fresh = self.apply(self.joined(self.active(), self.larger()), rows)
-            _assert_close(self.apply(processor, rows), fresh, f"after other steps, {outputs} outputs give another result")
+            _assert_close(
+                self.apply(processor, rows), fresh, f"after other steps, {outputs} outputs give another result"
+            )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -39,7 +39,7 @@ class Guesses:
 
 
 class DrafterContract:
-    """Every sentence of dovetail.core.interfaces.Drafter, over one small target. `make` is the only thing to override."""
+    """Every sentence of dovetail.core.interfaces.Drafter, over a small target. `make` is the only thing to override."""
 
     vocab = 8
     """Of the target; small, so that distributions can be told apart by counting."""
@@ -91,7 +91,9 @@ class DrafterContract:
         """Everything that the drafter must not read is filled with tokens that depend on `poison`."""
         generator = torch.Generator().manual_seed(poison)
         width = self.max_len + 2 * lookahead + 1
-        tokens_SL = torch.randint(self.vocab, ((slots or self.slots) + 1, width), generator=generator, dtype=torch.int32)
+        tokens_SL = torch.randint(
+            self.vocab, ((slots or self.slots) + 1, width), generator=generator, dtype=torch.int32
+        )
         for slot, history in histories.items():
             tokens_SL[slot, : len(history)] = torch.tensor(history, dtype=torch.int32)
         lengths = [len(history) for history in histories.values()]
@@ -175,7 +177,9 @@ class DrafterContract:
                 if draft.parents_BK is not None:
                     assert (draft.parents_BK.shape, draft.parents_BK.dtype) == ((rows, k), torch.int32)
                     for parents, count in zip(draft.parents_BK.tolist(), draft.count_B.tolist(), strict=True):
-                        assert all(-1 <= p < i for i, p in enumerate(parents[:count])), f"a node before its parent: {parents}"
+                        assert all(-1 <= p < i for i, p in enumerate(parents[:count])), (
+                            f"a node before its parent: {parents}"
+                        )
 
     def test_probabilities_are_a_distribution_that_holds_the_guess(self) -> None:
         drafter = self.on_device()
@@ -192,7 +196,9 @@ class DrafterContract:
                 for guesses in _rows(draft):
                     probs_KV = guesses.probs_KV
                     assert bool((probs_KV >= 0).all()), probs_KV
-                    assert torch.allclose(probs_KV.sum(-1), torch.ones(len(guesses.tokens)), atol=1e-4), probs_KV.sum(-1)
+                    assert torch.allclose(probs_KV.sum(-1), torch.ones(len(guesses.tokens)), atol=1e-4), probs_KV.sum(
+                        -1
+                    )
                     drawn = probs_KV.gather(1, torch.tensor(guesses.tokens, dtype=torch.int64)[:, None])
                     assert bool((drawn > 0).all()), f"guesses {guesses.tokens} that q gives no chance: {drawn}"
 
@@ -225,7 +231,7 @@ class DrafterContract:
             _assert_same(self.guess(histories), self.guess(histories, slack=slack), "the guesses depend on max_length")
 
     def test_a_row_depends_on_its_own_history_alone(self) -> None:
-        """Not on the rest of the batch, its order, or the slot: a seeded request must give the same text in any batch."""
+        """Not on the batch, its order, or the slot: a seeded request must give the same text among any others."""
         for histories in self.loads():
             together = self.guess(histories)
             for (slot, history), guesses in zip(histories.items(), together, strict=True):
@@ -251,7 +257,9 @@ class DrafterContract:
             before = [t.clone() for t in (ctx.slots_B, ctx.tokens_SL, ctx.lengths_B)]
             numbers = ctx.max_length, ctx.k
             self.step(drafter, ctx)
-            assert all(map(torch.equal, before, (ctx.slots_B, ctx.tokens_SL, ctx.lengths_B))), "it wrote into its context"
+            assert all(map(torch.equal, before, (ctx.slots_B, ctx.tokens_SL, ctx.lengths_B))), (
+                "it wrote into its context"
+            )
             assert (ctx.max_length, ctx.k) == numbers
 
     def test_equal_calls_give_equal_drafts(self) -> None:
@@ -287,14 +295,16 @@ class DrafterContract:
                 self.observe(drafter, ctx, chunk)
         if k:
             histories = {2: [1, 2, 3, 1, 2], 0: [4]}
-            _assert_same(self.guess(histories), self.step(drafter, self.context(histories, k, k)), "after steps without drafts")
+            _assert_same(
+                self.guess(histories), self.step(drafter, self.context(histories, k, k)), "after steps without drafts"
+            )
 
     # What becomes of it.
 
     def test_verified_drafts_leave_the_targets_distribution(self) -> None:
         """Chi-square of what core.engine.verify makes of the drafts, against the target, at each position reached.
 
-        A drafter that gives probabilities must have drawn its guesses from them; one that gives none may guess anything.
+        A drafter that gives probabilities must have drawn its guesses from them; without any it may guess freely.
         """
         rounds, rows = 6, 512
         drafter = self.asked(slots=rows)

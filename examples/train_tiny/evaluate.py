@@ -22,6 +22,7 @@ PROMPTS = (
     "class Stack:\n    def __init__(self):\n",
     "def main():\n    parser = argparse.ArgumentParser(",
 )
+SAMPLING = dict(do_sample=True, temperature=0.7, top_p=0.9)
 
 
 def load(folder, device):
@@ -76,7 +77,7 @@ def main():
         print("-" * 30, "greedy")
         print(complete(models["tiny"], tokenizer, prompt, do_sample=False))
         print("-" * 30, "temperature 0.7, top-p 0.9")
-        print(complete(models["tiny"], tokenizer, prompt, do_sample=True, temperature=0.7, top_p=0.9))
+        print(complete(models["tiny"], tokenizer, prompt, **SAMPLING))
 
 
 if __name__ == "__main__":

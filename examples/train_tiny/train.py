@@ -62,7 +62,6 @@ class Corpus:
         with np.load(folder / "train.npz") as train, np.load(folder / "heldout.npz") as heldout:
             self.train = torch.from_numpy(train["tokens"].astype(np.int32)).to(device)
             self.heldout = torch.from_numpy(heldout["tokens"].astype(np.int32)).to(device)
-            self.heldout_bytes = int(heldout["bytes"])
         self.definitions = self.find_definitions()
 
     def find_definitions(self):
@@ -84,7 +83,8 @@ class Corpus:
         """
         device = self.train.device
         shift = int(torch.randint(self.context, ()))
-        starts = torch.arange(shift, len(self.train) - self.context - 1, self.context, device=device)
+        end = len(self.train) - self.context - 1
+        starts = torch.arange(shift, end, self.context, device=device)
         starts = starts[torch.randperm(len(starts), device=device)]
         nearest = (torch.searchsorted(self.definitions, starts) - 1).clamp(min=0)
         snippet = torch.rand(len(starts), device=device) < recipe.snippets
@@ -102,18 +102,16 @@ class Corpus:
 
 @torch.no_grad()
 def heldout_loss(model, stream, context, batch=16):
-    """Nats per token over the whole stream, in windows that do not overlap."""
-    total, model_was_training = 0.0, model.training
+    """Nats per token over the whole stream, in windows of which each predicts its own tokens."""
+    training = model.training
     model.eval()
-    starts = torch.arange(0, len(stream) - 1, context)
-    for group in starts.split(batch):
-        rows = [stream[i : i + context + 1].long() for i in group.tolist()]
-        tails = [rows.pop()] if len(rows[-1]) <= context else []
-        for windows in ([torch.stack(rows)] if rows else []) + [tail[None] for tail in tails]:
-            logits = model(input_ids=windows[:, :-1]).logits.float()
-            targets = windows[:, 1:].flatten()
-            total += F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").item()
-    model.train(model_was_training)
+    whole = (len(stream) - 1) // context * context
+    batches = [*stream.unfold(0, context + 1, context).split(batch), stream[None, whole:]]
+    total = 0.0
+    for windows in batches:
+        logits = model(input_ids=windows[:, :-1].long()).logits.float().flatten(0, 1)
+        total += F.cross_entropy(logits, windows[:, 1:].flatten().long(), reduction="sum").item()
+    model.train(training)
     return total / (len(stream) - 1)
 
 

@@ -1,7 +1,7 @@
 """Built-in attention backends."""
 
 from dovetail.core.compose import Component
-from dovetail.plugins.attention.config import SDPAConfig
+from dovetail.plugins.attention.config import SDPAConfig, TritonConfig
 
 COMPONENTS = (
     Component(
@@ -11,5 +11,13 @@ COMPONENTS = (
         target="dovetail.plugins.attention.sdpa.backend:SDPA",
         api="attention/0.1",
         capabilities="dovetail.plugins.attention.sdpa.capabilities:capabilities",
+    ),
+    Component(
+        kind="attention",
+        name="triton",
+        config=TritonConfig,
+        target="dovetail.plugins.attention.triton.backend:Triton",
+        api="attention/0.1",
+        capabilities="dovetail.plugins.attention.triton.capabilities:capabilities",
     ),
 )

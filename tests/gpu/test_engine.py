@@ -69,7 +69,7 @@ def test_no_step_waits_for_the_device() -> None:
 
     with LLM("tiny", overrides=["engine.device=cuda", "engine.depth=2"]) as llm:
         llm.generate(PROMPTS, GREEDY)
-        runner = llm.engine.executor.runner  # type: ignore[attr-defined]
+        runner = llm.engine.executor._runner  # type: ignore[attr-defined]
         execute = runner.execute
 
         def strict(plan, blobs):  # type: ignore[no-untyped-def]

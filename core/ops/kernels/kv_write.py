@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.interfaces.attention import AttentionLayer, BatchMeta, KVPool, QKNorm, Rope
+from dovetail.core.ops.kv_write import FLOAT8
 
 HEADS_PER_PROGRAM = 4
 
@@ -28,8 +29,11 @@ def _normalize(x, inverse, weight, is_v, dtype: tl.constexpr):
 
 
 @triton.jit
-def _store(x, q_ptr, k_ptr, v_ptr, q_at, k_at, v_at, is_q, is_k, is_v, dims, inside):
-    tl.store(q_ptr + q_at[:, None] + dims, x.to(q_ptr.dtype.element_ty), mask=is_q[:, None] & inside)
+def _store(x, q_ptr, k_ptr, v_ptr, q_at, k_at, v_at, is_q, is_k, is_v, dims, inside, scale, LARGEST: tl.constexpr):
+    x = x.to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + q_at[:, None] + dims, x, mask=is_q[:, None] & inside)
+    if LARGEST is not None:
+        x = tl.clamp(x.to(tl.float32) / scale[:, None], -LARGEST, LARGEST)
     tl.store(k_ptr + k_at[:, None] + dims, x.to(k_ptr.dtype.element_ty), mask=is_k[:, None] & inside)
     tl.store(v_ptr + v_at[:, None] + dims, x.to(v_ptr.dtype.element_ty), mask=is_v[:, None] & inside)
 
@@ -46,6 +50,8 @@ def _rope_kv_write(
     q_weight_ptr,
     k_weight_ptr,
     eps,
+    k_scale,
+    v_scale,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -53,6 +59,8 @@ def _rope_kv_write(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HEAD_SCALES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -91,9 +99,16 @@ def _rope_kv_write(
         turned1, turned2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
         x1 = tl.where(is_v[:, None], x1, turned1)
         x2 = tl.where(is_v[:, None], x2, turned2)
-    _store(x1, q_ptr, k_ptr, v_ptr, q_at, k_at, v_at, is_q, is_k, is_v, dims, in_half)
-    _store(x2, q_ptr, k_ptr, v_ptr, q_at, k_at, v_at, is_q, is_k, is_v, HALF + dims, in_half)
-    _store(rest, q_ptr, k_ptr, v_ptr, q_at, k_at, v_at, is_q, is_k, is_v, rest_dims, in_rest)
+    scale = tl.full((HEADS,), 1.0, tl.float32)
+    if LARGEST is not None:
+        if HEAD_SCALES:
+            scale = tl.load(k_scale + head - H, mask=is_k, other=1.0)
+            scale = tl.where(is_v, tl.load(v_scale + head - H - K, mask=is_v, other=1.0), scale)
+        else:
+            scale = tl.where(is_k, k_scale, tl.where(is_v, v_scale, 1.0))
+    _store(x1, q_ptr, k_ptr, v_ptr, q_at, k_at, v_at, is_q, is_k, is_v, dims, in_half, scale, LARGEST)
+    _store(x2, q_ptr, k_ptr, v_ptr, q_at, k_at, v_at, is_q, is_k, is_v, HALF + dims, in_half, scale, LARGEST)
+    _store(rest, q_ptr, k_ptr, v_ptr, q_at, k_at, v_at, is_q, is_k, is_v, rest_dims, in_rest, scale, LARGEST)
 
 
 def rope_kv_write_triton(
@@ -108,18 +123,21 @@ def rope_kv_write_triton(
     tokens, heads, kv_heads, dim = qkv.shape[0], layer.heads, layer.kv_heads, layer.head_dim
     half = dim // 2 if rope is None else rope.table.shape[-1] // 2
     q_THD = qkv.new_empty(tokens, heads, dim)
+    k, v = pool.layer(layer.local, "k"), pool.layer(layer.local, "v")
     if tokens:
         _rope_kv_write[(tokens, triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM))](
             qkv,
             q_THD,
-            pool.layer(layer.local, "k"),
-            pool.layer(layer.local, "v"),
+            k,
+            v,
             meta.write_T,
             meta.positions_T,
             None if rope is None else rope.table,
             None if qk_norm is None else qk_norm.q_weight_D,
             None if qk_norm is None else qk_norm.k_weight_D,
             0.0 if qk_norm is None else qk_norm.eps,
+            layer.k_scale,
+            layer.v_scale,
             H=heads,
             K=kv_heads,
             D=dim,
@@ -127,6 +145,8 @@ def rope_kv_write_triton(
             HALF_BLOCK=triton.next_power_of_2(half),
             REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)),
             HEADS=HEADS_PER_PROGRAM,
+            LARGEST=torch.finfo(k.dtype).max if k.dtype in FLOAT8 else None,
+            HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
             num_warps=1,
         )
     return q_THD

@@ -1,7 +1,7 @@
-"""The decoder that Llama and its relatives share (Touvron et al. 2023): pre-norm blocks of attention and a gated MLP.
+"""The decoder that Llama and its relatives share (Touvron et al. 2023): pre-norm blocks of attention and an MLP.
 
 A block ends in a Partial and the next one begins at `boundary`, which sums it over ranks, adds the residual, norms, and
-writes the format that the next product wants.
+writes the format that the next product wants. What sets one family apart from another stands in families.py.
 
 Shapes: T tokens, B sampled rows, C hidden channels, V vocabulary.
 """
@@ -9,11 +9,13 @@ Shapes: T tokens, B sampled rows, C hidden channels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from dovetail.core.checkpoint import read_config, resolve
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
     AttentionLayer,
@@ -27,10 +29,12 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Partial,
     Plane,
+    QKNorm,
     Rope,
 )
 from dovetail.core.layers import (
     ColumnParallel,
+    LayerNorm,
     Linear,
     LMHead,
     QKVParallel,
@@ -44,36 +48,39 @@ from dovetail.core.layers import (
     load_weights,
     local_heads,
 )
-from dovetail.core.ops import silu_and_mul
+from dovetail.core.ops import gelu, silu_and_mul
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama.families import family_of, read_spec
+from dovetail.plugins.model.llama.families import RUNNABLE, Layout, read_model, read_spec
 
-IGNORED = ("rotary_emb.inv_freq",)
-"""Ends of tensor names that old checkpoints carry and nobody needs."""
+NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+ACTIVATIONS: dict[str, Callable[..., Bundle]] = {
+    "silu_and_mul": silu_and_mul,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, tanh=True),
+}
 
 
 class Attention:
-    def __init__(self, index: int, build: BuildContext, group: KVGroup, rope: Rope) -> None:
-        spec, hf = build.spec, build.spec.hf
-        family, name = family_of(hf, "config.json"), f"model.layers.{index}.self_attn"
+    def __init__(self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope) -> None:
+        spec, names = build.spec, layout.names
+        prefix, path = names.layer.format(index), f"layers.{index}.attn"
         self.qkv = QKVParallel(
-            f"layers.{index}.attn.qkv",
-            (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+            f"{path}.qkv",
+            tuple(f"{prefix}.{name}" for name in names.qkv),
             build,
             spec.hidden,
             spec.heads,
             spec.kv_heads,
             spec.head_dim,
-            bias=family.qkv_bias(hf),
+            bias=layout.qkv_bias,
+            interleaved=layout.rope.dim if layout.interleaved else 0,
         )
-        self.o = RowParallel(
-            f"layers.{index}.attn.o",
-            f"{name}.o_proj",
-            build,
-            spec.heads * spec.head_dim,
-            spec.hidden,
-            bias=family.o_bias(hf),
-        )
+        inner = spec.heads * spec.head_dim
+        self.o = RowParallel(f"{path}.o", f"{prefix}.{names.o}", build, inner, spec.hidden, bias=layout.o_bias)
+        self.norms = [
+            RMSNorm(f"{prefix}.{name}", build, spec.head_dim, layout.eps) for name in names.qk_norm if layout.qk_norm
+        ]
+        self.qk_norm = QKNorm(self.norms[0].weight, self.norms[1].weight, layout.eps) if self.norms else None
         self.backend, self.rope = build.attention, rope
         self.layer = AttentionLayer(
             index=index,
@@ -88,64 +95,85 @@ class Attention:
 
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
         attn = ctx.attn[self.layer.group]
-        q_THD = self.backend.write(self.layer, attn, self.qkv(x), self.rope)
+        q_THD = self.backend.write(self.layer, attn, self.qkv(x), self.rope, self.qk_norm)
         return self.o(self.backend.attend(self.layer, attn, q_THD, emit=(self.o.input,)))
 
 
 class MLP:
-    def __init__(self, index: int, build: BuildContext) -> None:
-        spec, name = build.spec, f"model.layers.{index}.mlp"
-        bias = family_of(spec.hf, "config.json").mlp_bias(spec.hf)
-        self.gate_up = ColumnParallel(
-            f"layers.{index}.mlp.gate_up",
-            (f"{name}.gate_proj", f"{name}.up_proj"),
+    def __init__(self, index: int, build: BuildContext, layout: Layout) -> None:
+        spec, names, bias = build.spec, layout.names, layout.mlp_bias
+        prefix, path = names.layer.format(index), f"layers.{index}.mlp"
+        ups = tuple(f"{prefix}.{name}" for name in names.up)
+        self.up = ColumnParallel(
+            f"{path}.gate_up" if len(ups) == 2 else f"{path}.up",
+            ups,
             build,
             spec.hidden,
-            (spec.intermediate, spec.intermediate),
+            (spec.intermediate,) * len(ups),
             bias=bias,
         )
         self.down = RowParallel(
-            f"layers.{index}.mlp.down", f"{name}.down_proj", build, spec.intermediate, spec.hidden, bias=bias
+            f"{path}.down", f"{prefix}.{names.down}", build, spec.intermediate, spec.hidden, bias=bias
         )
+        self.activation = ACTIVATIONS[layout.activation]
 
     def __call__(self, x: Bundle) -> Partial:
-        return self.down(silu_and_mul(self.gate_up(x), emit=(self.down.input,)))
+        return self.down(self.activation(self.up(x), emit=(self.down.input,)))
 
 
 class Block:
-    def __init__(self, index: int, build: BuildContext, group: KVGroup, rope: Rope) -> None:
-        spec, name = build.spec, f"model.layers.{index}"
-        eps = spec.hf.get("rms_norm_eps", 1e-6)
-        self.boundary = build.collective.boundary
-        self.input_norm = RMSNorm(f"{name}.input_layernorm", build, spec.hidden, eps)
-        self.attention = Attention(index, build, group, rope)
-        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", build, spec.hidden, eps)
-        self.mlp = MLP(index, build)
+    def __init__(self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope) -> None:
+        prefix = layout.names.layer.format(index)
+        self.boundary, self.parallel = build.collective.boundary, layout.block.parallel
+        self.norms = [
+            NORMS[layout.norm](f"{prefix}.{name}", build, build.spec.hidden, layout.eps) for name in layout.block.norms
+        ]
+        self.attention, self.mlp = Attention(index, build, layout, group, rope), MLP(index, build, layout)
 
     def __call__(
         self, x: torch.Tensor | Partial, residual_TC: torch.Tensor | None, ctx: ForwardContext
     ) -> tuple[Partial, torch.Tensor]:
-        normed, residual_TC = self.boundary(x, residual_TC, self.input_norm, (self.attention.qkv.input,))
+        if self.parallel:
+            return self._parallel(x, residual_TC, ctx)
+        normed, residual_TC = self.boundary(x, residual_TC, self.norms[0], (self.attention.qkv.input,))
         x = self.attention(normed, ctx)
-        normed, residual_TC = self.boundary(x, residual_TC, self.mlp_norm, (self.mlp.gate_up.input,))
+        normed, residual_TC = self.boundary(x, residual_TC, self.norms[1], (self.mlp.up.input,))
         return self.mlp(normed), residual_TC
+
+    def _parallel(
+        self, x: torch.Tensor | Partial, residual_TC: torch.Tensor | None, ctx: ForwardContext
+    ) -> tuple[Partial, torch.Tensor]:
+        """Attention and MLP side by side: one sum over ranks a layer, not two."""
+        wanted = [self.attention.qkv.input] + [self.mlp.up.input] * (len(self.norms) == 1)
+        normed, residual_TC = self.boundary(x, residual_TC, self.norms[0], tuple(dict.fromkeys(wanted)))
+        x = self.attention(normed, ctx)
+        if len(self.norms) == 2:
+            normed, _ = self.boundary(residual_TC, None, self.norms[1], (self.mlp.up.input,))
+        return Partial(x.values + self.mlp(normed).values), residual_TC
 
 
 class Llama(Model):
-    """Every family of `families.FAMILIES`."""
+    """Every family of `families.RUNNABLE`."""
 
     def __init__(self, config: LlamaConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         spec = build.spec
+        self.layout = layout = read_model(spec.hf, "config.json")[1]
+        if layout.architecture not in RUNNABLE:
+            raise ConfigError(
+                f"{layout.architecture} can be planned for but not run: its experts or its compressed attention are "
+                f"not implemented. model=llama runs {', '.join(RUNNABLE)}"
+            )
         self._kv_groups = _group_layers(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
-        rope = build_rope(spec.hf, spec.head_dim, build.max_len, build.device)
-        embeddings = VocabTable("model.embed_tokens", build, spec.vocab, spec.hidden)
-        head = embeddings if spec.tied else VocabTable("lm_head", build, spec.vocab, spec.hidden)
+        rope = build_rope(layout.rope, build.max_len, build.device)
+        embeddings = VocabTable(layout.names.embedding, build, spec.vocab, spec.hidden)
+        head = embeddings if spec.tied else VocabTable(layout.names.head, build, spec.vocab, spec.hidden)
         self.tables = [embeddings] if spec.tied else [embeddings, head]
-        self.embedding, self.head = VocabParallelEmbedding(embeddings), LMHead(head)
-        self.blocks = [Block(index, build, group_of[index], rope) for index in range(spec.layers)]
-        self.norm = RMSNorm("model.norm", build, spec.hidden, spec.hf.get("rms_norm_eps", 1e-6))
+        self.embedding = VocabParallelEmbedding(embeddings)
+        self.head = LMHead(head, bias=f"{layout.names.head}.bias" if layout.head_bias else None)
+        self.blocks = [Block(index, build, layout, group_of[index], rope) for index in range(spec.layers)]
+        self.norm = NORMS[layout.norm](layout.names.norm, build, spec.hidden, layout.eps)
 
     @classmethod
     def spec(cls, config: LlamaConfig) -> ModelSpec:
@@ -162,7 +190,9 @@ class Llama(Model):
         return self._kv_groups
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        ignore = (*IGNORED, "lm_head.weight") if self.build.spec.tied else IGNORED
+        ignore = (
+            (*self.layout.ignored, f"{self.layout.names.head}.weight") if self.build.spec.tied else self.layout.ignored
+        )
         load_weights(self._weights(), weights, ignore)
         for linear in self._linears():
             linear.finish()
@@ -194,15 +224,12 @@ class Llama(Model):
 
     def _linears(self) -> Iterator[Linear]:
         for block in self.blocks:
-            yield from (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down)
+            yield from (block.attention.qkv, block.attention.o, block.mlp.up, block.mlp.down)
 
     def _weights(self) -> Iterator[Weight]:
-        for table in self.tables:
-            yield from table.weights()
-        for norm in (*(norm for block in self.blocks for norm in (block.input_norm, block.mlp_norm)), self.norm):
-            yield from norm.weights()
-        for linear in self._linears():
-            yield from linear.weights()
+        norms = (norm for block in self.blocks for norm in (*block.norms, *block.attention.norms))
+        for layer in (*self.tables, self.head, *norms, self.norm, *self._linears()):
+            yield from layer.weights()
 
 
 def _group_layers(build: BuildContext) -> tuple[KVGroup, ...]:

@@ -1,84 +1,359 @@
-"""What sets the Llama-like architectures apart, as a table, and the facts in their config.json. Imports no torch."""
+"""What sets the decoder architectures apart, as a table, and the facts in their config.json. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from dovetail.core.config_json import ConfigJson
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import ModelSpec
+from dovetail.core.interfaces import MLA, ModelSpec, MoE
+from dovetail.core.rope import RopeConfig, read_rope
+from dovetail.plugins.model.llama.parameters import count_parameters
 
 HF = Mapping[str, Any]
 """config.json as it stands."""
+Read = Callable[[ConfigJson], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Under which keys config.json has the shapes."""
+
+    hidden: str = "hidden_size"
+    layers: str = "num_hidden_layers"
+    heads: str = "num_attention_heads"
+    intermediate: str = "intermediate_size"
+    max_len: str = "max_position_embeddings"
+    eps: str = "rms_norm_eps"
+    activation: str = "hidden_act"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names in the checkpoint; those of one layer stand after `layer` and a dot."""
+
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three matrices, or one that has each kv head's queries, key and value together."""
+    qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    o: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Two matrices make a gated MLP."""
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """How a layer is put together."""
+
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Before attention and before the MLP; a single one serves both."""
+    parallel: bool = False
+    """The MLP reads the layer's input, as attention does (GPT-J, 2021), in place of attention's output."""
+
+
+def _no(config: ConfigJson) -> bool:
+    return False
+
+
+def _attention_bias(config: ConfigJson) -> bool:
+    return config.flag("attention_bias")
+
+
+def _window(config: ConfigJson) -> int:
+    """sliding_window as transformers reads it: null says none, silence says 4096."""
+    if "sliding_window" in config.values and config.get("sliding_window") is None:
+        return 0
+    return config.count("sliding_window", 4096)
+
+
+def _qwen_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
+    """layer_types says which layers have the window; without it, those from max_window_layers on."""
+    window = _window(config) if config.flag("use_sliding_window") else 0
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.count("max_window_layers", 28, at_least=0)
+        return tuple(window if layer >= first else 0 for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise config.wrong("layer_types", f"it must be a list of {layers} kinds, one a layer")
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise config.wrong("layer_types", f"{unknown[0]!r} is neither full_attention nor sliding_attention")
+    if "sliding_attention" in kinds and not window:
+        raise config.wrong("layer_types", "sliding_attention needs use_sliding_window and a sliding_window")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _falcon_kv_heads(config: ConfigJson, heads: int) -> int:
+    if config.flag("new_decoder_architecture"):
+        return config.count("num_kv_heads", heads, at_most=heads)
+    return 1 if config.flag("multi_query", True) else heads
+
+
+def _falcon_block(config: ConfigJson) -> Block:
+    if config.flag("alibi"):
+        raise config.wrong("alibi", "attention with linear biases is not supported, rotary positions are")
+    new, parallel = config.flag("new_decoder_architecture"), config.flag("parallel_attn", True)
+    norms = config.count("num_ln_in_parallel_attn", 2 if new else 1, at_most=2)
+    if new and not parallel:
+        raise config.wrong("parallel_attn", "new_decoder_architecture is parallel")
+    if not parallel:
+        return Block()
+    if norms == 2 and not new:
+        raise config.wrong("num_ln_in_parallel_attn", "two norms need new_decoder_architecture")
+    return Block(norms=("ln_attn", "ln_mlp") if norms == 2 else ("input_layernorm",), parallel=True)
+
+
+def _mixtral_moe(config: ConfigJson) -> MoE:
+    experts = config.count("num_local_experts", 8, at_most=MOST["experts"])
+    active = config.count("num_experts_per_tok", 2, at_most=experts)
+    return MoE(experts, active, config.count("intermediate_size", at_most=MOST["intermediate"]))
+
+
+def _deepseek_moe(config: ConfigJson) -> MoE:
+    experts = config.count("n_routed_experts", at_most=MOST["experts"])
+    return MoE(
+        experts=experts,
+        active=config.count("num_experts_per_tok", at_most=experts),
+        intermediate=config.count("moe_intermediate_size", at_most=MOST["intermediate"]),
+        shared=config.count("n_shared_experts", 0, at_least=0, at_most=experts),
+        dense_layers=config.count("first_k_dense_replace", 0, at_least=0, at_most=MOST["layers"]),
+    )
+
+
+def _deepseek_mla(config: ConfigJson) -> MLA:
+    def size(key: str, at_least: int = 1) -> int:
+        return config.count(key, None if at_least else 0, at_least=at_least, at_most=MOST["hidden"])
+
+    return MLA(
+        q_rank=size("q_lora_rank", 0),
+        kv_rank=size("kv_lora_rank"),
+        rope_dim=size("qk_rope_head_dim"),
+        nope_dim=size("qk_nope_head_dim"),
+        v_dim=size("v_head_dim"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences from the plain decoder, each read from config.json."""
+    """Differences from Llama 2, each read from config.json where the models of a family differ."""
 
-    qkv_bias: Callable[[HF], bool] = lambda hf: False
-    o_bias: Callable[[HF], bool] = lambda hf: False
-    mlp_bias: Callable[[HF], bool] = lambda hf: False
-    window: Callable[[HF, int], int] = lambda hf, layer: 0
-    """Attention window of a layer; 0 = full."""
+    keys: Keys = Keys()
+    names: Names = Names()
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Ends of tensor names that old checkpoints carry and nobody needs."""
+    block: Callable[[ConfigJson], Block] = lambda config: Block()
+    norm: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    """Where config.json does not say, as are `activation`, `max_len` and `tied`."""
+    activations: Mapping[str, str] = field(default_factory=lambda: {"silu": "silu_and_mul"})
+    """config.json's word, the usual one first -> ours."""
+    max_len: int | None = None
     tied: bool = False
-    """tie_word_embeddings where config.json does not say."""
+    head_dim: int | None = None
+    """None = hidden / heads."""
+    kv_heads: Callable[[ConfigJson, int], int] = lambda config, heads: config.count(
+        "num_key_value_heads", heads, at_most=heads
+    )
+    """From the number of heads."""
+    windows: Callable[[ConfigJson, int], tuple[int, ...]] = lambda config, layers: (0,) * layers
+    """Attention window of each layer; 0 = full."""
+    qkv_bias: Read = _no
+    o_bias: Read = _no
+    mlp_bias: Read = _no
+    head_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm of every head's query and key."""
+    rotary_dim: Callable[[ConfigJson, int], int] | None = None
+    """From head_dim; None = partial_rotary_factor, which is 1 as a rule."""
+    interleaved: bool = False
+    """Rotary pairs are neighbours (GPT-J) in place of halves (GPT-NeoX)."""
+    moe: Callable[[ConfigJson], MoE] | None = None
+    mla: Callable[[ConfigJson], MLA] | None = None
 
+
+LLAMA = Family(qkv_bias=_attention_bias, o_bias=_attention_bias, mlp_bias=lambda config: config.flag("mlp_bias"))
+GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        qkv_bias=lambda hf: bool(hf.get("attention_bias")),
-        o_bias=lambda hf: bool(hf.get("attention_bias")),
-        mlp_bias=lambda hf: bool(hf.get("mlp_bias")),
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": Family(windows=lambda config, layers: (_window(config),) * layers),
+    "Qwen2ForCausalLM": Family(qkv_bias=lambda config: True, windows=_qwen_windows),
+    "Qwen3ForCausalLM": replace(LLAMA, mlp_bias=_no, qk_norm=True, head_dim=128, windows=_qwen_windows),
+    "FalconForCausalLM": Family(
+        keys=Keys(intermediate="ffn_hidden_size", eps="layer_norm_epsilon", activation="activation"),
+        names=Names(
+            embedding="transformer.word_embeddings",
+            norm="transformer.ln_f",
+            layer="transformer.h.{}",
+            qkv=("self_attention.query_key_value",),
+            o="self_attention.dense",
+            up=("mlp.dense_h_to_4h",),
+            down="mlp.dense_4h_to_h",
+        ),
+        block=_falcon_block,
+        norm="layer",
+        eps=1e-5,
+        activations=GELU,
+        max_len=2048,
+        tied=True,
+        kv_heads=_falcon_kv_heads,
+        qkv_bias=lambda config: config.flag("bias"),
+        o_bias=lambda config: config.flag("bias"),
+        mlp_bias=lambda config: config.flag("bias"),
     ),
-    "MistralForCausalLM": Family(window=lambda hf, layer: hf.get("sliding_window") or 0),
+    "GPTJForCausalLM": Family(
+        keys=Keys(
+            hidden="n_embd",
+            layers="n_layer",
+            heads="n_head",
+            intermediate="n_inner",
+            max_len="n_positions",
+            eps="layer_norm_epsilon",
+            activation="activation_function",
+        ),
+        names=Names(
+            embedding="transformer.wte",
+            norm="transformer.ln_f",
+            layer="transformer.h.{}",
+            qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+            o="attn.out_proj",
+            up=("mlp.fc_in",),
+            down="mlp.fc_out",
+        ),
+        ignored=(".attn.bias", ".attn.masked_bias"),
+        block=lambda config: Block(norms=("ln_1",), parallel=True),
+        norm="layer",
+        eps=1e-5,
+        activations={"gelu_new": "gelu_tanh", **GELU},
+        kv_heads=lambda config, heads: heads,
+        mlp_bias=lambda config: True,
+        head_bias=True,
+        rotary_dim=lambda config, head_dim: config.count("rotary_dim", 64, at_most=head_dim),
+        interleaved=True,
+    ),
+    "MixtralForCausalLM": Family(
+        windows=lambda config, layers: (config.count("sliding_window", 0, at_least=0),) * layers, moe=_mixtral_moe
+    ),
+    "DeepseekV3ForCausalLM": Family(moe=_deepseek_moe, mla=_deepseek_mla),
 }
-"""By config.json's architectures[0]."""
+"""By config.json's architectures[0]. Those with experts or a compressed cache can be planned for, not yet run."""
+
+RUNNABLE = tuple(name for name, family in FAMILIES.items() if family.moe is None and family.mla is None)
+
+MOST = {
+    "vocab": 2**24,
+    "layers": 2**10,
+    "hidden": 2**18,
+    "heads": 2**12,
+    "head_dim": 2**12,
+    "intermediate": 2**22,
+    "experts": 2**14,
+    "positions": 2**28,
+}
+"""Far above any model: a file that says more is broken or hostile."""
 
 
-def family_of(hf: HF, where: str) -> Family:
-    """Raises ConfigError for an architecture or activation that the decoder has not."""
-    architecture = (hf.get("architectures") or [None])[0]
-    if architecture not in FAMILIES:
-        raise ConfigError(
-            f"{where}: architectures is {architecture!r}; model=llama reads {', '.join(sorted(FAMILIES))}"
-        )
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{where}: hidden_act is {hf['hidden_act']!r}; model=llama has silu")
-    return FAMILIES[architecture]
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All that the decoder asks of a family and a config.json, beside the ModelSpec."""
+
+    architecture: str
+    names: Names
+    ignored: tuple[str, ...]
+    block: Block
+    norm: Literal["rms", "layer"]
+    eps: float
+    activation: str
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    head_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+    interleaved: bool
 
 
 def read_spec(hf: HF, where: str) -> ModelSpec:
-    """`where` names the source of `hf` in errors. Defaults are those of transformers' LlamaConfig."""
-    family = family_of(hf, where)
-    try:
-        hidden, heads, layers = hf["hidden_size"], hf["num_attention_heads"], hf["num_hidden_layers"]
-        spec = ModelSpec(
-            architecture=hf["architectures"][0],
-            vocab=hf["vocab_size"],
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or hidden // heads,
-            intermediate=hf["intermediate_size"],
-            max_len=hf["max_position_embeddings"],
-            dtype=hf.get("dtype") or hf.get("torch_dtype") or "float32",
-            eos_ids=_ids(hf.get("eos_token_id")),
-            bos_id=hf.get("bos_token_id"),
-            tied=hf.get("tie_word_embeddings", family.tied),
-            windows=tuple(family.window(hf, layer) for layer in range(layers)),
-            hf=hf,
-        )
-    except KeyError as missing:
-        raise ConfigError(f"{where}: the key {missing} is missing") from None
-    if spec.heads % spec.kv_heads:
-        raise ConfigError(f"{where}: {spec.heads} query heads are no multiple of {spec.kv_heads} kv heads")
-    return spec
+    """`where` names the source of `hf` in errors. Defaults are those of transformers."""
+    return read_model(hf, where)[0]
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
+    """Every value that the decoder will use, checked. Raises ConfigError naming the key."""
+    config = ConfigJson(hf, where)
+    architecture, family = _family(config)
+    keys = family.keys
+    hidden = config.count(keys.hidden, at_most=MOST["hidden"])
+    heads = config.count(keys.heads, at_most=MOST["heads"])
+    layers = config.count(keys.layers, at_most=MOST["layers"])
+    vocab = config.count("vocab_size", at_most=MOST["vocab"])
+    max_len = config.count(keys.max_len, family.max_len, at_most=MOST["positions"])
+    mla = None if family.mla is None else family.mla(config)
+    if mla is not None:
+        head_dim, kv_heads = mla.nope_dim + mla.rope_dim, heads
+    else:
+        head_dim = config.count("head_dim", family.head_dim or hidden // heads, at_most=MOST["head_dim"])
+        kv_heads = family.kv_heads(config, heads)
+    if heads % kv_heads:
+        raise ConfigError(f"{where}: {heads} query heads are no multiple of {kv_heads} kv heads")
+    gelu_default = 4 * hidden if family.norm == "layer" else None
+    rotary_dim = mla.rope_dim if mla else family.rotary_dim(config, head_dim) if family.rotary_dim else None
+    layout = Layout(
+        architecture=architecture,
+        names=family.names,
+        ignored=family.ignored,
+        block=family.block(config),
+        norm=family.norm,
+        eps=config.number(keys.eps, family.eps, at_most=1.0),
+        activation=_activation(config, family),
+        qkv_bias=family.qkv_bias(config),
+        o_bias=family.o_bias(config),
+        mlp_bias=family.mlp_bias(config),
+        head_bias=family.head_bias,
+        qk_norm=family.qk_norm,
+        rope=read_rope(config, head_dim, max_len, rotary_dim),
+        interleaved=family.interleaved,
+    )
+    spec = ModelSpec(
+        architecture=architecture,
+        vocab=vocab,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=config.count(keys.intermediate, gelu_default, at_most=MOST["intermediate"]),
+        max_len=max(max_len, layout.rope.max_len),
+        dtype=_dtype(config),
+        eos_ids=config.counts("eos_token_id", at_most=vocab - 1),
+        bos_id=next(iter(config.counts("bos_token_id")), None),
+        tied=config.flag("tie_word_embeddings", family.tied),
+        windows=family.windows(config, layers),
+        hf=hf,
+        mla=mla,
+        moe=None if family.moe is None else family.moe(config),
+    )
+    return replace(spec, parameters=count_parameters(spec, layout)), layout
+
+
+def _family(config: ConfigJson) -> tuple[str, Family]:
+    stated = config.get("architectures")
+    architecture = stated[0] if isinstance(stated, list) and stated else None
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(RUNNABLE))}")
+    return architecture, FAMILIES[architecture]
+
+
+def _activation(config: ConfigJson, family: Family) -> str:
+    words = tuple(family.activations)
+    return family.activations[config.choice(family.keys.activation, words, words[0])]
+
+
+def _dtype(config: ConfigJson) -> str:
+    key = "torch_dtype" if config.get("dtype") is None else "dtype"
+    return config.choice(key, ("bfloat16", "float16", "float32"), "float32")

@@ -11,8 +11,21 @@ from dovetail.core.testing.scheduler import SchedulerContract
 from dovetail.plugins.kv_cache.config import PagedConfig, PrefixHashConfig
 from dovetail.plugins.kv_cache.paged import PagedAllocator
 from dovetail.plugins.kv_cache.prefix_hash import PrefixHashAllocator
-from dovetail.plugins.scheduler.config import FCFSConfig, StaticConfig
+from dovetail.plugins.scheduler.config import (
+    DeadlineConfig,
+    FairConfig,
+    FCFSConfig,
+    LongestPrefixConfig,
+    PriorityConfig,
+    ShortestJobConfig,
+    StaticConfig,
+)
+from dovetail.plugins.scheduler.deadline import DeadlineScheduler
+from dovetail.plugins.scheduler.fair import FairScheduler
 from dovetail.plugins.scheduler.fcfs import FCFSScheduler
+from dovetail.plugins.scheduler.longest_prefix import LongestPrefixScheduler
+from dovetail.plugins.scheduler.priority import PriorityScheduler
+from dovetail.plugins.scheduler.shortest_job import ShortestJobScheduler
 from dovetail.plugins.scheduler.static import StaticScheduler
 
 
@@ -48,3 +61,39 @@ class TestStatic(_OnEveryAllocator):
 class TestStaticPairs(_OnEveryAllocator):
     def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
         return StaticScheduler(StaticConfig(batch_size=2), limits, kv)
+
+
+class TestPriority(_OnEveryAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return PriorityScheduler(PriorityConfig(), limits, kv)
+
+
+class TestPriorityThatAges(_OnEveryAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        # So slow that two runs of a test never differ by it.
+        return PriorityScheduler(PriorityConfig(age_seconds=1e6), limits, kv)
+
+
+class TestLongestPrefix(_OnEveryAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return LongestPrefixScheduler(LongestPrefixConfig(window=5, max_wait=1e6), limits, kv)
+
+
+class TestShortestJob(_OnEveryAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return ShortestJobScheduler(ShortestJobConfig(max_wait=1e6), limits, kv)
+
+
+class TestShortestJobWithoutPatience(_OnEveryAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return ShortestJobScheduler(ShortestJobConfig(max_wait=0), limits, kv)
+
+
+class TestFair(_OnEveryAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return FairScheduler(FairConfig(quantum=20, weights={"a": 2.5}), limits, kv)
+
+
+class TestDeadline(_OnEveryAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return DeadlineScheduler(DeadlineConfig(), limits, kv)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from dovetail.core.interfaces import DraftContext, Drafter
+from dovetail.core.interfaces import Drafter
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
 from dovetail.plugins.spec_decode.ngram import NgramDrafter

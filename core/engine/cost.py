@@ -1,0 +1,49 @@
+"""What a composition's parts say about number formats, and its cost model bound to them. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dovetail.core.compose import Host
+from dovetail.core.errors import PluginError
+from dovetail.core.interfaces import CostModel, Formats
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+    from dovetail.core.interfaces import ModelSpec
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def bind_cost(composition: Composition, spec: ModelSpec, device: str | None = None) -> CostModel | None:
+    """The chosen cost model, ready to predict; None where the app reads none or the choice is `none`.
+
+    `device` decides what "auto" means for dtypes: "cpu", or else a GPU. Default: engine.device, where auto is a GPU.
+    """
+    if "cost" not in composition.parts:
+        return None
+    cost: CostModel = composition.build("cost")
+    if not cost.predicts:
+        return None
+    cost.bind(spec, composition.engine, formats(composition, spec, device or composition.engine.device))
+    return cost
+
+
+def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
+    """From engine.dtype, engine.kv_dtype, and `weight_bits` and `product` among what the quantizer provides."""
+    engine, quant = composition.engine, composition.part("quant")
+    dtype = engine.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else spec.dtype
+    size = _BYTES[dtype]
+    kv_bytes = size if engine.kv_dtype == "auto" else _BYTES.get(engine.kv_dtype, 1)
+    stated = quant.capabilities(Host(device="cpu" if device == "cpu" else "cuda")).provides
+    if quant.name == "none":
+        stated = {"weight_bits": 8 * size, "product": dtype, **stated}
+    if missing := [key for key in ("weight_bits", "product") if key not in stated]:
+        raise PluginError(
+            str(quant.package),
+            f"quant={quant.name} does not state {' and '.join(missing)} among what it provides, which "
+            f"cost={composition.part('cost').name} needs: choose cost=none, or another quant",
+        )
+    return Formats(dtype, size, float(stated["weight_bits"]), str(stated["product"]), kv_bytes)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""Residual addition, LayerNorm and encoding in one pass: one program a row.
+
+Shapes: T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
+from dovetail.core.ops.formats import plan_emit
+from dovetail.core.ops.kernels.formats import Target, collect, encode_row, warps
+
+
+@triton.jit
+def _layer_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    summed_ptr,
+    plain_ptr,
+    C,
+    eps,
+    values_ptr,
+    scale_ptr,
+    static_ptr,
+    pre_ptr,
+    scale_st,
+    scale_sg,
+    ENCODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < C
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(dtype)
+        tl.store(summed_ptr + row * C + cols, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    centred = tl.where(inside, x - tl.sum(x, axis=0) / C, 0.0)
+    scaled = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / C + eps)
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    y = (scaled * weight + bias).to(dtype)
+    if plain_ptr is not None:
+        tl.store(plain_ptr + row * C + cols, y, mask=inside)
+    if ENCODE is not None:
+        y_fp32 = y.to(tl.float32)
+        encode_row(
+            y_fp32, row, 0, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK
+        )
+
+
+def layer_norm_triton(
+    x_TC: torch.Tensor,
+    residual_TC: torch.Tensor | None,
+    weight_C: torch.Tensor,
+    bias_C: torch.Tensor,
+    eps: float,
+    emit: tuple[ActFormat, ...] = (PLAIN,),
+) -> tuple[Bundle, torch.Tensor]:
+    x_TC = x_TC.contiguous()
+    tokens, columns = x_TC.shape
+    plan = plan_emit(emit)
+    plain = torch.empty_like(x_TC) if plan.plain else None
+    summed = x_TC if residual_TC is None else torch.empty_like(x_TC)
+    target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
+    if tokens:
+        block = target.block(columns, whole_row=True)
+        residual = None if residual_TC is None else residual_TC.contiguous()
+        _layer_norm[(tokens,)](
+            x_TC,
+            residual,
+            weight_C,
+            bias_C,
+            summed,
+            plain,
+            columns,
+            eps,
+            **target.arguments(block),
+            BLOCK=block,
+            num_warps=warps(block),
+        )
+    return collect(emit, plan.rest, plain, target), summed

@@ -1,0 +1,40 @@
+"""LayerNorm with the residual addition before it (Ba et al. 2016).
+
+Shapes: T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
+from dovetail.core.ops.formats import encode
+
+
+def layer_norm(
+    x_TC: torch.Tensor,
+    residual_TC: torch.Tensor | None,
+    weight_C: torch.Tensor,
+    bias_C: torch.Tensor,
+    eps: float,
+    emit: tuple[ActFormat, ...] = (PLAIN,),
+) -> tuple[Bundle, torch.Tensor]:
+    """(norm(x + residual) in the formats asked for, x + residual). Inputs are left as they are."""
+    if x_TC.is_cuda:
+        from dovetail.core.ops.kernels.layernorm import layer_norm_triton
+
+        return layer_norm_triton(x_TC, residual_TC, weight_C, bias_C, eps, emit)
+    return layer_norm_reference(x_TC, residual_TC, weight_C, bias_C, eps, emit)
+
+
+def layer_norm_reference(
+    x_TC: torch.Tensor,
+    residual_TC: torch.Tensor | None,
+    weight_C: torch.Tensor,
+    bias_C: torch.Tensor,
+    eps: float,
+    emit: tuple[ActFormat, ...] = (PLAIN,),
+) -> tuple[Bundle, torch.Tensor]:
+    summed = x_TC if residual_TC is None else x_TC + residual_TC
+    return encode(F.layer_norm(summed, weight_C.shape, weight_C, bias_C, eps), emit), summed

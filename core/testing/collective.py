@@ -1,0 +1,295 @@
+"""The contract suite of collectives. Subclass CollectiveContract at the top of a test module and override `make`.
+
+Each test runs on `size` processes. `make` is called in each of them, which find the class by its name in its file.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial
+from dovetail.core.ops.norm import rms_norm_reference
+from dovetail.core.testing.ranks import on_ranks
+
+HALVED = ActFormat("halved", reference=lambda x_TC: (x_TC / 2, x_TC.new_full((len(x_TC), 1), 2.0)))
+"""A format of the suite's own."""
+SHAPES = ((1,), (7,), (3, 5), (2, 3, 4), (64, 33))
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+SOON = 10.0
+"""Seconds in which a call must end that nobody can answer any more."""
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Rank's own, and known to all. Floats of many magnitudes, so that the order of a sum shows in its bits."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if not dtype.is_floating_point:
+        return torch.randint(-(10**6), 10**6, shape, generator=generator, dtype=dtype)
+    scale = 10.0 ** torch.randint(-3, 4, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+class CollectiveContract:
+    """Every sentence of dovetail.core.interfaces.Collective. `make` is the only thing that must be overridden."""
+
+    size = 3
+    """Ranks: with two, a sum has no order."""
+    device = torch.device("cpu")
+
+    def make(self) -> Collective:
+        """A fresh one, not connected."""
+        raise NotImplementedError("return your collective: MyCollective(MyConfig())")
+
+    @contextmanager
+    def connected(self, rank: int, size: int, address: str) -> Iterator[Collective]:
+        collective = self.make()
+        collective.connect(rank, size, address, self.device)
+        try:
+            with torch.inference_mode():
+                yield collective
+        finally:
+            collective.close()
+
+    def on_ranks(self, method: Callable[[int, int, str], object], may_die: tuple[int, ...] = ()) -> list[object]:
+        return on_ranks(self, method.__name__, self.size, may_die=may_die)
+
+    # Joining.
+
+    def test_connect_sets_rank_and_size(self) -> None:
+        assert self.on_ranks(self._rank_and_size) == [(rank, self.size) for rank in range(self.size)]
+
+    def _rank_and_size(self, rank: int, size: int, address: str) -> tuple[int, int]:
+        with self.connected(rank, size, address) as collective:
+            return collective.rank, collective.size
+
+    def test_a_device_it_cannot_serve_is_refused(self) -> None:
+        self.on_ranks(self._refuses)
+
+    def _refuses(self, rank: int, size: int, address: str) -> None:
+        collective = self.make()
+        try:
+            with pytest.raises(CapabilityError, match="meta"):
+                collective.connect(rank, size, address, torch.device("meta"))
+        finally:
+            collective.close()
+
+    # Calls.
+
+    def test_all_reduce_sums(self) -> None:
+        """The same bits on every rank, whatever the shape, dtype and memory order."""
+        bits = self.on_ranks(self._sums)
+        assert all(other == bits[0] for other in bits), "ranks hold different bits of the same sum"
+
+    def _sums(self, rank: int, size: int, address: str) -> list[bytes]:
+        found = []
+        with self.connected(rank, size, address) as collective:
+            for seed, (shape, dtype) in enumerate((s, d) for s in SHAPES for d in DTYPES):
+                own = [values(r, shape, dtype, seed) for r in range(size)]
+                exact = torch.stack(own).double().sum(0)
+                tolerance = 1e-6 if dtype is torch.float32 else 2e-2
+                largest = torch.stack(own).double().abs().sum(0)
+                out = collective.all_reduce(own[rank].clone().to(self.device)).cpu()
+                assert (out.shape, out.dtype) == (shape, dtype), f"{out.shape} {out.dtype} from {shape} {dtype}"
+                assert bool(((out.double() - exact).abs() <= tolerance * largest).all()), (
+                    f"{dtype} sum: {out}, not {exact}"
+                )
+                found.append(_bits(out))
+            strided = [values(r, (6, 4), torch.float32) for r in range(size)]
+            out = collective.all_reduce(strided[rank].clone().to(self.device).T).cpu()
+            _assert_close(out, torch.stack(strided).sum(0).T, "the sum of transposed tensors")
+        return found
+
+    def test_all_gather_joins_the_last_dimension_in_rank_order(self) -> None:
+        self.on_ranks(self._gathers)
+
+    def _gathers(self, rank: int, size: int, address: str) -> None:
+        with self.connected(rank, size, address) as collective:
+            for shape in SHAPES:
+                for dtype in DTYPES:
+                    own = [values(r, shape, dtype) for r in range(size)]
+                    out = collective.all_gather(own[rank].clone().to(self.device)).cpu()
+                    assert torch.equal(out, torch.cat(own, -1)), (
+                        f"gathering {shape} gave {out}, not {torch.cat(own, -1)}"
+                    )
+            own = [values(r, (6, 4), torch.float32) for r in range(size)]
+            out = collective.all_gather(own[rank].to(self.device).T).cpu()
+            assert torch.equal(out, torch.cat([x.T for x in own], -1)), "gathering transposed tensors"
+
+    def test_broadcast_from_each_root(self) -> None:
+        self.on_ranks(self._broadcasts)
+
+    def _broadcasts(self, rank: int, size: int, address: str) -> None:
+        with self.connected(rank, size, address) as collective:
+            for root in range(size):
+                for shape in SHAPES:
+                    out = collective.broadcast(values(rank, shape, torch.float32).to(self.device), root).cpu()
+                    assert torch.equal(out, values(root, shape, torch.float32)), f"not what root {root} has"
+            out = collective.broadcast(values(rank, (3,), torch.int64).to(self.device)).cpu()
+            assert torch.equal(out, values(0, (3,), torch.int64)), "the root is rank 0 where none is named"
+
+    def test_calls_answer_each_other_in_order(self) -> None:
+        """Different calls, one after the other, with ranks that arrive at different times."""
+        self.on_ranks(self._mixes)
+
+    def _mixes(self, rank: int, size: int, address: str) -> None:
+        with self.connected(rank, size, address) as collective:
+            for i in range(12):
+                if i % size == rank:
+                    time.sleep(0.01)
+                x = torch.full((4,), float(rank + i), device=self.device)
+                total = collective.all_reduce(x.clone()).cpu()
+                assert total.tolist() == [sum(r + i for r in range(size))] * 4, f"call {i}: {total}"
+                out = collective.broadcast(x.clone(), i % size).cpu()
+                assert out.tolist() == [i % size + i] * 4, f"call {i}: {out}"
+                out = collective.all_gather(x[:1].clone()).cpu()
+                assert out.tolist() == [r + i for r in range(size)], f"call {i}: {out}"
+
+    def test_nobody_leaves_a_barrier_before_all_have_come(self) -> None:
+        times = self.on_ranks(self._meets)
+        last = max(came for came, _ in times)  # type: ignore[misc]
+        assert all(left >= last for _, left in times), f"(came, left) in seconds: {times}"  # type: ignore[misc]
+
+    def _meets(self, rank: int, size: int, address: str) -> tuple[float, float]:
+        with self.connected(rank, size, address) as collective:
+            collective.barrier()
+            time.sleep(0.15 * (size - rank))
+            came = time.monotonic()
+            collective.barrier()
+            return came, time.monotonic()
+
+    # The edge between two blocks.
+
+    def test_boundary_reduces_adds_and_norms(self) -> None:
+        """A Partial is summed over ranks and anything else is not; every format asked for comes out, equal on all ranks."""
+        bits = self.on_ranks(self._boundaries)
+        assert all(other == bits[0] for other in bits), "ranks hold different bits after a boundary"
+
+    def _boundaries(self, rank: int, size: int, address: str) -> list[bytes]:
+        shape, emit = (5, 16), (PLAIN, HALVED)
+        weight = values(90, (16,), torch.float32).abs()
+        parts = [values(r, shape, torch.float32) for r in range(size)]
+        residual, own = values(91, shape, torch.float32), values(92, shape, torch.float32)
+
+        def norm(
+            x: torch.Tensor, residual: torch.Tensor | None, emit: tuple[ActFormat, ...]
+        ) -> tuple[Bundle, torch.Tensor]:
+            return rms_norm_reference(x, residual, weight.to(x.device), 1e-5, emit)
+
+        found = []
+        with self.connected(rank, size, address) as collective:
+            for given, whole in (
+                (Partial(parts[rank].clone().to(self.device)), sum(parts)),
+                (own.to(self.device), own),
+            ):
+                for before in (residual, None):
+                    kept = None if before is None else before.clone().to(self.device)
+                    bundle, after = collective.boundary(given, kept, norm, emit)
+                    expected, expected_after = norm(whole, before, emit)
+                    _assert_close(after.cpu(), expected_after, "x + residual")
+                    for fmt in emit:
+                        _assert_close(bundle[fmt].values.cpu(), expected[fmt].values, f"format {fmt.name}")
+                    assert bundle[HALVED].scale is not None
+                    found += [_bits(after), _bits(bundle[PLAIN].values)]
+                    if isinstance(given, Partial):
+                        given = Partial(parts[rank].clone().to(self.device))
+            reduced = collective.reduce(Partial(parts[rank].clone().to(self.device)))
+            _assert_close(reduced.cpu(), sum(parts), "reduce of a Partial")
+            assert torch.equal(collective.reduce(own.to(self.device)).cpu(), own), "reduce of a whole tensor changed it"
+        return found
+
+    # Alone.
+
+    def test_one_rank_alone_changes_nothing(self) -> None:
+        collective = self.make()
+        collective.connect(0, 1, "", self.device)
+        try:
+            assert (collective.rank, collective.size) == (0, 1)
+            for shape in SHAPES:
+                for dtype in DTYPES:
+                    x = values(0, shape, dtype)
+                    calls = (collective.all_reduce, collective.all_gather, collective.broadcast)
+                    for call in calls:
+                        out = call(x.clone().to(self.device)).cpu()
+                        assert torch.equal(out, x), f"{call.__name__} at size 1: {out}, not {x}"
+            x = values(0, (3, 4), torch.float32)
+            assert torch.equal(collective.reduce(Partial(x.clone().to(self.device))).cpu(), x)
+            collective.barrier()
+        finally:
+            collective.close()
+
+    # The end.
+
+    def test_close_is_idempotent(self) -> None:
+        self.on_ranks(self._closes)
+
+    def _closes(self, rank: int, size: int, address: str) -> None:
+        self.make().close()
+        collective = self.make()
+        collective.connect(rank, size, address, self.device)
+        collective.barrier()
+        collective.close()
+        collective.close()
+
+    def test_abort_ends_a_connect_that_waits(self) -> None:
+        """The last rank never comes; abort is called from another thread, and more than once."""
+        self.on_ranks(self._waits_to_connect)
+
+    def _waits_to_connect(self, rank: int, size: int, address: str) -> None:
+        if rank:
+            return
+        collective = self.make()
+        began = time.monotonic()
+        with _aborting(collective), pytest.raises(Exception, match="."):
+            collective.connect(rank, size, address, self.device)
+        assert time.monotonic() - began < SOON, "connect went on waiting"
+        collective.close()
+
+    def test_calls_end_when_a_rank_dies(self) -> None:
+        """By themselves or by abort, with an error, on every rank that is left."""
+        self.on_ranks(self._outlives, may_die=(self.size - 1,))
+
+    def _outlives(self, rank: int, size: int, address: str) -> None:
+        collective = self.make()
+        collective.connect(rank, size, address, self.device)
+        collective.barrier()
+        if rank == size - 1:
+            os._exit(1)
+        began = time.monotonic()
+        with _aborting(collective), pytest.raises(Exception, match="."):
+            collective.all_reduce(torch.ones(3, device=self.device)).cpu()
+            collective.barrier()
+        assert time.monotonic() - began < SOON, "all_reduce went on waiting"
+        collective.close()
+
+
+@contextmanager
+def _aborting(collective: Collective) -> Iterator[None]:
+    """Calls abort from another thread, again and again, as long as the block runs."""
+    over = threading.Event()
+
+    def abort() -> None:
+        while not over.wait(0.2):
+            collective.abort()
+
+    thread = threading.Thread(target=abort, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _bits(x: torch.Tensor) -> bytes:
+    return bytes(x.cpu().contiguous().view(torch.uint8).reshape(-1).tolist())
+
+
+def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4), f"{what}: {found}, not {expected}"

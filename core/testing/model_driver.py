@@ -1,0 +1,105 @@
+"""Runs a model without the engine: pages and step metadata by hand.
+
+Shapes: T tokens of the step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dovetail.core.interfaces import (
+    AttentionBackend,
+    BuildContext,
+    Collective,
+    ForwardContext,
+    Hidden,
+    Model,
+    ModelSpec,
+    Quantizer,
+)
+from dovetail.core.testing.paging import Paging
+
+PAGES = 300
+
+
+class Alone(Collective):
+    """One rank."""
+
+    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+        return x
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def build_context(
+    spec: ModelSpec,
+    *,
+    quantizer: Quantizer | None = None,
+    attention: AttentionBackend | None = None,
+    collective: Collective | None = None,
+    dtype: torch.dtype = torch.float32,
+    page_tokens: int = 8,
+    max_len: int = 512,
+    device: str | torch.device = "cpu",
+) -> BuildContext:
+    """What the engine gives a model, with the reference parts (attention=sdpa, quant=none) unless others are given."""
+    from dovetail.core.testing.reference import build
+
+    return BuildContext(
+        spec=spec,
+        device=torch.device(device),
+        dtype=dtype,
+        kv_dtype=dtype,
+        page_tokens=page_tokens,
+        max_len=max_len,
+        quantizer=quantizer or build("quant", "none"),
+        attention=attention or build("attention", "sdpa"),
+        collective=collective or Alone(None),
+    )
+
+
+class Driver:
+    """Sequences by name. Pages come in shuffled order from pools full of NaN, so that a wrong page or mask shows."""
+
+    def __init__(self, model: Model, seed: int = 0, pages: int = PAGES) -> None:
+        self.model, self.device = model, model.build.device
+        self.paging = Paging(model.kv_groups, self.device, pages=pages, seed=seed)
+        model.build.attention.bind(self.paging.pools)
+        self.hidden: Hidden
+        """Of the last step, padding included."""
+
+    @torch.inference_mode()
+    def step(
+        self,
+        rows: Sequence[tuple[str, Sequence[int]]],
+        num_decode: int = 0,
+        slack: int = 0,
+        padding: int = 0,
+        taps: tuple[int, ...] = (),
+    ) -> list[torch.Tensor]:
+        """Feed each row's tokens; returns logits_TV of each row. The first num_decode rows go as decode rows.
+
+        `slack` makes the host's bounds loose; `padding` adds tokens that belong to no row.
+        """
+        counts = [len(tokens) for _, tokens in rows]
+        named = [(name, count) for (name, _), count in zip(rows, counts, strict=True)]
+        step = self.paging.step(named, num_decode=num_decode, slack=slack, padding=padding)
+        attention = self.model.build.attention
+        planned = attention.plan_host(step.host)
+        attn = {id: attention.plan_device(meta, step.host, planned) for id, meta in step.metas.items()}
+        flat = [token for _, tokens in rows for token in tokens] + [0] * padding
+        tokens_T = torch.tensor(flat, dtype=torch.int32, device=self.device)
+        self.hidden = self.model.forward(self.model.embed(tokens_T), ForwardContext(step.positions_T, attn), taps)
+        return list(self.model.logits(self.hidden.states[: sum(counts)]).split(counts))

@@ -1,0 +1,424 @@
+"""The contract of Quantizer and LinearMethod as tests. Authors subclass:
+
+class TestMine(QuantizerContract):
+    error = 0.03
+
+    def make(self):
+        return MyQuantizer(MyConfig())
+
+Shapes: T tokens, I input, O output, C columns, G scale groups.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import (
+    PLAIN,
+    ActFormat,
+    Activation,
+    BuildContext,
+    LinearMethod,
+    LinearShape,
+    ModelSpec,
+    Quantizer,
+)
+from dovetail.core.layers import ColumnParallel, Linear, RowParallel
+from dovetail.core.ops import encode
+from dovetail.core.ops.formats import encode_reference, why_unfused
+from dovetail.core.testing.model_driver import Alone
+from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
+
+__all__ = ["QuantizerContract"]
+
+PATH = "layers.0.mlp.gate_up"
+ODD = ((1, 1), (7, 5), (33, 17), (60, 64), (64, 60), (96, 20))
+"""(inp, out) that a format may well refuse."""
+
+
+class QuantizerContract:
+    """Every sentence of dovetail.core.interfaces.quant. Weights and inputs are normal; results are compared in float64."""
+
+    device = "cpu"
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    """Of the model, to try."""
+    error = 1e-6
+    """Greatest ||y - exact|| / ||exact||. What rounding to the model's dtype costs is added."""
+    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ((64, (96,)), (256, (64, 64)), (128, (96, 32, 64)))
+    """(inp, output rows of each merged part) that the format holds, halved over two ranks included."""
+    rows_independent = True
+    """False: one scale is made for the whole batch, so a token's result depends on the others."""
+    seed: int | None = None
+    """None = fresh random input each time; a failure names the seed to set here."""
+
+    def make(self) -> Quantizer:
+        """A fresh quantizer. The one method to override."""
+        raise NotImplementedError("return your quantizer: MyQuantizer(MyConfig())")
+
+    def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The checkpoint tensors of one part, by the names in method.tensors; override for formats with their own."""
+        assert method.tensors == ("weight",), f"override checkpoint(): {method.tensors} are read for each part"
+        return {"weight": weight_OI}
+
+    # Life of a layer.
+
+    def test_create_gives_tensors_on_the_device(self) -> None:
+        method, shape = self._method(64, (96,))
+        params = method.create(shape, torch.device(self.device))
+        assert params and all(isinstance(value, torch.Tensor) for value in params.values())
+        assert {value.device.type for value in params.values()} == {torch.device(self.device).type}
+
+    def test_product_is_near_the_exact_one(self) -> None:
+        for inp, parts in self.shapes:
+            layer = self._layer(inp, parts)
+            for tokens in (1, 5, 33):
+                x_TI = self._x(tokens, inp)
+                self._check(layer.apply(x_TI), layer.exact(x_TI))
+
+    def test_bias_is_added_once(self) -> None:
+        for dtype in self.dtypes:
+            layer, x_TI = self._layer(64, (96,), dtype), self._x(5, 64, dtype)
+            bias_O = 100 * self._x(1, 96, dtype)[0]
+            plain, biased = layer.apply(x_TI), layer.apply(x_TI, bias_O)
+            expected = plain.double() + bias_O.double()
+            assert_near(biased, expected, 2 * TOLERANCE[dtype], "the product with a bias")
+
+    def test_output_has_the_models_dtype(self) -> None:
+        for dtype in self.dtypes:
+            for bias in (None, self._x(1, 96, dtype)[0]):
+                y_TO = self._layer(64, (96,), dtype).apply(self._x(5, 64, dtype), bias)
+                assert (y_TO.dtype, tuple(y_TO.shape)) == (dtype, (5, 96))
+
+    def test_near_in_every_dtype(self) -> None:
+        for dtype in self.dtypes:
+            layer, x_TI = self._layer(256, (64, 64), dtype), self._x(9, 256, dtype)
+            self._check(layer.apply(x_TI), layer.exact(x_TI), dtype)
+
+    def test_parts_go_where_they_belong(self) -> None:
+        """Each part of a merged layer by itself, so that a small part counts as much as a large one."""
+        inp, parts = max(self.shapes, key=lambda shape: len(shape[1]))
+        layer, x_TI = self._layer(inp, parts), self._x(17, inp)
+        got, exact, at = layer.apply(x_TI), layer.exact(x_TI), 0
+        for size in parts:
+            self._check(got[:, at : at + size], exact[:, at : at + size])
+            at += size
+
+    def test_parts_load_in_any_order(self) -> None:
+        inp, parts = max(self.shapes, key=lambda shape: len(shape[1]))
+        weight_OI, x_TI = self._weight(inp, sum(parts)), self._x(5, inp)
+        orders = (range(len(parts)), reversed(range(len(parts))), [*range(1, len(parts)), 0])
+        first, *others = (self._layer(inp, parts, weight=weight_OI, order=order).apply(x_TI) for order in orders)
+        for other in others:
+            assert same_bits(first, other), "the result depends on the order in which parts were loaded"
+
+    def test_load_keeps_no_part(self) -> None:
+        """A checkpoint tensor is a view of a file, or a buffer that the next part will fill."""
+        weight_OI, x_TI = self._weight(64, 96), self._x(5, 64)
+        layer = self._layer(64, (64, 32), weight=weight_OI.clone(), poison_after_load=True)
+        self._check(layer.apply(x_TI), x_TI.double() @ weight_OI.double().t())
+
+    def test_checkpoint_may_have_another_dtype(self) -> None:
+        for stored in (torch.bfloat16, torch.float16, torch.float32):
+            weight_OI = self._weight(64, 96).to(stored)
+            for dtype in self.dtypes:
+                layer, x_TI = self._layer(64, (96,), dtype, weight=weight_OI), self._x(5, 64, dtype)
+                self._check(layer.apply(x_TI), layer.exact(x_TI), dtype)
+
+    def test_the_layer_owns_the_tensors(self) -> None:
+        """`params` are passed back: the same numbers at another address give the same result."""
+        layer, x_TI = self._layer(64, (96,)), self._x(5, 64)
+        expected = layer.apply(x_TI)
+        moved = {name: value.clone() for name, value in layer.params.items()}
+        for value in layer.params.values():
+            value.view(torch.uint8).fill_(255)
+        assert same_bits(replace(layer, params=moved).apply(x_TI), expected), "apply read tensors other than `params`"
+
+    def test_layers_do_not_share_state(self) -> None:
+        quantizer = self.make()
+        shapes = [(64, (96,)), (64, (96,)), *self.shapes]
+        layers = [
+            self._layer(inp, parts, quantizer=quantizer, path=f"layers.{i}.mlp.gate_up")
+            for i, (inp, parts) in enumerate(shapes)
+        ]
+        for layer in layers:
+            x_TI = self._x(5, layer.weight.shape[1])
+            self._check(layer.apply(x_TI), layer.exact(x_TI))
+
+    def test_apply_changes_nothing(self) -> None:
+        layer, bias_O = self._layer(64, (96,)), self._x(1, 96)[0]
+        x = encode(self._x(5, 64), (layer.method.input,))[layer.method.input]
+        given = {"values": x.values, "bias": bias_O, **layer.params}
+        if x.scale is not None:
+            given["scale"] = x.scale
+        before = {name: value.clone() for name, value in given.items()}
+        first = layer.method.apply(layer.params, x, bias_O).clone()
+        for name, value in given.items():
+            assert same_bits(value, before[name]), f"apply changed {name}"
+        assert same_bits(layer.method.apply(layer.params, x, bias_O), first), "the second call gave another result"
+
+    # Rows.
+
+    def test_rows_are_independent(self) -> None:
+        """A token's result does not depend on what stands beside it, however large."""
+        if not self.rows_independent:
+            pytest.skip("rows_independent = False")
+        for dtype in self.dtypes:
+            layer, x_TI = self._layer(256, (64, 64), dtype), self._x(9, 256, dtype)
+            x_TI[1::2] *= 1000
+            together = layer.apply(x_TI)
+            for row in range(len(x_TI)):
+                alone = layer.apply(x_TI[row : row + 1])
+                assert_near(together[row : row + 1], alone, 2 * TOLERANCE[dtype], f"row {row} beside others")
+            self._check(together[::2], layer.exact(x_TI)[::2], dtype)
+
+    def test_a_row_of_zeros_gives_the_bias(self) -> None:
+        layer, bias_O = self._layer(64, (96,)), self._x(1, 96)[0]
+        x_TI = self._x(3, 64)
+        x_TI[1] = 0
+        got = layer.apply(x_TI, bias_O)
+        assert got.isfinite().all()
+        assert_near(got[1:2], bias_O[None], 1e-5, "the row of zeros")
+
+    # Input format.
+
+    def test_input_is_what_encode_gives(self) -> None:
+        """The record says what producers will write: dtype, scales and their order in memory."""
+        for dtype in self.dtypes:
+            for inp, parts in self.shapes:
+                fmt = self._layer(inp, parts, dtype).method.input
+                x_TI = self._x(5, inp, dtype)
+                x = encode(x_TI, (fmt,))[fmt]
+                assert x.values.dtype == (fmt.dtype or dtype), f"{fmt.name}: {x.values.dtype} is not what it declares"
+                if fmt.reference is not None:
+                    values, _ = fmt.reference(x_TI.float())
+                    held = values.is_floating_point() if fmt.dtype is None else torch.equal(values, values.to(fmt.dtype))
+                    assert held, f"{fmt.name}: {fmt.dtype or 'the dtype of the model'} does not hold {values.dtype}"
+                if fmt.group == "none":
+                    assert x.scale is None and fmt.scale_layout == "none", f"{fmt.name} declares no scales"
+                    continue
+                assert x.scale is not None and fmt.scale_layout != "none", f"{fmt.name} declares scales"
+                assert x.scale.dtype == torch.float32, f"{fmt.name}: scales are {x.scale.dtype}; kernels write float32"
+                if fmt.group != "tensor":
+                    groups = 1 if fmt.group == "token" else -(-inp // fmt.group)
+                    assert tuple(x.scale.shape) == (5, groups), f"{fmt.name}: scales {tuple(x.scale.shape)}"
+                    by_row = x.scale if fmt.scale_layout == "row" else x.scale.t()
+                    assert by_row.is_contiguous(), f"{fmt.name}: scales are not {fmt.scale_layout}-major"
+
+    def test_input_is_known_before_weights(self) -> None:
+        """Producers are built while the checkpoint is still on disk."""
+        for inp, parts in self.shapes:
+            method, _ = self._method(inp, parts)
+            assert isinstance(method.input, ActFormat)
+            assert method.tensors and all(isinstance(name, str) for name in method.tensors)
+
+    def test_triton_encode_agrees_with_the_reference(self) -> None:
+        """Compiled on a GPU; elsewhere in Triton's interpreter, which has to be asked for before Triton is imported."""
+        formats = [
+            (inp, fmt)
+            for inp, parts in self.shapes
+            if (fmt := self._method(inp, parts)[0].input) is not PLAIN and why_unfused(fmt) is None
+        ]
+        if not formats:
+            pytest.skip("its input is plain, or no kernel can encode it")
+        if torch.device(self.device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return run_in_interpreter(self, "test_triton_encode_agrees_with_the_reference")
+        from dovetail.core.ops.kernels.formats import encode_triton
+
+        for inp, fmt in formats:
+            # The interpreter cuts float32 to bfloat16 instead of rounding, so 16-bit input is the GPU's to test.
+            x_TI = self._x(7, inp) * self._x(7, 1).exp()
+            x_TI[3] = 0
+            got, expected = encode_triton(x_TI, fmt), encode_reference(x_TI, fmt)
+            assert got.values.dtype == expected.values.dtype and got.values.shape == expected.values.shape
+            # A value on the edge between two representable ones may fall to either side.
+            unequal = float((got.values.view(torch.uint8) != expected.values.view(torch.uint8)).float().mean())
+            assert unequal < 0.01, f"{fmt.name}: {unequal:.1%} of bytes differ from the reference's ({seed_note()})"
+            if expected.scale is not None and got.scale is not None:
+                assert got.scale.stride() == expected.scale.stride()
+                assert_near(got.scale, expected.scale, 1e-5, f"scales of {fmt.name}")
+
+    # Shards.
+
+    def test_column_shards_are_slices(self) -> None:
+        """Each rank holds some output rows of every part; side by side they are the whole layer."""
+        for inp, parts in self.shapes:
+            weight_OI, bias_O, x_TI = self._weight(inp, sum(parts)), self._x(1, sum(parts))[0], self._x(9, inp)
+            exact = x_TI.double() @ weight_OI.double().t() + bias_O.double()
+            names = tuple(f"part{i}" for i in range(len(parts)))
+            by_rank = []
+            for rank in range(2):
+                layer = ColumnParallel(PATH, names, self._build(rank, 2), inp, parts, bias=True)
+                self._load(layer, parts, weight_OI, bias_O)
+                y_TO = layer(encode(x_TI, (layer.input,)))
+                by_rank.append(y_TO.split([size // 2 for size in parts], dim=1))
+            for part, (left, right) in enumerate(zip(*by_rank, strict=True)):
+                start = sum(parts[:part])
+                self._check(torch.cat((left, right), dim=1), exact[:, start : start + parts[part]])
+
+    def test_row_shards_add_up(self) -> None:
+        """Each rank holds some input columns, and encodes its own share of the input."""
+        for inp, parts in self.shapes:
+            out = sum(parts)
+            weight_OI, bias_O, x_TI = self._weight(inp, out), self._x(1, out)[0], self._x(9, inp)
+            total = torch.zeros(9, out, dtype=torch.float64, device=self.device)
+            for rank, x_rank in enumerate(x_TI.chunk(2, dim=1)):
+                layer = RowParallel("layers.0.mlp.down", "part0", self._build(rank, 2), inp, out, bias=True)
+                self._load(layer, (out,), weight_OI, bias_O)
+                total += layer(encode(x_rank.contiguous(), (layer.input,))).values.double()
+            self._check(total, x_TI.double() @ weight_OI.double().t() + bias_O.double(), torch.float32)
+
+    def test_odd_shapes_are_held_or_refused(self) -> None:
+        """CapabilityError names the layer; what is not refused must be right."""
+        for inp, out in ODD:
+            try:
+                layer = self._layer(inp, (out,))
+            except CapabilityError as refused:
+                assert PATH in str(refused), f"the refusal of {inp} x {out} does not name the layer: {refused}"
+                continue
+            x_TI = self._x(33, inp)
+            if out > 1:
+                self._check(layer.apply(x_TI), layer.exact(x_TI), factor=2.0)
+            else:
+                assert tuple(layer.apply(x_TI).shape) == (33, 1)
+
+    def test_kv_scales_are_positive(self) -> None:
+        quantizer = self.make()
+        for number in range(3):
+            scales = quantizer.kv_scales(number)
+            assert len(scales) == 2 and all(0 < scale < float("inf") for scale in scales), f"kv_scales gave {scales}"
+
+    # Tools.
+
+    def _method(
+        self, inp: int, parts: Sequence[int], dtype: torch.dtype = torch.float32, path: str = PATH
+    ) -> tuple[LinearMethod, LinearShape]:
+        shape = LinearShape(inp, sum(parts), tuple(parts), dtype=dtype)
+        return self.make().linear(path, shape), shape
+
+    def _layer(
+        self,
+        inp: int,
+        parts: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        *,
+        weight: torch.Tensor | None = None,
+        order: Iterable[int] | None = None,
+        quantizer: Quantizer | None = None,
+        path: str = PATH,
+        poison_after_load: bool = False,
+    ) -> Loaded:
+        """create, load each part, finish: as the core's layers do."""
+        shape = LinearShape(inp, sum(parts), tuple(parts), dtype=dtype)
+        method = (quantizer or self.make()).linear(path, shape)
+        weight_OI = self._weight(inp, sum(parts)).to(dtype) if weight is None else weight
+        with poisoned_memory():
+            params = method.create(shape, torch.device(self.device))
+            for part in range(len(parts)) if order is None else order:
+                rows = slice(sum(parts[:part]), sum(parts[: part + 1]))
+                for name, tensor in self.checkpoint(method, weight_OI[rows]).items():
+                    method.load(params, name, rows, tensor)
+                if poison_after_load:
+                    weight_OI[rows] = float("nan")
+            method.finish(params)
+        return Loaded(method, params, weight_OI)
+
+    def _load(self, layer: Linear, parts: Sequence[int], weight_OI: torch.Tensor, bias_O: torch.Tensor) -> None:
+        """Fill one rank's layer from the whole matrices."""
+        stored: dict[str, torch.Tensor] = {}
+        for part, size in enumerate(parts):
+            rows = slice(sum(parts[:part]), sum(parts[:part]) + size)
+            tensors = {**self.checkpoint(layer.method, weight_OI[rows]), "bias": bias_O[rows]}
+            stored |= {f"part{part}.{name}": tensor for name, tensor in tensors.items()}
+        with poisoned_memory():
+            for weight in layer.weights():
+                weight.take(Lazy(stored[weight.name]))
+            layer.finish()
+
+    def _build(self, rank: int, size: int) -> BuildContext:
+        collective = Alone(None)
+        collective.rank, collective.size = rank, size
+        nothing: Any = None
+        return BuildContext(
+            spec=ModelSpec("none", 1, 1, 1, 1, 1, 1, 1, 1, "float32"),
+            device=torch.device(self.device),
+            dtype=torch.float32,
+            kv_dtype=torch.float32,
+            page_tokens=1,
+            max_len=1,
+            quantizer=self.make(),
+            attention=nothing,
+            collective=collective,
+        )
+
+    def _x(self, tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        fresh(self.seed)
+        return torch.randn(tokens, columns).to(dtype).to(self.device)
+
+    def _weight(self, inp: int, out: int) -> torch.Tensor:
+        fresh(self.seed)
+        return torch.randn(out, inp) * torch.rand(out, 1)
+
+    def _check(
+        self, got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype = torch.float32, factor: float = 1.0
+    ) -> None:
+        got, exact = got.double().cpu(), exact.double().cpu()
+        assert got.shape == exact.shape, f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+        error, most = float((got - exact).norm() / exact.norm()), factor * self.error + TOLERANCE[dtype]
+        assert error <= most, f"the product is off by {error:.2e} of its norm, more than {most:.2e} ({seed_note()})"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A finished layer and the matrix it was loaded from."""
+
+    method: LinearMethod
+    params: dict[str, torch.Tensor]
+    weight: torch.Tensor
+
+    def apply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
+        with poisoned_memory():
+            return self.method.apply(self.params, x, bias_O)
+
+    def exact(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """float64."""
+        return x_TI.double().cpu() @ self.weight.double().cpu().t()
+
+
+class Lazy:
+    """A checkpoint tensor that can only be asked for its shape and sliced, as safetensors' are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index].clone()
+
+
+def run_in_interpreter(suite: object, test: str) -> None:
+    """Run one test of a suite's class again, in a process where Triton interprets its kernels."""
+    cls = type(suite)
+    if "<locals>" in cls.__qualname__:
+        pytest.skip("the interpreter needs a process of its own, which can only find a class at the top of its module")
+    node = f"{inspect.getfile(cls)}::{cls.__name__}::{test}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        + ["-o", f"python_classes={cls.__name__}", node],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

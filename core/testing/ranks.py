@@ -1,0 +1,161 @@
+"""Processes that stand in for ranks: each imports a suite from its file, and all run one of its methods together.
+
+They are started once and reused, since importing torch is most of what a small test would wait for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_GRACE = 10.0
+"""Seconds that the other ranks get to end once one of them has failed."""
+
+
+@dataclass(frozen=True)
+class SuiteAt:
+    """Where a process finds a suite: test modules have names that only pytest can import."""
+
+    file: str
+    module: str
+    qualname: str
+    attributes: dict[str, Any]
+    """Of the suite object."""
+
+    @classmethod
+    def of(cls, suite: object) -> SuiteAt:
+        kind = type(suite)
+        if "<locals>" in kind.__qualname__:
+            raise ValueError(
+                f"{kind.__qualname__} is local to a function, where no other process finds it: define it in a module"
+            )
+        return cls(inspect.getfile(kind), kind.__module__, kind.__qualname__, dict(vars(suite)))
+
+    def load(self) -> Any:
+        name = "__mp_main__" if self.module == "__main__" else self.module
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, self.file)
+            assert spec is not None and spec.loader is not None, self.file
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        kind: Any = sys.modules[name]
+        for part in self.qualname.split("."):
+            kind = getattr(kind, part)
+        suite = kind.__new__(kind)
+        vars(suite).update(self.attributes)
+        return suite
+
+
+class RankFailed(AssertionError):
+    """What a rank raised, or how it ended."""
+
+
+@dataclass
+class _Pool:
+    processes: list[BaseProcess]
+    connections: list[Connection]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for connection in self.connections:
+            connection.close()
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def on_ranks(suite: object, method: str, size: int, *, timeout: float = 60.0, may_die: Sequence[int] = ()) -> list[Any]:
+    """`suite.method(rank, size, address)` on `size` processes; what each returned. `address` is free on this machine.
+
+    Raises RankFailed with the first rank's words; a rank of `may_die` may end its process, and None stands for it.
+    """
+    pool = _pools.get(size) or _started(size)
+    order = SuiteAt.of(suite), method, f"127.0.0.1:{_free_port()}"
+    for connection in pool.connections:
+        connection.send(order)
+    answers: dict[int, tuple[bool, Any]] = {}
+    died = False
+    deadline = time.monotonic() + timeout
+    while len(answers) < size:
+        waiting = {c: rank for rank, c in enumerate(pool.connections) if rank not in answers}
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting[connection]
+            try:
+                answers[rank] = connection.recv()
+            except (EOFError, ConnectionResetError):
+                died = True
+                answers[rank] = (rank in may_die, None if rank in may_die else "its process ended")
+            if not answers[rank][0]:
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    if died or len(answers) < size:
+        _pools.pop(size).stop()
+    for rank, (good, answer) in answers.items():
+        if not good:
+            raise RankFailed(f"rank {rank} of {size}: {answer}")
+    late = [rank for rank in range(size) if rank not in answers]
+    if late:
+        raise RankFailed(f"after {timeout:g} s ranks {late} of {size} had not come back from {method}")
+    return [answers[rank][1] for rank in range(size)]
+
+
+def _started(size: int) -> _Pool:
+    context = multiprocessing.get_context("spawn")
+    pool = _Pool([], [])
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, rank, size), daemon=True)
+        process.start()
+        theirs.close()
+        pool.processes.append(process)
+        pool.connections.append(ours)
+    _pools[size] = pool
+    return pool
+
+
+def _serve(connection: Connection, rank: int, size: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            where, method, address = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            os._exit(0)
+        try:
+            answer = True, getattr(where.load(), method)(rank, size, address)
+        except KeyboardInterrupt:
+            os._exit(1)
+        except BaseException as error:  # pytest.fail's is no Exception.
+            answer = False, f"{error}\n{''.join(traceback.format_exception(error))}"
+        connection.send(answer)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@atexit.register
+def _stop_all() -> None:
+    while _pools:
+        _pools.popitem()[1].stop()

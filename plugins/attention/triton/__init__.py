@@ -1,0 +1,1 @@
+"""Paged attention in Triton: decode, drafts, prefill and chunks from one kernel."""

@@ -1,0 +1,241 @@
+"""Paged attention in Triton. A step is two lists of work items, decode rows and the others, and one kernel for both.
+
+Nothing here depends on lengths: grids and buffers follow from the number of tokens and rows, and from how many rows are
+decode rows and how many tokens the longest of these has. A CUDA graph captured for a step serves any step with as many
+tokens and rows whose rows are as many or fewer, shorter or longer, in the same two classes: unused rows are empty.
+
+Shapes: T tokens, B rows, W items, H query heads, D head dim, C = H * D columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dovetail.core.interfaces import (
+    PLAIN,
+    ActFormat,
+    AttentionBackend,
+    AttentionLayer,
+    AttnCtx,
+    BatchMeta,
+    Bundle,
+    HostBounds,
+)
+from dovetail.core.ops.formats import plan_emit
+from dovetail.core.ops.kernels.formats import Target, collect, warps
+from dovetail.plugins.attention.config import TritonConfig
+from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, finish, plan_items
+from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles
+
+Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
+"""window, heads, kv heads, head dim, dtype of q, dtype of the pages: layers that share it share their items."""
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+PLENTY = 3
+"""Work items, in programs aimed at, from which on rows are left whole: they fill the device by themselves."""
+INTERPRETED_PROCESSORS = 4
+"""Multiprocessors to plan for where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """One launch of the attention kernel: rows of a class, cut into work items."""
+
+    tile: Tile
+    items: torch.Tensor
+    """int32 [W, ITEM]"""
+    split: bool
+    """Some row may be in several ranges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    lists: tuple[Items, ...]
+    parts_T3: torch.Tensor
+    """int32: partial results of each token, the first one's row, the step to the next."""
+    part_rows: int
+    """Capacity for partial results; 0 = no row is split."""
+
+
+class Triton(AttentionBackend):
+    exact_lengths = "device"
+    tiles = Tiles()
+
+    def __init__(self, config: TritonConfig) -> None:
+        super().__init__(config)
+
+    def plan_device(self, meta: BatchMeta, host: HostBounds, state: object) -> AttnCtx:
+        # Items depend on a layer's window and heads: the first layer of each geometry makes them.
+        return AttnCtx(meta, host, {})
+
+    def attend(
+        self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
+    ) -> Bundle:
+        q = q.contiguous()
+        tokens, columns = q.shape[0], layer.heads * layer.head_dim
+        wanted = plan_emit(emit)
+        out_TC = q.new_empty(tokens, columns)
+        target = Target.allocate(wanted.fused, tokens, columns, q.dtype, q.device)
+        if tokens:
+            plan = self._plan(layer, ctx, q)
+            parts = q.new_empty(plan.part_rows, columns, dtype=torch.float32)
+            lse = q.new_empty(plan.part_rows, layer.heads, dtype=torch.float32)
+            for items in plan.lists:
+                self._attend(layer, ctx.meta, q, items, out_TC, parts, lse)
+            if plan.part_rows or wanted.fused is not None:
+                _finish(layer, plan, target, wanted.plain, out_TC, parts, lse)
+        return collect(emit, wanted.rest, out_TC, target)
+
+    def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> Plan:
+        kv_dtype = self.pools[layer.group].planes["k"].dtype
+        geometry = (layer.window, layer.heads, layer.kv_heads, layer.head_dim, q.dtype, kv_dtype)
+        if geometry not in ctx.state:
+            ctx.state[geometry] = _make_plan(self.tiles, geometry, ctx.meta, ctx.host, q.shape[0])
+        return ctx.state[geometry]
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        meta: BatchMeta,
+        q: torch.Tensor,
+        items: Items,
+        out_TC: torch.Tensor,
+        parts: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        tile, dim = items.tile, layer.head_dim
+        k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
+        compute = torch.float16 if k.dtype in FLOAT8 and q.dtype.itemsize == 2 else q.dtype
+        tree = meta.tree_mask_TW
+        attend_items[layer.kv_heads, items.items.shape[0]](
+            q,
+            _tensor_map(k, tile.block_n, dim) if tile.tma else k,
+            _tensor_map(v, tile.block_n, dim) if tile.tma else v,
+            out_TC,
+            parts,
+            lse,
+            items.items,
+            meta.page_table_BP,
+            meta.page_table_BP.stride(0),
+            tree,
+            0 if tree is None else tree.shape[1],
+            layer.scale,
+            layer.k_scale,
+            layer.v_scale,
+            H=layer.heads,
+            K=layer.kv_heads,
+            D=dim,
+            WINDOW=layer.window,
+            PAGE=meta.page_tokens,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)),
+            COMPUTE=COMPUTE[compute],
+            PRECISION="ieee" if compute == torch.float32 else "tf32",
+            HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
+            SPLIT=items.split,
+            ONE_LOOP=tile.block_m <= 32,
+            TMA=tile.tma,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBounds, tokens: int) -> Plan:
+    window, heads, kv_heads, dim, dtype, kv_dtype = geometry
+    shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens)
+    rows, decode = len(host.counts), host.num_decode
+    device = meta.kv_len_B.device
+    launches = []
+    if decode:
+        launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]))))
+    if decode < rows:
+        launches.append((decode, rows - decode, tiles.prefill(shape)))
+    parts_T3 = torch.empty(tokens, 3, dtype=torch.int32, device=device)
+    lists, part_rows = [], 0
+    for first_row, count, tile in launches:
+        queries = tile.block_m // shape.group
+        # Every row may end in a tile of its own; so may the tokens of no row.
+        whole = tokens // queries + count + 1
+        target = triton.cdiv(tile.programs * _processors(device), kv_heads)
+        longest = max(host.bounds[first_row : first_row + count])
+        split = whole < PLENTY * target and longest > tile.least
+        capacity = whole + target if split else whole
+        items = torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device)
+        plan_items[(count + 2,)](
+            meta.row_start_B1,
+            meta.kv_len_B,
+            items,
+            parts_T3,
+            first_row,
+            count,
+            tokens,
+            part_rows,
+            target,
+            tile.least,
+            capacity,
+            TREE=meta.tree_mask_TW is not None,
+            WINDOW=window,
+            QUERIES=queries,
+            BLOCK_N=tile.block_n,
+            SPLIT=split,
+            PADDING=first_row + count == rows,
+            ROWS=max(64, triton.next_power_of_2(count + 1)),
+            BLOCK=64,
+            num_warps=1,
+        )
+        lists.append(Items(tile, items, split))
+        part_rows += capacity * queries if split else 0
+    return Plan(tuple(lists), parts_T3, part_rows)
+
+
+def _finish(
+    layer: AttentionLayer,
+    plan: Plan,
+    target: Target,
+    plain: bool,
+    out_TC: torch.Tensor,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    tokens, columns = out_TC.shape
+    block = target.block(columns)
+    if target.fmt is None or target.fmt.group != "token":
+        # Few tokens: more programs, so that joining one token's parts is not the work of a few multiprocessors.
+        group = target.fmt.group if target.fmt is not None and isinstance(target.fmt.group, int) else 1
+        block = min(block, max(256, group))
+    finish[tokens, triton.cdiv(columns, block)](
+        out_TC,
+        parts,
+        lse,
+        plan.parts_T3,
+        columns,
+        **target.arguments(block),
+        H=layer.heads,
+        D=layer.head_dim,
+        JOIN=plan.part_rows > 0,
+        STORE=plain,
+        SPLITS=8,
+        BLOCK=block,
+        num_warps=max(2, warps(block)),
+    )
+
+
+def _tensor_map(plane: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
+    """Token slots x columns, read as blocks of one head's keys."""
+    slots = plane.flatten(0, 1).flatten(1)
+    return TensorDescriptor(slots, list(slots.shape), list(slots.stride()), [rows, dim])
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

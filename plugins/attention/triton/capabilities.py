@@ -1,0 +1,27 @@
+"""What the Triton backend can do."""
+
+from __future__ import annotations
+
+from dovetail.core.compose.capabilities import Capabilities, Host, Requires
+from dovetail.plugins.attention.config import TritonConfig
+
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")
+MAX_HEAD_DIM = 256
+
+
+def capabilities(config: TritonConfig, host: Host) -> Capabilities:
+    return Capabilities(
+        provides={
+            "kinds": ("full", "window"),
+            "exact_lengths": "device",
+            "kv_dtypes": KV_DTYPES,
+            "tree": True,
+            "graphs": True,
+        },
+        requires=(
+            Requires(kind="host", key="device", allowed=("cuda",), reason="its kernels are compiled for a GPU"),
+            Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason="its kernels are compiled for a GPU"),
+            Requires(kind="engine", key="kv_dtype", allowed=KV_DTYPES, reason="its kernels read these"),
+            Requires(kind="model", key="head_dim", at_most=MAX_HEAD_DIM, reason="a head stands in one tile"),
+        ),
+    )

@@ -1,0 +1,430 @@
+"""The attention kernel, the kernel that cuts a step into its work items, and the one that joins split rows.
+
+Items. A work item is a tile of one row's queries over a range of its keys; `plan_items` makes them on the device from
+exact lengths, so the host launches a grid that depends on capacities alone. Long rows are cut into ranges of keys
+(FlashDecoding, Dao et al. 2023) of about equal work over the whole batch; their partial results are joined by
+log-sum-exp in `finish`. Tokens that belong to no row become items without keys, which write zeros.
+
+Tiles. The query heads that share a kv head stand beside the query tokens as rows of one matrix tile (GQA packing), so
+a kv head is read once for all of them. Softmax is online (FlashAttention, Dao et al. 2022), in base 2.
+
+Shapes: M rows of a query tile (tokens x query heads of a kv head), N keys of a block, D head dim, C = H * D columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dovetail.core.ops.kernels.formats import encode_row
+
+ITEM = tl.constexpr(9)
+"""int32 fields of an item: row (-1: unused), first token, tokens, index of the first token's key, first key that one of
+them sees, start and end of the range, first partial row (-1: write the output), length of the row."""
+
+LOW = tl.constexpr(-1.0e30)
+"""Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
+
+
+@triton.jit(do_not_specialize=["first_row", "rows", "tokens", "first_part", "target", "capacity"])
+def plan_items(
+    row_start_ptr,
+    kv_len_ptr,
+    items_ptr,
+    parts_ptr,
+    first_row,
+    rows,
+    tokens,
+    first_part,
+    target,
+    least,
+    capacity,
+    TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PADDING: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Items of rows [first_row, first_row + rows); with PADDING also of the tokens past the last row.
+
+    Program r < rows writes the items of one row, program `rows` those of the padding, the last one marks what is unused.
+    parts_T3 gets each token's (number of partial results, first partial row, step between them).
+    """
+    mine = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    real = row < rows
+    start = tl.load(row_start_ptr + first_row + row, mask=row <= rows, other=0)
+    end = tl.load(row_start_ptr + first_row + row + 1, mask=real, other=0)
+    length = tl.load(kv_len_ptr + first_row + row, mask=real, other=0)
+    if PADDING:
+        end = tl.where(row == rows, tokens, end)
+    else:
+        end = tl.where(row == rows, start, end)
+    count = tl.where(row <= rows, end - start, 0)
+    length = tl.where(count > 0, length, 0)
+    work = length
+    if WINDOW:
+        work = tl.minimum(length, WINDOW + count + BLOCK_N)
+    tiles = tl.cdiv(count, QUERIES)
+    if SPLIT:
+        total = tl.sum(tiles.to(tl.int64) * work, axis=0)
+        share = tl.cdiv(total, target).to(tl.int32)
+        chunk = tl.maximum(share, least)
+        splits = tl.maximum((work + chunk // 2) // chunk, 1)
+    else:
+        splits = tl.full((ROWS,), 1, tl.int32)
+    items = tiles * splits
+    before = tl.cumsum(items, axis=0) - items
+
+    is_mine = row == mine
+    my_start = tl.sum(tl.where(is_mine, start, 0), axis=0)
+    my_count = tl.sum(tl.where(is_mine, count, 0), axis=0)
+    my_length = tl.sum(tl.where(is_mine, length, 0), axis=0)
+    my_splits = tl.sum(tl.where(is_mine, splits, 0), axis=0)
+    my_work = tl.sum(tl.where(is_mine, work, 0), axis=0)
+    my_tiles = tl.sum(tl.where(is_mine, tiles, 0), axis=0)
+    my_items = my_tiles * my_splits
+    my_first = tl.sum(tl.where(is_mine, before, 0), axis=0)
+    my_range = tl.cdiv(my_work, tl.maximum(my_splits, 1) * BLOCK_N) * BLOCK_N
+    if mine == rows + 1:
+        my_first = tl.sum(items, axis=0)
+        my_items = capacity - my_first
+
+    for i in range(0, my_items, BLOCK):
+        index = i + tl.arange(0, BLOCK)
+        ok = index < my_items
+        # The last tile of a prompt sees the most keys: it comes first, so that the grid ends evenly.
+        query = (my_tiles - 1 - index // tl.maximum(my_splits, 1)) * QUERIES
+        at = my_length - my_count + query
+        n = tl.minimum(my_count - query, QUERIES)
+        seen_from = tl.zeros((BLOCK,), tl.int32)
+        if WINDOW:
+            seen_from = tl.maximum(at - WINDOW + 1, 0)
+        seen_to = tl.minimum(at + n, my_length)
+        if TREE:
+            seen_to = tl.zeros((BLOCK,), tl.int32) + my_length
+        lo = seen_from // BLOCK_N * BLOCK_N
+        hi = seen_to
+        part = tl.full((BLOCK,), -1, tl.int32)
+        if SPLIT:
+            lo += index % tl.maximum(my_splits, 1) * my_range
+            hi = tl.minimum(hi, lo + my_range)
+            part = tl.where(my_splits > 1, first_part + (my_first + index) * QUERIES, -1)
+        item_row = tl.where(mine > rows, -1, first_row + tl.minimum(mine, rows - 1)) + tl.zeros((BLOCK,), tl.int32)
+        to = items_ptr + (my_first + index) * ITEM
+        tl.store(to, item_row, mask=ok)
+        tl.store(to + 1, my_start + query, mask=ok)
+        tl.store(to + 2, n, mask=ok)
+        tl.store(to + 3, at, mask=ok)
+        tl.store(to + 4, seen_from, mask=ok)
+        tl.store(to + 5, lo, mask=ok)
+        tl.store(to + 6, hi, mask=ok)
+        tl.store(to + 7, part, mask=ok)
+        tl.store(to + 8, my_length, mask=ok)
+
+    if mine <= rows:
+        for i in range(0, my_count, BLOCK):
+            query = i + tl.arange(0, BLOCK)
+            ok = query < my_count
+            item = my_first + (my_tiles - 1 - query // QUERIES) * my_splits
+            to = parts_ptr + (my_start + query) * 3
+            tl.store(to, my_splits + tl.zeros((BLOCK,), tl.int32), mask=ok)
+            tl.store(to + 1, first_part + item * QUERIES + query % QUERIES, mask=ok)
+            tl.store(to + 2, tl.full((BLOCK,), QUERIES, tl.int32), mask=ok)
+
+
+@triton.jit
+def _page(table, n, hi, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of a block of keys, or of each of its keys where blocks are longer than pages."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table + n // PAGE, mask=n < hi, other=0)
+    else:
+        keys = n + tl.arange(0, BLOCK_N)
+        return tl.load(table + keys // PAGE, mask=keys < hi, other=0)
+
+
+@triton.jit
+def _load(
+    source,
+    page,
+    n,
+    lo,
+    hi,
+    kv_head,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Block of K or V [N, D]. MASKED leaves out keys outside [lo, hi): their pages may hold anything, NaN included."""
+    keys = n + tl.arange(0, BLOCK_N)
+    if TMA:
+        block = source.load([page * PAGE + n % PAGE, kv_head * D])
+        if MASKED:
+            block = tl.where(((keys >= lo) & (keys < hi))[:, None], block, 0.0)
+        return block
+    dims = tl.arange(0, BLOCK_D)
+    at = (page.to(tl.int64) * PAGE + keys % PAGE) * (K * D)
+    pointers = source + kv_head * D + at[:, None] + dims[None, :]
+    if MASKED:
+        ok = ((keys >= lo) & (keys < hi))[:, None] & (dims < D)[None, :]
+        return tl.load(pointers, mask=ok, other=0.0)
+    if BLOCK_D != D:
+        return tl.load(pointers, mask=(dims < D)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _step(
+    q,
+    acc,
+    l,
+    m,
+    page,
+    n,
+    k_source,
+    v_source,
+    tree_ptr,
+    tree_width,
+    token,
+    at,
+    seen_from,
+    hi,
+    length,
+    kv_head,
+    qk_scale,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of keys: scores, running maximum and sum, weighted values. at_M is each query's own key."""
+    k = _load(k_source, page, n, seen_from, hi, kv_head, K, D, PAGE, BLOCK_N, BLOCK_D, MASKED and not TMA, TMA)
+    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * qk_scale
+    if MASKED:
+        keys = n + tl.arange(0, BLOCK_N)
+        if tree_ptr is None:
+            seen = keys[None, :] <= at[:, None]
+        else:
+            back = keys - (length - tree_width)
+            seen = tl.load(
+                tree_ptr + token[:, None] * tree_width + back[None, :],
+                mask=(back >= 0)[None, :] & (back < tree_width)[None, :],
+                other=1,
+            ).to(tl.int1)
+        if WINDOW:
+            seen = seen & (keys[None, :] > at[:, None] - WINDOW)
+        seen = seen & (keys < hi)[None, :]
+        s = tl.where(seen, s, float("-inf"))
+    new_m = tl.maximum(m, tl.max(s, axis=1))
+    p = tl.exp2(s - new_m[:, None])
+    alpha = tl.exp2(m - new_m)
+    l = l * alpha + tl.sum(p, axis=1)
+    acc = acc * alpha[:, None]
+    v = _load(v_source, page, n, seen_from, hi, kv_head, K, D, PAGE, BLOCK_N, BLOCK_D, MASKED, TMA)
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+    return acc, l, new_m
+
+
+@triton.jit(do_not_specialize=["table_stride", "tree_width"])
+def attend_items(
+    q_ptr,
+    k_source,
+    v_source,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    items_ptr,
+    table_ptr,
+    table_stride,
+    tree_ptr,
+    tree_width,
+    scale,
+    k_scale,
+    v_scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEAD_SCALES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Program (kv head, item). ONE_LOOP masks every block; otherwise blocks that all queries see whole are not masked.
+
+    8-bit K and V are cast to float16, which holds both formats exactly, and so is q, multiplied by `scale` first so that
+    it fits; their scales multiply scores and output.
+    """
+    kv_head = tl.program_id(0)
+    item = items_ptr + tl.program_id(1) * ITEM
+    row = tl.load(item)
+    if row < 0:
+        return
+    first = tl.load(item + 1)
+    count = tl.load(item + 2)
+    first_at = tl.load(item + 3)
+    seen_from = tl.load(item + 4)
+    lo = tl.load(item + 5)
+    hi = tl.load(item + 6)
+    part = tl.load(item + 7)
+    length = tl.load(item + 8)
+    GROUP: tl.constexpr = H // K
+    if HEAD_SCALES:
+        k_scale = tl.load(k_scale + kv_head)
+        v_scale = tl.load(v_scale + kv_head)
+
+    row_m = tl.arange(0, BLOCK_M)
+    query = row_m // GROUP
+    head = kv_head * GROUP + row_m % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    exists = query < count
+    ok = exists[:, None] & (dims < D)[None, :]
+    token = first + query
+    offset = (token.to(tl.int64) * H + head) * D
+    q = tl.load(q_ptr + offset[:, None] + dims[None, :], mask=ok, other=0.0)
+    qk_scale = scale * 1.4426950408889634 * k_scale
+    if COMPUTE != q.dtype:
+        q = (q.to(tl.float32) * scale).to(COMPUTE)
+        qk_scale = 1.4426950408889634 * k_scale
+    at = first_at + query
+    token = tl.where(exists, token, first)
+
+    # Blocks from whole_lo to whole_hi are seen whole by every query of the tile.
+    whole_lo = lo
+    whole_hi = lo
+    if not ONE_LOOP:
+        if WINDOW:
+            whole_lo = tl.cdiv(tl.maximum(first_at + count - WINDOW, 0), BLOCK_N) * BLOCK_N
+            whole_lo = tl.maximum(tl.minimum(whole_lo, tl.cdiv(hi, BLOCK_N) * BLOCK_N), lo)
+        if tree_ptr is None:
+            whole_hi = (first_at + 1) // BLOCK_N * BLOCK_N
+        else:
+            whole_hi = tl.maximum(length - tree_width, 0) // BLOCK_N * BLOCK_N
+        whole_hi = tl.maximum(tl.minimum(whole_hi, hi // BLOCK_N * BLOCK_N), whole_lo)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)
+    m = tl.full((BLOCK_M,), LOW, tl.float32)
+    table = table_ptr + row.to(tl.int64) * table_stride
+    # The page of the next block is looked up one block ahead: its address then waits for no load.
+    page = _page(table, lo, hi, PAGE, BLOCK_N)
+    if WINDOW and not ONE_LOOP:
+        for n in range(lo, whole_lo, BLOCK_N):
+            following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
+            acc, l, m = _step(
+                q, acc, l, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
+                kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PRECISION,
+            )  # fmt: skip
+            page = following
+    if not ONE_LOOP:
+        for n in range(whole_lo, whole_hi, BLOCK_N):
+            following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
+            acc, l, m = _step(
+                q, acc, l, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
+                kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PRECISION,
+            )  # fmt: skip
+            page = following
+    for n in range(whole_hi, hi, BLOCK_N):
+        following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
+        acc, l, m = _step(
+            q, acc, l, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
+            kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PRECISION,
+        )  # fmt: skip
+        page = following
+
+    # A query that saw no key gives zeros.
+    acc = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+    if SPLIT:
+        # Partial rows are tokens of a tile: [parts, H, D], and their log-sum-exp [parts, H].
+        to = (part + query).to(tl.int64) * H + head
+        tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok & (part >= 0))
+        tl.store(lse_ptr + to, tl.where(l > 0, m + tl.log2(l), float("-inf")), mask=exists & (part >= 0))
+        ok = ok & (part < 0)
+    tl.store(out_ptr + offset[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def finish(
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    parts_ptr,
+    C,
+    values_ptr,
+    scale_ptr,
+    static_ptr,
+    pre_ptr,
+    scale_st,
+    scale_sg,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    JOIN: tl.constexpr,
+    STORE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ENCODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (token, block of columns): joins partial results, rounds to the model's dtype, encodes.
+
+    Tokens that were not split lie in `out` already. SPLITS partial results are read at a time.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    cols = start + tl.arange(0, BLOCK)
+    inside = cols < C
+    dtype = out_ptr.dtype.element_ty
+    if JOIN:
+        parts = tl.load(parts_ptr + token * 3)
+        if ENCODE is None:
+            if parts == 1:
+                return
+        first = tl.load(parts_ptr + token * 3 + 1)
+        step = tl.load(parts_ptr + token * 3 + 2)
+        y = tl.zeros((BLOCK,), tl.float32)
+        if parts > 1:
+            m = tl.full((BLOCK,), LOW, tl.float32)
+            total = tl.zeros((BLOCK,), tl.float32)
+            head = cols // D
+            for i in range(0, parts, SPLITS):
+                index = i + tl.arange(0, SPLITS)
+                ok = (index < parts)[:, None] & inside[None, :]
+                rows = (first + index * step).to(tl.int64)
+                lse = tl.load(lse_ptr + (rows * H)[:, None] + head[None, :], mask=ok, other=float("-inf"))
+                x = tl.load(part_ptr + (rows * C)[:, None] + cols[None, :], mask=ok, other=0.0)
+                new_m = tl.maximum(m, tl.max(lse, axis=0))
+                weight = tl.exp2(lse - new_m[None, :])
+                alpha = tl.exp2(m - new_m)
+                total = total * alpha + tl.sum(weight, axis=0)
+                y = y * alpha + tl.sum(weight * x, axis=0)
+                m = new_m
+            y = y / tl.where(total > 0, total, 1.0)
+            if STORE:
+                tl.store(out_ptr + token * C + cols, y.to(dtype), mask=inside)
+        else:
+            y = tl.load(out_ptr + token * C + cols, mask=inside, other=0.0).to(tl.float32)
+    else:
+        y = tl.load(out_ptr + token * C + cols, mask=inside, other=0.0).to(tl.float32)
+    if ENCODE is not None:
+        y = y.to(dtype).to(tl.float32)
+        encode_row(
+            y, token, start, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK
+        )

@@ -1,0 +1,78 @@
+"""Block sizes by shape, from `benchmarks/attention.py --tune` on an H200. No tuning happens at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+SHARED_BYTES = 200 * 1024
+"""Shared memory that the blocks in flight of one program may take, of 227 KiB on Hopper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one launch of the attention kernel is cut."""
+
+    block_m: int
+    """Rows: query tokens x query heads of a kv head."""
+    block_n: int
+    """Keys in a block."""
+    warps: int
+    stages: int
+    """Blocks of K and V on their way from memory at a time."""
+    programs: int
+    """Programs for each multiprocessor that splitting long rows aims at."""
+    least: int = 256
+    """Keys of the shortest range that a row is split into: shorter ones cost more to join than they save."""
+    tma: bool = False
+    """Read K and V through tensor map descriptors where pages allow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What tiles are chosen by."""
+
+    group: int
+    """Query heads of a kv head."""
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_tokens: int
+
+    @property
+    def padded_dim(self) -> int:
+        return max(16, triton.next_power_of_2(self.head_dim))
+
+    @property
+    def reads_tensor_maps(self) -> bool:
+        """A tensor map moves whole rows of 16-bit values, as wide as the tile."""
+        return self.padded_dim == self.head_dim and self.kv_dtype == self.dtype and self.dtype.itemsize == 2
+
+
+class Tiles:
+    """The table. Benchmarks put another one in its place."""
+
+    def decode(self, shape: Shape, tokens: int) -> Tile:
+        """For rows of at most so many tokens."""
+        rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, 64)))
+        if shape.dtype.itemsize == 4:
+            return fit(Tile(rows, 32, 4, 2, 2), shape)
+        return fit(Tile(rows, 64, 4, 3, 4), shape)
+
+    def prefill(self, shape: Shape) -> Tile:
+        if shape.dtype.itemsize == 4:
+            return fit(Tile(max(32, triton.next_power_of_2(shape.group)), 32, 4, 2, 1), shape)
+        rows = max(128 if shape.head_dim <= 128 else 64, triton.next_power_of_2(shape.group))
+        wide = shape.padded_dim > 128
+        return fit(Tile(rows, 64, 4 if rows <= 64 else 8, 2 if wide else 3, 1, tma=shape.reads_tensor_maps), shape)
+
+
+def fit(tile: Tile, shape: Shape) -> Tile:
+    """Fewer stages and shorter blocks until they fit in shared memory; no tensor maps where a block spans pages."""
+    block_n, stages = tile.block_n, tile.stages
+    while 2 * stages * block_n * shape.padded_dim * shape.dtype.itemsize > SHARED_BYTES and (stages, block_n) > (1, 16):
+        stages, block_n = (stages - 1, block_n) if stages > 1 else (stages, block_n // 2)
+    tma = tile.tma and shape.reads_tensor_maps and shape.page_tokens % block_n == 0
+    return replace(tile, block_n=block_n, stages=stages, tma=tma)

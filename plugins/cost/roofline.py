@@ -1,0 +1,95 @@
+"""A step's time from hardware numbers: the roofline model (Williams, Waterman, Patterson 2009), phase by phase."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from dovetail.core.compose import EngineConfig
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import CostModel, Formats, ModelSpec, RowWork
+from dovetail.plugins.cost.config import RooflineConfig
+
+
+class Roofline(CostModel):
+    """linear layers + attention of chunks + attention of decode rows + all-reduces + kernels x overhead.
+
+    Each of the first three takes the longer of its reads and its products, on one of engine.tp ranks; pipeline stages
+    are added up. Weights are read once a step, KV once a row. Activations stay in cache and are not counted.
+    """
+
+    config: RooflineConfig
+
+    def bind(self, spec: ModelSpec, engine: EngineConfig, formats: Formats) -> None:
+        super().bind(spec, engine, formats)
+        c, p, tp = self.config, self._parameters, engine.tp
+        self._products = self._flops(formats.product)
+        plain = self._flops(formats.dtype)
+        self._attention = plain * c.attention_share
+        self._bandwidth = c.bandwidth * 1e12
+        self._kv_bandwidth = self._bandwidth * c.kv_share
+        # FLOPs on one rank; a product is two.
+        self._linear_flops = 2 * (p.attention + p.mlp + p.active_experts) / tp
+        self._head_seconds = 2 * (p.head or p.embedding) / tp / plain
+        self._windows = Counter(spec.windows or (0,) * spec.layers)
+        self._kv_bytes = spec.kv_bytes_per_token(formats.kv_bytes, tp) / spec.layers
+        if (mla := spec.mla) is None:
+            self._chunk_flops = self._decode_flops = 4 * spec.heads * spec.head_dim / tp
+        else:
+            # A decode row attends over the latent itself, a chunk over the heads made from it.
+            self._chunk_flops = 2 * spec.heads * (mla.nope_dim + mla.rope_dim + mla.v_dim) / tp
+            self._decode_flops = 2 * spec.heads * (2 * mla.kv_rank + mla.rope_dim) / tp
+        self._fixed = c.step_us * 1e-6 + spec.layers * c.kernels * c.kernel_us * 1e-6
+        self._hop = spec.hidden * formats.dtype_bytes / (c.link * 1e9)
+
+    def step_seconds(self, rows: Iterable[RowWork]) -> float:
+        tokens = sampled = 0
+        chunk_flops = chunk_bytes = decode_flops = decode_bytes = 0.0
+        for row in rows:
+            tokens += row.count * row.times
+            sampled += row.sampled * row.times
+            pairs, read = self._attended(row)
+            # A row that samples everywhere is a token and its drafts.
+            if row.sampled == row.count:
+                decode_flops += row.times * pairs * self._decode_flops
+                decode_bytes += row.times * read
+            else:
+                chunk_flops += row.times * pairs * self._chunk_flops
+                chunk_bytes += row.times * read
+        if not tokens:
+            return 0.0
+        weights = self.step_weight_bytes(tokens) / self.engine.tp / self._bandwidth
+        products = tokens * self._linear_flops / self._products + sampled * self._head_seconds
+        chunks = max(chunk_flops / self._attention, chunk_bytes / self._kv_bandwidth)
+        decodes = max(decode_flops / self._attention, decode_bytes / self._kv_bandwidth)
+        return max(weights, products) + chunks + decodes + self._communication(tokens) + self._fixed
+
+    def _attended(self, row: RowWork) -> tuple[float, float]:
+        """(query-key pairs, KV bytes read) of one row, over all layers."""
+        pairs = read = 0.0
+        for window, layers in self._windows.items():
+            if not window or row.bound <= window:
+                pairs += layers * row.count * (row.bound - (row.count - 1) / 2)
+                read += layers * row.bound
+            else:
+                pairs += layers * row.count * window
+                read += layers * min(row.bound, window + row.count - 1)
+        return pairs, read * self._kv_bytes
+
+    def _communication(self, tokens: int) -> float:
+        c, engine = self.config, self.engine
+        seconds = (engine.pp - 1) * (c.link_us * 1e-6 + tokens * self._hop)
+        if engine.tp > 1:
+            share = 2 * (engine.tp - 1) / engine.tp
+            seconds += 2 * self.spec.layers * (c.link_us * 1e-6 + share * tokens * self._hop)
+        return seconds
+
+    def _flops(self, product: str) -> float:
+        """FLOP/s of products in this format."""
+        tflops = self.config.tflops
+        if product not in tflops:
+            raise ConfigError(
+                f"cost.tflops has no rate for products in {product}; it has {', '.join(tflops)}. "
+                f"Add cost.tflops.{product}=<TFLOP/s> if the device has them"
+            )
+        return tflops[product] * 1e12

@@ -1,0 +1,50 @@
+"""How many weights a decoder has, from its shapes alone. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dovetail.core.interfaces import ModelSpec, Parameters
+
+if TYPE_CHECKING:
+    from dovetail.plugins.model.llama.families import Layout
+
+
+def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
+    dense_layers = spec.layers if spec.moe is None else min(spec.moe.dense_layers, spec.layers)
+    sparse_layers = spec.layers - dense_layers
+    matrices = len(layout.names.up) + 1
+    mlp = dense_layers * matrices * spec.hidden * spec.intermediate
+    attention, of_attention = _attention(spec, layout)
+    norm = spec.hidden * (2 if layout.norm == "layer" else 1)
+    of_mlp = layout.mlp_bias * (len(layout.names.up) * spec.intermediate + spec.hidden)
+    rest = spec.layers * (len(layout.block.norms) * norm + of_attention) + dense_layers * of_mlp + norm
+    rest += spec.vocab * layout.head_bias
+    experts = active = 0
+    if spec.moe is not None:
+        expert = matrices * spec.hidden * spec.moe.intermediate
+        experts, active = (sparse_layers * n * expert for n in (spec.moe.experts, spec.moe.active))
+        mlp += sparse_layers * spec.moe.shared * expert
+        rest += sparse_layers * spec.moe.experts * spec.hidden
+    return Parameters(
+        embedding=spec.vocab * spec.hidden,
+        head=0 if spec.tied else spec.vocab * spec.hidden,
+        attention=spec.layers * attention,
+        mlp=mlp,
+        experts=experts,
+        active_experts=active,
+        rest=rest,
+    )
+
+
+def _attention(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
+    """(matrices, norms and biases) of one layer."""
+    if spec.mla is not None:
+        mla = spec.mla
+        queries = spec.heads * (mla.nope_dim + mla.rope_dim)
+        q = spec.hidden * mla.q_rank + mla.q_rank * queries if mla.q_rank else spec.hidden * queries
+        kv = spec.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * spec.heads * (mla.nope_dim + mla.v_dim)
+        return q + kv + spec.heads * mla.v_dim * spec.hidden, mla.q_rank + mla.kv_rank
+    inner, qkv = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    biases = layout.qkv_bias * qkv + layout.o_bias * spec.hidden
+    return spec.hidden * (qkv + inner), biases + layout.qk_norm * 2 * spec.head_dim

@@ -1,0 +1,210 @@
+"""The suite must reject collectives that are wrong in one way each."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial
+from dovetail.core.testing.collective import CollectiveContract
+from dovetail.core.testing.suite import failures
+from dovetail.plugins.collective.config import OrderedConfig
+from dovetail.plugins.collective.ordered import OrderedCollective
+
+
+class Sound(OrderedCollective):
+    def __init__(self) -> None:
+        super().__init__(OrderedConfig(timeout=15))
+
+
+class Averages(Sound):
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().all_reduce(x.double()) / self.size).to(x.dtype)
+
+
+class StartsWithItsOwn(Sound):
+    """Every rank adds in another order, which no tolerance shows."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return x
+        parts = list(self._stacked(x))
+        total = parts.pop(self.rank)
+        for part in parts:
+            total = total + part
+        return total
+
+
+class SumsInMemoryOrder(Sound):
+    """Takes a transposed tensor for what lies in its memory."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(x.as_strided(x.shape, torch.empty(x.shape).stride()))
+
+
+class GathersRows(Sound):
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.size == 1 else torch.cat(self._stacked(x).unbind(0), dim=0)
+
+
+class GathersBackwards(Sound):
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.size == 1 else torch.cat(self._stacked(x).unbind(0)[::-1], dim=-1)
+
+
+class HasOneRoot(Sound):
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+        return super().broadcast(x, 0)
+
+
+class GreetsOnce(Sound):
+    """Its barrier works the first time."""
+
+    met = False
+
+    def barrier(self) -> None:
+        if not self.met:
+            super().barrier()
+        self.met = True
+
+
+class RepeatsItself(Sound):
+    """Answers a call as it answered the last of the same shape."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        total = super().all_reduce(x)
+        if x.shape == (4,):
+            total, self.last = getattr(self, "last", total), total
+        return total
+
+
+class SumsWhatIsWhole(Sound):
+    def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
+        return super().reduce(x if isinstance(x, Partial) else Partial(x))
+
+
+class ForgetsTheResidual(Sound):
+    def boundary(
+        self,
+        x: torch.Tensor | Partial,
+        residual: torch.Tensor | None,
+        norm: Any,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> tuple[Bundle, torch.Tensor]:
+        return super().boundary(x, None, norm, emit)
+
+
+class NormsBeforeItSums(Sound):
+    def boundary(
+        self,
+        x: torch.Tensor | Partial,
+        residual: torch.Tensor | None,
+        norm: Any,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> tuple[Bundle, torch.Tensor]:
+        if not isinstance(x, Partial):
+            return super().boundary(x, residual, norm, emit)
+        bundle, _ = norm(x.values, residual, emit)
+        return bundle, super().boundary(x, residual, norm, emit)[1]
+
+
+class EmitsOneFormat(Sound):
+    def boundary(
+        self,
+        x: torch.Tensor | Partial,
+        residual: torch.Tensor | None,
+        norm: Any,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> tuple[Bundle, torch.Tensor]:
+        return super().boundary(x, residual, norm, emit[:1])
+
+
+class DoublesAlone(Sound):
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(x) * (2 if self.size == 1 else 1)
+
+
+class ClosesOnce(Sound):
+    def close(self) -> None:
+        if self._group is None and self.size > 1:
+            raise RuntimeError("closed already")
+        super().close()
+
+
+class DoesNotSayWhoItIs(Sound):
+    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
+        super().connect(rank, size, address, device)
+        self.rank = 0
+
+
+class ServesAnything(Sound):
+    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
+        super().connect(rank, size, address, torch.device("cpu"))
+
+
+class IsDeafToAbort(Sound):
+    def abort(self) -> None:
+        """Its connect waits until the timeout."""
+
+
+class HidesDeaths(Sound):
+    """A call that fails gives back what it was given."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().all_reduce(x)
+        except RuntimeError:
+            time.sleep(0.1)
+            return x
+
+
+LAST = "test_calls_end_when_a_rank_dies"
+"""It costs new processes each time."""
+
+BROKEN: dict[type[Collective], str] = {
+    Averages: "test_all_reduce_sums",
+    StartsWithItsOwn: "test_all_reduce_sums",
+    SumsInMemoryOrder: "test_all_reduce_sums",
+    GathersRows: "test_all_gather_joins_the_last_dimension_in_rank_order",
+    GathersBackwards: "test_all_gather_joins_the_last_dimension_in_rank_order",
+    HasOneRoot: "test_broadcast_from_each_root",
+    GreetsOnce: "test_nobody_leaves_a_barrier_before_all_have_come",
+    RepeatsItself: "test_calls_answer_each_other_in_order",
+    SumsWhatIsWhole: "test_boundary_reduces_adds_and_norms",
+    ForgetsTheResidual: "test_boundary_reduces_adds_and_norms",
+    NormsBeforeItSums: "test_boundary_reduces_adds_and_norms",
+    EmitsOneFormat: "test_boundary_reduces_adds_and_norms",
+    DoublesAlone: "test_one_rank_alone_changes_nothing",
+    ClosesOnce: "test_close_is_idempotent",
+    DoesNotSayWhoItIs: "test_connect_sets_rank_and_size",
+    ServesAnything: "test_a_device_it_cannot_serve_is_refused",
+    IsDeafToAbort: "test_abort_ends_a_connect_that_waits",
+    HidesDeaths: LAST,
+}
+
+
+class Suite(CollectiveContract):
+    """Names its collective, since it is made in other processes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def make(self) -> Collective:
+        made: Collective = globals()[self.name]()
+        return made
+
+
+def others(test: str) -> tuple[str, ...]:
+    return tuple(name for name in dir(CollectiveContract) if name != test)
+
+
+@pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
+def test_the_suite_rejects(broken: type[Collective], test: str) -> None:
+    assert test in failures(Suite(broken.__name__), skip=others(test)), "the suite accepts it"
+
+
+def test_the_unbroken_one_passes() -> None:
+    assert failures(Suite("Sound"), skip=(LAST,)) == {}

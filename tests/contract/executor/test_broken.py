@@ -1,0 +1,175 @@
+"""The suite must reject executors that are wrong in one way each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dovetail.core.compose import Composition
+from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, Progress, StepPlan, StepResult
+from dovetail.core.testing.executor import ExecutorContract
+from dovetail.core.testing.suite import failures
+from dovetail.plugins.executor.config import InprocConfig
+from dovetail.plugins.executor.inproc import InprocExecutor
+
+
+class Sound(InprocExecutor):
+    delay = 0
+
+    def __init__(self, composition: Composition) -> None:
+        super().__init__(InprocConfig(delay=self.delay), composition)
+
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        lists = {name: list(getattr(plan, name)) for name in ("rows", "joins", "leaves", "pages", "ops", "drafts")}
+        super().submit(replace(plan, **lists), dict(blobs))
+
+
+class KeepsReferences(Sound):
+    """Runs late what it was given, and not what it was."""
+
+    delay = 3
+
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        super().submit(plan, blobs)
+        self._held[-1] = plan, blobs
+
+
+class EatsThePlan(Sound):
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        super().submit(plan, blobs)
+        plan.joins.clear()
+
+
+class LastInFirstOut(Sound):
+    def collect(self) -> StepResult:
+        if self.pending:
+            self._runner._pending.rotate(1)
+        return super().collect()
+
+
+class ForgetsTheEpoch(Sound):
+    def collect(self) -> StepResult:
+        result = super().collect()
+        return replace(result, rows=tuple(replace(row, epoch=1) for row in result.rows))
+
+
+class NumbersRowsBySlot(Sound):
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        super().submit(replace(plan, rows=sorted(plan.rows)), blobs)
+
+
+class CountsWhatRan(Sound):
+    """pending leaves out what is held back."""
+
+    delay = 2
+
+    @property
+    def pending(self) -> int:
+        return self._executed
+
+
+class RunsTwice(Sound):
+    """Feeds the last step's tokens again where somebody had waited for them."""
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        if not self.pending:
+            self._runner.state.computed_S.sub_(1).clamp_(min=0)
+        return result
+
+
+class MixesPages(Sound):
+    """Loses the page table of everyone but the first to join."""
+
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        super().submit(replace(plan, pages=[page for page in plan.pages if page.slot == 0]), blobs)
+
+
+class CollectsNothing(Sound):
+    def collect(self) -> StepResult:
+        if not self.pending:
+            raise KeyError(0)
+        return super().collect()
+
+
+class SwallowsErrors(Sound):
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        try:
+            super().submit(plan, blobs)
+        except (ValueError, KeyError):
+            self._executed += 1
+
+    def collect(self) -> StepResult:
+        try:
+            return super().collect()
+        except IndexError:
+            return StepResult(0, ())
+
+
+class HidesTheCause(Sound):
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        try:
+            super().submit(plan, blobs)
+        except Exception:
+            raise RuntimeError("a rank failed") from None
+
+
+class StartsWithoutPages(Sound):
+    def start(self, progress: Progress) -> ExecutorInfo:
+        return replace(super().start(progress), num_pages={0: 0})
+
+
+class SaysNothingOfItsStart(Sound):
+    def start(self, progress: Progress) -> ExecutorInfo:
+        return super().start(lambda phase, share: None)
+
+
+class NeedsARunnerToShutDown(Sound):
+    def shutdown(self) -> None:
+        self._runner.close()
+        super().shutdown()
+
+
+class ForgetsToForget(Sound):
+    def shutdown(self) -> None:
+        pending = self._executed
+        super().shutdown()
+        self._executed = pending
+
+
+BROKEN: dict[type[Executor], str] = {
+    KeepsReferences: "test_plans_and_blobs_are_taken_as_values",
+    EatsThePlan: "test_results_come_in_order_with_their_keys",
+    LastInFirstOut: "test_results_come_in_order_with_their_keys",
+    ForgetsTheEpoch: "test_results_come_in_order_with_their_keys",
+    NumbersRowsBySlot: "test_results_come_in_order_with_their_keys",
+    CountsWhatRan: "test_results_come_in_order_with_their_keys",
+    RunsTwice: "test_tokens_are_those_of_the_plans_in_order",
+    MixesPages: "test_a_sequence_does_not_see_the_others",
+    CollectsNothing: "test_collecting_what_was_not_submitted_is_a_clear_error",
+    SwallowsErrors: "test_an_error_in_a_plan_surfaces_and_names_the_cause",
+    HidesTheCause: "test_an_error_in_a_plan_surfaces_and_names_the_cause",
+    StartsWithoutPages: "test_start_reports_what_the_engine_needs",
+    SaysNothingOfItsStart: "test_start_reports_what_the_engine_needs",
+    NeedsARunnerToShutDown: "test_shutdown_is_idempotent",
+    ForgetsToForget: "test_shutdown_is_idempotent",
+}
+
+
+def suite_of(executor: type[Executor]) -> ExecutorContract:
+    class Suite(ExecutorContract):
+        def make(self, composition: Composition) -> Executor:
+            return executor(composition)  # type: ignore[call-arg]
+
+    return Suite()
+
+
+@pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
+def test_the_suite_rejects(broken: type[Executor], test: str) -> None:
+    failed = failures(suite_of(broken))
+    assert test in failed, f"only {sorted(failed)} failed"
+
+
+def test_the_unbroken_one_passes() -> None:
+    assert failures(suite_of(Sound)) == {}

@@ -1,0 +1,360 @@
+"""The suite must reject quantizers that are wrong in one way each.
+
+Shapes: T tokens, I input, O output.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import ActFormat, Activation, LinearMethod, LinearShape, Quantizer
+from dovetail.core.testing.quant import QuantizerContract
+from dovetail.core.testing.suite import failures
+
+Params = dict[str, torch.Tensor]
+INTERPRETED = "test_triton_encode_agrees_with_the_reference"
+
+
+def to_int8(x_TC: torch.Tensor, amax_T1: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    amax_T1 = x_TC.abs().amax(-1, keepdim=True) if amax_T1 is None else amax_T1
+    scale_T1 = amax_T1.clamp(min=1e-10) / 127
+    return (x_TC / scale_T1).round().to(torch.int8), scale_T1
+
+
+ROWS = ActFormat("rows", dtype=torch.int8, group="token", scale_layout="row", reference=to_int8)
+
+
+class Sound(LinearMethod):
+    """8 bits for weights and input, a scale for each row of both; the product in float32."""
+
+    input = ROWS
+
+    def create(self, shape: LinearShape, device: torch.device) -> Params:
+        self.shape = shape
+        return {
+            "weight": torch.empty(shape.out, shape.inp, dtype=torch.int8, device=device),
+            "scale": torch.empty(shape.out, 1, device=device),
+        }
+
+    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
+        params["weight"][part], params["scale"][part] = to_int8(tensor.float())
+
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y_TO = (x.values.float() * x.scale) @ (params["weight"].float() * params["scale"]).t()
+        return (y_TO if bias is None else y_TO + bias).to(self.shape.dtype)
+
+
+class Chooses(Quantizer):
+    def __init__(self, method: type[LinearMethod]) -> None:
+        super().__init__(None)
+        self.method = method
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        return self.method()
+
+
+# Loading.
+
+
+class LoadsEveryPartFirst(Sound):
+    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
+        super().load(params, name, slice(0, len(tensor)), tensor)
+
+
+class AppendsParts(Sound):
+    """Right as long as they come in order."""
+
+    def create(self, shape: LinearShape, device: torch.device) -> Params:
+        self.at = 0
+        return super().create(shape, device)
+
+    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
+        super().load(params, name, slice(self.at, self.at + len(tensor)), tensor)
+        self.at += len(tensor)
+
+
+class ScalesWithTheLastPart(Sound):
+    """One scale for the layer, and each part brings its own."""
+
+    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
+        params["weight"][part], scale = to_int8(tensor.float(), tensor.float().abs().max())
+        params["scale"][:] = scale
+
+
+class KeepsTheParts(Sound):
+    """Converts them in finish, when their memory may be another's."""
+
+    def create(self, shape: LinearShape, device: torch.device) -> Params:
+        self.parts: list[tuple[slice, torch.Tensor]] = []
+        return super().create(shape, device)
+
+    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
+        self.parts.append((part, tensor))
+
+    def finish(self, params: Params) -> None:
+        for part, tensor in self.parts:
+            super().load(params, "weight", part, tensor)
+
+
+class TakesOneDtype(Sound):
+    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
+        super().load(params, name, part, tensor.view(torch.float32))
+
+
+class SplitsPartsEvenly(Sound):
+    """Finds a part by its number."""
+
+    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
+        size = self.shape.out // len(self.shape.parts)
+        starts = [sum(self.shape.parts[:i]) for i in range(len(self.shape.parts))]
+        at = starts.index(part.start) * size
+        super().load(params, name, slice(at, at + size), tensor[:size])
+
+
+class HidesItsWeight(Sound):
+    """Packs into a tensor that the layer does not know."""
+
+    def finish(self, params: Params) -> None:
+        self.packed = params
+
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(self.packed, x, bias)
+
+
+class SharesBuffers(Sound):
+    buffers: Params = {}
+
+    def create(self, shape: LinearShape, device: torch.device) -> Params:
+        made = super().create(shape, device)
+        for name, value in made.items():
+            if name not in self.buffers or self.buffers[name].shape != value.shape:
+                self.buffers[name] = value
+        return dict(self.buffers)
+
+
+class CreatesElsewhere(Sound):
+    def create(self, shape: LinearShape, device: torch.device) -> Params:
+        return super().create(shape, torch.device("meta"))
+
+
+class ReadsFourBits(Sound):
+    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
+        super().load(params, name, part, tensor)
+        params["weight"][part] = params["weight"][part] // 16 * 16
+
+
+# The product.
+
+
+class DropsTheBias(Sound):
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(params, x)
+
+
+class ScalesTheBias(Sound):
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(params, x, None if bias is None else bias * x.scale)
+
+
+class AnswersInFloat32(Sound):
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        self.shape = replace(self.shape, dtype=torch.float32)
+        return super().apply(params, x, bias)
+
+
+class DecodesInPlace(Sound):
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y_TO = super().apply(params, x, bias)
+        x.scale.mul_(2)
+        return y_TO
+
+
+class ScalesWeightsInPlace(Sound):
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        params["scale"] *= 1.0001
+        return super().apply(params, x, bias)
+
+
+class SumsIn16Bits(Sound):
+    """Overflows where rows are long."""
+
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        sums = x.values.int() @ params["weight"].int().t()
+        y_TO = sums.to(torch.int16).float() * x.scale * params["scale"].t()
+        return (y_TO if bias is None else y_TO + bias).to(self.shape.dtype)
+
+
+class ForgetsTheScaleOfItsInput(Sound):
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(params, replace(x, scale=torch.full_like(x.scale, 2 / 127)), bias)
+
+
+class TakesTheFirstRowsScale(Sound):
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(params, replace(x, scale=x.scale[:1].expand_as(x.scale)), bias)
+
+
+class DropsOddColumns(Sound):
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        whole = x.values.shape[1] // 8 * 8
+        cut = {**params, "weight": params["weight"][:, :whole]}
+        return super().apply(cut, replace(x, values=x.values[:, :whole]), bias)
+
+
+# The input format.
+
+
+class ScalesWithTheWholeBatch(Sound):
+    input = replace(ROWS, reference=lambda x: to_int8(x, x.abs().max().expand(len(x), 1)))
+
+
+class DividesByZero(Sound):
+    @staticmethod
+    def reference(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale_T1 = x_TC.abs().amax(-1, keepdim=True) / 127
+        return (x_TC / scale_T1).round().nan_to_num().to(torch.int8), scale_T1 / (scale_T1 > 0)
+
+    input = replace(ROWS, reference=reference)
+
+
+class DeclaresAnotherDtype(Sound):
+    """The core's kernels would write the model's dtype; this apply happens not to care."""
+
+    input = replace(ROWS, dtype=None)
+
+
+class DeclaresNoScales(Sound):
+    input = replace(ROWS, group="none", scale_layout="none")
+
+
+class DeclaresGroups(Sound):
+    """And its reference gives one scale a row."""
+
+    input = replace(ROWS, group=32)
+
+
+# Choosing.
+
+
+class KeepsEachShapesWeight(Chooses):
+    """Layers of one shape get one method, which keeps its product's operand."""
+
+    class method_class(Sound):
+        def finish(self, params: Params) -> None:
+            self.params = params
+
+        def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return super().apply(self.params if self.params.keys() == params.keys() else params, x, bias)
+
+    def __init__(self) -> None:
+        super().__init__(Sound)
+        self.made: dict[Any, LinearMethod] = {}
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        return self.made.setdefault((shape.inp, shape.parts), self.method_class())
+
+
+class RefusesWithoutAName(Chooses):
+    def __init__(self) -> None:
+        super().__init__(Sound)
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        if shape.inp % 8:
+            raise CapabilityError(["this shape does not divide by 8"])
+        return super().linear(path, shape)
+
+
+class FailsOnOddShapes(Chooses):
+    def __init__(self) -> None:
+        super().__init__(Sound)
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        assert shape.inp % 8 == 0
+        return super().linear(path, shape)
+
+
+class HasNoKVScale(Chooses):
+    def __init__(self) -> None:
+        super().__init__(Sound)
+
+    def kv_scales(self, layer: int) -> tuple[float, float]:
+        return 1.0, 0.0
+
+
+BROKEN: dict[type, str] = {
+    LoadsEveryPartFirst: "test_parts_go_where_they_belong",
+    AppendsParts: "test_parts_load_in_any_order",
+    ScalesWithTheLastPart: "test_parts_load_in_any_order",
+    KeepsTheParts: "test_load_keeps_no_part",
+    TakesOneDtype: "test_checkpoint_may_have_another_dtype",
+    SplitsPartsEvenly: "test_parts_go_where_they_belong",
+    HidesItsWeight: "test_the_layer_owns_the_tensors",
+    SharesBuffers: "test_layers_do_not_share_state",
+    CreatesElsewhere: "test_create_gives_tensors_on_the_device",
+    ReadsFourBits: "test_product_is_near_the_exact_one",
+    DropsTheBias: "test_bias_is_added_once",
+    ScalesTheBias: "test_bias_is_added_once",
+    AnswersInFloat32: "test_output_has_the_models_dtype",
+    DecodesInPlace: "test_apply_changes_nothing",
+    ScalesWeightsInPlace: "test_apply_changes_nothing",
+    SumsIn16Bits: "test_product_is_near_the_exact_one",
+    ForgetsTheScaleOfItsInput: "test_product_is_near_the_exact_one",
+    TakesTheFirstRowsScale: "test_rows_are_independent",
+    DropsOddColumns: "test_odd_shapes_are_held_or_refused",
+    ScalesWithTheWholeBatch: "test_rows_are_independent",
+    DividesByZero: "test_a_row_of_zeros_gives_the_bias",
+    DeclaresAnotherDtype: "test_input_is_what_encode_gives",
+    DeclaresNoScales: "test_input_is_what_encode_gives",
+    DeclaresGroups: "test_input_is_what_encode_gives",
+    KeepsEachShapesWeight: "test_layers_do_not_share_state",
+    RefusesWithoutAName: "test_odd_shapes_are_held_or_refused",
+    FailsOnOddShapes: "test_odd_shapes_are_held_or_refused",
+    HasNoKVScale: "test_kv_scales_are_positive",
+}
+
+
+def suite_of(component: type) -> QuantizerContract:
+    class Suite(QuantizerContract):
+        error = 0.012
+
+        def make(self) -> Quantizer:
+            return component() if issubclass(component, Quantizer) else Chooses(component)
+
+    return Suite()
+
+
+@pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
+def test_the_suite_rejects(broken: type, test: str) -> None:
+    suite = suite_of(broken)
+    assert test in failures(suite, skip=tuple(name for name in dir(suite) if name != test)), broken.__doc__
+
+
+def test_the_sound_one_passes() -> None:
+    assert failures(suite_of(Sound)) == {}
+
+
+class CutsInItsKernel(QuantizerContract):
+    """At the top of the module, where the process that interprets kernels finds it."""
+
+    error = 0.012
+
+    def make(self) -> Quantizer:
+        from .kernels import encode_cut
+
+        class Method(Sound):
+            input = replace(ROWS, encode=encode_cut)
+
+        return Chooses(Method)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton for this platform")
+def test_the_suite_rejects_a_kernel_unlike_its_reference() -> None:
+    with pytest.raises(AssertionError, match="of bytes differ from the reference's"):
+        getattr(CutsInItsKernel(), INTERPRETED)()
+    assert failures(CutsInItsKernel(), skip=(INTERPRETED,)) == {}

@@ -1,0 +1,166 @@
+"""attention=triton against a float64 loop: every kind of row, split and whole, over poisoned pages.
+
+Runs compiled where there is a GPU, and in Triton's interpreter when TRITON_INTERPRET=1 was set before Triton was
+imported (test_triton_attention_in_interpreter.py starts such a process).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from dovetail.core.interfaces import PLAIN, AttentionBackend  # noqa: E402
+from dovetail.core.ops.formats import encode_reference  # noqa: E402
+from dovetail.core.testing.attention import AttentionContract  # noqa: E402
+from dovetail.core.testing.formats import SCALED_ROWS  # noqa: E402
+from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
+from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
+from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import Tile, Tiles, fit  # noqa: E402
+from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
+
+from .attention_cases import Case, error, expected, make_step  # noqa: E402
+from .interpreter import mend  # noqa: E402
+
+if INTERPRETED:
+    mend()
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class SmallTiles(Tiles):
+    """Short blocks and ranges, so that short rows have many of both."""
+
+    def __init__(self, programs: int = 64, tma: bool = False) -> None:
+        self.programs, self.tma = programs, tma
+
+    def decode(self, shape, tokens):
+        tile = super().decode(shape, tokens)
+        return replace(tile, block_n=16, programs=self.programs, least=16)
+
+    def prefill(self, shape):
+        return fit(Tile(64, 16, 4, 2, self.programs, least=16, tma=self.tma), shape)
+
+
+def make(tiles: Tiles | None = None) -> Triton:
+    backend = Triton(TritonConfig())
+    if tiles is not None:
+        backend.tiles = tiles
+    return backend
+
+
+def check(case: Case, tiles: Tiles | None = None, tolerance: float | None = None) -> None:
+    step = make_step(case, backend := make(tiles), DEVICE)
+    with poisoned_memory():
+        got = backend.attend(step.layer, step.ctx, step.q_THD)[PLAIN].values
+    assert got.dtype == case.dtype
+    limit = tolerance or {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[case.dtype]
+    assert error(got, expected(step)) < limit
+    real = sum(case.counts)
+    assert (got[real:] == 0).all()
+
+
+MIXED = Case(lengths=(70, 33, 129, 90, 61), counts=(1, 1, 1, 40, 61), num_decode=3, padding=2, slack=7)
+STEPS = {
+    "prompts": Case(lengths=(90, 5, 64, 1), counts=(90, 5, 64, 1)),
+    "chunks": Case(lengths=(190, 75), counts=(33, 64)),
+    "decode": Case(lengths=(200, 15, 64, 1), counts=(1, 1, 1, 1), num_decode=4, slack=40),
+    "drafts": Case(lengths=(150, 20, 64), counts=(5, 1, 3), num_decode=3, padding=3),
+    "mixed": MIXED,
+    "empty rows": replace(MIXED, empty_rows=2),
+    "window": replace(MIXED, window=21),
+    "narrow window": replace(MIXED, window=1),
+    "tree": Case(lengths=(150, 20, 64), counts=(5, 1, 4), num_decode=3, tree_width=5, padding=1),
+    "tree and window": Case(lengths=(150, 20, 64), counts=(5, 1, 4), num_decode=3, tree_width=5, window=9),
+}
+CUTS = {"whole": None, "split": SmallTiles(), "few splits": SmallTiles(programs=1)}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("step", STEPS)
+def test_equals_the_loop(step, cut):
+    check(STEPS[step], CUTS[cut])
+
+
+@pytest.mark.parametrize("page_tokens", [4, 32, 64, 128])
+@pytest.mark.parametrize("window", [0, 40])
+def test_page_sizes(page_tokens, window):
+    check(replace(MIXED, page_tokens=page_tokens, window=window), SmallTiles())
+    check(replace(MIXED, page_tokens=page_tokens, window=window))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("step", ["prompts", "chunks", "mixed"])
+def test_tensor_maps(step, window):
+    """K and V through tensor map descriptors, which read whole pages, poison included."""
+    case = replace(STEPS[step], dtype=torch.float16, page_tokens=32, dim=64, window=window)
+    check(case, SmallTiles(programs=1, tma=True))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (7, 1), (10, 2), (24, 1)])
+def test_head_groups(heads):
+    check(replace(MIXED, heads=heads), SmallTiles())
+
+
+@pytest.mark.parametrize("dim", [16, 40, 80, 128, 192])
+def test_head_dims(dim):
+    check(replace(MIXED, dim=dim), SmallTiles())
+    check(replace(MIXED, dim=dim, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("head_scales", [False, True])
+def test_float8_pages(kv_dtype, head_scales):
+    case = replace(MIXED, kv_dtype=kv_dtype, head_scales=head_scales)
+    check(case, SmallTiles())
+    check(replace(case, dtype=torch.float16))
+
+
+def test_other_kv_dtype():
+    check(replace(MIXED, kv_dtype=torch.float16))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+def test_emits(step, cut):
+    """Encoded as it is joined: equal to encoding the rounded plain output."""
+    step = make_step(STEPS[step], backend := make(CUTS[cut]), DEVICE)
+    want = backend.attend(step.layer, step.ctx, step.q_THD)[PLAIN].values
+    for emit in ((INT8_TOKEN,), (SCALED_ROWS, PLAIN), (PLAIN, INT8_TOKEN, SCALED_ROWS)):
+        with poisoned_memory():
+            bundle = backend.attend(step.layer, step.ctx, step.q_THD, emit)
+        for fmt in emit:
+            if fmt is PLAIN:
+                assert torch.equal(bundle[fmt].values, want)
+                continue
+            like = encode_reference(want, fmt)
+            assert error(bundle[fmt].scale, like.scale.double()) < 1e-6
+            assert (bundle[fmt].values.double() - like.values.double()).abs().max() <= (1 if fmt is INT8_TOKEN else 1e-3)
+
+
+def test_no_tokens():
+    backend = make()
+    step = make_step(Case(lengths=(5,), counts=(1,), num_decode=1), backend, DEVICE)
+    bundle = backend.attend(step.layer, step.ctx, step.q_THD[:0], (PLAIN, INT8_TOKEN))
+    assert bundle[PLAIN].values.shape == (0, 128) and bundle[INT8_TOKEN].values.shape == (0, 128)
+
+
+class TestContract(AttentionContract):
+    device = DEVICE.type
+    kv_dtypes = (torch.float16,)
+
+    def make(self) -> AttentionBackend:
+        return make()
+
+
+class TestSplitContract(TestContract):
+    def make(self) -> AttentionBackend:
+        return make(SmallTiles())
