@@ -25,5 +25,8 @@ class Component:
     """The version of the contract it was written for, a literal such as "scheduler/0.1"."""
     capabilities: str | None = None
     """Where a function of `(config, host)` is that returns `Capabilities`; imported when they are checked."""
+    facts: str | None = None
+    """ "package.module:function" of `(config)`: what is known before anything is built, as the kind's own record (a
+    model: ModelSpec). It imports no torch, so that planning needs none."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Former option -> its name today. The former one still works, with a warning that names the package."""

@@ -54,6 +54,11 @@ class Selected:
             raise PluginError(str(self.package), f"{self.component.capabilities} gave {stated!r}, not Capabilities")
         return stated
 
+    def facts(self) -> Any:
+        """The kind's record of facts, or None where the component names no function for it."""
+        reference = self.component.facts
+        return None if reference is None else self.registered.load(reference)(self.config)
+
     def to_node(self) -> dict[str, Any]:
         """Plain values, as the composed config shows them."""
         return {"name": self.name, **self.config.model_dump(mode="json")}

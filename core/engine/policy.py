@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from dovetail.core.interfaces import (
@@ -53,15 +53,15 @@ class PolicyScheduler(Scheduler):
         self._rejected: list[tuple[int, str]] = []
         self._preemptions = 0
         self._ranked: list[tuple[Any, int, int, Sequence]] = []
-        """Heap of (rank, uid, epoch, sequence) where the policy has ranks. An entry of one who left is dropped when met."""
+        """Heap of (rank, uid, epoch, sequence) where the policy has ranks; entries of who left are dropped when met."""
         self._displaces = type(self).gives_way is not PolicyScheduler.gives_way
 
     # Policy: override these.
 
     def order(self, waiting: Iterable[Sequence], ctx: SchedulerContext) -> Iterable[Sequence]:
         """Waiting sequences in the order they should enter. Default: as given (by `rank` where there is one, else
-        preempted ones first, then by arrival). Only as many are taken as may enter, so be lazy: the queue may be long.
-        """
+        preempted ones first, then by arrival). Be lazy where the queue may be long: only as many are taken as may
+        enter, and those whose results or parent are still on the way are passed over."""
         return waiting
 
     def rank(self, seq: Sequence) -> Any:
@@ -184,7 +184,8 @@ class PolicyScheduler(Scheduler):
 
     def _schedule_running(self, step: _Step, ctx: SchedulerContext) -> None:
         """Decode rows first: they are cheap and somebody reads along."""
-        decoding, feeding = [], []
+        decoding: list[Sequence] = []
+        feeding: list[Sequence] = []
         for seq in self.running.values():
             # Whoever has just joined has its pages already and gets its first chunk, be it a single token.
             (decoding if seq.remaining == 1 and seq.uid not in step.uids else feeding).append(seq)
@@ -240,8 +241,8 @@ class PolicyScheduler(Scheduler):
                 return
 
     def _make_way(self, step: _Step, ctx: SchedulerContext) -> None:
-        """Before the running ones are fed: while the first in the queue outranks one of them, it enters, in its place if
-        need be. It joins this plan without a row if the others leave it no budget."""
+        """Before the running ones are fed: while the first in the queue outranks one of them, it enters, if need be in
+        place of that one. Where the others leave no budget it joins this plan without a row."""
         while (seq := next(iter(self._candidates(step, ctx, 1)), None)) is not None:
             if self._turned_away(seq, ctx):
                 continue
@@ -279,7 +280,7 @@ class PolicyScheduler(Scheduler):
         return found
 
     def _queue(self) -> Generator[Sequence, None, None]:
-        """Everybody who waits, by rank or else by arrival. Close it: whom it gave out by rank goes back into the heap."""
+        """Everybody who waits, by rank or else by arrival. Close it: whom it gave by rank goes back to the heap."""
         if not self._ranked:
             yield from self.resuming.values()
             yield from self.waiting.values()

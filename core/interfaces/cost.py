@@ -35,8 +35,8 @@ class Formats:
 class RowWork(NamedTuple):
     """One row of a step, real or hypothetical."""
 
-    count: int
-    """Tokens fed."""
+    tokens: int
+    """Fed."""
     bound: int
     """KV length after the step."""
     sampled: int = 1
@@ -50,8 +50,8 @@ class RowWork(NamedTuple):
 
 
 class CostModel(ABC):
-    """Built as `Class(config)`, then bound to a model; every other method is valid after that, pure, and light: no torch
-    and no device, so that planner and simulator need none. Seconds are from a step's start to its end; with pipeline
+    """Built as `Class(config)`, then bound to a model. Every other method is valid after that, pure and light: no torch
+    and no device, so planner and simulator need none. Seconds are from a step's start to its end; with pipeline
     parallelism other steps run meanwhile."""
 
     predicts = True

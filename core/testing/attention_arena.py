@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,12 +17,11 @@ from dovetail.core.interfaces import (
     AttentionBackend,
     AttentionLayer,
     AttnCtx,
-    BatchMeta,
     Bundle,
     KVGroup,
     Plane,
 )
-from dovetail.core.testing.numeric import assert_near, poisoned_memory
+from dovetail.core.testing.numeric import assert_near, fresh_random, poisoned_memory
 from dovetail.core.testing.paging import PagedStep, Paging
 
 MAX_LEN = 128
@@ -67,7 +67,9 @@ class Arena:
         page_tokens: Sequence[int],
         windows: Sequence[int] = (0,),
         poison: float = float("nan"),
+        kv_scales: tuple[float | torch.Tensor, float | torch.Tensor] = (1.0, 1.0),
     ) -> None:
+        self.kv_scales = kv_scales
         self.backend, self.device, self.dtype, self.kv_dtype = backend, device, dtype, kv_dtype
         self.tolerance, (self.heads, self.kv_heads), self.head_dim = tolerance, heads, head_dim
         planes = tuple(Plane(name, (self.kv_heads, head_dim), kv_dtype) for name in ("k", "v"))
@@ -83,7 +85,7 @@ class Arena:
             )
             for id, window in enumerate(windows)
         )
-        self.paging = Paging(self.groups, device, poison=poison, seed=torch.initial_seed())
+        self.paging = Paging(self.groups, device, poison=poison, rng=fresh_random())
         backend.bind(self.paging.pools)
         self.truth: dict[tuple[int, str], torch.Tensor] = {}
         """(layer index, sequence) -> [MAX_LEN, 2, K, D]: keys and values as they were given."""
@@ -102,6 +104,8 @@ class Arena:
             head_dim=self.head_dim,
             scale=SCALE,
             window=group.window,
+            k_scale=self.kv_scales[0],
+            v_scale=self.kv_scales[1],
         )
 
     def plan(
@@ -112,7 +116,7 @@ class Arena:
         slack: int = 0,
         slack_everywhere: bool = False,
         padding: int = 0,
-        change: Mapping[str, torch.Tensor] | None = None,
+        change: Mapping[str, Any] | None = None,
     ) -> Step:
         """What the engine does before a forward: plan_host once, plan_device for each group. `change` sets metadata."""
         slack = slack if self.backend.exact_lengths == "device" else 0
@@ -140,7 +144,8 @@ class Arena:
             truth = self.truth.setdefault(
                 (layer.index, name), torch.full((MAX_LEN, 2, self.kv_heads, self.head_dim), torch.nan).double()
             )
-            truth[at] = torch.stack([x[token].to(self.kv_dtype).cpu().double() for x in kv])
+            pairs = zip(kv, self.kv_scales, strict=True)
+            truth[at] = torch.stack([stored(x[token], scale, self.kv_dtype).cpu() for x, scale in pairs])
         return q_THD
 
     def random_qkv(self, step: Step) -> torch.Tensor:
@@ -170,7 +175,9 @@ class Arena:
         assert got.shape == (len(q_THD), self.heads * self.head_dim), f"attend gave {tuple(got.shape)}"
         assert got.dtype == self.dtype, f"a plain activation has the model's dtype {self.dtype}, not {got.dtype}"
         count = list(range(step.tokens)) if tokens is None else list(tokens)
-        assert_near(got[count], self.expected(layer, step, q_THD)[count], self.tolerance, f"attention of {layer}")
+        assert_near(
+            got[count], self.expected(layer, step, q_THD)[count], self.tolerance, f"attention of layer {layer.index}"
+        )
 
     def expected(self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor) -> torch.Tensor:
         """float64 [tokens, H * D], one token after another."""
@@ -183,13 +190,17 @@ class Arena:
             out.append(attend_one(q_THD[token].cpu().double(), k_LKD, v_LKD, layer.scale))
         return torch.stack(out)
 
-    def pages_of(self, step: Step, layer: AttentionLayer) -> BatchMeta:
-        return step.paged.metas[layer.group]
+
+def stored(x_KD: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a cache of this dtype makes of K or V, in float64; 8-bit formats hold it divided by the scale."""
+    if dtype.itemsize > 1:
+        return x_KD.to(dtype).double()
+    per_head = scale[:, None] if isinstance(scale, torch.Tensor) else scale
+    largest = torch.finfo(dtype).max
+    return (x_KD.float() / per_head).clamp(-largest, largest).to(dtype).double() * per_head
 
 
-def sees(
-    layer: AttentionLayer, at: int, key: int, length: int, tree_TW: torch.Tensor | None, token: int
-) -> bool:
+def sees(layer: AttentionLayer, at: int, key: int, length: int, tree_TW: torch.Tensor | None, token: int) -> bool:
     """Whether the query of a token, whose own key has index `at`, sees a key."""
     if layer.window and key <= at - layer.window:
         return False

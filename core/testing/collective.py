@@ -23,8 +23,6 @@ HALVED = ActFormat("halved", reference=lambda x_TC: (x_TC / 2, x_TC.new_full((le
 """A format of the suite's own."""
 SHAPES = ((1,), (7,), (3, 5), (2, 3, 4), (64, 33))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-SOON = 10.0
-"""Seconds in which a call must end that nobody can answer any more."""
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -42,6 +40,8 @@ class CollectiveContract:
     size = 3
     """Ranks: with two, a sum has no order."""
     device = torch.device("cpu")
+    patience = 10.0
+    """Seconds in which a call must end that nobody can answer any more."""
 
     def make(self) -> Collective:
         """A fresh one, not connected."""
@@ -167,7 +167,7 @@ class CollectiveContract:
     # The edge between two blocks.
 
     def test_boundary_reduces_adds_and_norms(self) -> None:
-        """A Partial is summed over ranks and anything else is not; every format asked for comes out, equal on all ranks."""
+        """A Partial is summed over ranks and anything else is not; each format asked for comes out, equal on all ranks."""
         bits = self.on_ranks(self._boundaries)
         assert all(other == bits[0] for other in bits), "ranks hold different bits after a boundary"
 
@@ -248,7 +248,7 @@ class CollectiveContract:
         began = time.monotonic()
         with _aborting(collective), pytest.raises(Exception, match="."):
             collective.connect(rank, size, address, self.device)
-        assert time.monotonic() - began < SOON, "connect went on waiting"
+        assert time.monotonic() - began < self.patience, "connect went on waiting"
         collective.close()
 
     def test_calls_end_when_a_rank_dies(self) -> None:
@@ -265,7 +265,7 @@ class CollectiveContract:
         with _aborting(collective), pytest.raises(Exception, match="."):
             collective.all_reduce(torch.ones(3, device=self.device)).cpu()
             collective.barrier()
-        assert time.monotonic() - began < SOON, "all_reduce went on waiting"
+        assert time.monotonic() - began < self.patience, "all_reduce went on waiting"
         collective.close()
 
 

@@ -84,7 +84,7 @@ class LogitsProcessorContract:
         return logits_NV
 
     def context(self, rows: Seq[Row], *, poison: int = 0, slack: int = 0) -> LogitsContext:
-        """Everything past the histories is filled with tokens that depend on `poison`. Rows of a slot share a history."""
+        """Everything past the histories is filled with tokens made from `poison`. Rows of a slot share a history."""
         generator = torch.Generator().manual_seed(poison)
         tokens_SL = torch.randint(self.vocab, (self.slots + 1, self.width), generator=generator, dtype=torch.int32)
         prompt_len_S = torch.zeros(self.slots + 1, dtype=torch.int64)

@@ -5,7 +5,9 @@ Shapes: T tokens of the step, V vocabulary.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -70,12 +72,25 @@ def build_context(
     )
 
 
+class Lazy:
+    """A checkpoint tensor that can only be asked for its shape and sliced, as safetensors' are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index].clone()
+
+
 class Driver:
     """Sequences by name. Pages come in shuffled order from pools full of NaN, so that a wrong page or mask shows."""
 
     def __init__(self, model: Model, seed: int = 0, pages: int = PAGES) -> None:
         self.model, self.device = model, model.build.device
-        self.paging = Paging(model.kv_groups, self.device, pages=pages, seed=seed)
+        self.paging = Paging(model.kv_groups, self.device, pages=pages, rng=random.Random(seed))
         model.build.attention.bind(self.paging.pools)
         self.hidden: Hidden
         """Of the last step, padding included."""
@@ -88,14 +103,16 @@ class Driver:
         slack: int = 0,
         padding: int = 0,
         taps: tuple[int, ...] = (),
+        gap: int = 0,
     ) -> list[torch.Tensor]:
         """Feed each row's tokens; returns logits_TV of each row. The first num_decode rows go as decode rows.
 
-        `slack` makes the host's bounds loose; `padding` adds tokens that belong to no row.
+        `slack` makes the host's bounds loose; `padding` adds tokens that belong to no row; `gap` moves
+        positions past a token's place in the cache.
         """
         counts = [len(tokens) for _, tokens in rows]
         named = [(name, count) for (name, _), count in zip(rows, counts, strict=True)]
-        step = self.paging.step(named, num_decode=num_decode, slack=slack, padding=padding)
+        step = self.paging.step(named, num_decode=num_decode, slack=slack, padding=padding, gap=gap)
         attention = self.model.build.attention
         planned = attention.plan_host(step.host)
         attn = {id: attention.plan_device(meta, step.host, planned) for id, meta in step.metas.items()}

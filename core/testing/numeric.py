@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -11,12 +13,20 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Greatest error of a row, relative to its norm, when sums run in float32 and only results are rounded."""
 
 
-def fresh(seed: int | None = None) -> None:
-    """Seed torch's generator: anew, or with the seed that a failure named."""
-    if seed is None:
-        torch.seed()
-    else:
-        torch.manual_seed(seed)
+def fresh(suite: Any) -> None:
+    """Seed torch's generator, once a suite object (pytest makes one for each test): anew, or with `suite.seed`, which a
+    failure named."""
+    if "_seeded" not in vars(suite):
+        vars(suite)["_seeded"] = True
+        if suite.seed is None:
+            torch.seed()
+        else:
+            torch.manual_seed(suite.seed)
+
+
+def fresh_random() -> random.Random:
+    """Python's generator, seeded from torch's."""
+    return random.Random(int(torch.randint(2**62, ())))
 
 
 def row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -29,7 +39,9 @@ def row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str = "the result") -> None:
     """Every row within the tolerance. NaN is not near anything."""
     error = row_error(got, expected)
-    assert error <= tolerance, f"{what} is off by {error:.2e} of a row's norm, more than {tolerance:.0e} ({seed_note()})"
+    assert error <= tolerance, (
+        f"{what} is off by {error:.2e} of a row's norm, more than {tolerance:.0e} ({seed_note()})"
+    )
 
 
 def seed_note() -> str:

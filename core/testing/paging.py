@@ -41,9 +41,9 @@ class Paging:
         *,
         pages: int = 64,
         poison: float = float("nan"),
-        seed: int = 0,
+        rng: random.Random | None = None,
     ) -> None:
-        self.groups, self.device, self.pages, self.rng = tuple(groups), device, pages, random.Random(seed)
+        self.groups, self.device, self.pages, self.rng = tuple(groups), device, pages, rng or random.Random(0)
         self.pools = make_pools(self.groups, {group.id: pages for group in self.groups}, device)
         for pool in self.pools.values():
             for plane in pool.planes.values():
@@ -54,12 +54,12 @@ class Paging:
         self.slots: dict[str, int] = {}
 
     def step(
-        self, rows: Sequence[tuple[str, int]], *, num_decode: int = 0, slack: int = 0, padding: int = 0
+        self, rows: Sequence[tuple[str, int]], *, num_decode: int = 0, slack: int = 0, padding: int = 0, gap: int = 0
     ) -> PagedStep:
         """Grow each named sequence by a count of tokens. The first num_decode rows go as decode rows.
 
         `slack` makes the host's bounds of decode rows loose; `padding` adds tokens that belong to no row and write to
-        scratch page 0.
+        scratch page 0; `gap` moves positions past a token's place in the cache.
         """
         counts = [count for _, count in rows]
         starts = [self.lengths.get(name, 0) for name, _ in rows]
@@ -68,15 +68,16 @@ class Paging:
             self.lengths[name] = length
             self.slots.setdefault(name, 2 * len(self.slots) + 1)
         bounds = [n + (slack if row < num_decode else 0) for row, n in enumerate(lengths)]
-        positions = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+        places = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
         row_of = [row for row, count in enumerate(counts) for _ in range(count)]
         pad = [0] * padding
+        positions = [place + gap for place in places]
         metas = {}
         for group in self.groups:
             size = group.page_tokens
             tables = [self.table(group, name, self.lengths[name]) for name, _ in rows]
             width = max(*(-(-bound // size) for bound in bounds), *map(len, tables)) + 2
-            write = [tables[row][at // size] * size + at % size for row, at in zip(row_of, positions, strict=True)]
+            write = [tables[row][at // size] * size + at % size for row, at in zip(row_of, places, strict=True)]
             padded = [table + [self.rng.randint(0, self.pages) for _ in range(width - len(table))] for table in tables]
             metas[group.id] = BatchMeta(
                 row_start_B1=self._tensor([sum(counts[:i]) for i in range(len(rows) + 1)], torch.int32),

@@ -36,7 +36,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.layers import ColumnParallel, Linear, RowParallel
 from dovetail.core.ops import encode
 from dovetail.core.ops.formats import encode_reference, why_unfused
-from dovetail.core.testing.model_driver import Alone
+from dovetail.core.testing.model_driver import Alone, Lazy
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
 
 __all__ = ["QuantizerContract"]
@@ -47,7 +47,7 @@ ODD = ((1, 1), (7, 5), (33, 17), (60, 64), (64, 60), (96, 20))
 
 
 class QuantizerContract:
-    """Every sentence of dovetail.core.interfaces.quant. Weights and inputs are normal; results are compared in float64."""
+    """Every sentence of dovetail.core.interfaces.quant. Weights and inputs are normal, exact results float64."""
 
     device = "cpu"
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
@@ -201,7 +201,9 @@ class QuantizerContract:
                 assert x.values.dtype == (fmt.dtype or dtype), f"{fmt.name}: {x.values.dtype} is not what it declares"
                 if fmt.reference is not None:
                     values, _ = fmt.reference(x_TI.float())
-                    held = values.is_floating_point() if fmt.dtype is None else torch.equal(values, values.to(fmt.dtype))
+                    held = (
+                        values.is_floating_point() if fmt.dtype is None else torch.equal(values, values.to(fmt.dtype))
+                    )
                     assert held, f"{fmt.name}: {fmt.dtype or 'the dtype of the model'} does not hold {values.dtype}"
                 if fmt.group == "none":
                     assert x.scale is None and fmt.scale_layout == "none", f"{fmt.name} declares no scales"
@@ -361,11 +363,11 @@ class QuantizerContract:
         )
 
     def _x(self, tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        fresh(self.seed)
+        fresh(self)
         return torch.randn(tokens, columns).to(dtype).to(self.device)
 
     def _weight(self, inp: int, out: int) -> torch.Tensor:
-        fresh(self.seed)
+        fresh(self)
         return torch.randn(out, inp) * torch.rand(out, 1)
 
     def _check(
@@ -393,19 +395,6 @@ class Loaded:
     def exact(self, x_TI: torch.Tensor) -> torch.Tensor:
         """float64."""
         return x_TI.double().cpu() @ self.weight.double().cpu().t()
-
-
-class Lazy:
-    """A checkpoint tensor that can only be asked for its shape and sliced, as safetensors' are."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._tensor[index].clone()
 
 
 def run_in_interpreter(suite: object, test: str) -> None:

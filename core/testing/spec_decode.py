@@ -169,13 +169,13 @@ class DrafterContract:
                     self.observe(drafter, ctx)
                     draft = drafter.propose(ctx)
                 rows = len(histories)
-                assert (draft.tokens_BK.shape, draft.tokens_BK.dtype) == ((rows, k), torch.int32), draft.tokens_BK
-                assert (draft.count_B.shape, draft.count_B.dtype) == ((rows,), torch.int32), draft.count_B
+                _assert_int32("tokens_BK", draft.tokens_BK, (rows, k))
+                _assert_int32("count_B", draft.count_B, (rows,))
                 assert 0 <= int(draft.count_B.min()) and int(draft.count_B.max()) <= k, f"{draft.count_B} of {k}"
                 for guesses in _rows(draft):
                     assert all(0 <= t < self.vocab for t in guesses.tokens), f"{guesses} of {self.vocab} tokens"
                 if draft.parents_BK is not None:
-                    assert (draft.parents_BK.shape, draft.parents_BK.dtype) == ((rows, k), torch.int32)
+                    _assert_int32("parents_BK", draft.parents_BK, (rows, k))
                     for parents, count in zip(draft.parents_BK.tolist(), draft.count_B.tolist(), strict=True):
                         assert all(-1 <= p < i for i, p in enumerate(parents[:count])), (
                             f"a node before its parent: {parents}"
@@ -341,6 +341,11 @@ def _rows(draft: Draft) -> list[Guesses]:
         Guesses(tuple(tokens[:count]), None if probs_BKV is None else probs_BKV[row, :count].clone(), tree)
         for row, (tokens, count) in enumerate(zip(draft.tokens_BK.tolist(), counts, strict=True))
     ]
+
+
+def _assert_int32(name: str, found: torch.Tensor, shape: tuple[int, ...]) -> None:
+    kind = f"{found.dtype} {tuple(found.shape)}"
+    assert kind == f"{torch.int32} {shape}", f"{name} is {kind}, not {torch.int32} {shape}"
 
 
 def _assert_same(expected: Seq[Guesses], found: Seq[Guesses], what: str) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from train import HERE, heldout_loss
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = (
     "def fib(n):",
@@ -66,8 +65,10 @@ def main():
         loss = heldout_loss(model, stream, args.context, batch=4)
         count = sum(parameter.numel() for parameter in model.parameters())
         size = (args.models / name / "model.safetensors").stat().st_size
-        print(f"{name:10} {count:9,} parameters {size:10,} bytes   held-out {loss:.4f} nats/token"
-              f"  {loss / math.log(2) / bytes_per_token:.4f} bits/byte")
+        print(
+            f"{name:10} {count:9,} parameters {size:10,} bytes   held-out {loss:.4f} nats/token"
+            f"  {loss / math.log(2) / bytes_per_token:.4f} bits/byte"
+        )
     agreement = greedy_agreement(*models.values(), stream, args.context)
     print(f"draft and model choose the same next token at {agreement:.1%} of held-out positions\n")
 

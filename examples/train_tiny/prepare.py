@@ -106,10 +106,12 @@ class Duplicates:
 
 def train_tokenizer(texts, vocabulary_size):
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
@@ -131,7 +133,12 @@ def train_tokenizer(texts, vocabulary_size):
 def check_round_trip(tokenizer, texts):
     """Whatever goes in must come out: code, other scripts, control characters, odd spacing."""
     oddities = [
-        "", " ", "\n", "\t\tx = 1\r\n", "a \n  b\n\n\n c", "naïve 数据 🐍",
+        "",
+        " ",
+        "\n",
+        "\t\tx = 1\r\n",
+        "a \n  b\n\n\n c",
+        "naïve 数据 🐍",
         "e\u0301 \u00a0\u2028\x0b\x00",
         "".join(map(chr, range(0x20, 0x3000))),
     ]
@@ -172,7 +179,7 @@ def main():
     names = sorted(kept)
     random.Random(args.seed).shuffle(names)
     heldout = names[: round(len(names) * args.heldout_share)]
-    train = names[len(heldout):]
+    train = names[len(heldout) :]
 
     print("training the tokenizer")
     tokenizer = train_tokenizer((kept[name] for name in train), args.vocabulary)
@@ -186,8 +193,10 @@ def main():
         size = sum(len(text.encode()) for text in texts)
         np.savez_compressed(args.out / f"{side}.npz", tokens=tokens, bytes=size)
         manifest[side] = {"bytes": size, "tokens": len(tokens), "files": sorted(members)}
-        print(f"{side:8} {len(members):5} files {size:11,} bytes {len(tokens):10,} tokens"
-              f"  {size / len(tokens):.2f} bytes/token")
+        print(
+            f"{side:8} {len(members):5} files {size:11,} bytes {len(tokens):10,} tokens"
+            f"  {size / len(tokens):.2f} bytes/token"
+        )
     manifest["dropped"] = dropped
     (args.out / "manifest.json").write_text(json.dumps(manifest, indent=1))
     print(f"dropped  {len(dropped):5} files: {dict(Counter(dropped.values()))}")

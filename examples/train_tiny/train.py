@@ -28,12 +28,20 @@ ROPE_THETA = 10000.0
 
 SHAPES = {
     "tiny": dict(
-        hidden_size=256, intermediate_size=688, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
     ),
     "tiny_draft": dict(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
     ),
 }
 
@@ -90,8 +98,8 @@ class Corpus:
         snippet = torch.rand(len(starts), device=device) < recipe.snippets
         starts = torch.where(snippet, self.definitions[nearest], starts)
         offsets = torch.arange(self.context + 1, device=device)
-        for i in range(0, len(starts) - recipe.batch + 1, recipe.batch):
-            chosen = slice(i, i + recipe.batch)
+        for step in range(self.steps_per_epoch(recipe)):
+            chosen = slice(step * recipe.batch, (step + 1) * recipe.batch)
             windows = self.train[starts[chosen, None] + offsets].long()
             windows[:, 0].masked_fill_(snippet[chosen], END_OF_TEXT)
             yield windows[:, :-1], windows[:, 1:]
@@ -120,9 +128,7 @@ def heldout_loss(model, stream, context, batch=16):
 
 def causal_attention(module, query, key, value, mask, scaling=None, **_):
     """Plain causal attention, never with a mask in memory: the fused kernels want none."""
-    attended = F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-    )
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return attended.transpose(1, 2).contiguous(), None
 
 
@@ -205,7 +211,9 @@ def optimizers(model, recipe):
         Muon(blocks, lr=recipe.learning_rate, weight_decay=recipe.weight_decay),
         torch.optim.AdamW(
             [dict(params=[embedding], weight_decay=0.1), dict(params=norms, weight_decay=0.0)],
-            lr=recipe.embedding_rate, betas=(0.9, 0.95), fused=True,
+            lr=recipe.embedding_rate,
+            betas=(0.9, 0.95),
+            fused=True,
         ),
     ]
 
@@ -225,7 +233,8 @@ def train(name, corpus, recipe, teacher=None, compiled=True):
     device = corpus.train.device
     model = build(name, corpus.tokenizer.get_vocab_size()).to(device)
     add_dropout(model, recipe.dropout)
-    steps = recipe.epochs * corpus.steps_per_epoch(recipe)
+    epoch_steps = corpus.steps_per_epoch(recipe)
+    steps = recipe.epochs * epoch_steps
     optims = optimizers(model, recipe)
     rates = [LambdaLR(o, lambda step: schedule(step / steps, recipe.warmup)) for o in optims]
     precision = torch.autocast(device.type, dtype=torch.bfloat16)
@@ -236,28 +245,30 @@ def train(name, corpus, recipe, teacher=None, compiled=True):
             return F.cross_entropy(logits, targets.flatten())
         with torch.no_grad():
             goal = teacher(input_ids=inputs).logits.float().flatten(0, 1)
-        return F.kl_div(
-            logits.log_softmax(-1), goal.log_softmax(-1), log_target=True, reduction="batchmean"
-        )
+        return F.kl_div(logits.log_softmax(-1), goal.log_softmax(-1), log_target=True, reduction="batchmean")
 
     if compiled:
         loss_of = torch.compile(loss_of)
 
     best, best_weights = math.inf, None
     columns = (
-        TextColumn("{task.description}"), BarColumn(30), TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(30),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     with Progress(*columns) as progress:
         bar = progress.add_task(name, total=steps, state="compiling")
         for epoch in range(recipe.epochs):
             running = torch.zeros((), device=device)
-            for count, (inputs, targets) in enumerate(corpus.batches(recipe), 1):
+            for inputs, targets in corpus.batches(recipe):
                 with precision:
                     loss = loss_of(inputs, targets)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                for optim, rate in zip(optims, rates):
+                for optim, rate in zip(optims, rates, strict=True):
                     optim.step()
                     rate.step()
                     optim.zero_grad()
@@ -265,7 +276,7 @@ def train(name, corpus, recipe, teacher=None, compiled=True):
                 progress.advance(bar)
             with precision:
                 heldout = heldout_loss(model, corpus.heldout, corpus.context)
-            state = f"epoch {epoch + 1} train {running.item() / count:.3f} held-out {heldout:.4f}"
+            state = f"epoch {epoch + 1} train {running.item() / epoch_steps:.3f} held-out {heldout:.4f}"
             progress.update(bar, state=state)
             if heldout < best:
                 best = heldout
@@ -287,44 +298,50 @@ def save(model, corpus, folder):
     config = model.config
     length = config.max_position_embeddings
     names = dict(bos_token_id=END_OF_TEXT, eos_token_id=END_OF_TEXT, pad_token_id=END_OF_TEXT)
-    write_json(folder / "config.json", dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        hidden_act="silu",
-        attention_bias=False,
-        attention_dropout=0.0,
-        mlp_bias=False,
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=length,
-        rope_theta=ROPE_THETA,
-        rope_scaling=None,
-        rope_parameters=dict(rope_type="default", rope_theta=ROPE_THETA),
-        initializer_range=config.initializer_range,
-        tie_word_embeddings=True,
-        use_cache=True,
-        torch_dtype="bfloat16",
-        dtype="bfloat16",
-        **names,
-    ))
+    write_json(
+        folder / "config.json",
+        dict(
+            architectures=["LlamaForCausalLM"],
+            model_type="llama",
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            hidden_act="silu",
+            attention_bias=False,
+            attention_dropout=0.0,
+            mlp_bias=False,
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=length,
+            rope_theta=ROPE_THETA,
+            rope_scaling=None,
+            rope_parameters=dict(rope_type="default", rope_theta=ROPE_THETA),
+            initializer_range=config.initializer_range,
+            tie_word_embeddings=True,
+            use_cache=True,
+            torch_dtype="bfloat16",
+            dtype="bfloat16",
+            **names,
+        ),
+    )
     write_json(folder / "generation_config.json", names)
-    write_json(folder / "tokenizer_config.json", dict(
-        tokenizer_class="PreTrainedTokenizerFast",
-        bos_token="<|endoftext|>",
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        add_bos_token=True,
-        add_eos_token=False,
-        clean_up_tokenization_spaces=False,
-        model_max_length=length,
-        model_input_names=["input_ids", "attention_mask"],
-    ))
+    write_json(
+        folder / "tokenizer_config.json",
+        dict(
+            tokenizer_class="PreTrainedTokenizerFast",
+            bos_token="<|endoftext|>",
+            eos_token="<|endoftext|>",
+            pad_token="<|endoftext|>",
+            add_bos_token=True,
+            add_eos_token=False,
+            clean_up_tokenization_spaces=False,
+            model_max_length=length,
+            model_input_names=["input_ids", "attention_mask"],
+        ),
+    )
     corpus.tokenizer.save(str(folder / "tokenizer.json"))
     weights = {
         name: tensor.to(torch.bfloat16).contiguous().cpu()
@@ -362,9 +379,13 @@ def main():
     report("tiny", tiny, loss)
 
     # The draft model imitates the rounded weights, which are the ones it will meet.
-    teacher = LlamaForCausalLM.from_pretrained(
-        args.out / "tiny", dtype=torch.float32, attn_implementation="causal", use_cache=False
-    ).to(device).eval()
+    teacher = (
+        LlamaForCausalLM.from_pretrained(
+            args.out / "tiny", dtype=torch.float32, attn_implementation="causal", use_cache=False
+        )
+        .to(device)
+        .eval()
+    )
     torch.manual_seed(args.seed)
     recipe = Recipe(args.draft_epochs, learning_rate=8e-3, dropout=0.0, weight_decay=0.1)
     draft, loss = train("tiny_draft", corpus, recipe, teacher=teacher, compiled=compiled)

@@ -2,6 +2,7 @@
 
 from dovetail.core.compose import Component
 from dovetail.plugins.app.generate.config import GenerateConfig
+from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plugins.config import PluginsConfig
 
 COMPONENTS: tuple[Component, ...] = (
@@ -10,6 +11,13 @@ COMPONENTS: tuple[Component, ...] = (
         name="generate",
         config=GenerateConfig,
         target="dovetail.plugins.app.generate.app:GenerateApp",
+        api="app/0.1",
+    ),
+    Component(
+        kind="app",
+        name="plan",
+        config=PlanConfig,
+        target="dovetail.plugins.app.plan.app:PlanApp",
         api="app/0.1",
     ),
     Component(

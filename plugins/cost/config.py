@@ -16,8 +16,8 @@ class NoneConfig(Config):
 
 
 class RooflineConfig(Config):
-    """Memory or compute, whichever takes longer, and a fixed price per kernel. Numbers are what kernels reach, not what a
-    data sheet promises; cost=h200, h100, a100, l40s and cpu have them."""
+    """Memory or compute, whichever takes longer, and a fixed price per kernel. The numbers are what kernels reach, not
+    what a data sheet promises; cost=h200, h100, a100, l40s and cpu have them."""
 
     bandwidth: Positive
     """Of one device's memory, TB/s."""

@@ -46,11 +46,11 @@ class Roofline(CostModel):
         tokens = sampled = 0
         chunk_flops = chunk_bytes = decode_flops = decode_bytes = 0.0
         for row in rows:
-            tokens += row.count * row.times
+            tokens += row.tokens * row.times
             sampled += row.sampled * row.times
             pairs, read = self._attended(row)
             # A row that samples everywhere is a token and its drafts.
-            if row.sampled == row.count:
+            if row.sampled == row.tokens:
                 decode_flops += row.times * pairs * self._decode_flops
                 decode_bytes += row.times * read
             else:
@@ -69,11 +69,11 @@ class Roofline(CostModel):
         pairs = read = 0.0
         for window, layers in self._windows.items():
             if not window or row.bound <= window:
-                pairs += layers * row.count * (row.bound - (row.count - 1) / 2)
+                pairs += layers * row.tokens * (row.bound - (row.tokens - 1) / 2)
                 read += layers * row.bound
             else:
-                pairs += layers * row.count * window
-                read += layers * min(row.bound, window + row.count - 1)
+                pairs += layers * row.tokens * window
+                read += layers * min(row.bound, window + row.tokens - 1)
         return pairs, read * self._kv_bytes
 
     def _communication(self, tokens: int) -> float:

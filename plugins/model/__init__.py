@@ -11,5 +11,6 @@ COMPONENTS = (
         target="dovetail.plugins.model.llama.decoder:Llama",
         api="model/0.1",
         capabilities="dovetail.plugins.model.llama.capabilities:capabilities",
+        facts="dovetail.plugins.model.llama.families:spec_of",
     ),
 )

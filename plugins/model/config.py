@@ -25,7 +25,7 @@ class LlamaConfig(Config):
             given = "both" if self.path is not None else "neither"
             raise ValueError(
                 f"{given} of model.path and model.hf given: set model=llama model.path=<model folder>, or a variant "
-                "with shapes of its own, such as model=llama3_8b"
+                "with shapes of its own, such as model=llama3_8b (it sets model.load=dummy: random weights)"
             )
         if self.hf is not None and self.load != "dummy":
             raise ValueError("model.hf gives shapes but no weights: set model.load=dummy, or model.path=<model folder>")

@@ -17,5 +17,6 @@ COMPONENTS = (
         config=Int8Config,
         target="dovetail.plugins.quant.int8.quantizer:Int8",
         api="quant/0.1",
+        capabilities="dovetail.plugins.quant.capabilities:int8",
     ),
 )

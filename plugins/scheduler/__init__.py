@@ -3,8 +3,8 @@
 from dovetail.core.compose import Component
 from dovetail.plugins.scheduler.config import (
     DeadlineConfig,
-    FCFSConfig,
     FairConfig,
+    FCFSConfig,
     LongestPrefixConfig,
     PriorityConfig,
     ShortestJobConfig,

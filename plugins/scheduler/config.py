@@ -17,7 +17,7 @@ class FCFSConfig(Config):
 
 
 class StaticConfig(Config):
-    """Static batching: a batch runs until its last sequence is done, then the next one starts. The ablation baseline."""
+    """Static batching: a batch runs until its last sequence is done, then the next starts. The ablation baseline."""
 
     batch_size: int | None = Field(None, ge=1)
     """Sequences of a batch; None = engine.max_seqs."""
@@ -27,8 +27,8 @@ class PriorityConfig(Config):
     """Lowest Request.priority first; a waiting sequence takes the place of a running one of lower priority."""
 
     age_seconds: float | None = Field(None, gt=0)
-    """A sequence goes ahead of one that is a level more urgent once it came so many seconds earlier; None = however long
-    it waits, so that the least urgent may starve."""
+    """A sequence goes ahead of one that is a level more urgent if it came so many seconds earlier. None = it never
+    does, so the least urgent may starve."""
 
 
 class LongestPrefixConfig(Config):

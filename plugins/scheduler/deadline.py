@@ -38,8 +38,8 @@ class DeadlineScheduler(PolicyScheduler):
             return None
         when = f"is {left:.3f} s away" if left > 0 else f"passed {-left:.3f} s ago"
         return (
-            f"the deadline {when}, and {seq.prompt_len} prompt tokens and {output:.0f} output tokens are predicted to take "
-            f"{needed:.3f} s: allow more time, shorten the prompt, or expect fewer tokens"
+            f"the deadline {when}, and {seq.prompt_len} prompt tokens and {output:.0f} output tokens are predicted to "
+            f"take {needed:.3f} s: allow more time, shorten the prompt, or expect fewer tokens"
         )
 
     def _seconds(self, seq: Sequence, output: float, ctx: SchedulerContext, cost: CostModel) -> float:

@@ -36,9 +36,9 @@ class FairScheduler(PolicyScheduler):
     """Each round, every user with work waiting starts sequences until a quantum (times weight) of tokens is spent; what
     was overdrawn uses up later rounds.
 
-    A sequence is charged when it first enters, for its prompt and expected output, and what it became is settled when it
-    ends. Who comes from idleness starts in the current round, so saved rounds do not add up; who has nothing left here is
-    forgotten. Preempted sequences come first: they have been charged.
+    A sequence is charged when it first enters, for its prompt and expected output; what it became is settled when it
+    ends. Who comes from idleness starts in the current round, so saved rounds do not add up. Who has nothing left here
+    is forgotten. Preempted sequences come first: they have been charged.
     """
 
     config: FairConfig
@@ -120,7 +120,7 @@ class FairScheduler(PolicyScheduler):
             heapq.heappush(self._turns, turn)
 
     def _current_round(self) -> int:
-        """Of those who wait, the earliest; if nobody waits, of those who run. Drops old entries of the heap on the way."""
+        """The earliest of those who wait; if nobody does, of those who run. Drops old heap entries on the way."""
         while self._turns:
             user = self._users.get(self._turns[0][-1])
             if user is not None and user.turn is self._turns[0] and self._has_waiting(user):

@@ -11,7 +11,7 @@ from dovetail.plugins.scheduler.config import LongestPrefixConfig
 
 
 class LongestPrefixScheduler(PolicyScheduler):
-    """Of the `window` oldest, those enter first that find most of their prompt in the cache; behind the window, by arrival.
+    """Of the `window` oldest, those enter first that find most of their prompt in the cache; the others by arrival.
 
     Preempted sequences and those that have waited for max_wait go before, so nobody starves. With a cache that keeps
     nothing (kv_cache=paged) the order is that of arrival.

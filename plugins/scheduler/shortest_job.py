@@ -1,4 +1,4 @@
-"""The least work first: shortest job first by the length a client or an annotator predicts (as in SSJF, Qiu et al. 2024)."""
+"""The least work first, by the output length that a client or an annotator predicts (as in SSJF, Qiu et al. 2024)."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dovetail.core.errors import ConfigError
+from dovetail.core.testing.rank_threads import ThreadCollective, on_threads
 from dovetail.plugins.model.config import LlamaConfig
 
 from .checkpoints import random_tokens, save_random
 from .driver import Driver, build_model, load_model
-from .ranks import ThreadCollective, on_ranks
 
 
 def logits_of(model, tokens: list[int]) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_ranks_together_equal_one(variant, size, tmp_path):
     """199 words do not divide by 2; mqa and gqa over 4 ranks repeat kv heads."""
     save_random(tmp_path, variant)
     expected = logits_of(load_model(tmp_path), TOKENS)
-    for got in on_ranks(size, lambda collective: logits_of(load_model(tmp_path, collective=collective), TOKENS)):
+    for got in on_threads(size, lambda collective: logits_of(load_model(tmp_path, collective=collective), TOKENS)):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
@@ -53,11 +53,11 @@ def test_dummy_weights_are_one_model_on_any_layout():
     expected = dummy()
     assert expected.isfinite().all() and 0.01 < expected.std() < 10
     assert not torch.equal(expected, dummy(seed=6))
-    for got in on_ranks(2, dummy):
+    for got in on_threads(2, dummy):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 def test_ranks_that_do_not_divide_are_refused_with_options(tmp_path):
     save_random(tmp_path, "gqa")
     with pytest.raises(ConfigError, match=r"engine\.tp=3 .*8 query heads.*one of 1, 2, 4, 8"):
-        on_ranks(3, lambda collective: load_model(tmp_path, collective=collective))
+        on_threads(3, lambda collective: load_model(tmp_path, collective=collective))

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dovetail.core.engine.llm import LLM
-from dovetail.core.engine.output import Generation
+from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
@@ -23,12 +22,16 @@ from dovetail.plugins.app.generate.prompts import gather
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+    from dovetail.core.engine.llm import LLM
+    from dovetail.core.engine.output import Generation
 
 
 class GenerateApp(App):
     config: GenerateConfig
 
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
+        # What the model states is read from its folder without torch: one that is not there is reported at once.
+        composition.part("model").capabilities(Host())
         texts = gather(prompts, self.config.prompts)
         params = self._params()
         self._console = Console(stderr=True, highlight=False)
@@ -62,6 +65,8 @@ class GenerateApp(App):
             raise ConfigError(f"generate: {error}") from None
 
     def _start(self, composition: Composition) -> LLM:
+        from dovetail.core.engine.llm import LLM
+
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console, transient=True) as bar:
             task = bar.add_task("start", total=None)

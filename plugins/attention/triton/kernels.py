@@ -164,20 +164,22 @@ def _load(
 ):
     """Block of K or V [N, D]. MASKED leaves out keys outside [lo, hi): their pages may hold anything, NaN included."""
     keys = n + tl.arange(0, BLOCK_N)
+    exists = (keys >= lo) & (keys < hi)
     if TMA:
         block = source.load([page * PAGE + n % PAGE, kv_head * D])
         if MASKED:
-            block = tl.where(((keys >= lo) & (keys < hi))[:, None], block, 0.0)
-        return block
-    dims = tl.arange(0, BLOCK_D)
-    at = (page.to(tl.int64) * PAGE + keys % PAGE) * (K * D)
-    pointers = source + kv_head * D + at[:, None] + dims[None, :]
-    if MASKED:
-        ok = ((keys >= lo) & (keys < hi))[:, None] & (dims < D)[None, :]
-        return tl.load(pointers, mask=ok, other=0.0)
-    if BLOCK_D != D:
-        return tl.load(pointers, mask=(dims < D)[None, :], other=0.0)
-    return tl.load(pointers)
+            block = tl.where(exists[:, None], block, 0.0)
+    else:
+        dims = tl.arange(0, BLOCK_D)
+        at = (page.to(tl.int64) * PAGE + keys % PAGE) * (K * D)
+        pointers = source + kv_head * D + at[:, None] + dims[None, :]
+        if MASKED:
+            block = tl.load(pointers, mask=exists[:, None] & (dims < D)[None, :], other=0.0)
+        elif BLOCK_D != D:
+            block = tl.load(pointers, mask=(dims < D)[None, :], other=0.0)
+        else:
+            block = tl.load(pointers)
+    return block
 
 
 @triton.jit

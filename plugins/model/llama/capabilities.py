@@ -7,10 +7,9 @@ from dovetail.plugins.model.config import LlamaConfig
 
 
 def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
-    from dovetail.core.checkpoint import read_config
-    from dovetail.plugins.model.llama.families import read_spec
+    from dovetail.plugins.model.llama.families import spec_of
 
-    spec = read_spec(config.hf if config.hf is not None else read_config(config.path), "config.json")
+    spec = spec_of(config)
     kinds = {"window" if window else "full" for window in spec.windows}
     ranks = tuple(
         n

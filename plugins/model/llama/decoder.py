@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dovetail.core.checkpoint import read_config, resolve
+from dovetail.core.checkpoint import resolve
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
@@ -50,7 +50,7 @@ from dovetail.core.layers import (
 )
 from dovetail.core.ops import gelu, silu_and_mul
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama.families import RUNNABLE, Layout, read_model, read_spec
+from dovetail.plugins.model.llama.families import RUNNABLE, Layout, read_model, spec_of
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 ACTIVATIONS: dict[str, Callable[..., Bundle]] = {
@@ -177,9 +177,7 @@ class Llama(Model):
 
     @classmethod
     def spec(cls, config: LlamaConfig) -> ModelSpec:
-        if config.hf is not None:
-            return read_spec(config.hf, "model.hf")
-        return read_spec(read_config(config.path), f"model.path={config.path}: config.json")
+        return spec_of(config)
 
     @classmethod
     def source(cls, config: LlamaConfig) -> ModelSource:

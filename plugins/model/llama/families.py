@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from dovetail.core.checkpoint import read_config
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import MLA, ModelSpec, MoE
 from dovetail.core.rope import RopeConfig, read_rope
+from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.parameters import count_parameters
 
 HF = Mapping[str, Any]
@@ -357,3 +359,10 @@ def _activation(config: ConfigJson, family: Family) -> str:
 def _dtype(config: ConfigJson) -> str:
     key = "torch_dtype" if config.get("dtype") is None else "dtype"
     return config.choice(key, ("bfloat16", "float16", "float32"), "float32")
+
+
+def spec_of(config: LlamaConfig) -> ModelSpec:
+    """From the model's folder or from the config.json given in its place."""
+    if config.hf is not None:
+        return read_spec(config.hf, "model.hf")
+    return read_spec(read_config(config.path), f"model.path={config.path}: config.json")

@@ -17,7 +17,7 @@ from dovetail.plugins.collective.ordered import OrderedCollective
 
 class Sound(OrderedCollective):
     def __init__(self) -> None:
-        super().__init__(OrderedConfig(timeout=15))
+        super().__init__(OrderedConfig(timeout=6))
 
 
 class Averages(Sound):
@@ -188,6 +188,8 @@ BROKEN: dict[type[Collective], str] = {
 
 class Suite(CollectiveContract):
     """Names its collective, since it is made in other processes."""
+
+    patience = 4.0
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -114,7 +114,8 @@ class SplitsPartsEvenly(Sound):
         size = self.shape.out // len(self.shape.parts)
         starts = [sum(self.shape.parts[:i]) for i in range(len(self.shape.parts))]
         at = starts.index(part.start) * size
-        super().load(params, name, slice(at, at + size), tensor[:size])
+        tensor = tensor[:size]
+        super().load(params, name, slice(at, at + len(tensor)), tensor)
 
 
 class HidesItsWeight(Sound):

@@ -1,14 +1,17 @@
-"""Tensor-parallel ranks as threads of one process: sums and gathers over a shared list."""
+"""Tensor-parallel ranks as threads of one process: sums and gathers over a shared list, for what needs no transport."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
-from .driver import Alone
+from dovetail.core.testing.model_driver import Alone
+
+T = TypeVar("T")
 
 
 class Meeting:
@@ -16,7 +19,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.slots: list[torch.Tensor | None] = [None] * size
+        self.slots: list[torch.Tensor] = [torch.empty(0)] * size
         self.barrier = threading.Barrier(size, timeout=60)
 
 
@@ -25,13 +28,19 @@ class ThreadCollective(Alone):
         super().__init__(None)
         self.rank, self.size, self.meeting = rank, meeting.size, meeting
 
-    def all_reduce(self, x):
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(x)).sum(0)
 
-    def all_gather(self, x):
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), dim=-1)
 
-    def _exchange(self, x):
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+        return self._exchange(x)[root]
+
+    def barrier(self) -> None:
+        self.meeting.barrier.wait()
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.meeting.slots[self.rank] = x
         self.meeting.barrier.wait()
         everyone = list(self.meeting.slots)
@@ -39,11 +48,11 @@ class ThreadCollective(Alone):
         return everyone
 
 
-def on_ranks(size: int, work: Callable[[ThreadCollective], object]) -> list:
+def on_threads(size: int, work: Callable[[ThreadCollective], T]) -> list[T]:
     """work(collective) on every rank; results in rank order."""
     meeting = Meeting(size)
 
-    def one(rank: int):
+    def one(rank: int) -> T:
         try:
             return work(ThreadCollective(rank, meeting))
         except BaseException:
@@ -52,4 +61,8 @@ def on_ranks(size: int, work: Callable[[ThreadCollective], object]) -> list:
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(one, rank) for rank in range(size)]
+        # A rank that failed breaks the barrier of the others: its own words come first.
+        errors = [future.exception() for future in futures]
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
         return [future.result() for future in futures]

@@ -1,0 +1,330 @@
+"""Paged attention of attention=triton on a GPU: checked against float64 first, then timed.
+
+python benchmarks/attention.py [--tune] [--quick] [--heads 32] [--kv-heads 8] [--head-dim 128] [--page 16,64]
+
+Times are medians over CUDA graph replays of several layers one after another, each with KV of its own, so that nothing
+is found in the L2 cache. Decode counts bytes of K and V; prefill counts products of visible pairs. sdpa gets dense
+tensors and no pages; flashinfer is measured where it can be imported. --tune tries block sizes and prints the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.interfaces import PLAIN, AttentionLayer, BatchMeta, HostBounds, KVGroup, KVPool, Plane
+from dovetail.plugins.attention.config import TritonConfig
+from dovetail.plugins.attention.triton.backend import Triton
+from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
+
+GPU = torch.device("cuda")
+DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+L2_BYTES = 200 << 20
+"""Layers are added until their KV is more than this, several times the cache."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step: equal rows."""
+
+    name: str
+    rows: int
+    count: int
+    """Tokens of a row in this step."""
+    length: int
+    """Keys of a row after it."""
+    kv: str = "bf16"
+    page: int = 16
+
+    @property
+    def decode(self) -> bool:
+        return self.count == 1
+
+
+@dataclass(frozen=True)
+class Heads:
+    query: int
+    kv: int
+    dim: int
+
+    def bytes(self, work: Work) -> int:
+        return 2 * work.rows * work.length * self.kv * self.dim * DTYPES[work.kv].itemsize
+
+    def flops(self, work: Work) -> float:
+        pairs = work.count * (work.length - work.count) + work.count * (work.count + 1) / 2
+        return 4.0 * work.rows * pairs * self.query * self.dim
+
+
+class Fixed(Tiles):
+    """One tile for everything."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile = tile
+
+    def decode(self, shape: Shape, tokens: int) -> Tile:
+        return fit(self.tile, shape)
+
+    def prefill(self, shape: Shape) -> Tile:
+        return fit(self.tile, shape)
+
+
+class Bench:
+    """A backend over random pages, ready to attend in several layers."""
+
+    def __init__(self, work: Work, heads: Heads) -> None:
+        self.work, self.heads = work, heads
+        layers = max(1, min(8, -(-L2_BYTES // heads.bytes(work))))
+        row_pages = -(-work.length // work.page)
+        pages = work.rows * row_pages
+        plane = (heads.kv, heads.dim)
+        dtype = DTYPES[work.kv]
+        group = KVGroup(
+            0, tuple(range(layers)), (Plane("k", plane, dtype), Plane("v", plane, dtype)), page_tokens=work.page
+        )
+        shape = (layers, pages + 1, work.page, *plane)
+        self.pool = KVPool(group, {name: random_plane(shape, dtype) for name in ("k", "v")})
+        self.table = (torch.randperm(pages, device=GPU) + 1).int().view(work.rows, row_pages)
+        total = work.rows * work.count
+        nothing = torch.zeros(total, dtype=torch.int64, device=GPU)
+        self.meta = BatchMeta(
+            row_start_B1=torch.arange(work.rows + 1, dtype=torch.int32, device=GPU) * work.count,
+            kv_len_B=torch.full((work.rows,), work.length, dtype=torch.int32, device=GPU),
+            slots_B=torch.arange(work.rows, device=GPU),
+            positions_T=nothing,
+            rows_T=nothing,
+            page_table_BP=self.table,
+            write_T=nothing,
+            page_tokens=work.page,
+        )
+        bounds = (work.length,) * work.rows
+        self.host = HostBounds((work.count,) * work.rows, bounds, work.rows if work.decode else 0)
+        self.q = torch.randn(total, heads.query, heads.dim, device=GPU, dtype=torch.bfloat16)
+        scale = 1.0 if dtype == torch.bfloat16 else 0.02
+        self.layers = [
+            AttentionLayer(i, 0, i, heads.query, heads.kv, heads.dim, heads.dim**-0.5, 0, scale, scale)
+            for i in range(layers)
+        ]
+
+    def attend(self, tiles: Tiles | None = None) -> Callable[[], torch.Tensor]:
+        backend = Triton(TritonConfig())
+        if tiles is not None:
+            backend.tiles = tiles
+        backend.bind({0: self.pool})
+
+        def run() -> torch.Tensor:
+            ctx = backend.plan_device(self.meta, self.host, backend.plan_host(self.host))
+            for layer in self.layers:
+                out = backend.attend(layer, ctx, self.q)[PLAIN].values
+            return out
+
+        return run
+
+    def dense(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of every row, [B, K, L, D] bf16."""
+        scale = self.layers[layer].k_scale
+        found = []
+        for name in ("k", "v"):
+            pages = self.pool.layer(layer, name)[self.table.long()]
+            rows = pages.flatten(1, 2)[:, : self.work.length].transpose(1, 2)
+            found.append((rows.to(torch.bfloat16) * scale).contiguous())
+        return found[0], found[1]
+
+    def sdpa(self) -> Callable[[], torch.Tensor]:
+        k, v = zip(*(self.dense(layer.index) for layer in self.layers), strict=True)
+        q = self.q.view(self.work.rows, self.work.count, self.heads.query, self.heads.dim).transpose(1, 2)
+        causal = self.work.count == self.work.length
+
+        def run() -> torch.Tensor:
+            for one_k, one_v in zip(k, v, strict=True):
+                out = F.scaled_dot_product_attention(q, one_k, one_v, is_causal=causal, enable_gqa=True)
+            return out
+
+        return run
+
+    def flashinfer(self) -> Callable[[], torch.Tensor]:
+        import flashinfer
+
+        work, heads = self.work, self.heads
+        per_row = self.table.shape[1]
+        indptr = torch.arange(work.rows + 1, dtype=torch.int32, device=GPU) * per_row
+        last = torch.full((work.rows,), (work.length - 1) % work.page + 1, dtype=torch.int32, device=GPU)
+        space = torch.empty(256 << 20, dtype=torch.uint8, device=GPU)
+        geometry = (heads.query, heads.kv, heads.dim, work.page)
+        options = dict(q_data_type=torch.bfloat16, kv_data_type=DTYPES[work.kv])
+        if work.decode:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
+            wrapper.plan(indptr, self.table.flatten(), last, *geometry, **options)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
+            starts = self.meta.row_start_B1
+            wrapper.plan(starts, indptr, self.table.flatten(), last, *geometry, causal=True, **options)
+
+        def run() -> torch.Tensor:
+            for layer in self.layers:
+                out = wrapper.run(self.q, tuple(self.pool.layer(layer.local, name) for name in ("k", "v")))
+            return out
+
+        return run
+
+    def error(self, tiles: Tiles | None = None) -> float:
+        """Of a few tokens of the last layer, against float64."""
+        work, heads = self.work, self.heads
+        got = self.attend(tiles)().view(work.rows, work.count, heads.query, heads.dim)
+        layer = self.layers[-1]
+        worst = 0.0
+        for row, at in ((0, 0), (work.rows // 2, work.count // 2), (work.rows - 1, work.count - 1)):
+            k, v = (
+                self.pool.layer(layer.local, name)[self.table[row].long()].flatten(0, 1)[: work.length].double()
+                * layer.k_scale
+                for name in ("k", "v")
+            )
+            seen = work.length - work.count + at + 1
+            k, v = (x[:seen].repeat_interleave(heads.query // heads.kv, dim=1) for x in (k, v))
+            q = self.q.view(got.shape)[row, at].double()
+            want = torch.einsum("hl,lhd->hd", (torch.einsum("hd,lhd->hl", q, k) * layer.scale).softmax(-1), v)
+            worst = max(worst, float((got[row, at].double() - want).norm() / want.norm()))
+        return worst
+
+    def us(self, run: Callable[[], torch.Tensor], repeats: int = 12) -> float:
+        """Median microseconds of a layer."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        graph.replay()
+        times = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(self.layers))
+        return statistics.median(times)
+
+
+def random_plane(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Normal numbers, scaled into the range of 8-bit formats; a chunk of them repeated, since only its bytes count."""
+    plane = torch.empty(shape, dtype=dtype, device=GPU)
+    flat = plane.view(torch.uint8).flatten()
+    chunk = torch.randn(1 << 24, device=GPU)
+    data = (chunk if dtype == torch.bfloat16 else chunk / 0.02).to(dtype).view(torch.uint8)
+    for start in range(0, flat.numel(), data.numel()):
+        part = flat[start : start + data.numel()]
+        part.copy_(data[: part.numel()])
+    return plane
+
+
+def rate(work: Work, heads: Heads, us: float) -> str:
+    if work.decode:
+        return f"{heads.bytes(work) / us / 1e6:6.2f} TB/s"
+    return f"{heads.flops(work) / us / 1e6:6.0f} TF/s"
+
+
+def works(pages: list[int], quick: bool) -> Iterator[Work]:
+    for page in pages:
+        for kv in ("bf16", "e4m3"):
+            for rows in (1, 64, 256):
+                for length in (512, 4096, 32768):
+                    if not (quick and (length == 32768 or (rows, length) == (256, 4096))):
+                        yield Work(f"decode {rows} x {length}", rows, 1, length, kv, page)
+        for count, length in ((512, 512), (2048, 2048), (8192, 8192), (2048, 10240), (2048, 34816)):
+            yield Work(f"prefill {count} of {length}", 1, count, length, "bf16", page)
+        yield Work("prefill 2048 of 10240", 1, 2048, 10240, "e4m3", page)
+
+
+def compare(heads: Heads, pages: list[int], quick: bool) -> list[str]:
+    lines = []
+    for work in works(pages, quick):
+        bench = Bench(work, heads)
+        off = bench.error()
+        assert off < 0.02, f"{work}: off by {off:.1e}"
+        us = bench.us(bench.attend())
+        line = f"{work.name:24s} {work.kv:5s} page {work.page:3d} {us:9.1f} us {rate(work, heads, us)}  off {off:.0e}"
+        if work.page == pages[0] and work.kv == "bf16":
+            if work.rows * work.length <= 64 * 4096 and (work.decode or work.count == work.length):
+                line += f"  sdpa {rate(work, heads, bench.us(bench.sdpa()))}"
+        if importlib.util.find_spec("flashinfer"):
+            line += f"  flashinfer {rate(work, heads, bench.us(bench.flashinfer()))}"
+        print(line, flush=True)
+        lines.append(line)
+        del bench
+        torch.cuda.empty_cache()
+    return lines
+
+
+DECODE = [
+    Tile(16, n, warps, stages, 2)
+    for n, warps, stages in (
+        (64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 2), (128, 4, 3), (128, 8, 3), (32, 4, 5), (64, 2, 3), (32, 2, 4),
+        (32, 1, 4), (64, 8, 4),
+    )
+]  # fmt: skip
+PREFILL = [
+    Tile(m, n, warps, stages, 1, tma=tma)
+    for m, n, warps, stages in ((128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3))
+    for tma in (False, True)
+]
+
+
+def tune(heads: Heads, pages: list[int]) -> list[str]:
+    lines = []
+    cases = [
+        (Work(f"decode {rows} x {length}", rows, 1, length, kv, page), DECODE)
+        for page in pages
+        for kv in ("bf16", "e4m3")
+        for rows, length in ((1, 4096), (64, 4096), (256, 512))
+    ]
+    cases += [(Work("prefill 8192", 1, 8192, 8192, "bf16", page), PREFILL) for page in pages]
+    for work, tiles in cases:
+        bench = Bench(work, heads)
+        found = []
+        for tile in tiles:
+            try:
+                found.append((bench.us(bench.attend(Fixed(tile)), 7), tile))
+            except Exception as error:  # a tile that does not fit is no candidate
+                torch.cuda.synchronize()
+                print(f"  {tile}: {type(error).__name__}: {str(error)[:100]}")
+        for programs in (1, 3, 4, 8) if work.decode else ():
+            tile = replace(min(found, key=lambda pair: pair[0])[1], programs=programs)
+            found.append((bench.us(bench.attend(Fixed(tile)), 7), tile))
+        found.sort(key=lambda pair: pair[0])
+        label = f"{work.name} {work.kv} page {work.page}"
+        for us, tile in found:
+            what = f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} p{tile.programs}{' tma' * tile.tma}"
+            print(f"  {label}: {what:24s} {us:8.1f} us {rate(work, heads, us)}", flush=True)
+        us, tile = found[0]
+        lines.append(f"{label:34s} {tile} {us:.1f} us {rate(work, heads, us)}")
+        del bench
+        torch.cuda.empty_cache()
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="leave out the longest")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--page", default="16,64")
+    args = parser.parse_args()
+    torch.manual_seed(torch.seed() % 2**31)
+    heads = Heads(args.heads, args.kv_heads, args.head_dim)
+    pages = [int(page) for page in args.page.split(",")]
+    lines = tune(heads, pages) if args.tune else compare(heads, pages, args.quick)
+    print(f"\n{torch.cuda.get_device_name()}, {heads.query} heads, {heads.kv} kv heads, head dim {heads.dim}")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

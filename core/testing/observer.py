@@ -1,0 +1,176 @@
+"""The contract suite of observers. Subclass ObserverContract in a test module and override `make`."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from dovetail.core.compose import EngineConfig
+from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.policy import PolicyScheduler
+from dovetail.core.interfaces import KVGroup, Observer, SamplingParams, StepRecord
+from dovetail.core.testing.reference import default_allocator
+from dovetail.core.testing.suite import lines_run
+from dovetail.core.testing.toy import ToyComposition, ToyDevice
+
+EMPTY = StepRecord(
+    step=0,
+    clock=0.0,
+    rows=0,
+    tokens=0,
+    sampled=0,
+    drafted=0,
+    accepted=0,
+    waiting=0,
+    running=0,
+    kv_used=0.0,
+    schedule_seconds=0.0,
+    device_seconds=0.0,
+)
+
+
+def records(count: int, seed: int = 0, first: int = 0) -> Iterator[StepRecord]:
+    """Of an engine that is idle, busy or full, with a clock that rises."""
+    rng = random.Random(seed)
+    clock = 1000.0 + first
+    for step in range(first, first + count):
+        clock += rng.choice([1e-6, 1e-3, 0.5])
+        rows, drafted = rng.randrange(1, 300), rng.choice([0, 0, 40])
+        yield StepRecord(
+            step=step,
+            clock=clock,
+            rows=rows,
+            tokens=rows + rng.choice([0, drafted, 8000]),
+            sampled=rng.randrange(rows + drafted + 1),
+            drafted=drafted,
+            accepted=rng.randrange(drafted + 1),
+            waiting=rng.choice([0, 0, 1, 10_000]),
+            running=rows,
+            kv_used=rng.choice([0.0, 1.0, rng.random()]),
+            schedule_seconds=rng.choice([0.0, 1e-6, 0.2]),
+            device_seconds=rng.choice([0.0, 1e-6, 0.2]),
+        )
+
+
+class ObservedComposition(ToyComposition):
+    """A ToyComposition with observers; an engine built from it runs in milliseconds."""
+
+    def __init__(self, observers: Mapping[str, Observer], *, lookahead: int = 2, depth: int = 2) -> None:
+        groups = (KVGroup(0, (0,), page_tokens=4),)
+        config = EngineConfig(token_budget=16, max_seqs=4, max_len=64, depth=depth)
+        device = ToyDevice(groups, {0: 60}, max_seqs=4, max_len=64, lookahead=lookahead, delay=depth - 1)
+        super().__init__(lambda limits, kv: PolicyScheduler(None, limits, kv), default_allocator, device, config)
+        self.parts = {"observer": {name: _Built(observer) for name, observer in observers.items()}}
+
+    def many(self, kind: str) -> Any:
+        return self.parts[kind]
+
+
+class _Built:
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+
+    def build(self) -> Observer:
+        return self.observer
+
+
+def observed_engine(observers: Mapping[str, Observer]) -> Engine:
+    engine = Engine(ObservedComposition(observers))  # type: ignore[arg-type]
+    engine.start()
+    return engine
+
+
+def serve(engine: Engine) -> dict[int, list[int]]:
+    """Five requests to their end; outputs by arrival."""
+    outputs: dict[int, list[int]] = {}
+    for i in range(5):
+        for seq in engine.add([1 + i, 2, 3] * (i + 1), SamplingParams(temperature=0, max_tokens=12)):
+            outputs[seq.uid] = []
+    while engine.has_work:
+        for event in engine.step():
+            outputs[event.uid] += event.tokens
+    return outputs
+
+
+class ObserverContract:
+    """Every sentence of dovetail.core.interfaces.Observer. `make` is the only thing to override."""
+
+    def make(self) -> Observer:
+        raise NotImplementedError("return your observer: MyObserver(MyConfig())")
+
+    def test_records_come_in_order_and_stay_as_they_are(self) -> None:
+        """It may keep them: nobody changes a record, the observer included."""
+        observer = self.make()
+        for record in records(200):
+            before = asdict(record)
+            assert observer.step(record) is None  # type: ignore[func-returns-value]
+            assert asdict(record) == before, "the observer changed a record that others see as well"
+        observer.close()
+
+    def test_any_number_may_be_zero_or_large(self) -> None:
+        """device_seconds is 0 where the executor cannot tell; an idle engine has no rows; a clock may stand still."""
+        observer = self.make()
+        numbers = [name for name in asdict(EMPTY) if name != "step"]
+        steps = iter(range(1000))
+        for record in (EMPTY, *(replace(EMPTY, **{name: value}) for name in numbers for value in (0, 1, 2**40))):
+            observer.step(replace(record, step=next(steps)))
+        observer.close()
+
+    def test_close_is_idempotent(self) -> None:
+        """With and without a step before it."""
+        for steps in (0, 1, 30):
+            observer = self.make()
+            for record in records(steps):
+                observer.step(record)
+            observer.close()
+            observer.close()
+
+    def test_observers_do_not_know_each_other(self) -> None:
+        """Two engines in one process have one each; the end of one is not the end of the other."""
+        first, second = self.make(), self.make()
+        for record in records(20):
+            first.step(record)
+            second.step(replace(record, step=record.step + 500))
+        first.close()
+        for record in records(20, first=520):
+            second.step(record)
+        second.close()
+
+    def test_a_step_costs_little(self) -> None:
+        """The engine waits for it. Half of the steps may take longer, to write out what was gathered."""
+        observer = self.make()
+        seconds = []
+        for record in records(100):
+            began = time.perf_counter()
+            observer.step(record)
+            seconds.append(time.perf_counter() - began)
+        observer.close()
+        assert statistics.median(seconds) < 5e-3, f"a step takes {1000 * statistics.median(seconds):.1f} ms"
+
+    def test_a_step_costs_no_more_after_many(self) -> None:
+        """Counts lines of Python, which do not depend on the machine."""
+        observer = self.make()
+        costs = []
+        for first in (0, 3000):
+            lines = [lines_run(lambda r=record: observer.step(r)) for record in records(31, 1, first)]  # type: ignore[misc]
+            costs.append(statistics.median(lines))
+            for record in records(3000 - 31, 2, first + 31):
+                observer.step(record)
+        observer.close()
+        assert costs[1] <= 2 * costs[0] + 10, f"{costs[0]:.0f} lines for an early step, {costs[1]:.0f} after 3000"
+
+    def test_the_engine_keeps_it_and_does_as_without_it(self) -> None:
+        """An observer that fails is removed."""
+        observer = self.make()
+        engine = observed_engine({"mine": observer})
+        outputs = serve(engine)
+        assert engine.observers == {"mine": observer}, "it failed, and the engine removed it"
+        engine.shutdown()
+        engine.shutdown()
+        alone = observed_engine({})
+        assert outputs == serve(alone)
+        alone.shutdown()

@@ -1,0 +1,122 @@
+"""`python run.py app=plan`: does it fit, how much of it, how fast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dovetail.core.interfaces.app import App
+from dovetail.plugins.app.plan.config import PlanConfig
+from dovetail.plugins.app.plan.memory import CONTEXT_BYTES, Plan, make_plan
+from dovetail.plugins.app.plan.remedies import remedies
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+
+class PlanApp(App):
+    config: PlanConfig
+
+    def run(self, composition: Composition, prompts: Sequence[str]) -> int:
+        plan = make_plan(composition)
+        facts = self._facts(composition, plan)
+        if self.config.format == "json":
+            print(json.dumps(facts, indent=2))
+        else:
+            _print(facts)
+        return 0
+
+    def _facts(self, composition: Composition, plan: Plan) -> dict[str, Any]:
+        spec, parameters = plan.spec, plan.spec.parameters
+        fits = not plan.missing
+        lengths = [n for n in self.config.lengths if n <= plan.max_len] or [plan.max_len]
+        return {
+            "model": spec.architecture,
+            "parameters": parameters.total if parameters else None,
+            "active_parameters": parameters.active if parameters else None,
+            "gpus": plan.engine.tp * plan.engine.pp * plan.engine.dp,
+            "layout": {"tp": plan.engine.tp, "pp": plan.engine.pp, "dp": plan.engine.dp},
+            "formats": {"weights_bits": plan.formats.weight_bits, "kv_bytes": plan.formats.kv_bytes},
+            "bytes_per_gpu": {
+                "memory": plan.device_bytes,
+                "usable": plan.budget,
+                "weights": plan.weights,
+                "activations": plan.activations,
+                "context": CONTEXT_BYTES,
+                "kv_cache": max(plan.kv, 0.0),
+            },
+            "kv_bytes_per_token": spec.kv_bytes_per_token(plan.formats.kv_bytes),
+            "kv_bytes_per_token_and_gpu": spec.kv_bytes_per_token(plan.formats.kv_bytes, plan.engine.tp),
+            "max_len": plan.max_len,
+            "sequences_of_max_len": plan.sequences(plan.max_len),
+            "sequences": {str(n): plan.sequences(n) for n in lengths},
+            "speed": [self._speed(plan, batch) for batch in self.config.batches] if fits else [],
+            "ttft_s": {str(n): plan.cost.prefill_seconds(n) for n in (512, 8192) if n < plan.max_len} if fits else {},
+            "fits": fits,
+            "missing_bytes": plan.missing,
+            "remedies": []
+            if fits
+            else [
+                {"overrides": words, "sequences_of_max_len": better.sequences(better.max_len)}
+                for words, better in remedies(composition, plan)
+            ],
+        }
+
+    def _speed(self, plan: Plan, batch: int) -> dict[str, Any]:
+        seconds = plan.cost.decode_seconds(batch, self.config.context)
+        return {
+            "batch": batch,
+            "context": self.config.context,
+            "fits": batch <= plan.sequences(self.config.context),
+            "tpot_ms": seconds * 1e3,
+            "output_tokens_per_s": batch / seconds * plan.engine.dp,
+        }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 110
+    gib = 2**30
+    sizes = facts["bytes_per_gpu"]
+    total, active = facts["parameters"], facts["active_parameters"]
+    count = f"{total / 1e9:.2f} B parameters" + (f", {active / 1e9:.2f} B active" if active != total else "")
+    layout = " ".join(f"{name}={n}" for name, n in facts["layout"].items())
+    console.print(f"[bold]{facts['model']}[/], {count}, on {facts['gpus']} devices ({layout})")
+
+    memory = Table("per GPU", "GiB", title="memory", title_justify="left")
+    for name in ("memory", "usable", "weights", "activations", "context", "kv_cache"):
+        memory.add_row(name.replace("_", " "), f"{sizes[name] / gib:.2f}")
+    console.print(memory)
+    per_token = facts["kv_bytes_per_token"]
+    console.print(f"KV cache: {per_token} bytes per token, {facts['kv_bytes_per_token_and_gpu']} on each GPU")
+
+    fit = Table("tokens", "sequences at once", title="how many fit", title_justify="left")
+    for length, number in facts["sequences"].items():
+        fit.add_row(length, str(number))
+    console.print(fit)
+
+    if facts["fits"]:
+        speed = Table("running", "TPOT ms", "output tokens/s", title="predicted speed", title_justify="left")
+        for row in facts["speed"]:
+            mark = "" if row["fits"] else " (does not fit at once)"
+            speed.add_row(f"{row['batch']}{mark}", f"{row['tpot_ms']:.2f}", f"{row['output_tokens_per_s']:.0f}")
+        console.print(speed)
+        prefill = ", ".join(f"{n} tokens {s * 1e3:.1f} ms" for n, s in facts["ttft_s"].items())
+        console.print(f"predicted prefill of one prompt: {prefill or 'none that long'}")
+        console.print(
+            f"[bold green]fits[/]: {facts['sequences_of_max_len']} sequences of {facts['max_len']} tokens at once"
+        )
+        return
+    console.print(
+        f"[bold red]does not fit[/]: one sequence of {facts['max_len']} tokens lacks "
+        f"{facts['missing_bytes'] / gib:.2f} GiB per GPU"
+    )
+    for remedy in facts["remedies"]:
+        console.print(f"  fits with {remedy['overrides']} ({remedy['sequences_of_max_len']} such sequences)")
+    if not facts["remedies"]:
+        console.print("  nothing within 16 GPUs makes it fit")
