@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -276,16 +278,41 @@ PREFILL = [
 ]
 
 
-def tune(heads: Heads, pages: list[int]) -> list[str]:
-    lines = []
+def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
     cases = [
         (Work(f"decode {rows} x {length}", rows, 1, length, kv, page), DECODE)
         for page in pages
         for kv in ("bf16", "e4m3")
         for rows, length in ((1, 4096), (64, 4096), (256, 512))
     ]
-    cases += [(Work("prefill 8192", 1, 8192, 8192, "bf16", page), PREFILL) for page in pages]
-    for work, tiles in cases:
+    return cases + [(Work("prefill 8192", 1, 8192, 8192, "bf16", page), PREFILL) for page in {*pages, 128}]
+
+
+def compile_share(heads: Heads, pages: list[int], share: int, of: int) -> None:
+    """Run each candidate of a share once, so that the timed process finds it compiled."""
+    for work, tiles in candidates(pages):
+        bench = Bench(work, heads)
+        for tile in tiles[share::of]:
+            try:
+                bench.attend(Fixed(tile))()
+            except Exception:  # the timed process reports it
+                torch.cuda.synchronize()
+
+
+def compile_all(heads: Heads, pages: list[int]) -> None:
+    count = min(len(DECODE), os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=compile_share, args=(heads, pages, i, count)) for i in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def tune(heads: Heads, pages: list[int]) -> list[str]:
+    compile_all(heads, pages)
+    lines = []
+    for work, tiles in candidates(pages):
         bench = Bench(work, heads)
         found = []
         for tile in tiles:

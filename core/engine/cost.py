@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import Host
-from dovetail.core.errors import PluginError
+from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces import CostModel, Formats
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces import ModelSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_KV_BYTES = {**_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def bind_cost(composition: Composition, spec: ModelSpec, device: str | None = None) -> CostModel | None:
@@ -35,8 +37,8 @@ def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
     dtype = engine.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else spec.dtype
-    size = _BYTES[dtype]
-    kv_bytes = size if engine.kv_dtype == "auto" else _BYTES.get(engine.kv_dtype, 1)
+    size = _size("dtype", dtype, _BYTES)
+    kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
     stated = quant.capabilities(Host(device="cpu" if device == "cpu" else "cuda")).provides
     if quant.name == "none":
         stated = {"weight_bits": 8 * size, "product": dtype, **stated}
@@ -47,3 +49,9 @@ def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
             f"cost={composition.part('cost').name} needs: choose cost=none, or another quant",
         )
     return Formats(dtype, size, float(stated["weight_bits"]), str(stated["product"]), kv_bytes)  # type: ignore[arg-type]
+
+
+def _size(option: str, name: str, known: Mapping[str, int]) -> int:
+    if name not in known:
+        raise ConfigError(f"engine.{option}={name} is not one of auto, {', '.join(known)}")
+    return known[name]

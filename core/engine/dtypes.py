@@ -7,6 +7,7 @@ import torch
 from dovetail.core.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def resolve_device(name: str, rank: int) -> torch.device:
@@ -31,3 +32,12 @@ def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dty
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """ "auto" is the activations' own."""
+    if name == "auto":
+        return dtype
+    if name not in KV_DTYPES:
+        raise ConfigError(f"kv_dtype {name!r} is not one of auto, {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[name]

@@ -17,7 +17,7 @@ import torch
 from dovetail.core.checkpoint import open_weights
 from dovetail.core.engine.batch import Batch, build_batch
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
-from dovetail.core.engine.dtypes import resolve_device, resolve_dtype
+from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
 from dovetail.core.engine.rehearsal import rehearsal
 from dovetail.core.engine.sampling_step import Sampled, advance_chunks, locate, sample_step
 from dovetail.core.interfaces import (
@@ -95,7 +95,7 @@ class Runner:
             spec=spec,
             device=device,
             dtype=self.dtype,
-            kv_dtype=resolve_dtype(engine.kv_dtype, str(self.dtype).removeprefix("torch."), device),
+            kv_dtype=resolve_kv_dtype(engine.kv_dtype, self.dtype),
             page_tokens=engine.page_size,
             max_len=self.max_len + 2 * self.drafter.lookahead + 1,
             quantizer=composition.build("quant"),

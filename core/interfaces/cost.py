@@ -27,7 +27,7 @@ class Formats:
     weight_bits: float
     """Of one weight in a linear layer, with its share of scales."""
     product: str
-    """Number format in which linear layers multiply: `dtype`, "float8", "int8", "float4"."""
+    """Number format in which linear layers multiply: `dtype`, "fp8", "int8", "fp4"."""
     kv_bytes: int
     """Of one cached value."""
 

@@ -10,7 +10,6 @@ import torch
 from dovetail.core.interfaces.attention import AttentionLayer, BatchMeta, KVPool, QKNorm, Rope
 from dovetail.core.ops.norm import normalize
 
-
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Cache formats that are scaled; the others hold K and V as they are."""
 

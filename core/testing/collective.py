@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ class CollectiveContract:
         finally:
             collective.close()
 
-    def on_ranks(self, method: Callable[[int, int, str], object], may_die: tuple[int, ...] = ()) -> list[object]:
+    def on_ranks(self, method: Callable[[int, int, str], object], may_die: tuple[int, ...] = ()) -> list[Any]:
         return on_ranks(self, method.__name__, self.size, may_die=may_die)
 
     # Joining.
@@ -153,8 +154,8 @@ class CollectiveContract:
 
     def test_nobody_leaves_a_barrier_before_all_have_come(self) -> None:
         times = self.on_ranks(self._meets)
-        last = max(came for came, _ in times)  # type: ignore[misc]
-        assert all(left >= last for _, left in times), f"(came, left) in seconds: {times}"  # type: ignore[misc]
+        last = max(came for came, _ in times)
+        assert all(left >= last for _, left in times), f"(came, left) in seconds: {times}"
 
     def _meets(self, rank: int, size: int, address: str) -> tuple[float, float]:
         with self.connected(rank, size, address) as collective:
@@ -167,7 +168,7 @@ class CollectiveContract:
     # The edge between two blocks.
 
     def test_boundary_reduces_adds_and_norms(self) -> None:
-        """A Partial is summed over ranks and anything else is not; each format asked for comes out, equal on all ranks."""
+        """A Partial is summed over ranks, anything else is not; every format comes out, equal on all ranks."""
         bits = self.on_ranks(self._boundaries)
         assert all(other == bits[0] for other in bits), "ranks hold different bits after a boundary"
 
@@ -185,7 +186,7 @@ class CollectiveContract:
         found = []
         with self.connected(rank, size, address) as collective:
             for given, whole in (
-                (Partial(parts[rank].clone().to(self.device)), sum(parts)),
+                (Partial(parts[rank].clone().to(self.device)), torch.stack(parts).sum(0)),
                 (own.to(self.device), own),
             ):
                 for before in (residual, None):
@@ -200,7 +201,7 @@ class CollectiveContract:
                     if isinstance(given, Partial):
                         given = Partial(parts[rank].clone().to(self.device))
             reduced = collective.reduce(Partial(parts[rank].clone().to(self.device)))
-            _assert_close(reduced.cpu(), sum(parts), "reduce of a Partial")
+            _assert_close(reduced.cpu(), torch.stack(parts).sum(0), "reduce of a Partial")
             assert torch.equal(collective.reduce(own.to(self.device)).cpu(), own), "reduce of a whole tensor changed it"
         return found
 

@@ -262,7 +262,8 @@ class ExecutorContract:
         """Once submit has returned they belong to the caller again, who may use the same objects for the next plan."""
         expected = _tokens(self.reference(whole_life()))
         with self.running() as executor:
-            plan, blobs = StepPlan(0, []), {}
+            plan = StepPlan(0, [])
+            blobs: dict[tuple[int, int], JoinBlob] = {}
             script = whole_life()
             for next_plan, next_blobs in script.steps:
                 plan.step = next_plan.step

@@ -125,7 +125,7 @@ class QuantizerContract:
         """A checkpoint tensor is a view of a file, or a buffer that the next part will fill."""
         weight_OI, x_TI = self._weight(64, 96), self._x(5, 64)
         layer = self._layer(64, (64, 32), weight=weight_OI.clone(), poison_after_load=True)
-        self._check(layer.apply(x_TI), x_TI.double() @ weight_OI.double().t())
+        self._check(layer.apply(x_TI), exact_product(x_TI, weight_OI))
 
     def test_checkpoint_may_have_another_dtype(self) -> None:
         for stored in (torch.bfloat16, torch.float16, torch.float32):
@@ -255,7 +255,7 @@ class QuantizerContract:
         """Each rank holds some output rows of every part; side by side they are the whole layer."""
         for inp, parts in self.shapes:
             weight_OI, bias_O, x_TI = self._weight(inp, sum(parts)), self._x(1, sum(parts))[0], self._x(9, inp)
-            exact = x_TI.double() @ weight_OI.double().t() + bias_O.double()
+            exact = exact_product(x_TI, weight_OI, bias_O)
             names = tuple(f"part{i}" for i in range(len(parts)))
             by_rank = []
             for rank in range(2):
@@ -277,7 +277,7 @@ class QuantizerContract:
                 layer = RowParallel("layers.0.mlp.down", "part0", self._build(rank, 2), inp, out, bias=True)
                 self._load(layer, (out,), weight_OI, bias_O)
                 total += layer(encode(x_rank.contiguous(), (layer.input,))).values.double()
-            self._check(total, x_TI.double() @ weight_OI.double().t() + bias_O.double(), torch.float32)
+            self._check(total, exact_product(x_TI, weight_OI, bias_O))
 
     def test_odd_shapes_are_held_or_refused(self) -> None:
         """CapabilityError names the layer; what is not refused must be right."""
@@ -393,8 +393,13 @@ class Loaded:
             return self.method.apply(self.params, x, bias_O)
 
     def exact(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """float64."""
-        return x_TI.double().cpu() @ self.weight.double().cpu().t()
+        return exact_product(x_TI, self.weight)
+
+
+def exact_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """float64, on the host."""
+    y_TO = x_TI.cpu().double() @ weight_OI.cpu().double().t()
+    return y_TO if bias_O is None else y_TO + bias_O.cpu().double()
 
 
 def run_in_interpreter(suite: object, test: str) -> None:

@@ -22,7 +22,7 @@ class RooflineConfig(Config):
     bandwidth: Positive
     """Of one device's memory, TB/s."""
     tflops: dict[str, Positive]
-    """Of one device's matrix products, TFLOP/s by number format: float32, bfloat16, float16, float8, int8, float4."""
+    """Of one device's matrix products, TFLOP/s by number format: float32, bfloat16, float16, fp8, int8, fp4."""
     memory: Positive | None = None
     """Of one device, GB (10^9 bytes)."""
     attention_share: float = Field(0.6, gt=0, le=1)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-
 NOTHING = -0.0
 """The one float that leaves every other as it is: 0.0 would turn a logit of -0.0 into 0.0."""
 

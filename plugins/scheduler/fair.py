@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from itertools import count
 
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.interfaces import FinishReason, KVAllocator, SchedulerContext, SchedulerLimits, Sequence
 from dovetail.plugins.scheduler.config import FairConfig
 from dovetail.plugins.scheduler.expected import expected_output
-
-_Turn = tuple[int, int, str]
-"""(round, who came first, user)"""
-
-
-@dataclass(slots=True)
-class _User:
-    """Somebody with sequences here."""
-
-    quantum: float
-    number: int
-    queue: deque[Sequence] = field(default_factory=deque)
-    """In order of arrival; who has left it is dropped when met."""
-    spent: float = 0.0
-    """Tokens. Each quantum of them uses up one round."""
-    here: int = 0
-    """Sequences not finished."""
-    turn: _Turn | None = None
-    """The entry of the heap that counts; others are old."""
+from dovetail.plugins.scheduler.rounds import Turn, User
 
 
 class FairScheduler(PolicyScheduler):
@@ -45,90 +27,75 @@ class FairScheduler(PolicyScheduler):
 
     def __init__(self, config: FairConfig, limits: SchedulerLimits, kv: KVAllocator) -> None:
         super().__init__(config, limits, kv)
-        self._users: dict[str, _User] = {}
-        self._turns: list[_Turn] = []
-        self._charged: dict[int, float] = {}
-        """By uid, for sequences that have entered."""
-        self._arrivals = 0
+        self._users: dict[str, User] = {}
+        self._turns: list[Turn] = []
+        self._charged: dict[int, float] = {}  # By uid, for those that have entered.
+        self._numbers = count()
+
+    def price(self, seq: Sequence) -> float:
+        """Tokens that a sequence is expected to cost."""
+        return seq.known_len + expected_output(seq, self.length_limit(seq))
 
     def add(self, seq: Sequence) -> None:
         super().add(seq)
         name = seq.request.user
         if name not in self._users:
-            self._arrivals += 1
-            self._users[name] = _User(self.config.quantum * self.config.weights.get(name, 1.0), self._arrivals)
+            quantum = self.config.quantum * self.config.weights.get(name, 1.0)
+            self._users[name] = User(name, next(self._numbers), quantum)
         user = self._users[name]
         user.here += 1
         if seq.uid not in self.waiting:
             return  # It can never run.
         if not self._has_waiting(user):
-            user.spent = max(user.spent, self._current_round() * user.quantum)
+            user.spent = max(user.spent, self._current_round(user) * user.quantum)
             user.turn = None
         user.queue.append(seq)
-        self._charge(name, 0)
+        user.charge(0, self._turns)
 
     def order(self, waiting: Iterable[Sequence], ctx: SchedulerContext) -> Iterable[Sequence]:
-        """What would happen if everybody could enter, step by step: nothing is charged here."""
+        """What would happen if everybody could enter, on copies: who does enter is charged in `entered`."""
         yield from self.resuming.values()
         self._current_round()
-        turns, spent = self._turns.copy(), {}
-        queues = {}
-        counts: dict[str, _Turn | None] = {}
+        turns, copies = self._turns.copy(), dict[str, User]()
         while turns:
             turn = heapq.heappop(turns)
-            name = turn[-1]
-            user = self._users.get(name)
-            if user is None or turn is not counts.get(name, user.turn):
+            user = copies.get(turn[-1]) or self._users.get(turn[-1])
+            if user is None or user.turn is not turn:
                 continue
-            if name not in queues:
-                queues[name] = (seq for seq in user.queue if seq.uid in self.waiting)
-                spent[name] = user.spent
-            for seq in queues[name]:
-                yield seq
-                spent[name] += self._price(seq)
-                if (later := int(spent[name] // user.quantum)) > turn[0]:
-                    counts[name] = (later, user.number, name)
-                    heapq.heappush(turns, counts[name])
-                    break
+            if user.name not in copies:
+                user = copies[user.name] = replace(user, queue=user.queue.copy())
+            while user.queue and user.turn is turn:
+                seq = user.queue.popleft()
+                if seq.uid in self.waiting:
+                    yield seq
+                    user.charge(self.price(seq), turns)
 
     def entered(self, seq: Sequence, ctx: SchedulerContext) -> None:
         if seq.uid not in self._charged:
-            self._charged[seq.uid] = price = self._price(seq)
-            self._charge(seq.request.user, price)
+            self._charged[seq.uid] = price = self.price(seq)
+            self._users[seq.request.user].charge(price, self._turns)
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
-        seq = self._sequences.get(uid)
-        if seq is None:
+        if (seq := self._sequences.get(uid)) is None:
             return
-        name, length = seq.request.user, seq.known_len
-        super().finish(uid, keep_len, reason)
+        user = self._users[seq.request.user]
         if uid in self._charged:
-            self._charge(name, length - self._charged.pop(uid))
-        self._users[name].here -= 1
-        if not self._users[name].here:
-            del self._users[name]
+            user.charge(seq.known_len - self._charged.pop(uid), self._turns)
+        super().finish(uid, keep_len, reason)
+        user.here -= 1
+        if not user.here:
+            del self._users[user.name]
 
-    def _price(self, seq: Sequence) -> float:
-        return seq.known_len + expected_output(seq, self.length_limit(seq))
-
-    def _charge(self, name: str, tokens: float) -> None:
-        user = self._users[name]
-        user.spent += tokens
-        turn = (int(user.spent // user.quantum), user.number, name)
-        if user.turn != turn:
-            user.turn = turn
-            heapq.heappush(self._turns, turn)
-
-    def _current_round(self) -> int:
-        """The earliest of those who wait; if nobody does, of those who run. Drops old heap entries on the way."""
+    def _current_round(self, newcomer: User | None = None) -> int:
+        """The earliest of those who wait; if nobody does, of others who run. Drops old heap entries on the way."""
         while self._turns:
             user = self._users.get(self._turns[0][-1])
             if user is not None and user.turn is self._turns[0] and self._has_waiting(user):
-                return user.turn[0]
+                return user.round
             heapq.heappop(self._turns)
-        return min((int(user.spent // user.quantum) for user in self._users.values()), default=0)
+        return min((user.round for user in self._users.values() if user is not newcomer), default=0)
 
-    def _has_waiting(self, user: _User) -> bool:
+    def _has_waiting(self, user: User) -> bool:
         while user.queue and user.queue[0].uid not in self.waiting:
             user.queue.popleft()
         return bool(user.queue)

@@ -49,7 +49,7 @@ class Step:
 
 
 def make_step(case: Case, backend: AttentionBackend, device: torch.device) -> Step:
-    """Pages in random order; whatever holds no key of a row is NaN, or in formats without it the greatest number."""
+    """Pages in random order; whatever holds no key of a row is NaN."""
     torch.seed()
     (heads, kv_heads), dim, size = case.heads, case.dim, case.page_tokens
     kv_dtype = case.kv_dtype or case.dtype
@@ -63,8 +63,11 @@ def make_step(case: Case, backend: AttentionBackend, device: torch.device) -> St
     plane = (kv_heads, dim)
     group = KVGroup(0, (0, 1), (Plane("k", plane, kv_dtype), Plane("v", plane, kv_dtype)), page_tokens=size)
     pools = make_pools([group], {0: pages}, device)
-    for name, tensor in pools[0].planes.items():
-        tensor.view(torch.uint8).fill_(0x7F) if scaled and name else tensor.fill_(float("nan"))
+    for tensor in pools[0].planes.values():
+        if scaled:
+            tensor.view(torch.uint8).fill_(0x7F)  # a NaN of both 8-bit formats
+        else:
+            tensor.fill_(float("nan"))
     order = (torch.randperm(pages) + 1).tolist()
     table_BP = torch.randint(0, pages + 1, (len(case.lengths), max(needed) + 2), dtype=torch.int32)
     contents: dict[str, list[torch.Tensor]] = {"k": [], "v": []}

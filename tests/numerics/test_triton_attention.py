@@ -16,8 +16,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from dovetail.core.interfaces import PLAIN, AttentionBackend  # noqa: E402
+from dovetail.core.interfaces import PLAIN, AttentionBackend, AttentionLayer, KVGroup, Plane, Rope  # noqa: E402
+from dovetail.core.memory.pools import make_pools  # noqa: E402
 from dovetail.core.ops.formats import encode_reference  # noqa: E402
+from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
+from dovetail.core.ops.kv_write import rope_kv_write_reference  # noqa: E402
 from dovetail.core.testing.attention import AttentionContract  # noqa: E402
 from dovetail.core.testing.formats import SCALED_ROWS  # noqa: E402
 from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
@@ -124,6 +127,31 @@ def test_float8_pages(kv_dtype, head_scales):
     check(replace(case, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("head_scales", [False, True])
+def test_float8_write(kv_dtype, head_scales):
+    """What the kernel stores is what the reference stores, up to a tie between two neighbours."""
+    tokens, heads, kv_heads, dim = 9, 6, 2, 40
+    group = KVGroup(0, (0,), tuple(Plane(name, (kv_heads, dim), kv_dtype) for name in ("k", "v")), page_tokens=8)
+    scales = (torch.tensor([0.125, 0.5], device=DEVICE), torch.tensor([0.25, 2.0], device=DEVICE))
+    layer = AttentionLayer(0, 0, 0, heads, kv_heads, dim, 1.0, 0, *(scales if head_scales else (0.125, 0.5)))
+    step = make_step(Case(lengths=(tokens,), counts=(tokens,)), make(), DEVICE)
+    meta = replace(step.ctx.meta, write_T=torch.randperm(24, device=DEVICE)[:tokens])
+    # Numbers that both formats hold; the interpreter's own rounding to 8 bits loses carries.
+    qkv = torch.randint(-7, 8, (tokens, (heads + 2 * kv_heads) * dim), device=DEVICE) / 4
+    qkv[2] *= 1e6
+    stored, rope = [], None
+    if not INTERPRETED:
+        qkv, rope = torch.randn_like(qkv) * 3, Rope(torch.randn(50, dim, device=DEVICE))
+    for write in (rope_kv_write_reference, rope_kv_write_triton):
+        pool = make_pools([group], {0: 2}, DEVICE)[0]
+        q_THD = write(layer, meta, pool, qkv, rope)
+        stored.append((q_THD.double(), *(pool.layer(0, name).double() for name in ("k", "v"))))
+    for want, got in zip(*stored, strict=True):
+        assert want.isfinite().all() and want.any()
+        assert error(got, want) < (5e-3 if rope else 1e-6)
+
+
 def test_other_kv_dtype():
     check(replace(MIXED, kv_dtype=torch.float16))
 
@@ -143,7 +171,8 @@ def test_emits(step, cut):
                 continue
             like = encode_reference(want, fmt)
             assert error(bundle[fmt].scale, like.scale.double()) < 1e-6
-            assert (bundle[fmt].values.double() - like.values.double()).abs().max() <= (1 if fmt is INT8_TOKEN else 1e-3)
+            off = (bundle[fmt].values.double() - like.values.double()).abs().max()
+            assert off <= (1 if fmt is INT8_TOKEN else 1e-3)
 
 
 def test_no_tokens():

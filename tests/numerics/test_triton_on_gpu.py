@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-if torch.cuda.is_available():
-    from dovetail.plugins.attention.triton.backend import Triton
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.interfaces import PLAIN
@@ -15,6 +13,10 @@ from dovetail.plugins.attention.config import TritonConfig
 
 from .attention_cases import Case, error, expected, make_step
 
+pytest.importorskip("triton")
+from dovetail.plugins.attention.triton.backend import Triton
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GPU = torch.device("cuda")
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 MIXED = dict(lengths=(1500, 33, 4097, 800, 2061), counts=(1, 1, 1, 700, 513), num_decode=3, padding=5, heads=(32, 8))
@@ -90,16 +92,9 @@ def test_one_graph_serves_other_lengths():
         step.q_THD.normal_()
         out.fill_(float("nan"))
         graph.replay()
-        shorter = replace_keys(step, lengths)
-        assert error(out, expected(shorter)) < 6e-3
+        keys, values = ([x[:n] for x, n in zip(rows, lengths, strict=True)] for rows in (step.keys, step.values))
+        assert error(out, expected(replace(step, keys=keys, values=values))) < 6e-3
         assert (out[sum(counts) :] == 0).all()
-
-
-def replace_keys(step, lengths):
-    from dataclasses import replace
-
-    keys, values = ([x[:n] for x, n in zip(rows, lengths, strict=True)] for rows in (step.keys, step.values))
-    return replace(step, keys=keys, values=values)
 
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "for i in range(10):\n    "]

@@ -20,7 +20,7 @@ def capabilities(config: TritonConfig, host: Host) -> Capabilities:
         },
         requires=(
             Requires(kind="host", key="device", allowed=("cuda",), reason="its kernels are compiled for a GPU"),
-            Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason="its kernels are compiled for a GPU"),
+            Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason="it runs on a GPU alone"),
             Requires(kind="engine", key="kv_dtype", allowed=KV_DTYPES, reason="its kernels read these"),
             Requires(kind="model", key="head_dim", at_most=MAX_HEAD_DIM, reason="a head stands in one tile"),
         ),

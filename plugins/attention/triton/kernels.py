@@ -50,7 +50,7 @@ def plan_items(
 ):
     """Items of rows [first_row, first_row + rows); with PADDING also of the tokens past the last row.
 
-    Program r < rows writes the items of one row, program `rows` those of the padding, the last one marks what is unused.
+    Program r < rows writes the items of one row, program `rows` those of the padding; the last one marks the unused.
     parts_T3 gets each token's (number of partial results, first partial row, step between them).
     """
     mine = tl.program_id(0)
@@ -183,10 +183,28 @@ def _load(
 
 
 @triton.jit
+def _unpair(x, SELECT: tl.constexpr, E4M3: tl.constexpr):
+    """One of the two 8-bit values in each 16-bit word as float16: two words at a time, picked, packed and converted."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 both; .reg .b16 pair; prmt.b32 both, $1, 0, "
+        + SELECT
+        + "; cvt.u16.u32 pair, both; cvt.rn.f16x2."
+        + ("e4m3x2" if E4M3 else "e5m2x2")
+        + " $0, pair;}",
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def _step(
     q,
     acc,
-    l,
+    odd,
+    total,
     m,
     page,
     n,
@@ -209,6 +227,7 @@ def _step(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
+    PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One block of keys: scores, running maximum and sum, weighted values. at_M is each query's own key."""
@@ -232,11 +251,18 @@ def _step(
     new_m = tl.maximum(m, tl.max(s, axis=1))
     p = tl.exp2(s - new_m[:, None])
     alpha = tl.exp2(m - new_m)
-    l = l * alpha + tl.sum(p, axis=1)
+    total = total * alpha + tl.sum(p, axis=1)
     acc = acc * alpha[:, None]
-    v = _load(v_source, page, n, seen_from, hi, kv_head, K, D, PAGE, BLOCK_N, BLOCK_D, MASKED, TMA)
-    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-    return acc, l, new_m
+    p = p.to(q.dtype)
+    if PAIRS:
+        v = _load(v_source, page, n, seen_from, hi, kv_head, K, D // 2, PAGE, BLOCK_N, BLOCK_D // 2, MASKED, TMA)
+        odd = odd * alpha[:, None]
+        acc = tl.dot(p, _unpair(v, "0x4420", k.dtype == tl.float8e4nv), acc)
+        odd = tl.dot(p, _unpair(v, "0x4431", k.dtype == tl.float8e4nv), odd)
+    else:
+        v = _load(v_source, page, n, seen_from, hi, kv_head, K, D, PAGE, BLOCK_N, BLOCK_D, MASKED, TMA)
+        acc = tl.dot(p, v.to(q.dtype), acc, input_precision=PRECISION)
+    return acc, odd, total, new_m
 
 
 @triton.jit(do_not_specialize=["table_stride", "tree_width"])
@@ -269,11 +295,14 @@ def attend_items(
     SPLIT: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """Program (kv head, item). ONE_LOOP masks every block; otherwise blocks that all queries see whole are not masked.
 
-    8-bit K and V are cast to float16, which holds both formats exactly, and so is q, multiplied by `scale` first so that
-    it fits; their scales multiply scores and output.
+    8-bit K and V are cast to float16, which holds both formats exactly, and so is q, multiplied by `scale` first so
+    that it fits; their scales multiply scores and output. PAIRS reads V as 16-bit words of two neighbouring columns and
+    keeps a sum for the even and one for the odd ones: the hardware transposes 16-bit words on their way to the matrix
+    units, and 8-bit values only one by one.
     """
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * ITEM
@@ -322,8 +351,9 @@ def attend_items(
             whole_hi = tl.maximum(length - tree_width, 0) // BLOCK_N * BLOCK_N
         whole_hi = tl.maximum(tl.minimum(whole_hi, hi // BLOCK_N * BLOCK_N), whole_lo)
 
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    l = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D), tl.float32)
+    odd = acc if PAIRS else 0.0
+    total = tl.zeros((BLOCK_M,), tl.float32)
     m = tl.full((BLOCK_M,), LOW, tl.float32)
     table = table_ptr + row.to(tl.int64) * table_stride
     # The page of the next block is looked up one block ahead: its address then waits for no load.
@@ -331,34 +361,36 @@ def attend_items(
     if WINDOW and not ONE_LOOP:
         for n in range(lo, whole_lo, BLOCK_N):
             following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
-            acc, l, m = _step(
-                q, acc, l, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
-                kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PRECISION,
+            acc, odd, total, m = _step(
+                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
+                kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
             )  # fmt: skip
             page = following
     if not ONE_LOOP:
         for n in range(whole_lo, whole_hi, BLOCK_N):
             following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
-            acc, l, m = _step(
-                q, acc, l, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
-                kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PRECISION,
+            acc, odd, total, m = _step(
+                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
+                kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
             )  # fmt: skip
             page = following
     for n in range(whole_hi, hi, BLOCK_N):
         following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
-        acc, l, m = _step(
-            q, acc, l, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
-            kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PRECISION,
+        acc, odd, total, m = _step(
+            q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
+            kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
         )  # fmt: skip
         page = following
 
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, odd), (BLOCK_M, BLOCK_D))
     # A query that saw no key gives zeros.
-    acc = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+    acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
     if SPLIT:
         # Partial rows are tokens of a tile: [parts, H, D], and their log-sum-exp [parts, H].
         to = (part + query).to(tl.int64) * H + head
         tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok & (part >= 0))
-        tl.store(lse_ptr + to, tl.where(l > 0, m + tl.log2(l), float("-inf")), mask=exists & (part >= 0))
+        tl.store(lse_ptr + to, tl.where(total > 0, m + tl.log2(total), float("-inf")), mask=exists & (part >= 0))
         ok = ok & (part < 0)
     tl.store(out_ptr + offset[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=ok)
 

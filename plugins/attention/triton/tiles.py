@@ -58,12 +58,13 @@ class Tiles:
         """For rows of at most so many tokens."""
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, 64)))
         if shape.dtype.itemsize == 4:
-            return fit(Tile(rows, 32, 4, 2, 2), shape)
+            return fit(Tile(rows, 16, 4, 2, 2), shape)
         return fit(Tile(rows, 64, 4, 3, 4), shape)
 
     def prefill(self, shape: Shape) -> Tile:
         if shape.dtype.itemsize == 4:
-            return fit(Tile(max(32, triton.next_power_of_2(shape.group)), 32, 4, 2, 1), shape)
+            # Products run without matrix units and keep both operands in registers.
+            return fit(Tile(max(16, triton.next_power_of_2(shape.group)), 16, 4, 2, 1), shape)
         rows = max(128 if shape.head_dim <= 128 else 64, triton.next_power_of_2(shape.group))
         wide = shape.padded_dim > 128
         return fit(Tile(rows, 64, 4 if rows <= 64 else 8, 2 if wide else 3, 1, tma=shape.reads_tensor_maps), shape)

@@ -82,6 +82,7 @@ class Attention:
         ]
         self.qk_norm = QKNorm(self.norms[0].weight, self.norms[1].weight, layout.eps) if self.norms else None
         self.backend, self.rope = build.attention, rope
+        k_scale, v_scale = build.quantizer.kv_scales(index)
         self.layer = AttentionLayer(
             index=index,
             group=group.id,
@@ -91,6 +92,8 @@ class Attention:
             head_dim=spec.head_dim,
             scale=spec.head_dim**-0.5,
             window=group.window,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:

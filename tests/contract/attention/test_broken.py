@@ -51,8 +51,15 @@ class Sound(AttentionBackend):
         seen_L = self.seen(layer, ctx.meta, row, key_L, at, token)
         slots_L = self.slots(ctx.meta, row, key_L)
         pool = self.pools[layer.group]
-        k_LKD, v_LKD = (pool.layer(layer.local, name).flatten(0, 1)[slots_L].to(q_HD.dtype) for name in ("k", "v"))
+        k_LKD, v_LKD = (
+            # Indexing knows no 8-bit floats.
+            scaled(pool.layer(layer.local, name).flatten(0, 1).to(q_HD.dtype)[slots_L], pool.planes[name].dtype, scale)
+            for name, scale in zip(("k", "v"), self.kv_scales(layer), strict=True)
+        )
         return self.mix(layer, q_HD, k_LKD, v_LKD, seen_L)
+
+    def kv_scales(self, layer: AttentionLayer) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+        return layer.k_scale, layer.v_scale
 
     def length(self, ctx: AttnCtx, row: int) -> int:
         return int(ctx.meta.kv_len_B[row])
@@ -88,6 +95,12 @@ class Sound(AttentionBackend):
 
     def softmax(self, scores_HL: torch.Tensor) -> torch.Tensor:
         return scores_HL.softmax(-1)
+
+
+def scaled(x_LKD: torch.Tensor, stored: torch.dtype, scale: float | torch.Tensor) -> torch.Tensor:
+    if stored.itemsize > 1:
+        return x_LKD
+    return x_LKD * (scale[:, None] if isinstance(scale, torch.Tensor) else scale)
 
 
 # What is seen.
@@ -208,6 +221,17 @@ class MasksByPosition(Sound):
 
     def seen(self, layer, meta, row, key_L, at, token):  # type: ignore[no-untyped-def]
         return super().seen(layer, meta, row, key_L, at, token) & (key_L <= int(meta.positions_T[token]))
+
+
+class ForgetsTheScaleOfValues(Sound):
+    def kv_scales(self, layer: AttentionLayer) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+        return layer.k_scale, 1.0
+
+
+class HasOneScaleForAllHeads(Sound):
+    def kv_scales(self, layer: AttentionLayer) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+        both = super().kv_scales(layer)
+        return tuple(s.max() if isinstance(s, torch.Tensor) else s for s in both)  # type: ignore[return-value]
 
 
 # Contexts.
@@ -416,6 +440,8 @@ BROKEN: dict[type[Sound], str] = {
     MasksByPosition: "test_tree_mask_says_which_drafts_are_seen",
     InterleavesKVHeads: "test_equals_the_loop",
     DoesNotSubtractTheGreatestScore: "test_scores_may_be_large",
+    ForgetsTheScaleOfValues: "test_kv_dtypes",
+    HasOneScaleForAllHeads: "test_kv_dtypes",
     KeepsTheLastContext: "test_groups_have_contexts_of_their_own",
     KeepsAContextPerGroup: "test_contexts_of_several_steps_live_at_once",
     RefinesTheSharedPlan: "test_groups_have_contexts_of_their_own",
@@ -446,7 +472,7 @@ def suite_of(backend: type[Sound]) -> AttentionContract:
     class Suite(AttentionContract):
         dtype = torch.bfloat16 if backend is AnswersInFloat32 else torch.float32
         heads = ((6, 2),)
-        kv_dtypes = (torch.float16,)
+        kv_dtypes = (torch.float16, torch.float8_e4m3fn)
 
         def make(self) -> AttentionBackend:
             return backend()

@@ -103,7 +103,7 @@ class FailsInTheEngine(Speed):
 
     def step(self, record: StepRecord) -> None:
         super().step(record)
-        assert record.running != 3
+        assert not 1 <= record.running <= 4
 
 
 BROKEN: dict[type[Observer], str] = {
@@ -118,8 +118,6 @@ BROKEN: dict[type[Observer], str] = {
     FailsInTheEngine: "test_the_engine_keeps_it_and_does_as_without_it",
 }
 
-SLOW = "test_a_step_costs_no_more_after_many"
-
 
 def suite_of(observer: type[Observer]) -> ObserverContract:
     class Suite(ObserverContract):
@@ -129,10 +127,14 @@ def suite_of(observer: type[Observer]) -> ObserverContract:
     return Suite()
 
 
+def others(test: str) -> tuple[str, ...]:
+    """Some of them take seconds over a slow observer."""
+    return tuple(name for name in dir(ObserverContract) if name != test)
+
+
 @pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
 def test_the_suite_rejects(broken: type[Observer], test: str) -> None:
-    failed = failures(suite_of(broken), skip=(SLOW,) if test != SLOW else ())
-    assert test in failed, f"only {sorted(failed)} failed"
+    assert test in failures(suite_of(broken), skip=others(test)), f"the suite accepts it: {broken.__doc__}"
 
 
 def test_the_unbroken_one_passes() -> None:

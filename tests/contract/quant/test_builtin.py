@@ -17,7 +17,7 @@ class TestNone(QuantizerContract):
 
 
 class TestInt8(QuantizerContract):
-    error = 0.015
+    error = 0.02
 
     def make(self) -> Quantizer:
         return Int8(Int8Config())

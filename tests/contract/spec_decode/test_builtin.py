@@ -1,10 +1,15 @@
-"""The contract suite over every built-in drafter."""
+"""The contract suite over every built-in drafter, and the engine's side of the contract."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping
 
-from dovetail.core.interfaces import Drafter
+import pytest
+import torch
+
+from dovetail.core.engine.runner import Runner
+from dovetail.core.interfaces import Draft, DraftContext, Drafter, Join, Row, RowFlag, StepResult
+from dovetail.core.testing.executor import Script, prompt, quiet, small_composition
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
 from dovetail.plugins.spec_decode.ngram import NgramDrafter
@@ -34,3 +39,78 @@ class TestNgramFarAhead(DrafterContract):
 def test_the_suite_must_be_given_a_drafter() -> None:
     with pytest.raises(NotImplementedError):
         DrafterContract().make()
+
+
+# The engine's side.
+
+
+class Spy(Drafter):
+    """Guesses token 1 twice; what stands behind its guesses is no token."""
+
+    ahead = 3
+    garbage = 1
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.observed: list[int] = []
+        self.asked = 0
+
+    @property
+    def lookahead(self) -> int:
+        return self.ahead
+
+    def observe(self, ctx: DraftContext, hidden_TC: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> None:
+        self.observed.append(len(hidden_TC))
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        self.asked += 1
+        tokens_BK = torch.full((len(ctx.slots_B), ctx.k), self.garbage, dtype=torch.int32)
+        tokens_BK[:, :2] = 1
+        return Draft(tokens_BK, torch.full((len(ctx.slots_B),), 2, dtype=torch.int32))
+
+
+def run(drafter: Drafter) -> list[StepResult]:
+    """A prompt in two chunks, then three steps that verify as many drafts as the drafter can offer."""
+    before = torch.is_grad_enabled()
+    runner = Runner(small_composition())
+    pages = runner.load(quiet).num_pages
+    runner.drafter = drafter
+    runner.bind(pages)
+    script, k = Script(), drafter.lookahead
+    script.add([Row(0, 1, 1, 6, 6, 0, 0)], {Join(0, 1, 1, 0): prompt(10, 3)})
+    script.add([Row(0, 1, 1, 4, 10, 0, RowFlag.SAMPLE)])
+    for step in range(1, 4):
+        script.add([Row(0, 1, 1, 1 + k, 10 + step * (1 + k), k, RowFlag.SAMPLE | RowFlag.DECODE)])
+    for plan, blobs in script.steps:
+        runner.execute(plan, blobs)
+    results = [runner.collect() for _ in script.steps]
+    runner.close()
+    torch.set_grad_enabled(before)
+    return results
+
+
+def test_with_lookahead_0_it_is_never_asked() -> None:
+    spy = Spy()
+    spy.ahead = 0
+    assert [len(result.rows[0].tokens) for result in run(spy)] == [0, 1, 1, 1, 1]
+    assert spy.asked == 0
+
+
+def test_it_is_asked_after_every_step_that_samples() -> None:
+    spy = Spy()
+    run(spy)
+    assert spy.asked == 4
+
+
+@pytest.mark.xfail(reason="the runner calls observe only in steps that sample")
+def test_it_observes_every_step() -> None:
+    spy = Spy()
+    run(spy)
+    assert spy.observed == [6, 4, 4, 4, 4]
+
+
+@pytest.mark.xfail(raises=IndexError, reason="the runner feeds what stands behind a drafter's guesses to the model")
+def test_what_stands_behind_its_guesses_is_ignored() -> None:
+    tidy, untidy = Spy(), Spy()
+    untidy.garbage = -1
+    assert [result.rows for result in run(untidy)] == [result.rows for result in run(tidy)]

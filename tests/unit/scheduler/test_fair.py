@@ -83,6 +83,22 @@ def test_idleness_earns_nothing(bench):
     assert 7 <= served.count("guest") <= 13
 
 
+def test_a_newcomer_owes_nothing_and_is_owed_nothing(bench):
+    """One user was served for long while nobody waited; both then get the same."""
+    b = bench(FairScheduler, FairConfig(quantum=12), max_seqs=2)
+    for _ in range(4):
+        b.add(PROMPT, 50, user="old")
+        b.step(80)
+    assert b.engine.scheduler.stats().waiting == 0 < b.engine.scheduler.stats().running
+    before = len(b.entries)
+    for _ in range(20):
+        b.add(PROMPT, 6, user="new")
+        b.add(PROMPT, 6, user="old")
+    b.run()
+    served = [b.sequences[uid].request.user for uid in b.entries[before : before + 20]]
+    assert 8 <= served.count("new") <= 12
+
+
 def test_who_has_left_is_forgotten(bench):
     b = bench(FairScheduler, FairConfig(), max_seqs=4)
     for i in range(50):

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from dovetail.core.compose import installed
+from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.interfaces import Request, SamplingParams, SchedulerContext, Sequence
 from dovetail.core.testing.scheduler import SchedulerContract
 from dovetail.core.testing.suite import lines_run
@@ -14,13 +15,20 @@ SCHEDULERS = [component.name for component in COMPONENTS]
 PARAMS = SamplingParams(max_tokens=8, temperature=0)
 
 
-def loaded(name, waiting, *, users):
+class Sorts(PolicyScheduler):
+    """What the bound must refuse."""
+
+    def order(self, waiting, ctx):
+        return sorted(waiting, key=lambda seq: seq.request.priority)
+
+
+def builtin(name):
+    registered = installed().get("scheduler", name)
+    return lambda limits, kv: registered.target()(registered.component.config(), limits, kv)
+
+
+def loaded(make, waiting, users):
     """A scheduler with so many waiting, in an order that suits nobody, and 8 slots."""
-
-    def make(limits, kv):
-        registered = installed().get("scheduler", name)
-        return registered.target()(registered.component.config(), limits, kv)
-
     suite = SchedulerContract()
     suite.make = make
     scheduler = suite.engine(max_seqs=8, budget=64, pages=400).scheduler
@@ -40,17 +48,25 @@ def loaded(name, waiting, *, users):
     return scheduler
 
 
-def steps(scheduler, count=3):
-    for step in range(count):
-        scheduler.schedule(SchedulerContext(step, 2.0, 0, count + 1, scheduler.kv))
+def lines_of_three_steps(make, waiting, users=3):
+    scheduler = loaded(make, waiting, users)
 
+    def steps():
+        for step in range(3):
+            scheduler.schedule(SchedulerContext(step, 2.0, 0, 4, scheduler.kv))
 
-def _lines(scheduler):
-    return lines_run(lambda: steps(scheduler))
+    return lines_run(steps)
 
 
 @pytest.mark.parametrize("users", [3, 10**6], ids=["few_users", "many_users"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_long_queue_costs_little(name, users):
-    short, long = (_lines(loaded(name, waiting, users=users)) for waiting in (100, 10_000))
-    assert long < 1.5 * short + 500, f"{short} lines with 100 waiting, {long} with 10 000"
+    short, long = (lines_of_three_steps(builtin(name), waiting, users) for waiting in (100, 10_000))
+    assert long < 1.5 * short, f"{short} lines with 100 waiting, {long} with 10 000"
+
+
+def test_the_bound_refuses_sorting():
+    def make(limits, kv):
+        return Sorts(None, limits, kv)
+
+    assert lines_of_three_steps(make, 10_000) > 3 * lines_of_three_steps(make, 100)

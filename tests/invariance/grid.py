@@ -1,0 +1,73 @@
+"""Every choice that must not change a token, and a small set of compositions in which every pair of choices meets.
+
+`python tests/invariance/grid.py` runs the whole product (hours): for a nightly job, not for CI.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+
+AXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "scheduler": tuple(
+        (f"scheduler={name}",)
+        for name in ("fcfs", "static", "priority", "longest_prefix", "shortest_job", "fair", "deadline")
+    ),
+    "kv_cache": tuple((f"kv_cache={name}",) for name in ("prefix_hash", "paged", "contiguous", "radix")),
+    "depth": (("engine.depth=1",), ("engine.depth=2",), ("engine.depth=4", "executor.delay=3")),
+    "chunk": ((), ("engine.token_budget=64",), ("engine.token_budget=9",)),
+    "drafter": ((), ("spec_decode=ngram",), ("spec_decode=ngram", "spec_decode.lookahead=7")),
+    "pages": ((), ("engine.kv_pages=14",), ("engine.page_size=64", "engine.kv_pages=6")),
+    "batch": ((), ("engine.max_seqs=3",)),
+}
+
+
+def allowed(choice: tuple[tuple[str, ...], ...]) -> bool:
+    """Reserving every sequence's full length needs room for it."""
+    flat = {override for part in choice for override in part}
+    return not ("kv_cache=contiguous" in flat and any(o.startswith("engine.kv_pages") for o in flat))
+
+
+def pairwise(seed: int = 0, tries: int = 40) -> list[tuple[tuple[str, ...], ...]]:
+    """Greedy: each new composition is, of some random ones, the one with most pairs not seen yet."""
+    rng = random.Random(seed)
+    axes = list(AXES.values())
+    products = [c for c in itertools.product(*axes) if allowed(c)]
+    missing = {pair for choice in products for pair in _pairs(choice)}
+    chosen = []
+    while missing:
+        # One that has a pair still missing, then the best of a sample of those.
+        target = min(missing)
+        having = [c for c in products if target in _pairs(c)]
+        best = max(rng.sample(having, min(tries, len(having))), key=lambda c: len(_pairs(c) & missing))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def _pairs(choice: tuple[tuple[str, ...], ...]) -> set[tuple[int, tuple[str, ...], int, tuple[str, ...]]]:
+    return {(i, choice[i], j, choice[j]) for i, j in itertools.combinations(range(len(choice)), 2)}
+
+
+def flatten(choice: tuple[tuple[str, ...], ...]) -> list[str]:
+    return [override for part in choice for override in part]
+
+
+def main() -> int:
+    from test_same_tokens import REFERENCE, outputs, run
+
+    reference = [outputs(g) for g in run(*REFERENCE)]
+    failed = 0
+    every = [c for c in itertools.product(*AXES.values()) if allowed(c)]
+    for i, choice in enumerate(every):
+        same = [outputs(g) for g in run(*flatten(choice))] == reference
+        failed += not same
+        if not same or i % 20 == 0:
+            print(f"{i + 1}/{len(every)} {'same' if same else 'DIFFERENT'}: {' '.join(flatten(choice))}", flush=True)
+    print(f"{len(every) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""cost=roofline against what can be worked out by hand, and the variants of conf/cost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import ClassVar
+
+import pytest
+
+from dovetail.core.compose import AppConfig, Capabilities, Component, Config, EngineConfig, Registry, compose, installed
+from dovetail.core.compose.registry import Package, Registered
+from dovetail.core.engine.cost import bind_cost
+from dovetail.core.engine.policy import PolicyScheduler
+from dovetail.core.errors import ConfigError, PluginError
+from dovetail.core.interfaces import Formats, ModelSpec, Row, RowFlag, RowWork, StepPlan
+from dovetail.core.testing.scheduler import SchedulerContract
+from dovetail.plugins.cost.config import RooflineConfig
+from dovetail.plugins.cost.roofline import Roofline
+
+VARIANTS = ["h200", "h100", "a100", "l40s", "cpu"]
+
+
+class PlanConfig(AppConfig):
+    needs: ClassVar = ("engine", "model", "quant", "cost")
+
+
+class Empty(Config):
+    pass
+
+
+def fp8(config, host):
+    return Capabilities(provides={"weight_bits": 8.0, "product": "fp8"})
+
+
+def component(kind, name, config=Empty, **more):
+    made = Component(kind=kind, name=name, config=config, target="nowhere:Nothing", api=f"{kind}/0.1", **more)
+    return Registered(made, Package("probe", "1.0"))
+
+
+@pytest.fixture(scope="module")
+def cost_of():
+    """cost_of(overrides): the bound cost model of a composition."""
+    builtin = installed()
+    extra = (
+        component("app", "probe", PlanConfig),
+        component("quant", "fp8_here", capabilities=f"{__name__}:fp8"),
+        component("quant", "silent"),
+    )
+    registry = Registry([*builtin.registered.values(), *extra], config_dirs=builtin.config_dirs)
+
+    def build(*overrides, device=None):
+        composition = compose(["app=probe", *overrides], registry=registry)
+        model = composition.part("model")
+        return bind_cost(composition, model.target().spec(model.config), device)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("llama3_8b", 8.03), ("llama3_70b", 70.55), ("mixtral_8x7b", 46.7), ("deepseek_v3", 671.0)],
+)
+def test_weight_bytes(cost_of, model, billions):
+    assert cost_of(f"model={model}", "cost=h200").weight_bytes() == pytest.approx(2e9 * billions, rel=0.005)
+
+
+def test_kv_bytes(cost_of):
+    assert cost_of("model=llama3_70b", "cost=h200").kv_bytes(1) == 327_680
+    assert cost_of("model=llama3_70b", "cost=h200", "engine.tp=8").kv_bytes(1000) == 327_680 * 1000 / 8
+    assert cost_of("model=deepseek_v3", "cost=h200", "engine.tp=8").kv_bytes(1) == 70_272
+
+
+def test_decoding_one_row_reads_the_weights(cost_of):
+    cost = cost_of("model=llama3_8b", "cost=h200")
+    reading = cost.step_weight_bytes(1) / 4.4e12
+    assert reading < cost.decode_seconds(1, 128) < 1.3 * reading
+    assert cost.decode_seconds(16, 128) < 1.1 * cost.decode_seconds(1, 128)
+
+
+def test_a_long_context_adds_what_its_keys_and_values_take(cost_of):
+    cost = cost_of("model=llama3_8b", "cost=h200")
+    added = cost.decode_seconds(32, 32_768) - cost.decode_seconds(32, 1)
+    assert added == pytest.approx(32 * 131_072 * 32_767 / (4.4e12 * 0.8))
+
+
+def test_a_long_prompt_is_bound_by_products(cost_of):
+    cost = cost_of("model=llama3_8b", "cost=h200")
+    tokens = 8192
+    products = 2 * 6.98e9 * tokens / 700e12
+    attention = 32 * 4 * 32 * 128 * tokens * tokens / 2 / (700e12 * 0.6)
+    assert cost.prefill_seconds(tokens, chunk=tokens) == pytest.approx(products + attention, rel=0.02)
+    assert cost.prefill_seconds(2 * tokens, chunk=tokens) > 2 * cost.prefill_seconds(tokens, chunk=tokens)
+    assert cost.prefill_seconds(tokens, chunk=512) > cost.prefill_seconds(tokens, chunk=tokens)
+    assert cost.prefill_seconds(1000, cached=7192) < cost.prefill_seconds(tokens) / 4
+    assert cost.prefill_seconds(0) == 0.0
+
+
+def test_chunks_are_those_of_the_token_budget(cost_of):
+    cost = cost_of("model=llama3_8b", "cost=h200", "engine.token_budget=1000")
+    steps = [RowWork(1000, 1300, 0), RowWork(1000, 2300, 0), RowWork(500, 2800, 1)]
+    assert cost.prefill_seconds(2500, cached=300) == pytest.approx(sum(cost.step_seconds([row]) for row in steps))
+
+
+def test_fp8_halves_reading_and_nearly_halves_products(cost_of):
+    plain, fp8 = (cost_of("model=llama3_70b", "cost=h200", *q) for q in ((), ("quant=fp8_here",)))
+    assert fp8.weight_bytes() == pytest.approx(plain.weight_bytes() / 2, rel=0.04)
+    assert fp8.decode_seconds(1, 128) < 0.57 * plain.decode_seconds(1, 128)
+    assert fp8.prefill_seconds(8192) < 0.68 * plain.prefill_seconds(8192)
+
+
+def test_tensor_parallelism_pays_less_than_it_promises(cost_of):
+    one, eight = (cost_of("model=llama3_70b", "cost=h200", f"engine.tp={tp}") for tp in (1, 8))
+    assert one.decode_seconds(1, 128) / 8 < eight.decode_seconds(1, 128) < one.decode_seconds(1, 128) / 5
+    latency = 160 * 8e-6
+    share = eight.decode_seconds(1, 128) - one.step_weight_bytes(1) / 8 / 4.4e12
+    assert share > latency
+
+
+def test_a_window_bounds_what_is_read(cost_of):
+    cost = cost_of("model=mistral_7b", "cost=h200")
+    assert cost.decode_seconds(8, 32_000) == cost.decode_seconds(8, 4096)
+    assert cost.decode_seconds(8, 4096) > cost.decode_seconds(8, 2048)
+
+
+def test_a_token_reads_its_experts_and_a_batch_reads_all(cost_of):
+    cost = cost_of("model=mixtral_8x7b", "cost=h200")
+    assert cost.step_weight_bytes(1) == pytest.approx(2 * 12.75e9, rel=0.01)
+    assert cost.step_weight_bytes(256) == pytest.approx(cost.step_weight_bytes(), rel=1e-6)
+    assert cost.step_weight_bytes(1) < cost.step_weight_bytes(4) < cost.step_weight_bytes(16)
+
+
+def test_a_plan_costs_what_its_rows_cost(cost_of):
+    cost = cost_of("model=llama3_8b", "cost=h200")
+    sample, decode = int(RowFlag.SAMPLE), int(RowFlag.SAMPLE | RowFlag.DECODE)
+    plan = StepPlan(
+        0,
+        [Row(0, 0, 0, 1, 500, 0, decode), Row(1, 1, 0, 4, 900, 3, decode), Row(2, 2, 0, 300, 300, 0, sample)]
+        + [Row(3, 3, 0, 256, 512, 0, 0)],
+    )
+    rows = [RowWork(1, 500), RowWork(4, 900, 4), RowWork(300, 300), RowWork(256, 512, 0)]
+    assert cost.seconds(plan) == cost.step_seconds(rows)
+    assert cost.step_seconds([RowWork(1, 500, times=7)]) == pytest.approx(cost.step_seconds([RowWork(1, 500)] * 7))
+    assert cost.seconds(StepPlan(0, [])) == 0.0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_predicts(cost_of, variant):
+    cost = cost_of("model=llama3_8b", f"cost={variant}", device="cuda")
+    assert 1e-4 < cost.decode_seconds(8, 1024) < cost.prefill_seconds(2048) < 60
+
+
+def test_faster_hardware_is_faster(cost_of):
+    seconds = [cost_of("model=llama3_8b", f"cost={v}").decode_seconds(8, 1024) for v in VARIANTS]
+    assert seconds == sorted(seconds)
+
+
+def test_an_option_of_a_variant_can_be_set(cost_of):
+    slow = cost_of("model=llama3_8b", "cost=h200", "cost.bandwidth=2.2", "cost.tflops.bfloat16=350")
+    fast = cost_of("model=llama3_8b", "cost=h200")
+    assert slow.decode_seconds(1, 128) > 1.7 * fast.decode_seconds(1, 128)
+
+
+def test_hardware_must_be_named(cost_of):
+    with pytest.raises(ConfigError, match=r"cost\.bandwidth is required"):
+        cost_of("model=llama3_8b", "cost=roofline")
+
+
+def test_none_predicts_nothing(cost_of):
+    assert cost_of("model=tiny", "cost=none") is None
+
+
+def test_an_app_that_reads_no_cost_has_none():
+    suite = SchedulerContract()
+    suite.make = lambda limits, kv: PolicyScheduler(None, limits, kv)
+    engine = suite.engine()
+    assert bind_cost(engine.composition, engine.info.spec) is None
+
+
+def test_on_a_cpu_auto_is_float32(cost_of):
+    cost = cost_of("model=tiny", "cost=cpu", device="cpu")
+    assert (cost.formats.dtype, cost.formats.weight_bits, cost.formats.kv_bytes) == ("float32", 32, 4)
+
+
+def test_a_format_without_a_rate_is_refused(cost_of):
+    with pytest.raises(ConfigError, match=r"no rate for products in fp8; it has .*int8"):
+        cost_of("model=llama3_8b", "cost=a100", "quant=fp8_here")
+
+
+def test_a_quantizer_that_states_nothing_is_refused(cost_of):
+    with pytest.raises(PluginError, match="quant=silent does not state weight_bits and product"):
+        cost_of("model=llama3_8b", "cost=h200", "quant=silent")
+
+
+def test_a_model_that_does_not_know_its_size_is_refused():
+    spec = ModelSpec("Odd", 100, 2, 64, 4, 2, 16, 96, 512, "bfloat16")
+    cost = Roofline(RooflineConfig(bandwidth=1, tflops={"bfloat16": 100}))
+    with pytest.raises(ConfigError, match="Odd does not say how many parameters"):
+        cost.bind(spec, EngineConfig(), Formats("bfloat16", 2, 16, "bfloat16", 2))
+
+
+def test_predicting_imports_no_torch():
+    modules = "dovetail.core.engine.cost, dovetail.plugins.cost.roofline, dovetail.plugins.scheduler.deadline, sys"
+    code = f"import {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unknown_kv_dtype_is_refused(cost_of):
+    assert cost_of("model=llama3_8b", "cost=h200", "engine.kv_dtype=fp8_e4m3").kv_bytes(1) == 65_536
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype=fp9 is not one of auto, .*fp8_e5m2"):
+        cost_of("model=llama3_8b", "cost=h200", "engine.kv_dtype=fp9")
