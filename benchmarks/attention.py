@@ -265,15 +265,15 @@ def compare(heads: Heads, pages: list[int], quick: bool) -> list[str]:
 
 
 DECODE = [
-    Tile(16, n, warps, stages, 2)
+    Tile(16, n, warps, stages, 2, pairs=True)
     for n, warps, stages in (
-        (64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 2), (128, 4, 3), (128, 8, 3), (32, 4, 5), (64, 2, 3), (32, 2, 4),
-        (32, 1, 4), (64, 8, 4),
+        (32, 1, 4), (32, 2, 4), (32, 2, 6), (64, 1, 3), (64, 2, 3), (64, 2, 4), (64, 4, 3), (64, 4, 4), (64, 4, 5),
+        (64, 8, 4), (128, 2, 3), (128, 4, 3), (128, 4, 4), (128, 8, 3),
     )
 ]  # fmt: skip
 PREFILL = [
-    Tile(m, n, warps, stages, 1, tma=tma)
-    for m, n, warps, stages in ((128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3))
+    Tile(m, n, warps, stages, 1, least=1024, tma=tma, pairs=tma)
+    for m, n, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2))
     for tma in (False, True)
 ]
 
@@ -283,9 +283,17 @@ def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
         (Work(f"decode {rows} x {length}", rows, 1, length, kv, page), DECODE)
         for page in pages
         for kv in ("bf16", "e4m3")
-        for rows, length in ((1, 4096), (64, 4096), (256, 512))
+        for rows, length in ((1, 512), (1, 4096), (1, 32768), (64, 512), (64, 4096), (256, 512))
     ]
-    return cases + [(Work("prefill 8192", 1, 8192, 8192, "bf16", page), PREFILL) for page in {*pages, 128}]
+    for page in pages:
+        cases += [(Work(f"prefill {n}", 1, n, n, "bf16", page), PREFILL) for n in (512, 2048, 8192)]
+        cases += [(Work("prefill 2048 of 10240", 1, 2048, 10240, "e4m3", page), PREFILL)]
+    return cases
+
+
+def describe(tile: Tile) -> str:
+    reads = " tma" * tile.tma + " pairs" * tile.pairs
+    return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} p{tile.programs} least {tile.least}{reads}"
 
 
 def compile_share(heads: Heads, pages: list[int], share: int, of: int) -> None:
@@ -321,16 +329,15 @@ def tune(heads: Heads, pages: list[int]) -> list[str]:
             except Exception as error:  # a tile that does not fit is no candidate
                 torch.cuda.synchronize()
                 print(f"  {tile}: {type(error).__name__}: {str(error)[:100]}")
-        for programs in (1, 3, 4, 8) if work.decode else ():
-            tile = replace(min(found, key=lambda pair: pair[0])[1], programs=programs)
+        for programs, least in ((1, 256), (3, 256), (4, 256), (1, 128), (2, 128), (2, 64)) if work.decode else ():
+            tile = replace(min(found, key=lambda pair: pair[0])[1], programs=programs, least=least)
             found.append((bench.us(bench.attend(Fixed(tile)), 7), tile))
         found.sort(key=lambda pair: pair[0])
         label = f"{work.name} {work.kv} page {work.page}"
         for us, tile in found:
-            what = f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} p{tile.programs}{' tma' * tile.tma}"
-            print(f"  {label}: {what:24s} {us:8.1f} us {rate(work, heads, us)}", flush=True)
+            print(f"  {label}: {describe(tile):32s} {us:8.1f} us {rate(work, heads, us)}", flush=True)
         us, tile = found[0]
-        lines.append(f"{label:34s} {tile} {us:.1f} us {rate(work, heads, us)}")
+        lines.append(f"{label:34s} {describe(tile):32s} {us:8.1f} us {rate(work, heads, us)}")
         del bench
         torch.cuda.empty_cache()
     return lines

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dovetail.core.engine.random import sequence_key
+from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import Draft, DraftContext, JoinBlob, KVGroup, PageDelta, SamplingParams
 
 
@@ -91,9 +92,14 @@ class DeviceState:
         self.drafts_S[slot] = len(tokens)
 
     def take_draft(self, ctx: DraftContext, draft: Draft) -> None:
-        """Stand a drafter's guesses behind each row's last token."""
-        place = ctx.lengths_B[:, None] + torch.arange(ctx.k, device=self.device)
-        self.tokens_SL[ctx.slots_B[:, None], place] = draft.tokens_BK
+        """Stand a drafter's guesses behind each row's last token. What it left behind them is fed too: any valid token
+        will do there."""
+        if draft.parents_BK is not None:
+            raise CapabilityError(["the drafter gave a tree of guesses, and this version verifies chains alone"])
+        step_K = torch.arange(ctx.k, device=self.device)
+        place = ctx.lengths_B[:, None] + step_K
+        guesses = torch.where(step_K < draft.count_B[:, None], draft.tokens_BK, 0)
+        self.tokens_SL[ctx.slots_B[:, None], place] = guesses.int()
         self.drafts_S[ctx.slots_B] = draft.count_B.long()
         if draft.probs_BKV is not None:
             if self.draft_probs_SKV is None:

@@ -10,8 +10,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dovetail.core.errors import RequestError
+from dovetail.core.engine.cost import bind_cost
+from dovetail.core.errors import CapabilityError, RequestError
 from dovetail.core.interfaces import (
+    Drafter,
     FinishReason,
     HostDraft,
     JoinBlob,
@@ -92,14 +94,24 @@ class Engine:
             self.kv = composition.build("kv_cache", groups=info.groups, num_pages=info.num_pages)
             self.limits = SchedulerLimits(engine.token_budget, engine.max_seqs, info.max_len, info.lookahead)
             self.scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
-            self.cost = composition.build("cost") if "cost" in composition.parts else None
-            drafter = composition.build("spec_decode")
-            self._host_drafter = drafter if drafter.needs_host_tokens else None
+            self.cost = bind_cost(composition, info.spec, info.device)
+            self._host_drafter = self._build_host_drafter()
             observers = composition.many("observer") if "observer" in composition.parts else {}
             self.observers: dict[str, Observer] = {name: part.build() for name, part in observers.items()}
         except BaseException:
             self.executor.shutdown()
             raise
+
+    def _build_host_drafter(self) -> Drafter | None:
+        drafter: Drafter = self.composition.build("spec_decode")
+        if not drafter.needs_host_tokens:
+            return None
+        if self.composition.engine.depth > 1:
+            name = type(drafter).__name__
+            raise CapabilityError(
+                [f"{name} drafts from tokens on the host, which come late at engine.depth > 1: set engine.depth=1"]
+            )
+        return drafter
 
     def _check_capabilities(self) -> None:
         from dovetail.core.engine.host import detect_host, model_facts
@@ -109,8 +121,8 @@ class Engine:
         self.composition.check(detect_host(self.composition.engine.device), model_facts(spec))
 
     def shutdown(self) -> None:
-        for observer in getattr(self, "observers", {}).values():
-            observer.close()
+        for name, observer in getattr(self, "observers", {}).items():
+            self._close(name, observer)
         if hasattr(self, "executor"):
             self.executor.shutdown()
 
@@ -320,4 +332,12 @@ class Engine:
                 observer.step(record)
             except Exception:
                 log.exception("observer %s failed and was removed", name)
-                del self.observers[name]
+                self._close(name, self.observers.pop(name))
+
+    @staticmethod
+    def _close(name: str, observer: Observer) -> None:
+        """Its failure is reported and stops nothing."""
+        try:
+            observer.close()
+        except Exception:
+            log.exception("observer %s failed to close", name)

@@ -78,7 +78,6 @@ class Runner:
         device = self.device = resolve_device(engine.device, self.rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        torch.set_grad_enabled(False)
         progress("connect ranks", None)
         self.collective = composition.build("collective")
         self.collective.connect(self.rank, self.size, self.address, device)
@@ -218,17 +217,31 @@ class Runner:
         state, drafter = self.state, self.drafter
         advance_chunks(batch, state)
         if not batch.sampled:
+            if drafter.lookahead:
+                drafter.observe(self._draft_context(batch, None), hidden.states, hidden.taps)
             return None
         at = locate(batch, state)
         logits = self.model.logits(hidden.states[at.token_RW.reshape(-1)])
         sampled = sample_step(logits, at, batch, state, self.processors)
         if drafter.lookahead:
-            bound = batch.max_len + batch.width
-            ctx = DraftContext(sampled.slots_R, state.tokens_SL, sampled.lengths_R, bound, drafter.lookahead)
+            ctx = self._draft_context(batch, sampled)
             drafter.observe(ctx, hidden.states, hidden.taps)
             if not drafter.needs_host_tokens:
                 state.take_draft(ctx, drafter.propose(ctx))
         return sampled
+
+    def _draft_context(self, batch: Batch, sampled: Sampled | None) -> DraftContext:
+        nobody = batch.slots_T[:0]
+        return DraftContext(
+            slots_B=nobody if sampled is None else sampled.slots_R,
+            tokens_SL=self.state.tokens_SL,
+            lengths_B=nobody if sampled is None else sampled.lengths_R,
+            max_length=batch.max_len + batch.width,
+            k=self.drafter.lookahead,
+            key_S=self.state.key_S,
+            slots_T=batch.slots_T,
+            positions_T=batch.positions_T,
+        )
 
     # Results.
 

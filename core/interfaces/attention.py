@@ -130,7 +130,8 @@ class AttentionBackend(ABC):
         self.pools: Mapping[int, KVPool] = {}
 
     def bind(self, pools: Mapping[int, KVPool]) -> None:
-        """Take the KV tensors, by group id. Called once, after sizing; profiling forwards before it use no cache."""
+        """Take the KV tensors, by group id. Called again whenever they change: with
+        trial pools while memory is measured, with {} to let go of them, then with the real ones."""
         self.pools = pools
 
     def plan_host(self, bounds: HostBounds) -> Any:

@@ -56,7 +56,8 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        """Enqueue a plan; returns before the device is done where the device is asynchronous."""
+        """Enqueue a plan; returns before the device is done where the device is asynchronous. Plan and blobs are the
+        executor's from here on: the caller changes neither."""
 
     @abstractmethod
     def collect(self) -> StepResult:

@@ -84,7 +84,7 @@ class HostDraft(NamedTuple):
 class StepPlan:
     """One step. Built by a scheduler, encoded by core.engine.encoding, applied by every rank in `step` order.
 
-    Rows stand in canonical order: decode rows by slot, then chunks by slot.
+    It has at least one row. Rows stand in canonical order: decode rows by slot, then chunks by slot.
     """
 
     step: int

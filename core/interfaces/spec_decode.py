@@ -42,6 +42,12 @@ class DraftContext:
     """Host bound of lengths_B."""
     k: int
     """Tokens wanted per row."""
+    key_S: torch.Tensor
+    """int64: key of each slot's random draws (core.engine.random); the only source of chance a drafter may use."""
+    slots_T: torch.Tensor
+    """int64: slot of each token the step fed, in the order of the hidden states."""
+    positions_T: torch.Tensor
+    """int64: its position. A token behind the accepted ones was a rejected draft, or padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,8 @@ class Draft:
     probs_BKV: torch.Tensor | None = None
     """float32 q(token) the guesses were drawn from; None = point masses (a guess is certain to its drafter)."""
     parents_BK: torch.Tensor | None = None
-    """int32 index of each node's parent, -1 = the last accepted token; None = chain."""
+    """int32 index of each node's parent, -1 = the last accepted token; None = chain. This version verifies chains
+    alone and refuses trees."""
 
 
 class Drafter(ABC):
@@ -83,7 +90,7 @@ class Drafter(ABC):
         return ()
 
     def observe(self, ctx: DraftContext, hidden_TC: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> None:
-        """Sees every step's hidden states, also when no draft was wanted."""
+        """Sees every step's hidden states, also when no draft was wanted or no row sampled (ctx then has no rows)."""
 
     @abstractmethod
     def propose(self, ctx: DraftContext) -> Draft:
@@ -91,5 +98,5 @@ class Drafter(ABC):
 
     def propose_host(self, tokens: Sequence[int], k: int) -> Sequence[int]:
         """At most k guesses for what follows tokens. Called on the host, on rank 0's process, only with
-        needs_host_tokens."""
+        needs_host_tokens, and without bind: it sees tokens alone."""
         raise NotImplementedError(f"{type(self).__name__} sets needs_host_tokens and has no propose_host")

@@ -258,24 +258,6 @@ class ExecutorContract:
                 found = [t for result in self.at_once(executor, script) for row in result.rows for t in row.tokens]
                 assert found == tokens, f"sequence {uid}, epoch {epoch}: {tokens} among others, {found} alone"
 
-    def test_plans_and_blobs_are_taken_as_values(self) -> None:
-        """Once submit has returned they belong to the caller again, who may use the same objects for the next plan."""
-        expected = _tokens(self.reference(whole_life()))
-        with self.running() as executor:
-            plan = StepPlan(0, [])
-            blobs: dict[tuple[int, int], JoinBlob] = {}
-            script = whole_life()
-            for next_plan, next_blobs in script.steps:
-                plan.step = next_plan.step
-                for name in ("rows", "joins", "leaves", "pages", "ops", "drafts"):
-                    getattr(plan, name)[:] = getattr(next_plan, name)
-                blobs.clear()
-                blobs.update(next_blobs)
-                executor.submit(plan, blobs)
-            results = [executor.collect() for _ in script.steps]
-        assert [result.step for result in results] == [plan.step for plan in script.plans]
-        assert _tokens(results) == expected
-
     def test_collecting_what_was_not_submitted_is_a_clear_error(self) -> None:
         script = None
         with self.running() as executor:

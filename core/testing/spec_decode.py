@@ -97,12 +97,16 @@ class DrafterContract:
         for slot, history in histories.items():
             tokens_SL[slot, : len(history)] = torch.tensor(history, dtype=torch.int32)
         lengths = [len(history) for history in histories.values()]
+        slots_B = torch.tensor(list(histories), dtype=torch.int64)
         return DraftContext(
-            slots_B=torch.tensor(list(histories), dtype=torch.int64),
+            slots_B=slots_B,
             tokens_SL=tokens_SL,
             lengths_B=torch.tensor(lengths, dtype=torch.int32),
             max_length=max(lengths) + slack,
             k=k,
+            key_S=torch.arange(tokens_SL.shape[0]) * 0x9E3779B97F4A,
+            slots_T=slots_B,
+            positions_T=torch.tensor(lengths) - 1,
         )
 
     def observe(self, drafter: Drafter, ctx: DraftContext, chunk: int = 1) -> None:

@@ -249,5 +249,5 @@ class ToyComposition:
             return self._kv(given["groups"], given["num_pages"])
         if kind == "scheduler":
             return self._scheduler(given["limits"], given["kv"])
-        assert kind == "spec_decode", kind
+        assert kind == "spec_decode", f"an engine asked for {kind}"
         return self._drafter or _NoHostDrafts()

@@ -34,6 +34,8 @@ class InprocExecutor(Executor):
         return info
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        if self._runner is None:
+            raise RuntimeError("the executor does not run: start it first (after shutdown, make another)")
         self._mirror.apply(plan)
         self._held.append((plan, blobs))
         if len(self._held) > self.config.delay:

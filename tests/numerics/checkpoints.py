@@ -6,7 +6,20 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SHAPE = {
     "vocab_size": 199,
@@ -28,6 +41,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN_DEEPSEEK = {**YARN, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.6, "beta_fast": 8, "beta_slow": 0.5}
+YARN_GIVEN = {**YARN, "attention_factor": 1.3, "truncate": False}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}
+NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
+OLD_FALCON = {"multi_query": False, "parallel_attn": False, "bias": True}
 VARIANTS: dict[str, tuple[type, type, dict]] = {
     "gqa": (LlamaConfig, LlamaForCausalLM, {}),
     "mha": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 8}),
@@ -38,7 +57,25 @@ VARIANTS: dict[str, tuple[type, type, dict]] = {
     "linear_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR_ROPE}),
     "llama3_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "yarn_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
+    "yarn_mscale": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN_DEEPSEEK}),
+    "yarn_attention_factor": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN_GIVEN}),
     "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 37}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2_tied_yarn": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2_window": (Qwen2Config, Qwen2ForCausalLM, QWEN_WINDOW),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}),
+    "qwen3_window_biases": (Qwen3Config, Qwen3ForCausalLM, {**QWEN_WINDOW, "head_dim": 8, "attention_bias": True}),
+    "falcon_7b": (FalconConfig, FalconForCausalLM, {}),
+    "falcon_40b": (FalconConfig, FalconForCausalLM, NEW_FALCON),
+    "falcon_11b": (
+        FalconConfig,
+        FalconForCausalLM,
+        {**NEW_FALCON, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 96, "tie_word_embeddings": False},
+    ),
+    "falcon_1b": (FalconConfig, FalconForCausalLM, OLD_FALCON),
+    "gptj": (GPTJConfig, GPTJForCausalLM, {"rotary_dim": 6}),
+    "gptj_tied": (GPTJConfig, GPTJForCausalLM, {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": 96}),
 }
 
 
@@ -51,7 +88,7 @@ def save_random(folder: Path, variant: str, seed: int = 0, **changes) -> torch.n
     ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if parameter.ndim == 1 and name.endswith("weight"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.2)

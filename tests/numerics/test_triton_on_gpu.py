@@ -50,6 +50,13 @@ def test_float8_pages(kv_dtype, page_tokens, head_scales):
     check(case, tolerance=4e-3)
 
 
+@pytest.mark.parametrize("dim", [32, 80, 256])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_float8_head_dims(dim, dtype):
+    check(Case(**MIXED, dim=dim, page_tokens=16, dtype=dtype, kv_dtype=E4M3), tolerance=4e-3)
+    check(Case(lengths=(2000, 31), counts=(8, 3), num_decode=2, heads=(8, 1), dim=dim, dtype=dtype, kv_dtype=E5M2))
+
+
 @pytest.mark.parametrize("heads", [(8, 8), (8, 1), (14, 2), (64, 1)])
 def test_drafts_of_any_head_group(heads):
     case = dict(lengths=(2000, 31, 700), counts=(8, 1, 5), num_decode=3, heads=heads, dim=128, dtype=BF16)

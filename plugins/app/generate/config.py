@@ -22,6 +22,7 @@ class GenerateConfig(AppConfig):
         "spec_decode",
         "executor",
         "collective",
+        "cost",
         "logits",
         "observer",
     )

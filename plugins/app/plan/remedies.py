@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from dovetail.core.compose import Composition
+from dovetail.core.compose import Composition, Host, Selected
 from dovetail.core.errors import DovetailError
-from dovetail.plugins.app.plan.memory import Plan, build_plan, quant_facts
+from dovetail.plugins.app.plan.memory import Plan, make_plan
 
 MOST_GPUS = 16
 
@@ -44,9 +45,8 @@ def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
             budget = engine.token_budget // divisor
             yield "token_budget", f"engine.token_budget={budget}", {"token_budget": budget}
     for name in composition.registry.options("quant"):
-        facts = _facts(composition, name)
-        bits = facts.get("weight_bits")
-        if isinstance(bits, int | float) and bits < plan.formats.weight_bits:
+        bits = _weight_bits(composition, name)
+        if bits is not None and bits < plan.formats.weight_bits:
             yield "quant", f"quant={name}", {"quant": name}
     tp = 2 * engine.tp
     while tp <= MOST_GPUS and spec.heads % tp == 0:
@@ -58,23 +58,25 @@ def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
         length //= 2
 
 
-def _facts(composition: Composition, name: str) -> Mapping[str, object]:
+def _weight_bits(composition: Composition, name: str) -> float | None:
+    registered = composition.registry.get("quant", name)
+    selected = Selected(registered, registered.component.config())
     try:
-        return quant_facts(composition, name)
+        bits = selected.capabilities(Host(device="cuda")).provides.get("weight_bits")
     except DovetailError:
-        return {}  # A quantizer that cannot be loaded is no remedy; app=plugins says why.
+        return None  # A quantizer that cannot be loaded is no remedy; app=plugins says why.
+    return float(bits) if isinstance(bits, int | float) else None
 
 
 def _try(composition: Composition, group: tuple[Change, ...]) -> Plan | None:
-    quant = composition.part("quant").name
-    engine: dict[str, Any] = {}
+    parts, engine = dict(composition.parts), composition.engine
     for kind, _, change in group:
         if kind == "quant":
-            quant = change["quant"]
+            registered = composition.registry.get("quant", change["quant"])
+            parts["quant"] = Selected(registered, registered.component.config())
         else:
-            engine |= change
-    facts = quant_facts(composition, None if quant == composition.part("quant").name else quant)
+            engine = engine.model_copy(update=dict(change))
     try:
-        return build_plan(composition, quant, facts, engine)
+        return make_plan(replace(composition, parts=parts, engine_config=engine))
     except DovetailError:
         return None  # The cost model has no rate for its products.

@@ -114,10 +114,12 @@ class Triton(AttentionBackend):
         k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
         compute = torch.float16 if k.dtype in FLOAT8 and q.dtype.itemsize == 2 else q.dtype
         tree = meta.tree_mask_TW
+        # The interpreter has no assembly.
+        pairs = tile.pairs and q.is_cuda
         attend_items[layer.kv_heads, items.items.shape[0]](
             q,
             _tensor_map(k, tile.block_n, dim) if tile.tma else k,
-            _tensor_map(v, tile.block_n, dim) if tile.tma else v,
+            _tensor_map(v, tile.block_n, dim) if tile.tma else v.view(torch.int16) if pairs else v,
             out_TC,
             parts,
             lse,
@@ -143,6 +145,7 @@ class Triton(AttentionBackend):
             SPLIT=items.split,
             ONE_LOOP=tile.block_m <= 32,
             TMA=tile.tma,
+            PAIRS=pairs,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -208,7 +211,7 @@ def _finish(
     tokens, columns = out_TC.shape
     block = target.block(columns)
     if target.fmt is None or target.fmt.group != "token":
-        # Few tokens: more programs, so that joining one token's parts is not the work of a few multiprocessors.
+        # More programs: joining a token's parts is not the work of a few multiprocessors.
         group = target.fmt.group if target.fmt is not None and isinstance(target.fmt.group, int) else 1
         block = min(block, max(256, group))
     finish[tokens, triton.cdiv(columns, block)](
@@ -222,9 +225,9 @@ def _finish(
         D=layer.head_dim,
         JOIN=plan.part_rows > 0,
         STORE=plain,
-        SPLITS=8,
+        SPLITS=32 if block <= 256 else 8,
         BLOCK=block,
-        num_warps=max(2, warps(block)),
+        num_warps=max(8, warps(block)) if plan.part_rows else warps(block),
     )
 
 

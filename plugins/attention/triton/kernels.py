@@ -362,23 +362,23 @@ def attend_items(
         for n in range(lo, whole_lo, BLOCK_N):
             following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
             acc, odd, total, m = _step(
-                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
-                kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
+                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
+                length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
             )  # fmt: skip
             page = following
     if not ONE_LOOP:
         for n in range(whole_lo, whole_hi, BLOCK_N):
             following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
             acc, odd, total, m = _step(
-                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
-                kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
+                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
+                length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
             )  # fmt: skip
             page = following
     for n in range(whole_hi, hi, BLOCK_N):
         following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
         acc, odd, total, m = _step(
-            q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi, length,
-            kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
+            q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
+            length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
         )  # fmt: skip
         page = following
 

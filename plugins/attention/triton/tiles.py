@@ -28,6 +28,8 @@ class Tile:
     """Keys of the shortest range that a row is split into: shorter ones cost more to join than they save."""
     tma: bool = False
     """Read K and V through tensor map descriptors where pages allow it."""
+    pairs: bool = False
+    """Read 8-bit V as words of two columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,13 @@ class Shape:
         """A tensor map moves whole rows of 16-bit values, as wide as the tile."""
         return self.padded_dim == self.head_dim and self.kv_dtype == self.dtype and self.dtype.itemsize == 2
 
+    @property
+    def reads_pairs(self) -> bool:
+        """Words of two 8-bit values become float16."""
+        return (
+            self.kv_dtype.itemsize == 1 and self.dtype.itemsize == 2 and self.head_dim % 2 == 0 and self.head_dim > 16
+        )
+
 
 class Tiles:
     """The table. Benchmarks put another one in its place."""
@@ -59,21 +68,23 @@ class Tiles:
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, 64)))
         if shape.dtype.itemsize == 4:
             return fit(Tile(rows, 16, 4, 2, 2), shape)
-        return fit(Tile(rows, 64, 4, 3, 4), shape)
+        if shape.kv_dtype.itemsize == 1:
+            return fit(Tile(rows, 64, 2 if rows <= 16 and shape.padded_dim <= 128 else 4, 3, 2, pairs=True), shape)
+        return fit(Tile(rows, 64, 4, 4, 2), shape)
 
     def prefill(self, shape: Shape) -> Tile:
         if shape.dtype.itemsize == 4:
             # Products run without matrix units and keep both operands in registers.
-            return fit(Tile(max(16, triton.next_power_of_2(shape.group)), 16, 4, 2, 1), shape)
+            return fit(Tile(max(16, triton.next_power_of_2(shape.group)), 16, 4, 2, 1, least=1024), shape)
         rows = max(128 if shape.head_dim <= 128 else 64, triton.next_power_of_2(shape.group))
-        wide = shape.padded_dim > 128
-        return fit(Tile(rows, 64, 4 if rows <= 64 else 8, 2 if wide else 3, 1, tma=shape.reads_tensor_maps), shape)
+        return fit(Tile(rows, 64, 4 if rows <= 64 else 8, 3, 1, least=1024, tma=True), shape)
 
 
 def fit(tile: Tile, shape: Shape) -> Tile:
-    """Fewer stages and shorter blocks until they fit in shared memory; no tensor maps where a block spans pages."""
+    """Fewer stages and shorter blocks until they fit in shared memory; no way of reading that the shape rules out."""
     block_n, stages = tile.block_n, tile.stages
-    while 2 * stages * block_n * shape.padded_dim * shape.dtype.itemsize > SHARED_BYTES and (stages, block_n) > (1, 16):
-        stages, block_n = (stages - 1, block_n) if stages > 1 else (stages, block_n // 2)
+    while 2 * stages * block_n * shape.padded_dim * shape.kv_dtype.itemsize > SHARED_BYTES and block_n > 16:
+        stages, block_n = (stages - 1, block_n) if stages > 2 else (stages, block_n // 2)
     tma = tile.tma and shape.reads_tensor_maps and shape.page_tokens % block_n == 0
-    return replace(tile, block_n=block_n, stages=stages, tma=tma)
+    pairs = tile.pairs and shape.reads_pairs
+    return replace(tile, block_n=block_n, stages=stages, tma=tma, pairs=pairs)

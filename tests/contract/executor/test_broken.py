@@ -25,15 +25,6 @@ class Sound(InprocExecutor):
         super().submit(replace(plan, **lists), dict(blobs))
 
 
-class KeepsReferences(Sound):
-    """Runs late what it was given, and not what it was."""
-
-    delay = 3
-
-    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        super().submit(plan, blobs)
-        self._held[-1] = plan, blobs
-
 
 class EatsThePlan(Sound):
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
@@ -139,7 +130,6 @@ class ForgetsToForget(Sound):
 
 
 BROKEN: dict[type[Executor], str] = {
-    KeepsReferences: "test_plans_and_blobs_are_taken_as_values",
     EatsThePlan: "test_results_come_in_order_with_their_keys",
     LastInFirstOut: "test_results_come_in_order_with_their_keys",
     ForgetsTheEpoch: "test_results_come_in_order_with_their_keys",

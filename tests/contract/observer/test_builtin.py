@@ -85,7 +85,6 @@ def test_a_failing_observer_is_named_once_and_removed(caplog: pytest.LogCaptureF
     assert serve(alone) == outputs
 
 
-@pytest.mark.xfail(reason="Engine.shutdown ends at an observer whose close() fails, and leaves the executor running")
 def test_an_observer_that_fails_to_close_stops_nothing() -> None:
     failing, after = FailsToClose(), Recorder()
     engine = observed_engine({"failing": failing, "after": after})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ class CountsTooFar(Follower):
 
 class IgnoresK(Follower):
     def propose(self, ctx: DraftContext) -> Draft:
-        ctx = DraftContext(ctx.slots_B, ctx.tokens_SL, ctx.lengths_B, ctx.max_length, self.lookahead)
+        ctx = replace(ctx, k=self.lookahead)
         return super().propose(ctx)
 
 

@@ -102,14 +102,12 @@ def test_it_is_asked_after_every_step_that_samples() -> None:
     assert spy.asked == 4
 
 
-@pytest.mark.xfail(reason="the runner calls observe only in steps that sample")
 def test_it_observes_every_step() -> None:
     spy = Spy()
     run(spy)
     assert spy.observed == [6, 4, 4, 4, 4]
 
 
-@pytest.mark.xfail(raises=IndexError, reason="the runner feeds what stands behind a drafter's guesses to the model")
 def test_what_stands_behind_its_guesses_is_ignored() -> None:
     tidy, untidy = Spy(), Spy()
     untidy.garbage = -1

@@ -37,6 +37,9 @@ def test_it_finds_the_longest_then_latest_match(rows: list[list[int]], matches: 
     for slot, row in zip(slots.tolist(), rows, strict=True):
         tokens[slot, : len(row)] = torch.tensor(row, dtype=torch.int32)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-    draft = NgramDrafter(config).propose(DraftContext(slots, tokens, lengths, int(lengths.max()) + 2, k))
+    keys = torch.zeros(8, dtype=torch.int64)
+    bound = int(lengths.max()) + 2
+    ctx = DraftContext(slots, tokens, lengths, bound, k, key_S=keys, slots_T=slots, positions_T=lengths.long() - 1)
+    draft = NgramDrafter(config).propose(ctx)
     for i, row in enumerate(rows):
         assert draft.tokens_BK[i, : draft.count_B[i]].tolist() == by_hand(row, config)
