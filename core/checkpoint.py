@@ -135,7 +135,7 @@ def _open(file: Path) -> Any:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: holds {type(content).__name__}, not an object")

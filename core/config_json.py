@@ -36,12 +36,12 @@ class ConfigJson:
         return value
 
     def number(self, key: str, default: float | None = None, *, at_most: float = 1e12) -> float:
-        """A number above 0."""
+        """A number from 1e-12; no model has a smaller one."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
             raise self.wrong(key, "it must be a number")
-        if not 0 < value <= at_most:
-            raise self.wrong(key, f"it must be above 0 and at most {at_most:g}")
+        if not 1e-12 <= value <= at_most:
+            raise self.wrong(key, f"it must be from 1e-12 to {at_most:g}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:

@@ -37,7 +37,7 @@ class RopeConfig:
 
     @property
     def max_len(self) -> int:
-        """Positions that the scaling was made for; 0 = it does not say."""
+        """Positions that the scaling reaches; 0 = it does not say."""
         return int(self.factor * self.trained_len) if self.kind == "yarn" else 0
 
 
@@ -54,20 +54,29 @@ def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None =
     dim = int(head_dim * partial) if dim is None else dim
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ConfigError(
-            f"{config.where}: rotary positions take {dim} of {head_dim} dimensions of a head; even and above 0"
+            f"{config.where}: rotary positions take {dim} of {head_dim} dimensions of a head; it must be an even number "
+            "of them, at least 2"
         )
     rope: dict[str, Any] = {"dim": dim, "theta": theta, "kind": kind}
     if kind == "default":
         return RopeConfig(**rope)
     trained_len = options.count("original_max_position_embeddings", max_len)
     if kind == "yarn":
-        factor = options.number("factor", max_len / trained_len)
+        factor, low, high = (
+            options.number(key, default)
+            for key, default in (("factor", max_len / trained_len), ("beta_slow", 1.0), ("beta_fast", 32.0))
+        )
+        if low >= high:
+            raise options.wrong("beta_slow", f"it must be below beta_fast, which is {high}")
+        if theta <= 1:
+            where = config if options.get("rope_theta") is None else options
+            raise where.wrong("rope_theta", "yarn needs one above 1")
         return RopeConfig(
             **rope,
             factor=factor,
             trained_len=trained_len,
-            low=options.number("beta_slow", 1.0),
-            high=options.number("beta_fast", 32.0),
+            low=low,
+            high=high,
             truncate=options.flag("truncate", True),
             attention_factor=options.number("attention_factor", _yarn_attention(options, factor)),
         )

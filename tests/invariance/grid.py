@@ -9,12 +9,11 @@ import itertools
 import random
 import sys
 
+from dovetail.core.compose import installed
+
 AXES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "scheduler": tuple(
-        (f"scheduler={name}",)
-        for name in ("fcfs", "static", "priority", "longest_prefix", "shortest_job", "fair", "deadline")
-    ),
-    "kv_cache": tuple((f"kv_cache={name}",) for name in ("prefix_hash", "paged", "contiguous", "radix")),
+    "scheduler": tuple((f"scheduler={name}",) for name in installed().options("scheduler")),
+    "kv_cache": tuple((f"kv_cache={name}",) for name in installed().options("kv_cache")),
     "depth": (("engine.depth=1",), ("engine.depth=2",), ("engine.depth=4", "executor.delay=3")),
     "chunk": ((), ("engine.token_budget=64",), ("engine.token_budget=9",)),
     "drafter": ((), ("spec_decode=ngram",), ("spec_decode=ngram", "spec_decode.lookahead=7")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -21,39 +23,40 @@ def logits_of(model, tokens: list[int]) -> torch.Tensor:
 TOKENS = random_tokens(50, seed=3)
 
 
+FAMILIES = ("gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falcon_40b", "falcon_1b", "gptj")
+"""A variant of each family, and of each way its checkpoints are laid out."""
+
+
 @pytest.mark.parametrize(
     ("variant", "size"),
-    [("gqa", 2), ("mqa", 2), ("biases", 2), ("tied", 2), ("mistral_window", 2), ("gqa", 4), ("mha", 8)],
+    [
+        *((variant, 2) for variant in FAMILIES),
+        *((variant, 2) for variant in ("mqa", "biases", "tied", "qwen3_window_biases", "falcon_11b", "gptj_tied")),
+        *((variant, 4) for variant in ("gqa", "falcon_40b", "gptj")),
+        ("mha", 8),
+    ],
 )
 def test_ranks_together_equal_one(variant, size, tmp_path):
-    """199 words do not divide by 2; mqa and gqa over 4 ranks repeat kv heads."""
+    """199 words do not divide by 2; one kv head over 2 ranks and two over 4 are repeated."""
     save_random(tmp_path, variant)
     expected = logits_of(load_model(tmp_path), TOKENS)
     for got in on_threads(size, lambda collective: logits_of(load_model(tmp_path, collective=collective), TOKENS)):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
-def dummy(collective: ThreadCollective | None = None, seed: int = 5) -> torch.Tensor:
-    hf = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 199,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }
-    model = build_model(LlamaConfig(hf=hf, load="dummy"), collective=collective)
+def dummy(folder: Path, collective: ThreadCollective | None = None, seed: int = 5) -> torch.Tensor:
+    model = build_model(LlamaConfig(path=str(folder), load="dummy"), collective=collective)
     model.init_dummy(seed)
     return logits_of(model, TOKENS)
 
 
-def test_dummy_weights_are_one_model_on_any_layout():
-    expected = dummy()
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_dummy_weights_are_one_model_on_any_layout(variant, tmp_path):
+    save_random(tmp_path, variant)
+    expected = dummy(tmp_path)
     assert expected.isfinite().all() and 0.01 < expected.std() < 10
-    assert not torch.equal(expected, dummy(seed=6))
-    for got in on_threads(2, dummy):
+    assert not torch.equal(expected, dummy(tmp_path, seed=6))
+    for got in on_threads(2, lambda collective: dummy(tmp_path, collective)):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 

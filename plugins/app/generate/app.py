@@ -35,6 +35,7 @@ class GenerateApp(App):
         texts = gather(prompts, self.config.prompts)
         params = self._params()
         self._console = Console(stderr=True, highlight=False)
+        self._quiet = not self._console.is_terminal
         with ExitStack() as stack:
             output = None
             if self.config.output is not None:
@@ -68,18 +69,18 @@ class GenerateApp(App):
         from dovetail.core.engine.llm import LLM
 
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as bar:
+        with Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar:
             task = bar.add_task("start", total=None)
 
             def progress(phase: str, share: float | None) -> None:
                 bar.update(task, description=phase, total=None if share is None else 1.0, completed=share or 0.0)
 
             llm = LLM(composition=composition, progress=progress)
-        phases = ", ".join(
-            f"{name} {seconds:.1f} s" for name, seconds in llm.engine.info.phases.items() if seconds >= 0.05
-        )
-        self._console.print(f"[dim]{llm.engine.info.device}, started in {llm.start_seconds:.1f} s ({phases})[/]")
-        for note in llm.engine.info.notes:
+        info = llm.engine.info
+        long = [f"{name} {seconds:.1f} s" for name, seconds in info.phases.items() if seconds >= 0.05]
+        phases = f" ({', '.join(long)})" if long else ""
+        self._console.print(f"[dim]{info.device}, started in {llm.start_seconds:.1f} s{phases}[/]")
+        for note in info.notes:
             self._console.print(f"[dim]slower path: {note}[/]")
         return llm
 
@@ -98,7 +99,7 @@ class GenerateApp(App):
 
     def _complete(self, llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Generation]:
         columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as bar:
+        with Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar:
             task = bar.add_task("generate", total=len(prompts))
             return llm.generate(prompts, params, on_done=lambda: bar.advance(task))
 

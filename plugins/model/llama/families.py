@@ -255,7 +255,7 @@ MOST = {
     "head_dim": 2**12,
     "intermediate": 2**22,
     "experts": 2**14,
-    "positions": 2**28,
+    "positions": 2**24,
 }
 """Far above any model: a file that says more is broken or hostile."""
 
@@ -321,6 +321,8 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         rope=read_rope(config, head_dim, max_len, rotary_dim),
         interleaved=family.interleaved,
     )
+    if layout.rope.max_len > MOST["positions"]:
+        raise ConfigError(f"{where}: yarn stretches to {layout.rope.max_len} positions, of at most {MOST['positions']}")
     spec = ModelSpec(
         architecture=architecture,
         vocab=vocab,

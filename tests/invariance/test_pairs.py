@@ -1,0 +1,28 @@
+"""Every pair of choices meets in some composition, and each gives the reference's tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail import Generation
+
+from .grid import AXES, flatten, pairwise
+from .test_same_tokens import REFERENCE, outputs, run
+
+COMPOSITIONS = [flatten(choice) for choice in pairwise()]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[Generation]:
+    return run(*REFERENCE)
+
+
+@pytest.mark.parametrize("overrides", COMPOSITIONS, ids=" ".join)
+def test_a_composition_gives_the_same_tokens(reference: list[Generation], overrides: list[str]) -> None:
+    assert [outputs(g) for g in run(*overrides)] == [outputs(g) for g in reference]
+
+
+def test_every_built_in_takes_part() -> None:
+    for kind in ("scheduler", "kv_cache"):
+        chosen = {o for composition in COMPOSITIONS for o in composition if o.startswith(f"{kind}=")}
+        assert len(chosen) == len(AXES[kind]) > 1
