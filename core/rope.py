@@ -54,8 +54,8 @@ def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None =
     dim = int(head_dim * partial) if dim is None else dim
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ConfigError(
-            f"{config.where}: rotary positions take {dim} of {head_dim} dimensions of a head; it must be an even number "
-            "of them, at least 2"
+            f"{config.where}: rotary positions take {dim} of {head_dim} dimensions of a head; they can take an even "
+            "number of them, at least 2"
         )
     rope: dict[str, Any] = {"dim": dim, "theta": theta, "kind": kind}
     if kind == "default":

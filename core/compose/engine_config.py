@@ -36,5 +36,7 @@ class EngineConfig(Config):
     """Start of every random draw, on host and device."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory that the engine may fill."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs where device, attention and ranks allow; start-up says where they do not."""
     kv_pages: int | None = Field(None, ge=1)
     """Pages in each KV group; null: as many as fit, measured."""

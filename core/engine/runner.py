@@ -18,6 +18,8 @@ from dovetail.core.checkpoint import open_weights
 from dovetail.core.engine.batch import Batch, build_batch
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
+from dovetail.core.engine.graphs import DecodeGraphs
+from dovetail.core.engine.host import detect_host
 from dovetail.core.engine.rehearsal import rehearsal
 from dovetail.core.engine.sampling_step import Sampled, advance_chunks, locate, sample_step
 from dovetail.core.interfaces import (
@@ -38,6 +40,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.memory.pools import apply_page_ops, make_pools
 from dovetail.core.memory.sizing import measure_pages, page_count
 from dovetail.core.ops import notes
+from dovetail.core.ops.unfused import note
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -61,12 +64,17 @@ class Runner:
         self.composition, self.rank, self.size, self.address = composition, rank, size, address
         self.engine = composition.engine
         self._pending: deque[_Pending] = deque()
+        self._phases: dict[str, float] = {}
+        self._progress: Progress = lambda phase, share: None
+        self.graphs: DecodeGraphs | None = None
+        self._why_no_graphs: str | None = "not loaded yet"
+        """None = decode steps run as graphs."""
 
     # Start-up.
 
     def load(self, progress: Progress) -> ExecutorInfo:
         """Build and fill the model, then measure how many KV pages fit beside it. `bind` must follow."""
-        phases: dict[str, float] = {}
+        phases, self._progress = self._phases, progress
 
         def phase(name: str, began: float) -> float:
             now = time.perf_counter()
@@ -119,6 +127,9 @@ class Runner:
         progress("measure memory", None)
         pages = self._measure_pages()
         phase("measure memory", clock)
+        self._why_no_graphs = self._reason_against_graphs()
+        if self._why_no_graphs is not None and device.type == "cuda":
+            note(f"decode steps run without CUDA graphs: {self._why_no_graphs}")
         return ExecutorInfo(
             spec=spec,
             groups=self.groups,
@@ -129,6 +140,18 @@ class Runner:
             phases=phases,
             notes=notes(),
         )
+
+    def _reason_against_graphs(self) -> str | None:
+        if self.device.type != "cuda":
+            return "there is no CUDA device"
+        if not self.engine.cuda_graphs:
+            return "engine.cuda_graphs=false"
+        attention = self.composition.part("attention")
+        if not attention.capabilities(detect_host("cuda")).provides.get("graphs"):
+            return f"attention={attention.name} cannot be captured"
+        if self.size > 1:
+            return "collectives are not captured yet"
+        return None
 
     def _load_weights(self, source: ModelSource, progress: Progress) -> None:
         progress("load weights", 0.0)
@@ -179,6 +202,20 @@ class Runner:
             device=self.device,
             seed=self.engine.seed,
         )
+        if self._why_no_graphs is None:
+            began = time.perf_counter()
+            self.graphs = DecodeGraphs(
+                self.model,
+                self.state,
+                self.groups,
+                self.attention,
+                taps=self.drafter.taps,
+                lookahead=self.drafter.lookahead,
+                most_rows=self.engine.max_seqs,
+                max_len=self.max_len,
+            )
+            self.graphs.capture(self._progress)
+            self._phases["capture graphs"] = time.perf_counter() - began
 
     # Steps.
 
@@ -209,6 +246,8 @@ class Runner:
 
     def _forward(self, plan: StepPlan, blobs: Blobs) -> tuple[Batch, Hidden]:
         self._apply(plan, blobs)
+        if self.graphs is not None and self.graphs.serves(plan.rows):
+            return self.graphs.run(plan.rows)
         batch = build_batch(plan.rows, self.state, self.groups, self.attention)
         ctx = ForwardContext(batch.positions_T, batch.attn)
         return batch, self.model.forward(self.model.embed(batch.tokens_T), ctx, self.drafter.taps)
@@ -322,8 +361,15 @@ class Runner:
         return StepResult(pending.plan.step, rows, time.perf_counter() - pending.started)
 
     def close(self) -> None:
-        if hasattr(self, "collective"):
+        """Give device memory back, whoever still holds this object."""
+        self._pending.clear()
+        self.graphs = None
+        for name in ("state", "pools", "model", "drafter", "attention", "processors"):
+            self.__dict__.pop(name, None)
+        if "collective" in self.__dict__:
             self.collective.close()
+        if "device" in self.__dict__ and self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _logprobs(

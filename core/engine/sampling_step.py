@@ -44,10 +44,15 @@ class Positions:
     """Drafts actually standing there, 0 .. W-1."""
 
 
+def _first_sampled(row: Row) -> int:
+    """Of the row's tokens: a decode row samples after each, a chunk after its last."""
+    return 0 if row.flags & RowFlag.DECODE else row.count - 1
+
+
 def locate(batch: Batch, state: DeviceState) -> Positions:
     rows = [batch.rows[i] for i in batch.sampled]
     packed = state.upload(
-        [(i, row.slot, row.count - 1 - row.draft, row.draft) for i, row in zip(batch.sampled, rows, strict=True)],  # type: ignore[arg-type]
+        [(i, row.slot, _first_sampled(row), row.draft) for i, row in zip(batch.sampled, rows, strict=True)],  # type: ignore[arg-type]
         torch.int64,
     )
     index_R, slots_R, offset_R, draft_R = packed.unbind(1)

@@ -21,7 +21,7 @@ class Weight:
     """One checkpoint tensor that a layer takes."""
 
     name: str
-    take: Callable[[LazyTensor], None]
+    take: Callable[[LazyTensor], object]
     """Copies this rank's share."""
     shape: tuple[int, ...] | None = None
     """Of the whole tensor; None = the quantizer's own affair."""

@@ -10,7 +10,7 @@ from dovetail.core.compose import Config
 
 
 class LlamaConfig(Config):
-    """Llama and the models built like it: Llama 2, 3, 3.1 to 3.3, Mistral."""
+    """Dense decoders: Llama 2 to 3.3, Mistral, Qwen 2, 2.5 and 3, Falcon, GPT-J."""
 
     path: str | None = None
     """Folder with config.json and *.safetensors; pkg://package.module/folder for one inside an installed package."""

@@ -34,6 +34,37 @@ def test_float32_tokens_equal_the_cpu_reference(reference: list[list[int]], dept
     assert got == reference
 
 
+@pytest.mark.parametrize("graphs", ["true", "false"])
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_graphs_and_paged_kernels_give_the_reference_tokens(
+    reference: list[list[int]], depth: int, drafter: str, graphs: str
+) -> None:
+    got = tokens(
+        "engine.device=cuda",
+        "engine.dtype=float32",
+        "attention=triton",
+        f"engine.cuda_graphs={graphs}",
+        f"engine.depth={depth}",
+        f"spec_decode={drafter}",
+        "engine.max_seqs=12",
+    )
+    assert got == reference
+
+
+def test_a_graph_serves_sampling_and_penalties_too() -> None:
+    params = [
+        SamplingParams(temperature=0.8, seed=4, max_tokens=40, top_p=0.9, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=40, repetition_penalty=1.2),
+    ]
+    got = []
+    for graphs in ("true", "false"):
+        overrides = ["engine.device=cuda", "attention=triton", "engine.dtype=float32", f"engine.cuda_graphs={graphs}"]
+        with LLM("tiny", overrides=[*overrides, "engine.max_seqs=8"]) as llm:
+            got.append([g.token_ids for g in llm.generate(PROMPTS[:2], params)])
+    assert got[0] == got[1]
+
+
 def test_chunks_and_preemption_change_nothing(reference: list[list[int]]) -> None:
     got = tokens(
         "engine.device=cuda",
@@ -63,11 +94,12 @@ def test_int8_runs_on_the_gpu(reference: list[list[int]]) -> None:
     assert agree >= 0.6 * 4 * len(PROMPTS)
 
 
-def test_no_step_waits_for_the_device() -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
+def test_no_step_waits_for_the_device(attention: str) -> None:
     """Decode steps under torch's sync debug mode: any hidden synchronisation raises in the engine's thread."""
     import torch
 
-    with LLM("tiny", overrides=["engine.device=cuda", "engine.depth=2"]) as llm:
+    with LLM("tiny", overrides=["engine.device=cuda", "engine.depth=2", f"attention={attention}"]) as llm:
         llm.generate(PROMPTS, GREEDY)
         runner = llm.engine.executor._runner  # type: ignore[attr-defined]
         execute = runner.execute

@@ -41,7 +41,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 YARN_DEEPSEEK = {**YARN, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.6, "beta_fast": 8, "beta_slow": 0.5}
 YARN_GIVEN = {**YARN, "attention_factor": 1.3, "truncate": False}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}
@@ -58,7 +58,7 @@ VARIANTS: dict[str, tuple[type, type, dict]] = {
     "llama3_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "yarn_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
-    "yarn_mscale": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN_DEEPSEEK}),
+    "yarn_mscale": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN_DEEPSEEK, "head_dim": 32}),
     "yarn_attention_factor": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN_GIVEN}),
     "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 37}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),

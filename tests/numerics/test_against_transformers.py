@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail import LLM, SamplingParams
+
 from .checkpoints import VARIANTS, random_tokens, reference_logits, save_random
 from .driver import Driver, load_model
 
@@ -49,6 +51,23 @@ def test_logits_equal_transformers(variant, tmp_path):
         assert expected.std() > 0.5  # logits so flat that any model would pass prove nothing
         torch.testing.assert_close(found[name], expected, atol=TOLERANCE, rtol=0)
         assert torch.equal(found[name].argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "variant", ["gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falcon_40b", "falcon_1b", "gptj"]
+)
+def test_greedy_output_of_the_engine_equals_transformers(variant, tmp_path):
+    """The whole engine on a model folder: chunked prompts beside decoding, two plans in flight."""
+    reference = save_random(tmp_path, variant)
+    prompts = [random_tokens(n, seed=n) for n in (5, 130, 61)]
+    overrides = ["engine.device=cpu", "engine.token_budget=48", "engine.depth=2", "engine.page_size=8"]
+    with LLM(str(tmp_path), overrides=overrides) as llm:
+        results = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=60, eos_token_id=None, pad_token_id=0
+        )
+        assert list(result.token_ids) == expected[0, len(prompt) :].tolist()
 
 
 def test_decode_rows_of_unequal_count(tmp_path):

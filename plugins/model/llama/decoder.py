@@ -52,7 +52,7 @@ from dovetail.core.ops import gelu, silu_and_mul
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.families import RUNNABLE, Layout, read_model, spec_of
 
-NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 ACTIVATIONS: dict[str, Callable[..., Bundle]] = {
     "silu_and_mul": silu_and_mul,
     "gelu": gelu,
@@ -163,9 +163,10 @@ class Llama(Model):
         spec = build.spec
         self.layout = layout = read_model(spec.hf, "config.json")[1]
         if layout.architecture not in RUNNABLE:
+            lacks = [what for what, has in (("experts", spec.moe), ("compressed attention", spec.mla)) if has]
             raise ConfigError(
-                f"{layout.architecture} can be planned for but not run: its experts or its compressed attention are "
-                f"not implemented. model=llama runs {', '.join(RUNNABLE)}"
+                f"model=llama has no {' and no '.join(lacks)}: {layout.architecture} cannot run, only be planned for "
+                f"(app=plan). It runs {', '.join(RUNNABLE)}"
             )
         self._kv_groups = _group_layers(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}

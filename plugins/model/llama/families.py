@@ -299,7 +299,10 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
     if mla is not None:
         head_dim, kv_heads = mla.nope_dim + mla.rope_dim, heads
     else:
-        head_dim = config.count("head_dim", family.head_dim or hidden // heads, at_most=MOST["head_dim"])
+        each, left = divmod(hidden, heads)
+        if (left or not each) and not (config.get("head_dim") or family.head_dim):
+            raise config.wrong(keys.hidden, f"without head_dim it must be a multiple of {heads} heads")
+        head_dim = config.count("head_dim", family.head_dim or each, at_most=MOST["head_dim"])
         kv_heads = family.kv_heads(config, heads)
     if heads % kv_heads:
         raise ConfigError(f"{where}: {heads} query heads are no multiple of {kv_heads} kv heads")

@@ -29,7 +29,6 @@ FALCON = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,
     "eos_token_id": 2,
 }
 NEW_FALCON = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
@@ -41,7 +40,6 @@ GPTJ = {
     "n_head": 4,
     "n_positions": 64,
     "rotary_dim": 6,
-    "initializer_range": 0.2,
     "eos_token_id": 2,
 }
 
@@ -57,14 +55,14 @@ class TestQwen3(ModelContract):
 
     def checkpoint(self) -> Weights | None:
         model_class = getattr(transformers, self.hf["architectures"][0])
-        model = model_class._from_config(model_class.config_class(**self.hf), dtype=torch.float32)
-        weights = dict(model.state_dict())
-        if model.config.tie_word_embeddings:
-            del weights["lm_head.weight"]
+        with torch.device("meta"):
+            model = model_class._from_config(model_class.config_class(**self.hf))
         random = torch.Generator().manual_seed(3)
+        tied = "lm_head.weight" if model.config.tie_word_embeddings else None
         return {
-            name: torch.rand(weight.shape, generator=random) + 0.5 if weight.ndim == 1 else weight
-            for name, weight in weights.items()
+            name: torch.randn(weight.shape, generator=random) * weight.shape[-1] ** -0.5 + (weight.ndim == 1)
+            for name, weight in model.state_dict().items()
+            if name != tied
         }
 
     def config(self, folder: str) -> LlamaConfig:

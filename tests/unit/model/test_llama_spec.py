@@ -1,10 +1,19 @@
-"""What a config.json says, and the variants of conf/model."""
+"""What a config.json says, and what it may not say."""
+
+import json
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
-from dovetail.plugins.model.llama.families import read_spec
+from dovetail.core.layers import build_rope
+from dovetail.core.testing.model_driver import build_context
+from dovetail.plugins.model.config import LlamaConfig
+from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.model.llama.families import FAMILIES, read_model, read_spec
 
 HF = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,34 +38,174 @@ def test_windows_and_several_ends():
     assert spec.windows == (32, 32, 32) and spec.eos_ids == (2, 5)
 
 
+QWEN = {**HF, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "max_window_layers": 1}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({}, (0, 0, 0)),
+        ({"use_sliding_window": True}, (0, 32, 32)),
+        ({"use_sliding_window": True, "layer_types": KINDS}, (32, 0, 32)),
+        ({"use_sliding_window": True, "sliding_window": None}, (0, 0, 0)),
+        ({"use_sliding_window": True, "max_window_layers": 9}, (0, 0, 0)),
+    ],
+)
+def test_windows_of_qwen(change, windows):
+    assert read_spec({**QWEN, **change}, "here").windows == windows
+
+
+@pytest.mark.parametrize(
+    ("change", "kv_heads"),
+    [
+        ({"num_kv_heads": 8}, 1),
+        ({"multi_query": False}, 8),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+    ],
+)
+def test_kv_heads_of_falcon(change, kv_heads):
+    spec = read_spec({**HF, "architectures": ["FalconForCausalLM"], **change}, "here")
+    assert (spec.kv_heads, spec.intermediate, spec.tied) == (kv_heads, 256, True)
+
+
+def test_kv_cache_of_a_sequence():
+    spec = read_spec({**QWEN, "use_sliding_window": True, "num_key_value_heads": 2}, "here")
+    assert spec.kv_bytes_per_token(2) == 3 * 2 * 2 * 8 * 2
+    assert spec.kv_bytes(100, 2) == (100 + 32 + 32) * 2 * 2 * 8 * 2  # two of three layers keep 32 tokens
+    assert [spec.kv_bytes_per_token(1, tp) for tp in (1, 2, 4)] == [96, 48, 48]  # a kv head is not split
+
+
+FALCON, GPTJ = ({"architectures": [name]} for name in ("FalconForCausalLM", "GPTJForCausalLM"))
+SHAPES_OF_GPTJ = {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "here: architectures is 'GPT2LMHeadModel'.*LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures is .'GPT2LMHeadModel'.*LlamaForCausalLM"),
         ({"architectures": None}, "architectures is None"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; model=llama runs"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures is .*; model=llama runs"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; there are silu"),
+        ({"hidden_act": ["silu"]}, "hidden_act is "),
         ({"num_key_value_heads": 3}, "8 query heads.*3 kv heads"),
+        ({"num_key_value_heads": 9}, "num_key_value_heads is 9; it must be from 1 to 8"),
+        ({"vocab_size": -1}, "vocab_size is -1; it must be from 1"),
+        ({"vocab_size": True}, "vocab_size is True; it must be a whole number"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number"),
+        ({"hidden_size": 64.0}, "hidden_size is 64.0; it must be a whole number"),
+        ({"hidden_size": 7}, "hidden_size is 7; .*8 heads"),
+        ({"hidden_size": 65}, "hidden_size is 65; .*8 heads"),
+        ({"head_dim": 7}, "take 7 of 7 dimensions"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 1024"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"intermediate_size": 10**30}, "intermediate_size is 1000"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings is"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'; it must be true or false"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; there are bfloat16"),
+        ({"eos_token_id": -1}, "eos_token_id is -1"),
+        ({"eos_token_id": [2, 100]}, "eos_token_id is .2, 100.; it must be a whole number from 0 to 99"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}"),
+        ({"bos_token_id": 2.5}, "bos_token_id is 2.5"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, "yarn stretches to 512000000000 positions"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -4}, "sliding_window is -4"),
+        ({**QWEN, "layer_types": KINDS}, "layer_types is .*; sliding_attention needs use_sliding_window"),
+        ({**QWEN, "layer_types": KINDS[:2]}, "layer_types is .*; it must be a list of 3 kinds"),
+        ({**QWEN, "layer_types": ["linear_attention"] * 3}, "'linear_attention' is neither"),
+        ({**FALCON, "alibi": True}, "alibi is True; attention with linear biases is not supported"),
+        ({**FALCON, "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn is False"),
+        ({**FALCON, "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
+        ({**GPTJ, **SHAPES_OF_GPTJ, "rotary_dim": 16}, "rotary_dim is 16; it must be from 1 to 8"),
+        ({**GPTJ, **SHAPES_OF_GPTJ, "rotary_dim": 5}, "take 5 of 8 dimensions"),
     ],
 )
 def test_what_it_cannot_read_is_said(change, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"^here: .*{message}"):
         read_spec({**HF, **change}, "here")
+
+
+OF_ANY_FAMILY = st.sampled_from(sorted(FAMILIES)).map(lambda name: {**HF, **SHAPES_OF_GPTJ, "architectures": [name]})
+KEYS = st.sampled_from(
+    [
+        *HF,
+        *(
+            "head_dim",
+            "num_key_value_heads",
+            "sliding_window",
+            "use_sliding_window",
+            "max_window_layers",
+            "layer_types",
+        ),
+        *("rms_norm_eps", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+        *("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+        *("num_kv_heads", "multi_query", "parallel_attn", "new_decoder_architecture", "num_ln_in_parallel_attn"),
+        *("ffn_hidden_size", "n_embd", "n_head", "n_inner", "n_positions", "rotary_dim", "activation_function"),
+        *("n_routed_experts", "num_experts_per_tok", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim"),
+    ]
+)
+ROPE_KEYS = st.sampled_from(
+    [
+        *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim"),
+        *("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "partial_rotary_factor", "truncate"),
+    ]
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "4", "silu", "yarn"])
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2)
+)
+ROPES = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn"]), "factor": st.floats(1, 100)}
+).flatmap(lambda rope: st.dictionaries(ROPE_KEYS, SCALARS, max_size=4).map(lambda more: {**rope, **more}))
+
+
+@given(OF_ANY_FAMILY, st.dictionaries(KEYS, VALUES, max_size=3), st.none() | ROPES)
+@settings(max_examples=500, deadline=None)
+def test_any_config_is_read_or_refused_in_words(hf, changes, rope):
+    """No other error, whatever the file says; and a rotary table of what was read is finite."""
+    try:
+        spec, layout = read_model({**hf, "rope_scaling": rope, **changes}, "here")
+    except ConfigError as error:
+        assert str(error).startswith("here: ")
+        return
+    assert spec.parameters.total > 0 and spec.kv_bytes_per_token(2) > 0
+    assert build_rope(layout.rope, 9, torch.device("cpu")).table.isfinite().all()
+
+
+def test_code_that_a_folder_brings_is_never_run(tmp_path):
+    """auto_map is how transformers finds custom code (trust_remote_code)."""
+    (tmp_path / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
+    custom = {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    (tmp_path / "config.json").write_text(json.dumps({**HF, "auto_map": custom, "trust_remote_code": True}))
+    config = LlamaConfig(path=str(tmp_path), load="dummy")
+    model = Llama(config, build_context(Llama.spec(config)))
+    model.init_dummy(0)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_of_endless_nesting_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(ConfigError, match="config.json: cannot be read as JSON"):
+        Llama.spec(LlamaConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "lacks"), [("mixtral_8x7b", "no experts"), ("deepseek_v3", "no experts and no compressed attention")]
+)
+def test_what_cannot_run_says_what_can(variant, lacks):
+    config = compose([f"model={variant}"], app="generate").part("model").config
+    with pytest.raises(ConfigError, match=f"{lacks}.*only be planned for.*It runs LlamaForCausalLM, Mistral"):
+        Llama(config, build_context(Llama.spec(config)))
 
 
 def test_a_missing_key_is_named():
     with pytest.raises(ConfigError, match="here: the key 'vocab_size' is missing"):
         read_spec({key: value for key, value in HF.items() if key != "vocab_size"}, "here")
-
-
-@pytest.mark.parametrize(
-    ("variant", "billions"), [("llama2_7b", 6.74), ("llama3_8b", 8.03), ("llama3_70b", 70.55), ("mistral_7b", 7.24)]
-)
-def test_variants_have_the_size_they_are_named_for(variant, billions):
-    spec = read_spec(compose([f"model={variant}"], app="generate").part("model").config.hf, variant)
-    attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    layer = attention + 3 * spec.hidden * spec.intermediate + 2 * spec.hidden
-    total = 2 * spec.vocab * spec.hidden + spec.layers * layer + spec.hidden
-    assert round(total / 1e9, 2) == billions
 
 
 def test_a_path_and_shapes_exclude_each_other():

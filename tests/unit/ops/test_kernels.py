@@ -29,13 +29,17 @@ from dovetail.core.interfaces import (  # noqa: E402
     Rope,
 )
 from dovetail.core.memory.pools import make_pools  # noqa: E402
+from dovetail.core.ops.activations import gelu_reference  # noqa: E402
 from dovetail.core.ops.formats import encode_reference  # noqa: E402
 from dovetail.core.ops.gated import silu_and_mul_reference  # noqa: E402
+from dovetail.core.ops.kernels.activations import gelu_triton  # noqa: E402
 from dovetail.core.ops.kernels.formats import encode_triton  # noqa: E402
 from dovetail.core.ops.kernels.gated import silu_and_mul_triton  # noqa: E402
 from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
+from dovetail.core.ops.kernels.layernorm import layer_norm_triton  # noqa: E402
 from dovetail.core.ops.kernels.norm import rms_norm_triton  # noqa: E402
 from dovetail.core.ops.kv_write import rope_kv_write_reference  # noqa: E402
+from dovetail.core.ops.layernorm import layer_norm_reference  # noqa: E402
 from dovetail.core.ops.norm import rms_norm_reference  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
@@ -135,6 +139,30 @@ def test_silu_and_mul(dtype, columns):
     for extra in ((), (INT8_TOKEN,), *((fmt,) for fmt in formats(columns))):
         emit = (PLAIN, *extra)
         assert_same_bundle(silu_and_mul_triton(gate_up, emit), silu_and_mul_reference(gate_up, emit), emit, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [24, 256, 1440])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_layer_norm(dtype, columns, with_residual):
+    x, weight, bias = random(5, columns, dtype=dtype) + 3, random(columns, dtype=dtype), random(columns, dtype=dtype)
+    residual = random(5, columns, dtype=dtype) if with_residual else None
+    for extra in ((), (INT8_TOKEN,), *((fmt,) for fmt in formats(columns)), formats(columns)):
+        emit = (PLAIN, *extra)
+        expected, expected_sum = layer_norm_reference(x, residual, weight, bias, 1e-5, emit)
+        got, got_sum = layer_norm_triton(x, residual, weight, bias, 1e-5, emit)
+        assert_same_bundle(got, expected, emit, dtype)
+        assert torch.equal(got_sum, expected_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [24, 1056, 2500])
+@pytest.mark.parametrize("tanh", [True, False])
+def test_gelu(dtype, columns, tanh):
+    x = 3 * random(4, columns, dtype=dtype)
+    for extra in ((), (INT8_TOKEN,), *((fmt,) for fmt in formats(columns))):
+        emit = (PLAIN, *extra)
+        assert_same_bundle(gelu_triton(x, tanh, emit), gelu_reference(x, tanh, emit), emit, dtype)
 
 
 @pytest.mark.parametrize("columns", [24, 1056])

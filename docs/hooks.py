@@ -1,0 +1,283 @@
+"""Parts of the pages that come from the registry, made while the site is built, so that they cannot go stale.
+
+`<!-- dovetail: components scheduler -->` in a page becomes the options of every built-in scheduler; the pages
+reference/components.md and reference/compatibility.md exist only in the built site.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from dovetail.core.compose import KINDS, Capabilities, Host, Requires, Selected, compose, installed
+from dovetail.core.compose.compatibility import stated_by_default
+from dovetail.core.compose.config import part_fields
+from dovetail.core.compose.engine_config import EngineConfig
+from dovetail.core.compose.registry import Registered
+from dovetail.core.compose.wording import show
+from dovetail.core.errors import DovetailError
+from dovetail.core.interfaces import SamplingParams
+from dovetail.plugins.app.plugins.listing import type_name
+
+CONF = Path(__file__).parent.parent / "conf"
+HOSTS = {
+    "CPU": Host(device="cpu", memory_bytes=64 << 30),
+    "GPU": Host(device="cuda", device_count=8, compute_capability=(9, 0), memory_bytes=141 << 30),
+}
+"""The machines that the matrix is made for. A Hopper GPU; what asks for a newer one says so in the matrix."""
+
+
+# mkdocs
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for path, page in PAGES.items():
+        files.append(File.generated(config, path, content=page()))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return re.sub(r"^<!-- dovetail: (\w+) ?(\w*) -->$", _replacement, markdown, flags=re.M)
+
+
+def _replacement(match: re.Match[str]) -> str:
+    return TABLES[match[1]](*([match[2]] if match[2] else []))
+
+
+# Components and their options
+
+
+def built_in(kind: str) -> list[Registered]:
+    return [r for (k, _), r in installed().registered.items() if k == kind and r.package.is_builtin]
+
+
+def components(kind: str) -> str:
+    """Every component of a kind with its options, then the variants."""
+    parts = [_component(registered) for registered in built_in(kind)]
+    if found := list(variants(kind)):
+        rows = [[f"`{name}`", f"`{base}`", about] for name, base, about in found]
+        parts += [f"**Variants of {kind}**: a component with other defaults.", _table(("name", "base", "what"), rows)]
+    return "\n\n".join(parts) or "None is built in."
+
+
+def _component(registered: Registered) -> str:
+    component = registered.component
+    about = (component.config.__doc__ or "").strip()
+    head = f"**`{component.kind}={component.name}`** (api `{component.api}`)" + (f": {_prose(about)}" if about else "")
+    options = option_rows(component.config, component.name if component.kind == "app" else component.kind)
+    return head + "\n\n" + (_table(("option", "type", "default", "meaning"), options) if options else "No options.")
+
+
+def option_rows(config: type[BaseModel], prefix: str) -> list[list[str]]:
+    parts = part_fields(config)  # type: ignore[arg-type]
+    rows = []
+    for name, info in config.model_fields.items():
+        kind = type_name(info.annotation).replace(" | ", "` or `")
+        if name in parts:
+            kind, default = f"a {parts[name][0]}", _value(parts[name][1])
+        elif info.is_required():
+            default = "required"
+        else:
+            default = _value(to_jsonable_python(info.get_default(call_default_factory=True)))
+        rows.append([f"`{prefix}.{name}`" if prefix else f"`{name}`", f"`{kind}`", default, _prose(info.description)])
+    return rows
+
+
+def variants(kind: str) -> Iterator[tuple[str, str, str]]:
+    """(name, base, first words of the file) of each YAML file of a kind, or of the presets."""
+    for file in sorted((CONF / kind).glob("*.yaml")):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        comment = [line.removeprefix("#").strip() for line in lines if line.startswith("# ") and "@package" not in line]
+        base = next((line.split("- ")[1].strip() for line in lines if line.strip().startswith("- ")), "")
+        yield file.stem, base, _prose(comment[0] if comment else "")
+
+
+def engine() -> str:
+    return _table(("setting", "type", "default", "meaning"), option_rows(EngineConfig, "engine"))
+
+
+def sampling() -> str:
+    return _table(("field", "type", "default", "meaning"), option_rows(SamplingParams, ""))
+
+
+def presets() -> str:
+    return _table(("preset", "what"), [[f"`+preset={name}`", about] for name, _, about in variants("preset")])
+
+
+def kinds() -> str:
+    """What is built in, by kind."""
+    rows = []
+    for kind in KINDS.values():
+        names = ", ".join(f"`{r.component.name}`" for r in built_in(kind.name)) or "-"
+        page = f"[`{kind.name}`]({kind.name}.md)" if (Path(__file__).parent / f"kinds/{kind.name}.md").is_file() else ""
+        how = {"one": "one", "many": "a list", "per_request": "by request"}[kind.cardinality]
+        rows.append([page or f"`{kind.name}`", kind.about, how, f"`{kind.api}`", names])
+    return _table(("kind", "what it does", "chosen", "api", "built in"), rows)
+
+
+def components_page() -> str:
+    head = "# Every component\n\nMade from the registry when the site is built. `python run.py app=plugins` prints it too."
+    sections = [f"## {kind}\n\n{KINDS[kind].about}.\n\n{components(kind)}" for kind in KINDS if built_in(kind)]
+    return "\n\n".join([head, "## engine", "What several components read.", engine(), *sections]) + "\n"
+
+
+# Who fits whom
+
+
+class Choice:
+    """One thing to choose of a kind: a component with its default options, or a variant."""
+
+    def __init__(self, kind: str, name: str, part: Selected | None) -> None:
+        self.kind, self.name, self.part = kind, name, part
+        self._stated: dict[str, Capabilities] = {}
+        self.facts: dict[str, object] = {}
+        if part is not None and kind == "model":
+            from dovetail.core.engine.host import model_facts
+
+            self.facts = dict(model_facts(part.target().spec(part.config)))
+
+    def stated(self, host: str) -> Capabilities:
+        if host not in self._stated:
+            self._stated[host] = self.part.capabilities(HOSTS[host]) if self.part else Capabilities()
+        return self._stated[host]
+
+    def refuses(self, other: Choice, host: str) -> list[str]:
+        """Demands on the other's kind that it does not meet."""
+        provides = {**other.stated(host).provides, **other.facts}
+        return [
+            f"{self.kind}={self.name} requires {other.kind} with {demand.words()} ({demand.reason})"
+            for demand in self.stated(host).requires
+            if demand.kind == other.kind and not (demand.key in provides and demand.admits(provides[demand.key]))
+        ]
+
+
+def choices(kind: str) -> list[Choice]:
+    found = []
+    for name in [*(r.component.name for r in built_in(kind)), *(name for name, _, _ in variants(kind))]:
+        try:
+            composition = compose([f"{kind}={name}"], app="generate")
+            chosen = composition.parts[kind]
+            found.append(Choice(kind, name, chosen if isinstance(chosen, Selected) else chosen[name]))
+        except DovetailError:
+            # It has required options: what it states depends on them.
+            found.append(Choice(kind, name, None))
+    return found
+
+
+def compatibility_page() -> str:
+    """Capabilities, demands on settings and machine, and a matrix for each two kinds of which one demands of the other."""
+    needs = compose(app="generate").app_part.config.needs  # type: ignore[attr-defined]
+    found = {kind: choices(kind) for kind in KINDS if kind in needs and built_in(kind)}
+    lines = [
+        "# Compatibility",
+        "Made from what components state about themselves, when the site is built; the engine checks the same data "
+        "before it loads a byte and reports every conflict at once. "
+        "[Capabilities](../kinds/index.md#capabilities) says how a component states them.",
+        "A component with required options, such as `model=llama` without a folder, is left out: what it states "
+        "depends on them.",
+    ]
+    for one, other in _pairs(found):
+        lines += _matrix(found[one], found[other])
+    lines += ["## Demands on settings and machine", _demands(found), "## What each part states", _provided(found)]
+    return "\n\n".join(lines) + "\n"
+
+
+def _pairs(found: dict[str, list[Choice]]) -> Iterator[tuple[str, str]]:
+    """Kinds of which one demands something of the other, each two once; the longer one gives the rows."""
+    seen = set()
+    for kind, of_kind in found.items():
+        for other in {d.kind: 0 for c in of_kind for host in HOSTS for d in c.stated(host).requires}:
+            pair = tuple(sorted((kind, other), key=lambda k: -len(found.get(k, ()))))
+            if other in found and pair not in seen:
+                seen.add(pair)
+                yield pair  # type: ignore[misc]
+
+
+def _matrix(rows: list[Choice], columns: list[Choice]) -> list[str]:
+    rows, columns = ([c for c in side if c.part is not None] for side in (rows, columns))
+    reasons: dict[str, int] = {}
+
+    def cell(row: Choice, column: Choice) -> str:
+        refusals = {host: [*row.refuses(column, host), *column.refuses(row, host)] for host in HOSTS}
+        if not any(refusals.values()):
+            return "yes"
+        notes = dict.fromkeys(reasons.setdefault(r, len(reasons) + 1) for found in refusals.values() for r in found)
+        where = [host for host, found in refusals.items() if not found]
+        return (f"on a {' or '.join(where)}" if where else "no") + f" ({', '.join(map(str, notes))})"
+
+    table = [[f"`{row.name}`", *(cell(row, column) for column in columns)] for row in rows]
+    head = (rows[0].kind, *(f"`{column.name}`" for column in columns))
+    lines = [f"## {rows[0].kind} and {columns[0].kind}", _table(head, table)]
+    if reasons:
+        lines.append("\n".join(f"{number}. {_prose(reason)}" for reason, number in reasons.items()))
+    return lines
+
+
+def _demands(found: dict[str, list[Choice]]) -> str:
+    rows = []
+    for choice in (c for of_kind in found.values() for c in of_kind if c.part is not None):
+        for demand in {d: 0 for host in HOSTS for d in choice.stated(host).requires}:
+            if demand.kind in ("engine", "host"):
+                rows.append([f"`{choice.kind}={choice.name}`", _asked(demand), _prose(demand.reason)])
+    return _table(("part", "requires", "because"), rows)
+
+
+def _asked(demand: Requires) -> str:
+    words = demand.words().removeprefix(demand.key).strip()
+    if demand.allowed is not None and len(demand.allowed) > 8:
+        words = f"one of {len(demand.allowed)} values from {show(demand.allowed[0])} to {show(demand.allowed[-1])}"
+    return f"`{demand.kind}.{demand.key}` {words}"
+
+
+def _provided(found: dict[str, list[Choice]]) -> str:
+    rows = []
+    for registered in (r for kind in found for r in built_in(kind)):
+        stated = stated_by_default(registered, HOSTS["GPU"]) if registered.component.name else None
+        if stated is None:
+            facts = "depends on its options"
+        else:
+            facts = "<br>".join(f"`{key}`: {_value(to_jsonable_python(v))}" for key, v in stated.provides.items()) or "-"
+        rows.append([f"`{registered.component.kind}={registered.component.name}`", facts])
+    return _table(("part", "provides"), rows)
+
+
+# Words
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _value(value: object) -> str:
+    text = ", ".join(map(show, value)) if isinstance(value, list) and value else show(value)
+    return f"`{text}`" if text else '`""`'
+
+
+def _prose(text: str | None) -> str:
+    """One line, with what Markdown or HTML would take for its own made literal."""
+    words = " ".join((text or "").split())
+    for char in "|*_<":
+        words = words.replace(char, {"<": "&lt;", "|": "&#124;"}.get(char, f"\\{char}"))
+    return re.sub(r"`([^`]*)`", lambda m: "`" + m[1].replace("\\", "").replace("&lt;", "<") + "`", words)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "components": components,
+    "engine": engine,
+    "sampling": sampling,
+    "presets": presets,
+    "kinds": kinds,
+}
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/components.md": components_page,
+    "reference/compatibility.md": compatibility_page,
+}

@@ -1,0 +1,73 @@
+"""The variants of conf/model: the sizes that users ask about, and the published number of parameters."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import pytest
+import torch
+import transformers
+
+from dovetail.core.compose import compose
+from dovetail.plugins.model.llama.families import spec_of
+
+PUBLISHED = {
+    "llama2_7b": (32, 4096, 32, 32, 11008, 32000, 524288, 6.74e9),
+    "llama2_13b": (40, 5120, 40, 40, 13824, 32000, 819200, 13.02e9),
+    "llama2_70b": (80, 8192, 64, 8, 28672, 32000, 327680, 68.98e9),
+    "llama3_8b": (32, 4096, 32, 8, 14336, 128256, 131072, 8.03e9),
+    "llama3_70b": (80, 8192, 64, 8, 28672, 128256, 327680, 70.6e9),
+    "llama31_405b": (126, 16384, 128, 8, 53248, 128256, 516096, 406e9),
+    "mistral_7b": (32, 4096, 32, 8, 14336, 32000, 131072, 7.24e9),
+    "mixtral_8x7b": (32, 4096, 32, 8, 14336, 32000, 131072, 46.7e9),
+    "mixtral_8x22b": (56, 6144, 48, 8, 16384, 32768, 229376, 141e9),
+    "qwen2_7b": (28, 3584, 28, 4, 18944, 152064, 57344, 7.62e9),
+    "qwen25_7b": (28, 3584, 28, 4, 18944, 152064, 57344, 7.62e9),
+    "qwen25_72b": (80, 8192, 64, 8, 29568, 152064, 327680, 72.7e9),
+    "qwen3_8b": (36, 4096, 32, 8, 12288, 151936, 147456, 8.19e9),
+    "qwen3_32b": (64, 5120, 64, 8, 25600, 151936, 262144, 32.8e9),
+    "falcon_7b": (32, 4544, 71, 1, 18176, 65024, 8192, 6.92e9),
+    "gptj_6b": (28, 4096, 16, 16, 16384, 50400, 458752, 6.05e9),
+    "deepseek_v3": (61, 7168, 128, 128, 18432, 129280, 70272, 671e9),
+}
+"""layers, hidden, heads, kv heads, FFN, vocabulary, KV bytes per token in bfloat16, parameters"""
+
+
+def spec(variant):
+    return spec_of(compose([f"model={variant}"], app="generate").part("model").config)
+
+
+def test_every_variant_is_in_the_table():
+    files = resources.files("dovetail").joinpath("conf/model").iterdir()
+    assert {file.name.removesuffix(".yaml") for file in files} == {*PUBLISHED, "tiny", "tiny_draft"}
+
+
+@pytest.mark.parametrize("variant", PUBLISHED)
+def test_shapes_and_sizes(variant):
+    got, (*shapes, parameters) = spec(variant), PUBLISHED[variant]
+    found = [got.layers, got.hidden, got.heads, got.kv_heads, got.intermediate, got.vocab, got.kv_bytes_per_token(2)]
+    assert found == shapes
+    assert got.parameters.total == pytest.approx(parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("variant", "active", "tolerance"),
+    # DeepSeek states 37 billion; that is 36.6 without the embedding table and 37.6 with it.
+    [
+        ("mixtral_8x7b", 12.9e9, 0.01),
+        ("mixtral_8x22b", 39e9, 0.01),
+        ("deepseek_v3", 37e9, 0.02),
+        ("gptj_6b", 6.05e9, 0.01),
+    ],
+)
+def test_active_parameters(variant, active, tolerance):
+    assert spec(variant).parameters.active == pytest.approx(active, rel=tolerance)
+
+
+@pytest.mark.parametrize("variant", PUBLISHED)
+def test_parameters_are_those_that_transformers_makes(variant):
+    hf = spec(variant).hf
+    model_class = getattr(transformers, hf["architectures"][0])
+    with torch.device("meta"):
+        model = model_class._from_config(model_class.config_class(**hf))
+    assert spec(variant).parameters.total == model.num_parameters()
