@@ -132,7 +132,7 @@ def components_page() -> str:
 
 
 class Choice:
-    """One thing to choose of a kind: a component with its default options, or a variant."""
+    """One thing to choose of a kind: a component with its default options, or a variant; no part = left out."""
 
     def __init__(self, kind: str, name: str, part: Selected | None) -> None:
         self.kind, self.name, self.part = kind, name, part
@@ -160,7 +160,8 @@ class Choice:
 
 def choices(kind: str) -> list[Choice]:
     found = []
-    for name in [*(r.component.name for r in built_in(kind)), *(name for name, _, _ in variants(kind))]:
+    runs = [name for name, _, about in variants(kind) if "cannot run" not in about]
+    for name in [*(r.component.name for r in built_in(kind)), *runs]:
         try:
             composition = compose([f"{kind}={name}"], app="generate")
             chosen = composition.parts[kind]
@@ -181,11 +182,17 @@ def compatibility_page() -> str:
         "before it loads a byte and reports every conflict at once. "
         "[Capabilities](../kinds/index.md#capabilities) says how a component states them.",
         "A component with required options, such as `model=llama` without a folder, is left out: what it states "
-        "depends on them.",
+        "depends on them. So are shapes that can be planned for but not run.",
     ]
     for one, other in _pairs(found):
         lines += _matrix(found[one], found[other])
-    lines += ["## Demands on settings and machine", _demands(found), "## What each part states", _provided(found)]
+    lines += [
+        "## Demands on settings and machine",
+        _demands(found),
+        "## What each part states",
+        "Of components with their default options, on a GPU. What is not listed states nothing.",
+        _provided(found),
+    ]
     return "\n\n".join(lines) + "\n"
 
 
@@ -221,11 +228,12 @@ def _matrix(rows: list[Choice], columns: list[Choice]) -> list[str]:
 
 
 def _demands(found: dict[str, list[Choice]]) -> str:
-    rows = []
+    who: dict[tuple[str, str], list[str]] = {}
     for choice in (c for of_kind in found.values() for c in of_kind if c.part is not None):
         for demand in {d: 0 for host in HOSTS for d in choice.stated(host).requires}:
             if demand.kind in ("engine", "host"):
-                rows.append([f"`{choice.kind}={choice.name}`", _asked(demand), _prose(demand.reason)])
+                who.setdefault((_asked(demand), _prose(demand.reason)), []).append(f"`{choice.kind}={choice.name}`")
+    rows = [[", ".join(names), asked, reason] for (asked, reason), names in who.items()]
     return _table(("part", "requires", "because"), rows)
 
 
@@ -239,11 +247,13 @@ def _asked(demand: Requires) -> str:
 def _provided(found: dict[str, list[Choice]]) -> str:
     rows = []
     for registered in (r for kind in found for r in built_in(kind)):
-        stated = stated_by_default(registered, HOSTS["GPU"]) if registered.component.name else None
+        stated = stated_by_default(registered, HOSTS["GPU"])
         if stated is None:
             facts = "depends on its options"
+        elif stated.provides:
+            facts = "<br>".join(f"`{key}`: {_value(to_jsonable_python(v))}" for key, v in stated.provides.items())
         else:
-            facts = "<br>".join(f"`{key}`: {_value(to_jsonable_python(v))}" for key, v in stated.provides.items()) or "-"
+            continue
         rows.append([f"`{registered.component.kind}={registered.component.name}`", facts])
     return _table(("part", "provides"), rows)
 

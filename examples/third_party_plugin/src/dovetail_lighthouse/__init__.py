@@ -1,0 +1,36 @@
+"""Parts for Dovetail from outside. Dovetail calls the two hooks while it composes; nothing heavy is imported here."""
+
+from dovetail import Component, hookimpl
+from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig
+
+
+@hookimpl
+def dovetail_components():
+    return [
+        Component(
+            kind="scheduler",
+            name="lighthouse",
+            config=LighthouseConfig,
+            target="dovetail_lighthouse.scheduler:Lighthouse",
+            api="scheduler/0.1",
+        ),
+        Component(
+            kind="logits",
+            name="no_repeat_ngram",
+            config=NoRepeatNgramConfig,
+            target="dovetail_lighthouse.no_repeat_ngram:NoRepeatNgram",
+            api="logits/0.1",
+        ),
+        Component(
+            kind="observer",
+            name="step_csv",
+            config=StepCsvConfig,
+            target="dovetail_lighthouse.step_csv:StepCsv",
+            api="observer/0.1",
+        ),
+    ]
+
+
+@hookimpl
+def dovetail_config_dirs():
+    return ["pkg://dovetail_lighthouse.conf"]

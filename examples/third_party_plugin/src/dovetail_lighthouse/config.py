@@ -1,0 +1,34 @@
+"""Options of the three components. Listing and validating import this module, so it imports no torch."""
+
+from pydantic import Field
+
+from dovetail import Config
+
+
+class LighthouseConfig(Config):
+    """Newest request first; who has waited for max_age goes before all others, oldest first."""
+
+    max_age: float = Field(10.0, ge=0)
+    """Seconds from arrival after which a request counts as late. 0 = all are late: first come, first served."""
+
+
+class NoRepeatNgramConfig(Config):
+    """No n-gram of tokens comes twice. A request sets its own n with hints={"no_repeat_ngram": n}, 0 = none."""
+
+    size: int = Field(0, ge=0)
+    """n for requests without the hint, tokens; 0 = only requests with the hint."""
+    longest: int = Field(8, ge=1, le=64)
+    """Largest n that is allowed, tokens; every step makes so many comparisons per token of history."""
+    prompt: bool = True
+    """Whether n-grams of the prompt count."""
+
+    def model_post_init(self, context: object) -> None:
+        if self.size > self.longest:
+            raise ValueError(f"size={self.size} is more than longest={self.longest}")
+
+
+class StepCsvConfig(Config):
+    """One line of CSV per engine step, the names of the columns first."""
+
+    path: str = "steps.csv"
+    """File to write, overwritten; each engine needs one of its own."""

@@ -1,0 +1,41 @@
+"""Segmented LRU (Karedla, Love and Wherry 1994) for KV pages: a page that was reused once outlives any number of pages
+that never were. Choose it with kv_cache.eviction=dovetail_lighthouse.eviction:SegmentedLRU."""
+
+from collections import OrderedDict
+
+
+class SegmentedLRU:
+    """Pages never reused wait in `probation`, the others in `protected`; each in order of release."""
+
+    share = 0.8
+    """Of the evictable pages, held by `protected` at most. Past that its oldest pages go back to probation."""
+
+    def __init__(self):
+        self.probation = OrderedDict()
+        self.protected = OrderedDict()
+        self.reused = set()
+
+    def on_publish(self, page, depth):
+        self.reused.discard(page)
+
+    def on_release(self, page):
+        if page not in self.reused:
+            self.probation[page] = None
+            return
+        self.protected[page] = None
+        while len(self.protected) > self.share * (len(self.protected) + len(self.probation)):
+            oldest, _ = self.protected.popitem(last=False)
+            self.reused.discard(oldest)
+            self.probation[oldest] = None
+
+    def on_hit(self, page):
+        if page in self.probation:
+            del self.probation[page]
+        else:
+            del self.protected[page]
+        self.reused.add(page)
+
+    def victim(self):
+        page, _ = (self.probation or self.protected).popitem(last=False)
+        self.reused.discard(page)
+        return page

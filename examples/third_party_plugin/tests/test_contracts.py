@@ -1,0 +1,92 @@
+"""The contract suites that Dovetail's own parts pass, over the parts of this package."""
+
+import dataclasses
+import functools
+import itertools
+import random
+
+import pytest
+from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig
+from dovetail_lighthouse.no_repeat_ngram import HINT, NoRepeatNgram
+from dovetail_lighthouse.scheduler import Lighthouse
+from dovetail_lighthouse.step_csv import StepCsv
+from hypothesis import settings
+
+from dovetail import SamplingParams, compose
+from dovetail.core.testing.kv_cache import KVAllocatorContract
+from dovetail.core.testing.logits import LogitsProcessorContract
+from dovetail.core.testing.observer import ObserverContract
+from dovetail.core.testing.scheduler import SchedulerContract
+
+
+@functools.cache
+def composition():
+    return compose(["kv_cache.eviction=dovetail_lighthouse.eviction:SegmentedLRU"])
+
+
+def allocator(groups, num_pages):
+    return composition().build("kv_cache", groups=groups, num_pages=num_pages)
+
+
+class TestNewestFirst(SchedulerContract):
+    def make(self, limits, kv):
+        return Lighthouse(LighthouseConfig(max_age=3600), limits, kv)
+
+
+class TestAllLate(SchedulerContract):
+    """On the allocator with this package's policy."""
+
+    def make(self, limits, kv):
+        return Lighthouse(LighthouseConfig(max_age=0), limits, kv)
+
+    def make_kv(self, groups, num_pages):
+        return allocator(groups, num_pages)
+
+
+class TestSegmentedLRU(KVAllocatorContract):
+    machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=25)
+
+    def make(self, groups, num_pages):
+        return allocator(groups, num_pages)
+
+
+class NoRepeatNgramContract(LogitsProcessorContract):
+    """Requests ask by hint; the suite makes them from SamplingParams, which have no room for one."""
+
+    hint = 1
+
+    def make(self):
+        return NoRepeatNgram(NoRepeatNgramConfig())
+
+    def active_params(self):
+        return SamplingParams()
+
+    def active(self):
+        return dataclasses.replace(super().active(), hints={HINT: self.hint})
+
+    def larger(self):
+        return dataclasses.replace(super().larger(), hints={HINT: self.hint})
+
+
+class TestUnigrams(NoRepeatNgramContract):
+    """No token comes twice, which every history shows."""
+
+
+class TestTrigrams(NoRepeatNgramContract):
+    """Histories of two tokens alone, whose prompt has every pair of them: each has a trigram to ban."""
+
+    hint = 3
+    prompt = (1, 1, 2, 2, 1)
+
+    def history(self, outputs, seed=0):
+        rng = random.Random(seed)
+        return [*self.prompt, *(rng.choice((1, 2)) for _ in range(outputs))]
+
+
+class TestStepCsv(ObserverContract):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path):
+        self.paths = (str(tmp_path / f"{i}.csv") for i in itertools.count())
+
+    def make(self):
+        return StepCsv(StepCsvConfig(path=next(self.paths)))

@@ -1,0 +1,120 @@
+"""What the parts do, beside what every part must."""
+
+import csv
+import dataclasses
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig
+from dovetail_lighthouse.eviction import SegmentedLRU
+from dovetail_lighthouse.no_repeat_ngram import HINT, NoRepeatNgram
+from dovetail_lighthouse.scheduler import Lighthouse
+from dovetail_lighthouse.step_csv import StepCsv
+
+from dovetail import LLM, RequestError, SamplingParams
+from dovetail.core.interfaces import LogitsContext, Request, SchedulerLimits, Sequence, StepRecord
+from dovetail.core.testing.observer import records
+
+
+def waiting(*arrivals):
+    return [Sequence(i, Request(i, (1,), SamplingParams(), arrival=at)) for i, at in enumerate(arrivals)]
+
+
+@pytest.mark.parametrize(
+    ("max_age", "order", "victims"),
+    [(100, [3, 2, 1, 0], [0, 1, 2, 3]), (0, [0, 1, 2, 3], [3, 2, 1, 0]), (10, [0, 1, 3, 2], [2, 3, 1, 0])],
+)
+def test_newest_first_but_late_ones_before_all(max_age, order, victims):
+    scheduler = Lighthouse(LighthouseConfig(max_age=max_age), SchedulerLimits(16, 4, 64), kv=None)
+    seqs, ctx = waiting(0.0, 1.0, 5.0, 6.0), SimpleNamespace(clock=12.0)
+    assert [seq.uid for seq in scheduler.order(seqs, ctx)] == order
+    left, out = list(seqs), []
+    while left:
+        left.remove(victim := scheduler.victim(left, ctx))
+        out.append(victim.uid)
+    assert out == victims
+
+
+def test_a_page_that_was_reused_outlives_a_scan():
+    policy = SegmentedLRU()
+    for page in range(4):
+        policy.on_publish(page, 0)
+        policy.on_release(page)
+    policy.on_hit(1)
+    policy.on_release(1)
+    for page in range(10, 40):
+        policy.on_publish(page, 0)
+        policy.on_release(page)
+    assert [policy.victim() for _ in range(33)] == [0, 2, 3, *range(10, 40)]
+    assert policy.victim() == 1
+    policy.on_publish(1, 0)
+    policy.on_release(1)
+    assert 1 in policy.probation, "new contents start anew"
+
+
+def banned(history, size, prompt_len):
+    """The definition, one token at a time; n-grams lie wholly after `prompt_len`."""
+    grams = {tuple(history[i : i + size]) for i in range(prompt_len, len(history) - size + 1)} if size else set()
+    last = tuple(history[len(history) - size + 1 :]) if size else ()
+    return {gram[-1] for gram in grams if gram[:-1] == last}
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_against_the_definition(prompt):
+    rng = random.Random(7)
+    processor = NoRepeatNgram(NoRepeatNgramConfig(longest=5, prompt=prompt))
+    slots, width, vocab = 40, 30, 4
+    processor.allocate(slots, vocab, torch.device("cpu"))
+    sizes, lengths = [rng.randrange(6) for _ in range(slots)], [rng.randrange(1, width) for _ in range(slots)]
+    prompts = [rng.randrange(1, length + 1) for length in lengths]
+    for slot, size in enumerate(sizes):
+        processor.join(slot, Request(slot, (1,), SamplingParams(), hints={HINT: size}))
+    tokens = [[rng.randrange(vocab) for _ in range(width)] for _ in range(slots)]
+    ctx = LogitsContext(
+        torch.arange(slots), torch.tensor(lengths), torch.tensor(tokens).int(), torch.tensor(prompts), max(lengths)
+    )
+    out = processor.apply(torch.zeros(slots, vocab), ctx)
+    found = [set(row.isinf().nonzero().flatten().tolist()) for row in out]
+    expected = [
+        banned(tokens[i][: lengths[i]], sizes[i], 0 if prompt else prompts[i]) for i in range(slots)
+    ]
+    assert found == expected
+    assert any(expected)
+
+
+@pytest.mark.parametrize("size", [-1, 9, 1.5])
+def test_a_hint_that_makes_no_sense_is_the_clients_mistake(size):
+    with pytest.raises(RequestError, match="whole number from 0 to 8"):
+        NoRepeatNgram(NoRepeatNgramConfig()).wants(Request(0, (1,), SamplingParams(), hints={HINT: size}))
+
+
+def test_the_file_has_a_line_a_step(tmp_path):
+    path = tmp_path / "steps.csv"
+    observer, seen = StepCsv(StepCsvConfig(path=str(path))), list(records(5))
+    for record in seen:
+        observer.step(record)
+    with path.open() as file:
+        assert len(list(csv.DictReader(file))) == 5, "a line can be read as soon as its step is done"
+    observer.close()
+    with path.open() as file:
+        lines = list(csv.DictReader(file))
+    assert list(lines[0]) == [field.name for field in dataclasses.fields(StepRecord)]
+    assert [float(line["clock"]) for line in lines] == [record.clock for record in seen]
+
+
+def test_all_of_it_in_one_engine(tmp_path):
+    path = tmp_path / "steps.csv"
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    overrides = ["+preset=lighthouse", f"observer.step_csv.path={path}", "engine.device=cpu"]
+    with LLM("tiny", overrides=overrides) as llm:
+        (free,) = llm.generate("x = 1, 1, 1, 1,", params)
+        (bound,) = llm.generate("x = 1, 1, 1, 1,", params, hints={HINT: 2})
+        with pytest.raises(RequestError):
+            llm.generate("x", params, hints={HINT: 99})
+        (again,) = llm.generate("x = 1, 1, 1, 1,", params)
+    free, bound, again = (list(result.completions[0].token_ids) for result in (free, bound, again))
+    assert free == again != bound
+    assert len(set(zip(bound, bound[1:], strict=False))) == len(bound) - 1
+    assert sum(int(line["sampled"]) for line in csv.DictReader(path.open())) == 96
