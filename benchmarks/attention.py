@@ -69,10 +69,10 @@ class Fixed(Tiles):
     def __init__(self, tile: Tile) -> None:
         self.tile = tile
 
-    def decode(self, shape: Shape, tokens: int) -> Tile:
+    def decode(self, shape: Shape, tokens: int, scarce: bool) -> Tile:
         return fit(self.tile, shape)
 
-    def prefill(self, shape: Shape) -> Tile:
+    def prefill(self, shape: Shape, tokens: int) -> Tile:
         return fit(self.tile, shape)
 
 
@@ -272,7 +272,7 @@ DECODE = [
     )
 ]  # fmt: skip
 PREFILL = [
-    Tile(m, n, warps, stages, 1, least=1024, tma=tma, pairs=tma)
+    Tile(m, n, warps, stages, 1, least=1024, tma=tma)
     for m, n, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2))
     for tma in (False, True)
 ]

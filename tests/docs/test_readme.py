@@ -43,7 +43,9 @@ def test_commands(command: str) -> None:
     if "model.path=/models/Llama-3-8B" in argv:
         argv = [a.replace("/models/Llama-3-8B", "pkg://dovetail.plugins.model.bundled/tiny") for a in argv]
     out = run(argv, ROOT)
-    if "app=plugins" in argv:
+    if "app=plan" in argv:
+        assert "fits" in out
+    elif "app=plugins" in argv:
         assert "prefix_hash" in out
     elif "--cfg" in argv:
         assert "token_budget" in out

@@ -45,11 +45,11 @@ class SmallTiles(Tiles):
     def __init__(self, programs: int = 64, tma: bool = False) -> None:
         self.programs, self.tma = programs, tma
 
-    def decode(self, shape, tokens):
-        tile = super().decode(shape, tokens)
+    def decode(self, shape, tokens, scarce):
+        tile = super().decode(shape, tokens, scarce)
         return replace(tile, block_n=16, programs=self.programs, least=16)
 
-    def prefill(self, shape):
+    def prefill(self, shape, tokens):
         return fit(Tile(64, 16, 4, 2, self.programs, least=16, tma=self.tma), shape)
 
 

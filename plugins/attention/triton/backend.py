@@ -39,7 +39,9 @@ Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 PLENTY = 3
-"""Work items, in programs aimed at, from which on rows are left whole: they fill the device by themselves."""
+"""Programs of whole rows for each multiprocessor from which on ..."""
+SHORT = 2048
+"""... rows of at most so many keys are left whole: splitting them evens out less than joining them costs."""
 INTERPRETED_PROCESSORS = 4
 """Multiprocessors to plan for where there is none."""
 
@@ -158,9 +160,10 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
     device = meta.kv_len_B.device
     launches = []
     if decode:
-        launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]))))
+        scarce = decode * kv_heads < _processors(device)
+        launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]), scarce)))
     if decode < rows:
-        launches.append((decode, rows - decode, tiles.prefill(shape)))
+        launches.append((decode, rows - decode, tiles.prefill(shape, tokens)))
     parts_T3 = torch.empty(tokens, 3, dtype=torch.int32, device=device)
     lists, part_rows = [], 0
     for first_row, count, tile in launches:
@@ -169,7 +172,8 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
         whole = tokens // queries + count + 1
         target = triton.cdiv(tile.programs * _processors(device), kv_heads)
         longest = max(host.bounds[first_row : first_row + count])
-        split = whole < PLENTY * target and longest > tile.least
+        plenty = whole * kv_heads >= PLENTY * _processors(device)
+        split = longest > (SHORT if plenty else tile.least)
         capacity = whole + target if split else whole
         items = torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device)
         plan_items[(count + 2,)](
@@ -225,9 +229,9 @@ def _finish(
         D=layer.head_dim,
         JOIN=plan.part_rows > 0,
         STORE=plain,
-        SPLITS=32 if block <= 256 else 8,
+        SPLITS=8,
         BLOCK=block,
-        num_warps=max(8, warps(block)) if plan.part_rows else warps(block),
+        num_warps=max(2, warps(block)),
     )
 
 

@@ -63,21 +63,33 @@ class Shape:
 class Tiles:
     """The table. Benchmarks put another one in its place."""
 
-    def decode(self, shape: Shape, tokens: int) -> Tile:
-        """For rows of at most so many tokens."""
+    def decode(self, shape: Shape, tokens: int, scarce: bool) -> Tile:
+        """For rows of at most so many tokens; scarce: rows times kv heads are fewer than multiprocessors."""
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, 64)))
         if shape.dtype.itemsize == 4:
             return fit(Tile(rows, 16, 4, 2, 2), shape)
+        if rows > 32 or shape.padded_dim > 128:
+            return fit(Tile(rows, 64, 4, 3, 2), shape)
+        if scarce:
+            return fit(Tile(rows, 128, 4, 3, 1, least=128, pairs=True), shape)
         if shape.kv_dtype.itemsize == 1:
-            return fit(Tile(rows, 64, 2 if rows <= 16 and shape.padded_dim <= 128 else 4, 3, 2, pairs=True), shape)
-        return fit(Tile(rows, 64, 4, 4, 2), shape)
+            return fit(Tile(rows, 64, 4, 3, 2, pairs=True), shape)
+        return fit(Tile(rows, 32, 2, 4, 2) if rows <= 16 else Tile(rows, 64, 4, 4, 2), shape)
 
-    def prefill(self, shape: Shape) -> Tile:
+    def prefill(self, shape: Shape, tokens: int) -> Tile:
+        """For a step of so many tokens."""
+        least = triton.next_power_of_2(shape.group)
         if shape.dtype.itemsize == 4:
             # Products run without matrix units and keep both operands in registers.
-            return fit(Tile(max(16, triton.next_power_of_2(shape.group)), 16, 4, 2, 1, least=1024), shape)
-        rows = max(128 if shape.head_dim <= 128 else 64, triton.next_power_of_2(shape.group))
-        return fit(Tile(rows, 64, 4 if rows <= 64 else 8, 3, 1, least=1024, tma=True), shape)
+            return fit(Tile(max(16, least), 16, 4, 2, 1, least=1024), shape)
+        if shape.padded_dim > 128:
+            return fit(Tile(max(64, least), 64, 8, 2, 1, least=1024), shape)
+        if shape.kv_dtype.itemsize == 1:
+            return fit(Tile(max(128, least), 128, 8, 2, 1, least=1024), shape)
+        short = fit(Tile(max(64, least), 64, 4, 3, 1, least=1024, tma=True), shape)
+        if short.tma and tokens <= 2048 and least <= 64:
+            return short
+        return fit(Tile(max(128, least), 64, 8, 3, 1, least=1024, tma=True), shape)
 
 
 def fit(tile: Tile, shape: Shape) -> Tile:
@@ -86,5 +98,6 @@ def fit(tile: Tile, shape: Shape) -> Tile:
     while 2 * stages * block_n * shape.padded_dim * shape.kv_dtype.itemsize > SHARED_BYTES and block_n > 16:
         stages, block_n = (stages - 1, block_n) if stages > 2 else (stages, block_n // 2)
     tma = tile.tma and shape.reads_tensor_maps and shape.page_tokens % block_n == 0
-    pairs = tile.pairs and shape.reads_pairs
+    # Larger tiles take the instructions of a warp group, which read 16-bit values from shared memory in any case.
+    pairs = tile.pairs and shape.reads_pairs and tile.block_m <= 32
     return replace(tile, block_n=block_n, stages=stages, tma=tma, pairs=pairs)

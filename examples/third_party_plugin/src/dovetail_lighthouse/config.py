@@ -13,7 +13,8 @@ class LighthouseConfig(Config):
 
 
 class NoRepeatNgramConfig(Config):
-    """No n-gram of tokens comes twice. A request sets its own n with hints={"no_repeat_ngram": n}, 0 = none."""
+    """No n-gram of tokens comes twice. A request sets its own n, up to `longest`, with
+    hints={"no_repeat_ngram": n}; 0 = none."""
 
     size: int = Field(0, ge=0)
     """n for requests without the hint, tokens; 0 = only requests with the hint."""

@@ -5,7 +5,6 @@ Shapes: N logits rows, S slots, L history, V vocabulary.
 
 import torch
 
-from dovetail import RequestError
 from dovetail.core.interfaces import LogitsProcessor
 
 HINT = "no_repeat_ngram"
@@ -39,9 +38,5 @@ class NoRepeatNgram(LogitsProcessor):
         return logits_NV.masked_fill(count_NV > 0, float("-inf"))
 
     def _size(self, request):
-        size = request.hints.get(HINT, self.config.size)
-        if size != int(size) or not 0 <= size <= self.config.longest:
-            raise RequestError(
-                f"hints[{HINT!r}]={size} is no whole number from 0 to {self.config.longest} (logits.{HINT}.longest)"
-            )
-        return int(size)
+        # A processor cannot refuse a request: an exception here would end the engine for all. Not-a-number becomes 0.
+        return int(min(self.config.longest, max(0, request.hints.get(HINT, self.config.size))))
