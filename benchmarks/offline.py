@@ -20,7 +20,14 @@ from typing import Any
 
 from dovetail import LLM, SamplingParams
 
-WORKLOADS = {"smoke": (4, 16, 8), "latency": (1, 512, 256), "batch64": (64, 512, 256), "batch256": (256, 512, 256)}
+WORKLOADS = {
+    "smoke": (4, 16, 8),
+    "latency": (1, 512, 256),
+    "batch64": (64, 512, 256),
+    "batch256": (256, 512, 256),
+    "throughput": (1000, 512, 256),
+    "long": (32, 8192, 256),
+}
 """name -> (requests, prompt tokens, output tokens)"""
 
 

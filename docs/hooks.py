@@ -6,6 +6,7 @@ reference/components.md and reference/compatibility.md exist only in the built s
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -280,12 +281,32 @@ def _prose(text: str | None) -> str:
     return re.sub(r"`([^`]*)`", lambda m: "`" + m[1].replace("\\", "").replace("&lt;", "<") + "`", words)
 
 
+def results() -> str:
+    """Every file of benchmarks/results that benchmarks/offline.py wrote, with its command."""
+    parts = []
+    for file in sorted((CONF.parent / "benchmarks" / "results").glob("*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if "overrides" not in found or "results" not in found:
+            continue
+        workloads = " ".join(result["workload"] for result in found["results"])
+        command = f"python benchmarks/offline.py {workloads} -- {' '.join(found['overrides'])}"
+        where = f"{found['gpu'] or 'CPU'}, torch {found['torch']}, start-up {found['startup_s']} s. `{file.name}`:"
+        rows = [
+            [f"`{r['workload']}`", *(f"{r[key]:g}" for key in ("tpot_ms", "output_tokens_per_s", "first_token_s"))]
+            for r in found["results"]
+        ]
+        head = ("workload", "TPOT ms", "output tokens/s", "first token of all requests, s")
+        parts += [where, f"```text\n{command}\n```", _table(head, rows)]
+    return "\n\n".join(parts)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "components": components,
     "engine": engine,
     "sampling": sampling,
     "presets": presets,
     "kinds": kinds,
+    "results": results,
 }
 PAGES: dict[str, Callable[[], str]] = {
     "reference/components.md": components_page,

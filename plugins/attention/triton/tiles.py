@@ -68,7 +68,9 @@ class Tiles:
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, 64)))
         if shape.dtype.itemsize == 4:
             return fit(Tile(rows, 16, 4, 2, 2), shape)
-        if rows > 32 or shape.padded_dim > 128:
+        if rows > 32:
+            return fit(Tile(rows, 64, 4, 3, 2) if shape.padded_dim <= 128 else Tile(rows, 64, 8, 2, 2), shape)
+        if shape.padded_dim > 128:
             return fit(Tile(rows, 64, 4, 3, 2), shape)
         if scarce:
             return fit(Tile(rows, 128, 4, 3, 1, least=128, pairs=True), shape)

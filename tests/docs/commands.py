@@ -1,0 +1,132 @@
+"""What the pages ask a reader to type, and what a test does in its place. Every exception stands in a table here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+SUBSTITUTIONS = {
+    "/models/Llama-3.1-8B": "pkg://dovetail.plugins.model.bundled/tiny",
+    "benchmarks/": f"{ROOT}/benchmarks/",
+}
+"""A reader's own -> what the tests have. A preset's model is replaced by the words after it."""
+
+COMPOSED_ONLY = {"+preset=h200": "needs a GPU", "attention=triton": "needs a GPU"}
+"""Commands with these words are composed and checked (`--cfg job`), not run, unless they plan."""
+
+NOT_RUN = {
+    "pip install -e": "changes the environment; .ci/run does it first of all",
+    "pip install 'torch": "changes the environment",
+    "pip install .": "done once for every page, without an index (see `installed` in test_pages)",
+    "python benchmarks/offline.py latency": "needs a GPU",
+    "python benchmarks/profile_step.py": "needs a GPU",
+}
+"""Commands that begin like this -> why they are not run."""
+
+FEW_TOKENS = "generate.max_tokens=4"
+"""Added to commands that say nothing of the length of outputs."""
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """The path in a block's first line, which makes it a file of the reader's."""
+        named = re.match(r"# ([\w./-]+\.(?:py|toml|yaml))\n", self.text)
+        return named[1] if named else None
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    line: str
+
+    @property
+    def exit_code(self) -> int:
+        stated = re.search(r"# exit code (\d+)$", self.line)
+        return int(stated[1]) if stated else 0
+
+    @property
+    def why_not_run(self) -> str | None:
+        return next((why for start, why in NOT_RUN.items() if self.line.startswith(start)), None)
+
+    @property
+    def is_pytest(self) -> bool:
+        return self.line.startswith("pytest ")
+
+    @property
+    def is_shell(self) -> bool:
+        """Anything but one call of Dovetail's own command line."""
+        return "|" in self.line or self.line.startswith("python benchmarks/")
+
+    @property
+    def shell(self) -> str:
+        text = self.line
+        for theirs, ours in SUBSTITUTIONS.items():
+            text = text.replace(theirs, ours)
+        return text.replace("python run.py", f"python {ROOT}/run.py")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(word.split("=", 1) for word in self._words() if re.match(r"[A-Z_]+=", word))
+
+    @property
+    def argv(self) -> list[str]:
+        """What follows `python run.py` or `dovetail`, as the tests give it."""
+        words = [word for word in self._words() if not re.match(r"[A-Z_]+=", word)]
+        start = words[2:] if words[:2] == ["python", "run.py"] else words[1:] if words[0] == "dovetail" else None
+        assert start is not None, f"{self.page}: no rule for `{self.line}`; add one to tests/docs/commands.py"
+        cut = start.index("--") if "--" in start else len(start)
+        before, after = start[:cut], start[cut:]
+        app = next((word for word in before if word.startswith("app=")), "app=generate")
+        if app == "app=generate" and "--cfg" not in before and not {"--help", "-h"} & set(before):
+            before += [] if any(word.startswith("generate.max_tokens") for word in before) else [FEW_TOKENS]
+            before += ["--cfg", "job"] if any(words in " ".join(before) for words in COMPOSED_ONLY) else []
+        return before + after
+
+    def _words(self) -> list[str]:
+        words = shlex.split(self.line, comments=True)
+        for theirs, ours in SUBSTITUTIONS.items():
+            words = [word.replace(theirs, ours) for word in words]
+        return words
+
+
+def pages() -> dict[str, str]:
+    """Written pages by path; generated ones have no commands but those that the registry names."""
+    return {str(file.relative_to(DOCS)): file.read_text(encoding="utf-8") for file in sorted(DOCS.rglob("*.md"))}
+
+
+def blocks(language: str | None = None) -> Iterator[Block]:
+    for page, text in pages().items():
+        for found, body in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S):
+            if language in (None, found):
+                yield Block(page, found, body)
+
+
+def commands() -> list[Command]:
+    """Each once: a line is the same command on every page unless the page has files of its own."""
+    with_files = {block.page for block in blocks() if block.file}
+    found: dict[tuple[str, str], Command] = {}
+    for block in blocks("bash"):
+        assert not block.text.endswith("\\\n"), f"{block.page}: one command a line"
+        for line in block.text.splitlines():
+            for part in line.split(" && "):
+                if part.strip() and not part.startswith("#"):
+                    where = block.page if block.page in with_files else ""
+                    found.setdefault((where, part), Command(block.page, part.strip()))
+    return list(found.values())
+
+
+def scripts() -> list[Block]:
+    """Python that is run as it stands."""
+    return [block for block in blocks("python") if not block.file]

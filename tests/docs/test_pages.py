@@ -1,0 +1,154 @@
+"""The pages hold: commands run, Python runs, plugins install, and pass the suites that their pages name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .commands import Command, blocks, commands, pages, scripts
+
+# Everything runs in two processes before the first test looks; alone on two cores it takes under a minute.
+pytestmark = pytest.mark.timeout(600)
+
+COMMANDS = commands()
+TO_RUN = [c for c in COMMANDS if not c.why_not_run and not c.is_pytest]
+SCRIPTS = scripts()
+
+
+@dataclass
+class Ran:
+    results: dict[str, dict[str, Any]]
+    """By page and text: exit code and output."""
+    suites: str
+    """pytest's output over every test file of the pages."""
+    folder: Path
+
+    def of(self, page: str, text: str) -> dict[str, Any]:
+        return self.results[f"{page}: {text}"]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    work, site = tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("site")
+    write_files(work)
+    install(work, site)
+    jobs = [{"page": s.page, "text": s.text, "code": s.text} for s in SCRIPTS]
+    jobs += [{"page": c.page, "text": c.line, **how(c)} for c in TO_RUN if not c.is_shell]
+    for job in jobs:
+        job["cwd"] = str(folder_of(work, str(job["page"])))
+    (work / "jobs.json").write_text(json.dumps(jobs))
+    driver = [str(Path(__file__).with_name("driver.py")), str(work / "jobs.json"), str(work / "results.json")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *extra_path()]), "OMP_NUM_THREADS": "1"}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    ours = start([sys.executable, *driver], work, env)
+    tests = sorted(str(file) for file in work.rglob("test_*.py"))
+    suites = start([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], work, env)
+    results = {}
+    for command in (c for c in TO_RUN if c.is_shell):
+        shell = start(["bash", "-c", command.shell], folder_of(work, command.page), env)
+        out = shell.communicate(timeout=300)[0]
+        results[f"{command.page}: {command.line}"] = {"code": shell.returncode, "out": out}
+    told = suites.communicate(timeout=300)[0]
+    said = ours.communicate(timeout=300)[0]
+    assert ours.returncode == 0, said
+    for job, result in zip(jobs, json.loads((work / "results.json").read_text()), strict=True):
+        results[f"{job['page']}: {job['text']}"] = result
+    yield Ran(results, told, work)
+
+
+def how(command: Command) -> dict[str, Any]:
+    return {"argv": command.argv, "env": command.environment}
+
+
+def start(argv: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(argv, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def extra_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def folder_of(work: Path, page: str) -> Path:
+    folder = work / page.removesuffix(".md").replace("/", "_")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def write_files(work: Path) -> None:
+    for block in blocks():
+        if block.file:
+            file = folder_of(work, block.page) / block.file
+            file.parent.mkdir(parents=True, exist_ok=True)
+            text = block.text
+            # The name of the file is for the reader; Hydra wants its own header on top.
+            file.write_text(text.partition("\n")[2] if file.suffix == ".yaml" else text, encoding="utf-8")
+
+
+def install(work: Path, site: Path) -> None:
+    """As pip would: packages by pip itself, single modules as a file with the metadata of their entry point."""
+    projects = [str(file.parent) for file in work.rglob("pyproject.toml")]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), *projects], check=True, timeout=110)
+    for module in (file for file in work.glob("*/*.py") if not file.name.startswith("test_")):
+        if str(module.parent) in projects and "hookimpl" in module.read_text() and (site / module.name).exists():
+            continue
+        (site / module.name).write_text(module.read_text(), encoding="utf-8")
+        if "@hookimpl" in module.read_text():
+            info = site / f"{module.stem}-1.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.stem}\nVersion: 1.0\n")
+            (info / "entry_points.txt").write_text(f"[dovetail]\n{module.stem} = {module.stem}\n")
+
+
+@pytest.mark.parametrize("command", TO_RUN, ids=lambda c: f"{c.page}: {c.line}")
+def test_command(ran: Ran, command: Command) -> None:
+    result = ran.of(command.page, command.line)
+    assert result["code"] == command.exit_code, result["out"]
+    if command.exit_code == 2:
+        assert result["out"].startswith("dovetail: ")
+    else:
+        assert result["out"]
+
+
+@pytest.mark.parametrize("number", range(len(SCRIPTS)), ids=[f"{s.page} {i}" for i, s in enumerate(SCRIPTS)])
+def test_python(ran: Ran, number: int) -> None:
+    result = ran.of(SCRIPTS[number].page, SCRIPTS[number].text)
+    assert result["code"] == 0, f"{SCRIPTS[number].text}\n{result['out']}"
+
+
+def test_suites_of_the_examples_pass(ran: Ran) -> None:
+    summary = ran.suites.strip().splitlines()[-1]
+    assert re.search(r"\d{3} passed", summary) and "failed" not in summary and "error" not in summary, ran.suites
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.is_pytest], ids=lambda c: f"{c.page}: {c.line}")
+def test_what_pytest_is_given_stands_on_the_page(ran: Ran, command: Command) -> None:
+    given = folder_of(ran.folder, command.page) / command.line.split()[1]
+    assert given.exists() and list([given] if given.is_file() else given.glob("test_*.py"))
+
+
+SHOWN = [(block.page, line) for block in blocks("text") for line in block.text.splitlines()]
+
+
+@pytest.mark.parametrize(("page", "line"), SHOWN, ids=[f"{page}: {line[:40]}" for page, line in SHOWN])
+def test_output_shown_is_what_comes(ran: Ran, page: str, line: str) -> None:
+    said = " ".join(" ".join(r["out"].split()) for key, r in ran.results.items() if key.startswith(f"{page}: "))
+    assert " ".join(line.removesuffix("...").split()) in said
+
+
+def test_every_shell_block_is_collected() -> None:
+    languages = {block.language for block in blocks()}
+    assert languages <= {"bash", "python", "toml", "yaml", "text"}, "blocks of other languages are not run"
+    for page, text in pages().items():
+        assert text.count("```") % 2 == 0, f"{page}: a fence is open"
+    for block in blocks():
+        assert block.file or block.language not in ("toml", "yaml"), f"{block.page}: name the file in the first line"

@@ -1,0 +1,8 @@
+"""Three files whose names are taken: a component's, a variant's and a preset's."""
+
+from dovetail import hookimpl
+
+
+@hookimpl
+def dovetail_config_dirs():
+    return ["pkg://dovetail_wreck.conf"]
