@@ -1,6 +1,6 @@
 """Where a decode step's time goes: kernels by kind, and how long the device idles between them.
 
-    python benchmarks/profile_step.py 64 -- model=llama3_8b attention=triton engine.depth=2 engine.max_len=1024
+python benchmarks/profile_step.py 64 -- model=llama3_8b attention=triton engine.depth=2 engine.max_len=1024
 """
 
 from __future__ import annotations

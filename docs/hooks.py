@@ -124,9 +124,12 @@ def kinds() -> str:
 
 
 def components_page() -> str:
-    head = "# Every component\n\nMade from the registry when the site is built. `python run.py app=plugins` prints it too."
+    about = "Made from the registry when the site is built. `python run.py app=plugins` prints it too."
     sections = [f"## {kind}\n\n{KINDS[kind].about}.\n\n{components(kind)}" for kind in KINDS if built_in(kind)]
-    return "\n\n".join([head, "## engine", "What several components read.", engine(), *sections]) + "\n"
+    return (
+        "\n\n".join(["# Every component", about, "## engine", "What several components read.", engine(), *sections])
+        + "\n"
+    )
 
 
 # Who fits whom
@@ -174,7 +177,7 @@ def choices(kind: str) -> list[Choice]:
 
 
 def compatibility_page() -> str:
-    """Capabilities, demands on settings and machine, and a matrix for each two kinds of which one demands of the other."""
+    """A matrix for each two kinds of which one demands of the other, then demands on settings, then capabilities."""
     needs = compose(app="generate").app_part.config.needs  # type: ignore[attr-defined]
     found = {kind: choices(kind) for kind in KINDS if kind in needs and built_in(kind)}
     lines = [

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.core.checkpoint import open_weights
+from dovetail.core.compose import Selected
 from dovetail.core.engine.batch import Batch, build_batch
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
@@ -147,11 +148,19 @@ class Runner:
         if not self.engine.cuda_graphs:
             return "engine.cuda_graphs=false"
         attention = self.composition.part("attention")
-        if not attention.capabilities(detect_host("cuda")).provides.get("graphs"):
-            return f"attention={attention.name} cannot be captured"
+        if not self._captures(attention.name):
+            can = [name for name in self.composition.registry.options("attention") if self._captures(name)]
+            return f"attention={attention.name} cannot be captured ({', '.join(can) or 'no backend'} can)"
         if self.size > 1:
             return "collectives are not captured yet"
         return None
+
+    def _captures(self, attention: str) -> bool:
+        part = self.composition.part("attention")
+        if attention != part.name:
+            registered = self.composition.registry.get("attention", attention)
+            part = Selected(registered, registered.component.config())
+        return bool(part.capabilities(detect_host("cuda")).provides.get("graphs"))
 
     def _load_weights(self, source: ModelSource, progress: Progress) -> None:
         progress("load weights", 0.0)

@@ -75,7 +75,7 @@ def step() -> Picture:
         if n < 3:
             p.box(x + 68, 48, 56, 34, "host", f"plan {n + 1}")
             p.arrow(x + 110, 82, x + width + 4, 126)
-    p.text(20, 194, "down: StepPlan, a diff without token values. up: StepResult, tokens and log-probabilities.", "dim small")
+    p.text(20, 194, "down: StepPlan, a diff without token values. up: StepResult, tokens, logprobs.", "dim small")
     p.parts.append('<line x1="20" y1="212" x2="860" y2="212"/>')
     p.text(20, 238, "inside one plan, and the kind that does it", "head")
     p.text(20, 262, "host", "dim small")
