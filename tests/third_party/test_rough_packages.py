@@ -1,0 +1,71 @@
+"""Packages that break where less is expected. `app=plugins` is to name each, and the default is to compose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+COMPONENT = """
+from dovetail import Component, Config, hookimpl
+
+class Options(Config):
+    pass
+
+@hookimpl
+def dovetail_components():
+    return [Component(kind="scheduler", name={name}, config=Options, target={target}, api={api}{more})]
+
+def capabilities(config, host):
+    raise ValueError("no idea")
+"""
+
+
+def source(name='"rough"', target='"rough:Options"', api='"scheduler/0.1"', more=""):
+    return COMPONENT.format(name=name, target=target, api=api, more=more)
+
+
+@pytest.fixture
+def rough(tmp_path: Path):
+    def install(text: str) -> Path:
+        site = tmp_path / "site"
+        (site / "rough-1.0.dist-info").mkdir(parents=True)
+        (site / "rough.py").write_text(text)
+        (site / "rough-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: rough\nVersion: 1.0\n")
+        (site / "rough-1.0.dist-info" / "entry_points.txt").write_text("[dovetail]\nmain = rough\n")
+        return site
+
+    return install
+
+
+def known(reason: str, text: str, name: str):
+    return pytest.param(text, id=name, marks=pytest.mark.xfail(reason=reason))
+
+
+UNCAUGHT = "raised outside of what discover() catches"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("def (", id="syntax_error"),
+        pytest.param(
+            "from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    return 3", id="no_list"
+        ),
+        known(UNCAUGHT, "import sys\nsys.exit(3)", "exits"),
+        known(UNCAUGHT, source(name="3"), "name_is_a_number"),
+        known(UNCAUGHT, source(api="None"), "api_is_none"),
+        known(UNCAUGHT, source(more=", renamed=None"), "renamed_is_none"),
+        known("a target of None is never looked at", source(target="None"), "target_is_none"),
+        known(
+            "app=plugins calls it unguarded", source(more=', capabilities="rough:capabilities"'), "capabilities_raise"
+        ),
+    ],
+)
+def test_it_is_listed(listed, rough, text):
+    assert [p["package"] for p in listed(rough(text))["problems"]] == ["rough 1.0"]
+
+
+@pytest.mark.xfail(reason="a name of the default, taken a second time, disables the built-in component as well")
+def test_a_second_fcfs_leaves_the_default_as_it_is(composed, rough):
+    assert composed(path=(rough(source(name='"fcfs"')),)) == composed()

@@ -1,0 +1,69 @@
+"""A package that is broken in five ways: reported, harmless, refused only when chosen, and blocked by one word."""
+
+from __future__ import annotations
+
+import pytest
+
+NAME = "dovetail-wreck"
+PACKAGE = f"{NAME} 0.3"
+BLOCK = {"DOVETAIL_PLUGINS": f"-{NAME}"}
+REASONS = {
+    (None, None): "import_error: ModuleNotFoundError: No module named 'a_module_that_nobody_has'",
+    (None, None, 2): "there is no hook `dovetail_component`. Did you mean `dovetail_components`?",
+    ("scheduler", "static"): f"scheduler=static comes from dovetail 0.1.0 and {PACKAGE}",
+    ("scheduler", "bygone"): "it is made for scheduler/9.0, and this Dovetail speaks scheduler/0.1",
+    ("kv_cache", "paged"): "kv_cache/paged.yaml has the name of a component",
+    ("model", "tiny_draft"): f"model/tiny_draft.yaml is in dovetail 0.1.0 and in {PACKAGE}",
+    ("preset", "tiny_cpu"): f"preset/tiny_cpu.yaml is in dovetail 0.1.0 and in {PACKAGE}",
+}
+CHOICES = [reason[:2] for reason in REASONS if reason[0]]
+
+
+def word(kind: str, name: str) -> str:
+    return f"+{kind}={name}" if kind == "preset" else f"{kind}={name}"
+
+
+def test_all_of_it_is_listed(listed, dovetail, wreck):
+    """With reason and package, for programs and for people."""
+    problems = [p for p in listed(wreck)["problems"] if p["package"] == PACKAGE]
+    left = list(problems)
+    for (kind, name, *_), reason in REASONS.items():
+        (found,) = [p for p in left if (p["kind"], p["name"]) == (kind, name) and reason in p["reason"]]
+        left.remove(found)
+    assert left == []
+    table = dovetail("app=plugins", path=(wreck,), COLUMNS="200")
+    shown = " ".join(table.stdout.split())
+    assert table.returncode == 0 and shown.count(PACKAGE) >= len(REASONS)
+    assert "a_module_that_nobody_has" in shown and "scheduler=bygone" in shown
+
+
+def test_the_default_runs(dovetail, composed, wreck, lighthouse):
+    done = dovetail("generate.max_tokens=4", "engine.device=cpu", path=(wreck,))
+    assert (done.returncode, "4 tokens" in done.stderr) == (0, True), done.stderr
+    assert composed(path=(wreck,)) == composed()
+    preset = "+preset=lighthouse"
+    assert composed(preset, path=(wreck, lighthouse)) == composed(preset, path=(lighthouse,))
+
+
+@pytest.mark.parametrize(("kind", "name"), CHOICES)
+def test_who_chooses_it_is_told_why(refused, wreck, kind, name):
+    message = refused(word(kind, name), path=(wreck,))
+    assert PACKAGE in message and REASONS[kind, name] in message and f"{kind}={name} cannot be used" in message
+
+
+def test_who_chooses_what_never_got_a_name_is_told_which_packages_failed(refused, wreck):
+    message = refused("scheduler=unheard", path=(wreck,))
+    assert "no such scheduler" in message and PACKAGE in message
+    assert all(REASONS[key] in message for key in REASONS if key[0] is None)
+
+
+def test_one_word_blocks_it(listed, composed, python, wreck):
+    bare, blocked = listed(), listed(wreck, **BLOCK)
+    assert [(p["package"], p["reason"]) for p in blocked.pop("problems")] == [
+        (PACKAGE, f"blocked by DOVETAIL_PLUGINS=-{NAME}")
+    ]
+    assert blocked == {key: bare[key] for key in ("fingerprint", "components")}
+    usable = [word(*choice) for choice in CHOICES if choice != ("scheduler", "bygone")]
+    assert composed(*usable, path=(wreck,), **BLOCK) == composed(*usable)
+    code = "import sys; from dovetail import compose; compose(app='plugins'); print('dovetail_wreck' in sys.modules)"
+    assert [python("-c", code, path=(wreck,), **env).stdout for env in ({}, BLOCK)] == ["True\n", "False\n"]
