@@ -51,12 +51,15 @@ def discover(switch: str = "") -> Registry:
             continue
         try:
             components, folders = _load(entry, f"{package.name}:{entry.name}")
-        except Exception as error:  # whatever a third party's module raises is its problem, named and listed
+        except (Exception, SystemExit) as error:  # whatever a third party's module raises is its problem, listed
             problems.append(Problem(str(package), f"entry point {entry.name}: {type(error).__name__}: {error}"))
             continue
         config_dirs += [(package, folder) for folder in folders]
         for component in components:
-            reason = _fault(component)
+            try:
+                reason = _fault(component)
+            except Exception as error:  # a component of odd types is that package's problem too
+                reason = f"the component cannot be read: {type(error).__name__}: {error}"
             if reason:
                 kind, name = getattr(component, "kind", ""), getattr(component, "name", "")
                 known = isinstance(component, Component) and kind in KINDS
@@ -124,6 +127,9 @@ def _fault(component: Any) -> str:
         return f"dovetail_components() gave {component!r}, not a Component"
     if component.kind not in KINDS:
         return f"there is no kind `{component.kind}`.{did_you_mean(component.kind, KINDS)} Kinds: {listing(KINDS)}."
+    for what, text in (("name", component.name), ("target", component.target), ("api", component.api)):
+        if not isinstance(text, str):
+            return f"its {what} is {text!r}, not text"
     if not _NAME.fullmatch(component.name):
         return f"the name {component.name!r} is not lower case letters, digits and underscores"
     for what, reference in (("target", component.target), ("capabilities", component.capabilities)):
@@ -180,13 +186,21 @@ def _config_faults(component: Component) -> Iterator[str]:
 def _without_duplicates(
     registered: list[Registered], problems: list[Problem]
 ) -> tuple[list[Registered], list[Problem]]:
-    """Two that share a name are both refused: which one is meant cannot be known, and must not depend on an order."""
+    """Two third parties that share a name are both refused: which one is meant cannot be known, and must not depend on
+    an order. A built-in keeps its name, and whoever takes it again is refused."""
     by_key: dict[tuple[str, str], list[Registered]] = defaultdict(list)
     for one in registered:
         by_key[one.component.kind, one.component.name].append(one)
     unique = [group[0] for group in by_key.values() if len(group) == 1]
     for (kind, name), group in by_key.items():
-        if len(group) > 1:
+        builtin = [one for one in group if one.package.is_builtin]
+        if builtin and len(group) > 1:
+            unique.append(builtin[0])
+            for one in group:
+                if one is not builtin[0]:
+                    taken = f"{kind}={name} is built in: give the component another name"
+                    problems = [*problems, Problem(str(one.package), taken)]
+        elif len(group) > 1:
             packages = [str(one.package) for one in group]
             third = next((o.package.name for o in group if not o.package.is_builtin), None)
             cure = f"; {SWITCH}=-{third} leaves one" if third else ""

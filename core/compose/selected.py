@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from dovetail.core.compose.capabilities import Capabilities, Host
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.config import Config
-from dovetail.core.errors import PluginError
+from dovetail.core.errors import DovetailError, PluginError
 
 if TYPE_CHECKING:
     from dovetail.core.compose.registry import Package, Registered
@@ -49,7 +49,14 @@ class Selected:
         """What the component states for these options on this host; nothing, if it has no capabilities function."""
         if self.component.capabilities is None:
             return Capabilities()
-        stated = self.registered.load(self.component.capabilities)(self.config, host)
+        function = self.registered.load(self.component.capabilities)
+        try:
+            stated = function(self.config, host)
+        except DovetailError:
+            raise
+        except Exception as error:  # a plugin's function may raise anything; the package is named
+            reason = f"{self.component.capabilities} failed: {type(error).__name__}: {error}"
+            raise PluginError(str(self.package), reason) from error
         if not isinstance(stated, Capabilities):
             raise PluginError(str(self.package), f"{self.component.capabilities} gave {stated!r}, not Capabilities")
         return stated

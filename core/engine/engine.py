@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -141,6 +142,7 @@ class Engine:
     ) -> list[Sequence]:
         """Queue a request; its n sequences. Raises RequestError for what can never run."""
         self._validate(prompt_ids, params)
+        self._check_hints(hints or {})
         request = Request(
             uid=self._requests,
             prompt_ids=tuple(prompt_ids),
@@ -163,6 +165,16 @@ class Engine:
             self._sequences[seq.uid] = seq
             self.scheduler.add(seq)
         return sequences
+
+    @staticmethod
+    def _check_hints(hints: object) -> None:
+        """They come from clients, and plugins compute with them: a wrong one must end here, not in a step."""
+        if not isinstance(hints, Mapping):
+            raise RequestError(f"hints: {hints!r} is not a mapping of names to numbers")
+        for name, value in hints.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not isinstance(name, str) or not number:
+                raise RequestError(f"hints: {name!r}: {value!r} is not a name with a finite number")
 
     def _validate(self, prompt_ids: Seq[int], params: SamplingParams) -> None:
         vocab, limit = self.info.spec.vocab, self.info.max_len

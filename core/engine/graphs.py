@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one per batch size, replayed with nothing but the rows' slots as input.
 
-Everything else a step needs (lengths, tokens, page tables) it reads from the device state, so a graph serves any rows of its
-number. Spare rows belong to the scratch slot and write to the scratch page. B rows, W tokens of each.
+Everything else a step needs (lengths, tokens, page tables) it reads from the device state, so a graph serves any rows
+of its number. Spare rows belong to the scratch slot and write to the scratch page. B rows, W tokens of each.
 """
 
 from __future__ import annotations

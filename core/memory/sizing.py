@@ -1,4 +1,4 @@
-"""How many KV pages fit: what the device has, less weights, the activations of the costliest step, and others' memory."""
+"""How many KV pages fit: what the device has, less weights, activations of the costliest step, and others' memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measure_pages(
         budget = total * fraction - peak - foreign
         tokens = int(budget / bytes_per_token)
         gib = 2**30
-        where = f"{total / gib:.1f} GiB x engine.memory_fraction={fraction}, weights and activations {peak / gib:.1f} GiB"
+        where = f"{total / gib:.1f} GiB x engine.memory_fraction={fraction}, of it {peak / gib:.1f} GiB for the model"
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = free * fraction / 2

@@ -81,9 +81,10 @@ def test_the_preset(dovetail, composed, lighthouse, tmp_path):
 
 def test_its_own_tests_pass(python, lighthouse):
     """The contract suites among them."""
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", path=(lighthouse,), cwd=EXAMPLE)
+    how = ["-q", "-p", "no:cacheprovider", str(EXAMPLE / "tests")]
+    done = python("-m", "pytest", *how, path=(lighthouse,), PYTEST_ADDOPTS="")
     assert done.returncode == 0, done.stdout + done.stderr
-    done = python("-c", "import dovetail_lighthouse as d; print(d.__file__)", path=(lighthouse,), cwd=EXAMPLE)
+    done = python("-c", "import dovetail_lighthouse as d; print(d.__file__)", path=(lighthouse,))
     assert Path(done.stdout.strip()).is_relative_to(lighthouse)
 
 

@@ -38,13 +38,6 @@ def rough(tmp_path: Path):
     return install
 
 
-def known(reason: str, text: str, name: str):
-    return pytest.param(text, id=name, marks=pytest.mark.xfail(reason=reason))
-
-
-UNCAUGHT = "raised outside of what discover() catches"
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -52,20 +45,22 @@ UNCAUGHT = "raised outside of what discover() catches"
         pytest.param(
             "from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    return 3", id="no_list"
         ),
-        known(UNCAUGHT, "import sys\nsys.exit(3)", "exits"),
-        known(UNCAUGHT, source(name="3"), "name_is_a_number"),
-        known(UNCAUGHT, source(api="None"), "api_is_none"),
-        known(UNCAUGHT, source(more=", renamed=None"), "renamed_is_none"),
-        known("a target of None is never looked at", source(target="None"), "target_is_none"),
-        known(
-            "app=plugins calls it unguarded", source(more=', capabilities="rough:capabilities"'), "capabilities_raise"
-        ),
+        pytest.param("import sys\nsys.exit(3)", id="exits"),
+        pytest.param(source(name="3"), id="name_is_a_number"),
+        pytest.param(source(api="None"), id="api_is_none"),
+        pytest.param(source(more=", renamed=None"), id="renamed_is_none"),
+        pytest.param(source(target="None"), id="target_is_none"),
     ],
 )
 def test_it_is_listed(listed, rough, text):
     assert [p["package"] for p in listed(rough(text))["problems"]] == ["rough 1.0"]
 
 
-@pytest.mark.xfail(reason="a name of the default, taken a second time, disables the built-in component as well")
+def test_capabilities_that_raise_are_listed_with_the_component(listed, rough):
+    found = listed(rough(source(more=', capabilities="rough:capabilities"')))
+    (component,) = [c for c in found["components"] if c["name"] == "rough"]
+    assert "no idea" in component["broken"]
+
+
 def test_a_second_fcfs_leaves_the_default_as_it_is(composed, rough):
     assert composed(path=(rough(source(name='"fcfs"')),)) == composed()

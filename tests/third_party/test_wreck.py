@@ -10,7 +10,7 @@ BLOCK = {"DOVETAIL_PLUGINS": f"-{NAME}"}
 REASONS = {
     (None, None): "import_error: ModuleNotFoundError: No module named 'a_module_that_nobody_has'",
     (None, None, 2): "there is no hook `dovetail_component`. Did you mean `dovetail_components`?",
-    ("scheduler", "static"): f"scheduler=static comes from dovetail 0.1.0 and {PACKAGE}",
+    (None, None, 3): "scheduler=static is built in: give the component another name",
     ("scheduler", "bygone"): "it is made for scheduler/9.0, and this Dovetail speaks scheduler/0.1",
     ("kv_cache", "paged"): "kv_cache/paged.yaml has the name of a component",
     ("model", "tiny_draft"): f"model/tiny_draft.yaml is in dovetail 0.1.0 and in {PACKAGE}",

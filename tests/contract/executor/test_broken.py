@@ -25,7 +25,6 @@ class Sound(InprocExecutor):
         super().submit(replace(plan, **lists), dict(blobs))
 
 
-
 class EatsThePlan(Sound):
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         super().submit(plan, blobs)

@@ -125,6 +125,13 @@ def test_a_bad_request_says_why_and_harms_nobody(
     assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
 
 
+@pytest.mark.parametrize("hints", ["abc", {"output_tokens": "x"}, {"a": float("nan")}, {3: 1.0}, {"a": True}])
+def test_hints_are_numbers(llm: LLM, hints: object) -> None:
+    with pytest.raises(RequestError, match="hints"):
+        llm.generate("x", GREEDY, hints=hints)
+    assert len(llm.generate("ok", GREEDY, hints={"output_tokens": 24})[0].token_ids) == 24
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -37,12 +37,10 @@ def test_stop_strings_end_the_text_where_they_begin(
 ) -> None:
     """However the text is cut into tokens and tokens into steps."""
     subject = watch(pieces, stop=tuple(stop), include_stop=include)
-    text, used = "", 0
-    whole = ""
-    for used, piece in enumerate(pieces, 1):
-        whole += piece
-        if any(s in whole for s in stop):
-            break
+    text, used, whole = "", 0, ""
+    while used < len(pieces) and not any(s in whole for s in stop):
+        whole += pieces[used]
+        used += 1
     hits = [(whole.find(s), s) for s in stop if s in whole]
     stopped = False
     tokens = list(range(len(pieces)))

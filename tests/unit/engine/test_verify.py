@@ -72,7 +72,6 @@ def match(p, q, draft, count, key):  # type: ignore[no-untyped-def]
 
 
 def always_accepts(p, q, draft, count, key):  # type: ignore[no-untyped-def]
-    verdict = rejection(p, q, draft, count, key)
     own = p[torch.arange(len(key)), count].log() + gumbel(key, count, Purpose.SAMPLE, V)
     tokens = torch.cat([draft, draft[:, :1]], 1).scatter(1, count[:, None], own.argmax(-1, keepdim=True))
     return Verdict(tokens, count.clone())
