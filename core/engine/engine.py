@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PROCESSED = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"}
+"""Fields of SamplingParams that logits processors carry out."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceEvent:
@@ -97,6 +100,8 @@ class Engine:
             self.scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
             self.cost = bind_cost(composition, info.spec, info.device)
             self._host_drafter = self._build_host_drafter()
+            processors = composition.many("logits") if "logits" in composition.parts else {}
+            self._served = {field for part in processors.values() for field in part.target().serves}
             observers = composition.many("observer") if "observer" in composition.parts else {}
             self.observers: dict[str, Observer] = {name: part.build() for name, part in observers.items()}
         except BaseException:
@@ -187,6 +192,10 @@ class Engine:
         outside = [t for t in prompt_ids if not 0 <= t < vocab]
         if outside:
             raise RequestError(f"prompt token id {outside[0]} is not in the model's vocabulary of {vocab}")
+        for field in PROCESSED - self._served:
+            value = getattr(params, field)
+            if value != SamplingParams.model_fields[field].get_default(call_default_factory=True):
+                raise RequestError(f"{field}={value}: no chosen logits processor serves it; add one to logits=[...]")
         for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             wrong = [t for t in ids if t >= vocab]
             if wrong:

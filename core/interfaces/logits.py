@@ -31,6 +31,9 @@ class LogitsContext:
 class LogitsProcessor(ABC):
     """State lives in tensors with a row per slot, so that a step needs no Python per request."""
 
+    serves: tuple[str, ...] = ()
+    """Fields of SamplingParams that this processor carries out. A request that sets a field which no chosen processor
+    serves is refused."""
     graph_safe: bool = True
     """apply makes no host sync and no data-dependent shapes."""
     needs_full_vocab: bool = True

@@ -9,6 +9,8 @@ from dovetail.plugins.logits.ragged import SparseRows
 
 
 class LogitBias(LogitsProcessor):
+    serves = ("logit_bias",)
+
     def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
         self.bias = SparseRows(slots, device)
 

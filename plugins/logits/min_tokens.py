@@ -9,6 +9,8 @@ from dovetail.plugins.logits.ragged import NOTHING, SparseRows
 
 
 class MinTokens(LogitsProcessor):
+    serves = ("min_tokens",)
+
     def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
         self.stops = SparseRows(slots, device)
         self.until_S = torch.zeros(slots, dtype=torch.int64, device=device)

@@ -12,6 +12,8 @@ from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Request
 
 
 class Penalties(LogitsProcessor):
+    serves = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
     def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
         self.repetition_S = torch.ones(slots, device=device)
         self.presence_S = torch.zeros(slots, device=device)

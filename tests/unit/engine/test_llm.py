@@ -125,6 +125,13 @@ def test_a_bad_request_says_why_and_harms_nobody(
     assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
 
 
+def test_what_no_chosen_processor_serves_is_refused() -> None:
+    with LLM("tiny", overrides=["engine.device=cpu", "engine.max_len=256", "logits=[min_tokens]"]) as llm:
+        with pytest.raises(RequestError, match=r"repetition_penalty=1.5: no chosen logits processor"):
+            llm.generate("x", SamplingParams(repetition_penalty=1.5))
+        assert llm.generate("x", SamplingParams(min_tokens=3, max_tokens=4))[0].token_ids
+
+
 @pytest.mark.parametrize("hints", ["abc", {"output_tokens": "x"}, {"a": float("nan")}, {3: 1.0}, {"a": True}])
 def test_hints_are_numbers(llm: LLM, hints: object) -> None:
     with pytest.raises(RequestError, match="hints"):
