@@ -16,6 +16,7 @@ COMPONENTS = (
         name="prefix_hash",
         config=PrefixHashConfig,
         target="dovetail.plugins.kv_cache.prefix_hash:PrefixHashAllocator",
+        capabilities="dovetail.plugins.kv_cache.capabilities:evicting",
         api="kv_cache/0.1",
     ),
 )

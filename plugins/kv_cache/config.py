@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import field_validator
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from dovetail.core.compose import Config
 
@@ -11,15 +13,22 @@ class PagedConfig(Config):
     """Pages in a free list, nothing reused between sequences (PagedAttention, Kwon et al. 2023)."""
 
 
+POLICIES = ("lru", "fifo", "lfu", "cost")
+"""Built-in eviction policies (dovetail.core.memory.eviction)."""
+
+
+def _names_a_policy(value: str) -> str:
+    if value not in POLICIES and not all(value.partition(":")):
+        raise ValueError(f"{value!r} is neither one of {', '.join(POLICIES)} nor package.module:Class")
+    return value
+
+
+Eviction = Annotated[str, AfterValidator(_names_a_policy)]
+
+
 class PrefixHashConfig(Config):
     """Paged, and full pages of equal prefixes are shared, found by a chained hash (as in vLLM)."""
 
-    eviction: str = "lru"
-    """Which unowned page goes first: lru, fifo, or "package.module:Class" with the methods of EvictionPolicy."""
-
-    @field_validator("eviction")
-    @classmethod
-    def _names_a_policy(cls, value: str) -> str:
-        if value not in ("lru", "fifo") and not all(value.partition(":")):
-            raise ValueError(f"{value!r} is neither lru nor fifo nor package.module:Class")
-        return value
+    eviction: Eviction = "lru"
+    """Which unowned page goes first: lru, fifo, lfu, cost (cheapest to recompute), or "package.module:Class" of an
+    EvictionPolicy."""

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from dovetail.core.errors import PluginError
 from dovetail.core.interfaces import Hit, KVGroup, KVSequence, KVStats, PageEntry
+from dovetail.core.memory.cached_pages import CachedPages
 from dovetail.core.memory.eviction import EvictionPolicy, load_policy
-from dovetail.core.memory.page_list import PageList, expect
+from dovetail.core.memory.page_list import expect
 from dovetail.core.memory.page_tables import PageTables, SequencePages
 from dovetail.plugins.kv_cache.config import PrefixHashConfig
 
@@ -49,66 +49,24 @@ class KeyChain:
             keys.append(parent)
 
 
-class CachedPages(PageList):
-    """A page list whose published pages outlive their owners. Each page is free, owned, or unowned and evictable."""
+class KeyedPages(CachedPages):
+    """Published pages are found by their keys."""
 
-    __slots__ = ("_evictable", "evictions", "index", "keys", "policy")
+    __slots__ = ("index", "keys")
 
     def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy) -> None:
-        super().__init__(group, total)
-        self.policy = policy
+        super().__init__(group, total, policy)
         self.index: dict[bytes, int] = {}
         """Key -> page, owned or evictable."""
         self.keys: list[bytes | None] = [None] * (total + 1)
         """The inverse of index."""
-        self._evictable = 0
-        self.evictions = 0
 
-    @property
-    def cached(self) -> int:
-        return self._evictable
-
-    @property
-    def available(self) -> int:
-        return len(self.free) + self._evictable
-
-    def private(self, page: int) -> bool:
-        return self.refs[page] == 1 and self.keys[page] is None
-
-    def take(self) -> int:
-        if not self.free:
-            self._evict()
-            self.evictions += 1
-        return super().take()
-
-    def share(self, page: int) -> None:
-        if not self.refs[page]:
-            self._evictable -= 1
-            self.policy.on_hit(page)
-        self.refs[page] += 1
-
-    def drop(self, page: int) -> None:
-        self.refs[page] -= 1
-        if self.refs[page]:
-            return
-        if self.keys[page] is None:
-            self.free.append(page)
-        else:
-            self._evictable += 1
-            self.policy.on_release(page)
-
-    def overwrite(self, page: int) -> None:
-        key = self.keys[page]
-        if key is not None:
-            del self.index[key]
-            self.keys[page] = None
-
-    def publish(self, page: int, key: bytes, depth: int) -> None:
+    def publish(self, page: int, key: bytes, depth: int, parent: int) -> None:
         if key in self.index or self.keys[page] is not None:
             return
         self.index[key] = page
         self.keys[page] = key
-        self.policy.on_publish(page, depth)
+        self._offer(page, depth, parent)
 
     def find(self, chain: KeyChain, tokens: list[int], limit: int) -> int:
         """Pages of the longest cached prefix, at most limit."""
@@ -120,34 +78,20 @@ class CachedPages(PageList):
                 return depth
         return limit
 
-    def reset(self) -> None:
-        while self._evictable:
-            self._evict()
-
-    def _evict(self) -> None:
-        page = self.policy.victim()
+    def _withdraw(self, page: int) -> None:
         key = self.keys[page]
-        if self.refs[page] or key is None:
-            policy = type(self.policy)
-            package = policy.__module__.partition(".")[0]
-            raise PluginError(package, f"{policy.__name__}.victim() chose page {page}, which is not evictable")
+        assert key is not None, f"page {page} is published without a key"
         del self.index[key]
         self.keys[page] = None
-        self._evictable -= 1
-        self.free.append(page)
+        self._unpublish(page)
 
     def _check_unowned(self, free: set[int], owned: set[int]) -> None:
-        keyed = {page for page, key in enumerate(self.keys) if key is not None}
-        cached = keyed - owned
+        super()._check_unowned(free, owned)
+        found = {key: page for page, key in enumerate(self.keys) if key is not None}
         where = f"group {self.group}"
-        expect(
-            len(free) + len(owned) + len(cached) == self.total and len(cached) == self._evictable,
-            f"{where}: {len(free)} free + {len(owned)} owned + {len(cached)} cached of {self.total} pages, "
-            f"{self._evictable} counted as evictable",
-        )
-        expect(not free & keyed, f"{where}: free pages {sorted(free & keyed)[:8]} can be found")
-        found = {self.keys[page]: page for page in keyed}
-        expect(found == self.index, f"{where}: {len(self.index)} keys lead to pages, {len(keyed)} pages have one")
+        expect(found == self.index, f"{where}: {len(self.index)} keys lead to pages, {len(found)} pages have one")
+        silent = [page for page in found.values() if not self.published(page)]
+        expect(not silent, f"{where}: pages {silent[:8]} have a key and are not published")
 
 
 @dataclass(slots=True)
@@ -160,7 +104,7 @@ class HashedPages(SequencePages):
     """publish(upto < next_full) completes no page."""
 
 
-class PrefixHashAllocator(PageTables[CachedPages, HashedPages]):
+class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
     """Hits are multiples of every group's page size and as long as in the group that has least.
 
     A window group is treated like a full one: all pages of a prefix must be there, although the last `window` tokens
@@ -193,7 +137,7 @@ class PrefixHashAllocator(PageTables[CachedPages, HashedPages]):
         for (pages, table), chain in zip(self._by_group(state), state.chains, strict=True):
             table.extend(pages.index[key] for key in chain.keys[: hit // pages.page_tokens])
             for index, page in enumerate(table):
-                pages.share(page)
+                pages.hit(page)
                 entries.append((pages.group, index, page))
         state.length = state.written = state.room = hit
         self._note_published(state, hit)
@@ -207,7 +151,8 @@ class PrefixHashAllocator(PageTables[CachedPages, HashedPages]):
             full, table = upto // pages.page_tokens, state.tables[position]
             chain.extend(seq.tokens, full)
             for depth in range(state.published[position], full):
-                pages.publish(table[depth], chain.keys[depth], depth)
+                parent = pages.index.get(chain.keys[depth - 1], 0) if depth else 0
+                pages.publish(table[depth], chain.keys[depth], depth, parent)
         self._note_published(state, upto)
 
     def trim(self, seq: KVSequence, length: int) -> None:
@@ -239,8 +184,8 @@ class PrefixHashAllocator(PageTables[CachedPages, HashedPages]):
         for pages in self._pages:
             pages.reset()
 
-    def _page_list(self, group: KVGroup, total: int) -> CachedPages:
-        return CachedPages(group, total, self._policy())
+    def _page_list(self, group: KVGroup, total: int) -> KeyedPages:
+        return KeyedPages(group, total, self._policy())
 
     def _new_state(self, seq: KVSequence) -> HashedPages:
         chains = self._waiting_chains(seq)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         RequestError,
     )
     from dovetail.core.interfaces import SamplingParams
+    from dovetail.core.memory.eviction import EvictionPolicy
 
 if not (Path(__file__).parent / "core").is_dir():
     raise ImportError(
@@ -67,6 +68,7 @@ _MODULES = {
     "dovetail.core.engine.output": ("Completion", "Delta", "Generation"),
     "dovetail.core.engine.policy": ("PolicyScheduler",),
     "dovetail.core.interfaces": ("SamplingParams",),
+    "dovetail.core.memory.eviction": ("EvictionPolicy",),
     "dovetail.core.errors": (
         "CapabilityError",
         "CapacityError",
@@ -94,6 +96,7 @@ __all__ = [
     "DovetailDeprecationWarning",
     "DovetailError",
     "EngineConfig",
+    "EvictionPolicy",
     "Generation",
     "Host",
     "Part",

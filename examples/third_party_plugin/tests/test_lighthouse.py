@@ -41,16 +41,16 @@ def test_newest_first_but_late_ones_before_all(max_age, order, victims):
 def test_a_page_that_was_reused_outlives_a_scan():
     policy = SegmentedLRU()
     for page in range(4):
-        policy.on_publish(page, 0)
+        policy.on_publish(page, 0, 0)
         policy.on_release(page)
     policy.on_hit(1)
     policy.on_release(1)
     for page in range(10, 40):
-        policy.on_publish(page, 0)
+        policy.on_publish(page, 0, 0)
         policy.on_release(page)
     assert [policy.victim() for _ in range(33)] == [0, 2, 3, *range(10, 40)]
     assert policy.victim() == 1
-    policy.on_publish(1, 0)
+    policy.on_publish(1, 0, 0)
     policy.on_release(1)
     assert 1 in policy.probation, "new contents start anew"
 

@@ -17,16 +17,16 @@ from dovetail.core.testing.kv_cache import KVAllocatorContract, make_kv_state_ma
 from dovetail.core.testing.suite import failures
 from dovetail.plugins.kv_cache import prefix_hash
 from dovetail.plugins.kv_cache.config import PrefixHashConfig
-from dovetail.plugins.kv_cache.prefix_hash import CachedPages, KeyChain, PrefixHashAllocator
+from dovetail.plugins.kv_cache.prefix_hash import KeyChain, KeyedPages, PrefixHashAllocator
 
 
 class Base(PrefixHashAllocator):
-    pages: type[CachedPages] = CachedPages
+    pages: type[KeyedPages] = KeyedPages
 
     def __init__(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
         super().__init__(PrefixHashConfig(), groups, num_pages)
 
-    def _page_list(self, group: KVGroup, total: int) -> CachedPages:
+    def _page_list(self, group: KVGroup, total: int) -> KeyedPages:
         return self.pages(group, total, self._policy())
 
     def check(self) -> None:
@@ -41,7 +41,7 @@ class LeaksOnRelease(Base):
 
 
 class HandsOutTwice(Base):
-    class pages(CachedPages):
+    class pages(KeyedPages):
         def take(self) -> int:
             page = super().take()
             if page == 2:
@@ -72,7 +72,7 @@ class IgnoresSalt(Base):
 
 
 class EvictsOwned(Base):
-    class pages(CachedPages):
+    class pages(KeyedPages):
         @property
         def available(self) -> int:
             return self.total
@@ -93,7 +93,7 @@ class SucceedsInPart(Base):
 
 
 class HandsOutPageZero(Base):
-    class pages(CachedPages):
+    class pages(KeyedPages):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.free[0] = 0
@@ -106,7 +106,7 @@ class ReservesAgain(Base):
 
 
 class KeepsOverwrittenPages(Base):
-    class pages(CachedPages):
+    class pages(KeyedPages):
         def overwrite(self, page: int) -> None:
             pass
 
@@ -170,7 +170,7 @@ class LooksAtEveryCachedPage(Base):
 
 
 class RollsDice(Base):
-    class pages(CachedPages):
+    class pages(KeyedPages):
         def take(self) -> int:
             random.shuffle(self.free)
             return super().take()

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
+from hypothesis import settings
 
 from dovetail.core.interfaces import KVAllocator, KVGroup
 from dovetail.core.testing.kv_cache import KVAllocatorContract
@@ -23,9 +24,11 @@ class TestPrefixHash(KVAllocatorContract):
         return PrefixHashAllocator(PrefixHashConfig(), groups, num_pages)
 
 
-class TestPrefixHashFIFO(KVAllocatorContract):
+class TestPrefixHashCost(KVAllocatorContract):
+    machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=30)
+
     def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
-        return PrefixHashAllocator(PrefixHashConfig(eviction="fifo"), groups, num_pages)
+        return PrefixHashAllocator(PrefixHashConfig(eviction="cost"), groups, num_pages)
 
 
 def test_the_suite_must_be_given_an_allocator() -> None:

@@ -102,6 +102,18 @@ def test_lru_and_fifo_choose_differently() -> None:
         assert [first for first in (0, 100) if kv.peek(sequence(5, 5, first=first))] == [survivor]
 
 
+@pytest.mark.parametrize("eviction", ["lfu", "cost"])
+def test_what_is_found_often_stays_although_others_came_later(eviction: str) -> None:
+    kv = allocator(pages=4, eviction=eviction)
+    for uid in (1, 2, 3):
+        write(kv, popular := sequence(uid, 9))
+        kv.release(popular)
+    for uid in (4, 5, 6):
+        write(kv, other := sequence(uid, 8, first=100 * uid))
+        kv.release(other)
+    assert kv.peek(sequence(7, 9)) == 8
+
+
 def test_free_pages_go_before_cached_ones() -> None:
     kv, seq = allocator(pages=3), sequence(1, 8)
     write(kv, seq)
@@ -199,5 +211,5 @@ def test_a_policy_that_chooses_an_owned_page_is_blamed() -> None:
 
 @pytest.mark.parametrize("name", ["LRU", "", "mine.Policy", ":Policy"])
 def test_a_misspelt_policy_is_refused_when_the_config_is_read(name: str) -> None:
-    with pytest.raises(pydantic.ValidationError, match="neither lru nor fifo"):
+    with pytest.raises(pydantic.ValidationError, match="neither one of lru, fifo, lfu, cost"):
         PrefixHashConfig(eviction=name)

@@ -15,7 +15,7 @@ class SegmentedLRU:
         self.protected = OrderedDict()
         self.reused = set()
 
-    def on_publish(self, page, depth):
+    def on_publish(self, page, depth, parent):
         self.reused.discard(page)
 
     def on_release(self, page):
@@ -29,10 +29,8 @@ class SegmentedLRU:
             self.probation[oldest] = None
 
     def on_hit(self, page):
-        if page in self.probation:
-            del self.probation[page]
-        else:
-            del self.protected[page]
+        self.probation.pop(page, None)
+        self.protected.pop(page, None)
         self.reused.add(page)
 
     def victim(self):
