@@ -61,6 +61,10 @@ class Counters:
 
     steps: int = 0
     prompt_tokens: int = 0
+    entered_tokens: int = 0
+    """Prompt tokens of requests that have entered the device: each request once, at its first entry."""
+    cached_tokens: int = 0
+    """Of entered_tokens, those found in the prefix cache."""
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -255,6 +259,9 @@ class Engine:
         for join in plan.joins:
             seq = self._sequences[join.uid]
             blobs[join.uid, join.epoch] = JoinBlob(tuple(seq.tokens), seq.request, seq.sample)
+            if seq.sample == 0 and seq.preemptions == 0:
+                self.counters.entered_tokens += seq.prompt_len
+                self.counters.cached_tokens += join.computed
         spent = time.perf_counter() - began
         self.counters.schedule_seconds += spent
         self.executor.submit(plan, blobs)

@@ -102,11 +102,8 @@ class KVStats:
     """Token slots in owned pages that hold a reserved token; the rest of owned slots is waste."""
     owned_tokens: int
     """Token slots in owned pages."""
-    queries: int = 0
-    """Prompt tokens looked up by acquire, since start."""
-    hits: int = 0
-    """Of those, found."""
     evictions: int = 0
+    """Cached pages forgotten to make room, since start. (What was found, the engine counts.)"""
 
     @property
     def waste(self) -> float:

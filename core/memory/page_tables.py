@@ -54,7 +54,6 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             raise ValueError(f"groups {ids} and num_pages of {sorted(self.num_pages)}: each group needs one")
         self._pages = [self._page_list(group, self.num_pages[group.id]) for group in self.groups]
         self._states: dict[int, State] = {}
-        self._queries = self._hits = 0
 
     # For subclasses.
 
@@ -195,8 +194,6 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             owned=sum(pages.owned for pages in self._pages),
             used_tokens=owned_tokens - unused,
             owned_tokens=owned_tokens,
-            queries=self._queries,
-            hits=self._hits,
         )
 
     def check(self) -> None:

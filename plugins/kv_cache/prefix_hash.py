@@ -129,8 +129,6 @@ class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
         if not reuse:
             return Hit()
         hit = self._find(seq, state.chains)
-        self._queries += len(seq.tokens)
-        self._hits += hit
         if not hit:
             return Hit()
         entries: list[PageEntry] = []

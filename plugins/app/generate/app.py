@@ -114,9 +114,8 @@ class GenerateApp(App):
             share = counters.accepted / counters.drafted
             length = 1 + counters.accepted / counters.decode_rows
             parts.append(f"accepted {share:.0%} of drafts, {length:.2f} tokens a step")
-        kv = llm.engine.kv.stats()
-        if kv.hits:
-            parts.append(f"prefix cache {kv.hits / kv.queries:.0%}")
+        if counters.cached_tokens:
+            parts.append(f"prefix cache {counters.cached_tokens / counters.entered_tokens:.0%}")
         self._console.print(f"[bold]{' | '.join(parts)}[/]")
 
 

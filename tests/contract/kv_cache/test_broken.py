@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, KVSequence, Reservation
 from dovetail.core.memory.page_list import PageList
 from dovetail.core.testing.kv_cache import KVAllocatorContract, make_kv_state_machine
+from dovetail.core.testing.kv_model import TokenSequence
 from dovetail.core.testing.suite import failures
 from dovetail.plugins.kv_cache import prefix_hash
 from dovetail.plugins.kv_cache.config import PrefixHashConfig
@@ -155,10 +156,12 @@ class FindsOneGroupAlone(Base):
         return super().acquire(seq, reuse=reuse)
 
 
-class CountsOnPeek(Base):
+class PinsOnPeek(Base):
     def peek(self, seq: KVSequence) -> int:
-        self._queries += 1
-        return super().peek(seq)
+        found = super().peek(seq)
+        if found and seq.uid not in self._states:
+            self.acquire(TokenSequence(~seq.uid, seq.tokens, seq.salt))
+        return found
 
 
 class LooksAtEveryCachedPage(Base):
@@ -201,7 +204,7 @@ BROKEN = {
     PublishesOnReserve: "test_nothing_is_found_before_publish",
     ForgetsTheParent: "test_equal_pages_after_different_ones_are_not_found",
     FindsOneGroupAlone: "test_state_machine",
-    CountsOnPeek: "test_peek_is_pure",
+    PinsOnPeek: "test_peek_is_pure",
     LooksAtEveryCachedPage: "test_cost_does_not_grow_with_cached_pages",
     RollsDice: "test_state_machine",
     ForgetsNothingOnReset: "test_reset_forgets_cached_pages_alone",

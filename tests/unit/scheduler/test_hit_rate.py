@@ -1,0 +1,46 @@
+"""The share of prompts found in the cache: a request counts once, however long it waits and how often it enters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dovetail.core.interfaces import SamplingParams
+from dovetail.plugins.scheduler.config import FCFSConfig
+from dovetail.plugins.scheduler.fcfs import FCFSScheduler
+
+from .conftest import Bench
+
+PREFIX = list(range(1, 17))
+
+
+def test_a_request_that_waits_for_pages_counts_when_it_enters(bench: Callable[..., Bench]) -> None:
+    it = bench(FCFSScheduler, FCFSConfig(), pages=12)
+    it.add([*PREFIX, 20], max_tokens=2)
+    it.run()
+    it.add(list(range(30, 50)), max_tokens=14)
+    it.step(2)
+    waiting = it.add([*PREFIX, 21, *range(1, 21)], max_tokens=2)
+    it.step(10)
+    assert it.engine.scheduler.stats().waiting == 1
+    counters = it.engine.counters
+    assert (counters.entered_tokens, counters.cached_tokens) == (17 + 20, 0)
+    it.run()
+    assert waiting.cached > 0
+    assert (counters.entered_tokens, counters.cached_tokens) == (17 + 20 + 37, waiting.cached)
+
+
+def test_who_comes_back_after_preemption_counts_once(bench: Callable[..., Bench]) -> None:
+    it = bench(FCFSScheduler, FCFSConfig(), pages=12)
+    for start in (1, 21):
+        it.add(list(range(start, start + 18)), max_tokens=20)
+    it.run()
+    counters = it.engine.counters
+    assert it.preemptions > 0
+    assert (counters.entered_tokens, counters.cached_tokens) == (36, 0)
+
+
+def test_samples_of_one_request_count_once(bench: Callable[..., Bench]) -> None:
+    it = bench(FCFSScheduler, FCFSConfig())
+    it.engine.add(PREFIX, SamplingParams(max_tokens=3, temperature=0, n=3))
+    it.run()
+    assert (it.engine.counters.entered_tokens, it.engine.counters.cached_tokens) == (16, 0)
