@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dovetail.core.engine.random import sequence_key
+from dovetail.core.engine.upload import Upload, float_bits, floats
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import Draft, DraftContext, JoinBlob, KVGroup, PageDelta, SamplingParams
+from dovetail.core.interfaces import Draft, DraftContext, JoinBlob, KVGroup, SamplingParams, StepPlan
+from dovetail.core.ops.random import sequence_key
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class DeviceState:
         self, *, slots: int, max_len: int, lookahead: int, groups: Seq[KVGroup], device: torch.device, seed: int
     ) -> None:
         self.device, self.seed, self.scratch = device, seed, slots
+        self._upload = Upload(device)
         rows = slots + 1
         # Drafts stand behind the known tokens, and padded draft positions may reach one lookahead past them.
         self.tokens_SL = torch.zeros(rows, max_len + 2 * lookahead + 1, dtype=torch.int32, device=device)
@@ -56,39 +58,50 @@ class DeviceState:
         """Set by the first drafter output that carries probabilities."""
         self.slots: dict[int, SlotInfo] = {}
 
-    def upload(self, data: Seq[int] | Seq[float], dtype: torch.dtype) -> torch.Tensor:
-        host = torch.tensor(data, dtype=dtype, pin_memory=self.device.type == "cuda")
-        return host.to(self.device, non_blocking=True)
+    def apply(self, plan: StepPlan, joined: Seq[SlotInfo], extra: Seq[Seq[int]] = ()) -> list[torch.Tensor]:
+        """Change state as the plan says; `joined` belong to plan.joins. `extra` integers travel with the same copy and
+        come back as int64 tensors."""
+        for slot in plan.leaves:
+            del self.slots[slot]
+        scalars: list[int] = []
+        for join, info in zip(plan.joins, joined, strict=True):
+            self.slots[join.slot] = info
+            request, params = info.blob.request, info.params
+            scalars += (join.slot, join.computed, len(request.prompt_ids))
+            scalars += (sequence_key(self.seed, request, info.blob.sample), params.top_k)
+            scalars += (float_bits(params.temperature), float_bits(params.top_p), float_bits(params.min_p))
+        groups = [group for group in self.tables if any(delta.group == group for delta in plan.pages)]
+        deltas = [[n for d in plan.pages if d.group == g for n in (d.slot, d.index, d.page)] for g in groups]
+        tokens = [info.blob.tokens for info in joined]
+        if not (scalars or deltas or extra):
+            return []
+        scalars_N, *sent = self._upload.send([scalars, *deltas, *tokens, *extra])
+        if joined:
+            self._join(scalars_N.view(len(joined), -1), plan, sent[len(groups) : len(groups) + len(joined)])
+        for group, packed in zip(groups, sent, strict=False):
+            slots, indices, pages = packed.view(-1, 3).unbind(1)
+            self.tables[group][slots, indices] = pages.int()
+        return sent[len(groups) + len(joined) :]
 
-    def join(self, slot: int, info: SlotInfo, computed: int) -> None:
-        blob, params = info.blob, info.params
-        self.slots[slot] = info
-        self.tokens_SL[slot, : len(blob.tokens)] = self.upload(blob.tokens, torch.int32)
-        self.computed_S[slot] = computed
-        self.drafts_S[slot] = 0
-        self.prompt_len_S[slot] = len(blob.request.prompt_ids)
-        self.key_S[slot] = sequence_key(self.seed, blob.request, blob.sample)
-        self.temperature_S[slot] = params.temperature
-        self.top_k_S[slot] = params.top_k
-        self.top_p_S[slot] = params.top_p
-        self.min_p_S[slot] = params.min_p
+    def _join(self, scalars_JN: torch.Tensor, plan: StepPlan, tokens: Seq[torch.Tensor]) -> None:
+        slots_J, computed_J, prompt_len_J, key_J, top_k_J, temperature_J, top_p_J, min_p_J = scalars_JN.unbind(1)
+        self.computed_S[slots_J] = computed_J
+        self.drafts_S.index_fill_(0, slots_J, 0)
+        self.prompt_len_S[slots_J] = prompt_len_J
+        self.key_S[slots_J] = key_J
+        self.top_k_S[slots_J] = top_k_J
+        self.temperature_S[slots_J] = floats(temperature_J)
+        self.top_p_S[slots_J] = floats(top_p_J)
+        self.min_p_S[slots_J] = floats(min_p_J)
         for table in self.tables.values():
-            table[slot].zero_()
-
-    def leave(self, slot: int) -> None:
-        del self.slots[slot]
-
-    def set_pages(self, deltas: Seq[PageDelta]) -> None:
-        for group, table in self.tables.items():
-            mine = [d for d in deltas if d.group == group]
-            if mine:
-                packed = self.upload([(d.slot, d.index, d.page) for d in mine], torch.int64)  # type: ignore[arg-type]
-                table[packed[:, 0], packed[:, 1]] = packed[:, 2].int()
+            table.index_fill_(0, slots_J, 0)
+        for join, ids in zip(plan.joins, tokens, strict=True):
+            self.tokens_SL[join.slot, : len(ids)] = ids
 
     def set_drafts(self, slot: int, tokens: Seq[int]) -> None:
         """Drafts found on the host. Only with one plan in flight is the length known here."""
         place = self.computed_S[slot] + 1 + torch.arange(len(tokens), device=self.device)
-        self.tokens_SL[slot, place] = self.upload(tokens, torch.int32)
+        self.tokens_SL[slot, place] = self._upload.send([tokens])[0].int()
         self.drafts_S[slot] = len(tokens)
 
     def take_draft(self, ctx: DraftContext, draft: Draft) -> None:

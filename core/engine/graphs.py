@@ -1,18 +1,22 @@
-"""Decode steps as CUDA graphs: one per batch size, replayed with nothing but the rows' slots as input.
+"""Decode steps as CUDA graphs: one per batch size for the layers, and for drawing one where all rows are greedy and one
+where some are not. They are replayed with nothing but the rows' slots as input.
 
 Everything else a step needs (lengths, tokens, page tables) it reads from the device state, so a graph serves any rows
-of its number. Spare rows belong to the scratch slot and write to the scratch page. B rows, W tokens of each.
+of its number. Spare rows belong to the scratch slot, which is never written. R rows, W tokens of each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from dovetail.core.engine.batch import Batch, Tokens, contexts, locate_tokens, make_batch
+from dovetail.core.engine.batch import Batch, lay_out, make_batch
 from dovetail.core.engine.device_state import DeviceState
+from dovetail.core.engine.sampling_step import Sampled
 from dovetail.core.interfaces import (
     AttentionBackend,
     ForwardContext,
@@ -23,15 +27,27 @@ from dovetail.core.interfaces import (
     Progress,
     Row,
     RowFlag,
+    SamplingParams,
 )
+from dovetail.core.ops.step import TokenLayout, accept, draw
 
 
 @dataclass(slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    slots_B: torch.Tensor
-    tokens: Tokens
+class DecodeGraph:
+    """The graphs of one batch size."""
+
+    rows_R2: torch.Tensor
+    """Input, int64: slot, and drafts to verify at most."""
+    forward: torch.cuda.CUDAGraph
+    tokens: TokenLayout
     hidden: Hidden
+    sample: dict[bool, tuple[torch.cuda.CUDAGraph, Sampled]]
+    """By whether some row is random."""
+
+    def section(self, rows: Seq[Row], scratch: int) -> list[int]:
+        """The graph's input, to be sent with the plan."""
+        found = [n for row in rows for n in (row.slot, row.draft)]
+        return found + [scratch, 0] * (len(self.rows_R2) - len(rows))
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -61,45 +77,75 @@ class DecodeGraphs:
         self.model, self.state, self.groups, self.attention = model, state, groups, attention
         self.taps, self.width, self.max_len = taps, 1 + lookahead, max_len
         self.sizes = batch_sizes(most_rows)
-        self._captured: dict[int, _Captured] = {}
+        self._graphs: dict[int, DecodeGraph] = {}
 
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Largest first, in one memory pool: the smaller ones reuse its blocks."""
-        pool = None
+        self._pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self.sizes)):
             progress("capture graphs", done / len(self.sizes))
-            slots_B = torch.full((size,), self.state.scratch, dtype=torch.int64, device=self.state.device)
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._forward(slots_B)  # Compiles kernels, which capture cannot.
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                tokens, hidden = self._forward(slots_B)
-            pool = pool or graph.pool()
-            self._captured[size] = _Captured(graph, slots_B, tokens, hidden)
+            rows_R2 = torch.tensor([[self.state.scratch, 0]] * size, device=self.state.device)
+            forward, (tokens, hidden) = self._capture(lambda: self._forward(rows_R2))  # noqa: B023
+            sample = {
+                random: self._capture(lambda: self._sample(rows_R2, tokens, hidden, random))  # noqa: B023
+                for random in (False, True)
+            }
+            self._graphs[size] = DecodeGraph(rows_R2, forward, tokens, hidden, sample)
 
-    def _forward(self, slots_B: torch.Tensor) -> tuple[Tokens, Hidden]:
-        rows, width, device = len(slots_B), self.width, slots_B.device
-        count_B = torch.full((rows,), width, dtype=torch.int64, device=device)
-        ends_B = torch.arange(1, rows + 1, device=device) * width
-        rows_T = torch.arange(rows * width, device=device) // width
-        tokens = locate_tokens(slots_B, count_B, ends_B, rows_T, self.state)
+    def _capture(self, call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()  # Compiles kernels, which capture cannot.
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = call()
+        return graph, outputs
+
+    def _forward(self, rows_R2: torch.Tensor) -> tuple[TokenLayout, Hidden]:
+        rows, width = len(rows_R2), self.width
         host = HostBounds((width,) * rows, (self.max_len,) * rows, rows)
-        ctx = ForwardContext(tokens.positions_T, contexts(tokens, host, self.state, self.groups, self.attention))
-        return tokens, self.model.forward(self.model.embed(tokens.ids_T), ctx, self.taps)
+        row_start = torch.arange(rows + 1, dtype=torch.int32, device=rows_R2.device) * width
+        slots_R = rows_R2[:, 0].contiguous()
+        tokens, attn = lay_out(slots_R, row_start, host, self.state, self.groups, self.attention)
+        embeds_TC = self.model.embed(tokens.ids_T)
+        return tokens, self.model.forward(embeds_TC, ForwardContext(tokens.positions_T, attn), self.taps)
 
-    def serves(self, rows: Seq[Row]) -> bool:
-        """Decode rows alone. Rows with fewer drafts than the graph's width feed padding."""
-        return len(rows) <= self.sizes[-1] and all(row.flags & RowFlag.DECODE for row in rows)
+    def _sample(self, rows_R2: torch.Tensor, tokens: TokenLayout, hidden: Hidden, random: bool) -> Sampled:
+        state = self.state
+        slots_R, limit_R = rows_R2.t().contiguous().unbind(0)
+        position_N = tokens.positions_T + 1
+        temperature_N, key_N = state.temperature_S, state.key_S
+        if random:
+            temperature_N, key_N = temperature_N[tokens.slots_T], key_N[tokens.slots_T]
+        drawn_N = draw(self.model.logits(hidden.states), position_N, temperature_N, key_N, random)
+        tokens_RW = drawn_N.view(-1, self.width)
+        base_R = position_N[:: self.width].contiguous()
+        accepted = accept(tokens_RW, slots_R, base_R, limit_R, state.tokens_SL, state.computed_S, state.drafts_S)
+        return Sampled(tokens_RW, accepted.accepted_R, slots_R, accepted.lengths_R)
 
-    def run(self, rows: Seq[Row]) -> tuple[Batch, Hidden]:
+    def pick(self, rows: Seq[Row]) -> DecodeGraph | None:
+        """For decode rows alone. Rows with fewer drafts than the graph's width feed padding."""
+        if len(rows) > self.sizes[-1] or not all(row.flags & RowFlag.DECODE for row in rows):
+            return None
+        return self._graphs[next(size for size in self.sizes if size >= len(rows))]
+
+    def forward(self, graph: DecodeGraph, rows: Seq[Row], section: torch.Tensor) -> tuple[Batch, Hidden]:
         """The outputs stay valid until the next run."""
-        captured = self._captured[next(size for size in self.sizes if size >= len(rows))]
-        spare = len(captured.slots_B) - len(rows)
-        slots = [row.slot for row in rows] + [self.state.scratch] * spare
-        captured.slots_B.copy_(self.state.upload(slots, torch.int64), non_blocking=True)
-        captured.graph.replay()
-        return make_batch(rows, captured.tokens, {}), captured.hidden
+        graph.rows_R2.copy_(section.view(-1, 2))
+        graph.forward.replay()
+        return make_batch(rows, graph.tokens, {}), graph.hidden
+
+    def sample(self, graph: DecodeGraph, rows: int, random: bool) -> Sampled:
+        """After `forward`, for rows that `draws` allows."""
+        captured, out = graph.sample[random]
+        captured.replay()
+        return Sampled(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
+
+
+def draws_in_graph(params: SamplingParams) -> bool:
+    """Whether a row needs no more than temperature: neither filters nor log-probabilities."""
+    plain = params.top_k == 0 and params.top_p == 1 and params.min_p == 0
+    return params.logprobs is None and (plain or params.temperature == 0)

@@ -25,6 +25,21 @@ Prompt = str | Seq[int]
 """Text, or token ids."""
 
 
+Put = Callable[[Delta | BaseException | None], None]
+"""Takes news of a request, in the engine's thread; None = complete."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """One request before the engine has it."""
+
+    ids: Seq[int]
+    params: SamplingParams
+    request: Mapping[str, Any]
+    put: Put
+    timing: Timing = field(default_factory=lambda: Timing(time.perf_counter()))
+
+
 @dataclass(slots=True)
 class _Stream:
     """One request on its way. Written by the engine thread, read through `put`'s other end."""
@@ -32,8 +47,7 @@ class _Stream:
     sequences: list[Sequence]
     watches: list[StopWatch]
     timing: Timing
-    put: Callable[[Delta | BaseException | None], None]
-    """None = complete."""
+    put: Put
     open: set[int] = field(default_factory=set)
     """Samples that still run."""
 
@@ -95,8 +109,8 @@ class LLM:
         jobs = self._jobs(prompts, params)
         # Every prompt is checked before the first one runs.
         collectors = [_Collector(self, prompt, p, request, on_done) for prompt, p in jobs]
-        for collector in collectors:
-            collector.submit()
+        for collector, sequences in zip(collectors, self._submit([c.job for c in collectors]), strict=True):
+            collector.sequences = sequences
         try:
             return [collector.result() for collector in collectors]
         except BaseException:
@@ -107,7 +121,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[Delta]:
         """Deltas as they come. Leaving the iteration early aborts the request."""
         inbox: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()
-        sequences = self._submit(self._encode(prompt), params or SamplingParams(), inbox.put, request)
+        (sequences,) = self._submit([_Job(self._encode(prompt), params or SamplingParams(), request, inbox.put)])
         try:
             while (item := inbox.get()) is not None:
                 if isinstance(item, BaseException):
@@ -127,7 +141,7 @@ class LLM:
             loop.call_soon_threadsafe(inbox.put_nowait, item)
 
         ids = self._encode(prompt)
-        sequences = await asyncio.to_thread(self._submit, ids, params or SamplingParams(), put, request)
+        (sequences,) = await asyncio.to_thread(self._submit, [_Job(ids, params or SamplingParams(), request, put)])
         try:
             while (item := await inbox.get()) is not None:
                 if isinstance(item, BaseException):
@@ -190,31 +204,29 @@ class LLM:
             raise ValueError(f"{len(many)} prompts and {len(each)} SamplingParams: give one for all, or one each")
         return list(zip(many, each, strict=True))
 
-    def _submit(
-        self,
-        ids: Seq[int],
-        params: SamplingParams,
-        put: Callable[[Delta | BaseException | None], None],
-        request: Mapping[str, Any],
-        timing: Timing | None = None,
-    ) -> list[Sequence]:
-        """Hand a request to the engine thread and wait until it is queued. Raises RequestError."""
-        if params.stop and self._tokenizer is None:
+    def _submit(self, jobs: Seq[_Job]) -> list[list[Sequence]]:
+        """Hand requests to the engine thread, all between the same two steps, and wait until they are queued. Raises
+        RequestError; then none of them is."""
+        if self._tokenizer is None and any(job.params.stop for job in jobs):
             raise RequestError("stop strings need a tokenizer; this model has none (use stop_token_ids)")
-        timing = timing or Timing(time.perf_counter())
-        answer: queue.SimpleQueue[list[Sequence] | BaseException] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[list[list[Sequence]] | BaseException] = queue.SimpleQueue()
 
         def add() -> None:
+            added: list[list[Sequence]] = []
             try:
-                sequences = self.engine.add(ids, params, **request)
+                for job in jobs:
+                    added.append(self.engine.add(job.ids, job.params, **job.request))
             except (DovetailError, TypeError, ValueError) as error:
+                for seq in (seq for sequences in added for seq in sequences):
+                    self.engine.abort(seq.uid)
                 answer.put(error)
                 return
-            watches = [StopWatch(seq.request, self._tokenizer) for seq in sequences]
-            stream = _Stream(sequences, watches, timing, put, {seq.sample for seq in sequences})
-            for seq in sequences:
-                self._streams[seq.uid] = stream
-            answer.put(sequences)
+            for job, sequences in zip(jobs, added, strict=True):
+                watches = [StopWatch(seq.request, self._tokenizer) for seq in sequences]
+                stream = _Stream(sequences, watches, job.timing, job.put, {seq.sample for seq in sequences})
+                for seq in sequences:
+                    self._streams[seq.uid] = stream
+            answer.put(added)
 
         self._post(add)
         while True:
@@ -321,14 +333,11 @@ class _Collector:
     def __init__(
         self, llm: LLM, prompt: Prompt, params: SamplingParams, request: Mapping[str, Any], on_done: Callable[[], None]
     ) -> None:
-        self._llm, self._params, self._request, self._on_done = llm, params, request, on_done
+        self._on_done = on_done
         self._inbox: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()
         self._generation = _blank(prompt if isinstance(prompt, str) else None, llm._encode(prompt), params.n)
+        self.job = _Job(self._generation.prompt_ids, params, request, self._put, self._generation.timing)
         self.sequences: list[Sequence] = []
-
-    def submit(self) -> None:
-        ids, timing = self._generation.prompt_ids, self._generation.timing
-        self.sequences = self._llm._submit(ids, self._params, self._put, self._request, timing)
 
     def _put(self, item: Delta | BaseException | None) -> None:
         if item is None:

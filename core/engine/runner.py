@@ -16,13 +16,20 @@ import torch
 
 from dovetail.core.checkpoint import open_weights
 from dovetail.core.compose import Selected
-from dovetail.core.engine.batch import Batch, build_batch
+from dovetail.core.engine.batch import Batch, build_batch, row_starts
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
-from dovetail.core.engine.graphs import DecodeGraphs
+from dovetail.core.engine.graphs import DecodeGraph, DecodeGraphs, draws_in_graph
 from dovetail.core.engine.host import detect_host
 from dovetail.core.engine.rehearsal import rehearsal
-from dovetail.core.engine.sampling_step import Sampled, advance_chunks, locate, sample_step
+from dovetail.core.engine.sampling_step import (
+    Sampled,
+    advance_chunks,
+    chunk_section,
+    locate,
+    sample_step,
+    sampling_section,
+)
 from dovetail.core.interfaces import (
     Blobs,
     BuildContext,
@@ -58,6 +65,19 @@ class _Pending:
     prompt: dict[int, list[torch.Tensor]]
     done: torch.cuda.Event | None
     started: float
+
+
+@dataclass(slots=True)
+class _Step:
+    """Between the two halves."""
+
+    batch: Batch
+    hidden: Hidden
+    sampling: torch.Tensor
+    """sampling_section, on the device."""
+    chunks: torch.Tensor | None
+    """chunk_section, on the device; None = no row is a chunk."""
+    graph: DecodeGraph | None
 
 
 class Runner:
@@ -232,45 +252,61 @@ class Runner:
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         """Enqueue a plan. On CUDA this returns while the device still runs earlier plans."""
         started = time.perf_counter()
-        batch, hidden = self._forward(plan, blobs)
-        sampled = self._sample(batch, hidden)
-        prompt = self._prompt_logprobs(batch, hidden)
+        step = self._forward(plan, blobs)
+        sampled = self._sample(step)
+        prompt = self._prompt_logprobs(step)
         if self.rank == 0:
-            self._pending.append(self._copy_out(plan, batch, sampled, prompt, started))
+            self._pending.append(self._copy_out(plan, step.batch, sampled, prompt, started))
 
-    def _apply(self, plan: StepPlan, blobs: Blobs) -> None:
-        state = self.state
-        for slot in plan.leaves:
-            state.leave(slot)
+    def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
+        joined = []
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
             wants = tuple(name for name, processor in self.processors.items() if processor.wants(blob.request))
-            state.join(join.slot, SlotInfo(join.uid, join.epoch, blob, wants), join.computed)
+            joined.append(SlotInfo(join.uid, join.epoch, blob, wants))
+        return joined
+
+    def _forward(self, plan: StepPlan, blobs: Blobs) -> _Step:
+        """Apply the plan's changes and run the layers. Whatever the host has to say goes in one copy."""
+        state, rows = self.state, plan.rows
+        joined = self._join(plan, blobs)
+        graph = self.graphs.pick(rows) if self.graphs is not None else None
+        if graph is not None:
+            where = [graph.section(rows, state.scratch)]
+        else:
+            where = [[row.slot for row in rows], row_starts(rows), chunk_section(rows)]
+        sent = state.apply(plan, joined, [sampling_section(rows), *where])
+        for join, info in zip(plan.joins, joined, strict=True):
             for processor in self.processors.values():
-                processor.join(join.slot, blob.request)
-        state.set_pages(plan.pages)
+                processor.join(join.slot, info.blob.request)
         apply_page_ops(self.pools, plan.ops)
         for draft in plan.drafts:
             state.set_drafts(draft.slot, draft.tokens)
+        if graph is not None:
+            batch, hidden = self.graphs.forward(graph, rows, sent[1])
+            return _Step(batch, hidden, sent[0], None, graph)
+        batch = build_batch(rows, sent[1], sent[2], state, self.groups, self.attention)
+        ctx = ForwardContext(batch.tokens.positions_T, batch.attn)
+        hidden = self.model.forward(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
+        return _Step(batch, hidden, sent[0], sent[3], None)
 
-    def _forward(self, plan: StepPlan, blobs: Blobs) -> tuple[Batch, Hidden]:
-        self._apply(plan, blobs)
-        if self.graphs is not None and self.graphs.serves(plan.rows):
-            return self.graphs.run(plan.rows)
-        batch = build_batch(plan.rows, self.state, self.groups, self.attention)
-        ctx = ForwardContext(batch.positions_T, batch.attn)
-        return batch, self.model.forward(self.model.embed(batch.tokens_T), ctx, self.drafter.taps)
-
-    def _sample(self, batch: Batch, hidden: Hidden) -> Sampled | None:
-        state, drafter = self.state, self.drafter
-        advance_chunks(batch, state)
+    def _sample(self, step: _Step) -> Sampled | None:
+        state, drafter, batch, hidden = self.state, self.drafter, step.batch, step.hidden
+        if step.chunks is not None:
+            advance_chunks(step.chunks, state)
         if not batch.sampled:
             if drafter.lookahead:
                 drafter.observe(self._draft_context(batch, None), hidden.states, hidden.taps)
             return None
-        at = locate(batch, state)
-        logits = self.model.logits(hidden.states[at.token_RW.reshape(-1)])
-        sampled = sample_step(logits, at, batch, state, self.processors)
+        infos = [state.slots[row.slot] for row in batch.rows]
+        random = any(info.params.temperature > 0 for info in infos)
+        captured = step.graph is not None and not (random and state.draft_probs_SKV is not None)
+        if captured and all(draws_in_graph(info.params) and not info.processors for info in infos):
+            sampled = self.graphs.sample(step.graph, len(infos), random)
+        else:
+            at = locate(batch, step.sampling)
+            logits = self.model.logits(hidden.states[at.token_RW.reshape(-1)])
+            sampled = sample_step(logits, at, batch, state, self.processors)
         if drafter.lookahead:
             ctx = self._draft_context(batch, sampled)
             drafter.observe(ctx, hidden.states, hidden.taps)
@@ -279,7 +315,8 @@ class Runner:
         return sampled
 
     def _draft_context(self, batch: Batch, sampled: Sampled | None) -> DraftContext:
-        nobody = batch.slots_T[:0]
+        tokens = batch.tokens
+        nobody = tokens.slots_T[:0]
         return DraftContext(
             slots_B=nobody if sampled is None else sampled.slots_R,
             tokens_SL=self.state.tokens_SL,
@@ -287,8 +324,8 @@ class Runner:
             max_length=batch.max_len + batch.width,
             k=self.drafter.lookahead,
             key_S=self.state.key_S,
-            slots_T=batch.slots_T,
-            positions_T=batch.positions_T,
+            slots_T=tokens.slots_T,
+            positions_T=tokens.positions_T,
         )
 
     # Results.
@@ -303,7 +340,8 @@ class Runner:
     ) -> _Pending:
         outcome: list[torch.Tensor] = []
         if sampled is not None:
-            outcome = [sampled.tokens_RW, sampled.accepted_R, *(sampled.logprobs or ())]
+            # Tokens and how many of them count, as one copy.
+            outcome = [torch.cat((sampled.tokens_RW, sampled.accepted_R[:, None]), 1), *(sampled.logprobs or ())]
         pending = _Pending(
             plan=plan,
             sampled_rows=batch.sampled,
@@ -324,18 +362,18 @@ class Runner:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def _prompt_logprobs(self, batch: Batch, hidden: Hidden) -> dict[int, list[torch.Tensor]]:
+    def _prompt_logprobs(self, step: _Step) -> dict[int, list[torch.Tensor]]:
         """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since
         logits are gathered from all of them."""
         found: dict[int, list[torch.Tensor]] = {}
         first = 0
-        for i, row in enumerate(batch.rows):
+        for i, row in enumerate(step.batch.rows):
             info = self.state.slots[row.slot]
             wanted = info.params.prompt_logprobs
             start = row.bound - row.count
             count = min(row.count, len(info.blob.request.prompt_ids) - 1 - start)
             if wanted is not None and count > 0:
-                logprobs = self.model.logits(hidden.states[first : first + count]).log_softmax(-1)
+                logprobs = self.model.logits(step.hidden.states[first : first + count]).float().log_softmax(-1)
                 following = self.state.tokens_SL[row.slot, start + 1 : start + 1 + count].long()
                 top = logprobs.topk(max(wanted, 1), dim=-1)
                 found[i] = [logprobs.gather(-1, following[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
@@ -350,11 +388,10 @@ class Runner:
         tokens: dict[int, tuple[int, ...]] = {}
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         if pending.sampled_rows:
-            tokens_RW, accepted_R = (t.tolist() for t in pending.outcome[:2])
-            detail = [t.tolist() for t in pending.outcome[2:]]
+            outcome, *detail = (t.tolist() for t in pending.outcome)
             for r, row in enumerate(pending.sampled_rows):
-                count = accepted_R[r] + 1
-                tokens[row] = tuple(tokens_RW[r][:count])
+                count = outcome[r][-1] + 1
+                tokens[row] = tuple(outcome[r][:count])
                 wanted = pending.logprobs_wanted[r]
                 if wanted is not None:
                     chosen, best, ids = (values[r][:count] for values in detail)

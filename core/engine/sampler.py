@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dovetail.core.engine.random import Purpose, gumbel
+from dovetail.core.ops.step import draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +53,16 @@ def filter_logits(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor
 
 def sample(logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams) -> torch.Tensor:
     """One token id a row, int64 [N]; position_N counts the tokens before the one drawn."""
-    greedy = logits_NV.argmax(-1)
-    if not params.random:
-        return greedy
-    noise = gumbel(params.key_N, position_N, Purpose.SAMPLE, logits_NV.shape[-1])
-    drawn = (filter_logits(logits_NV, params) + noise).argmax(-1)
-    return torch.where(params.temperature_N > 0, drawn, greedy)
+    temperature_N = params.temperature_N
+    if params.filtered:
+        logits_NV = filter_logits(logits_NV.float(), params)
+        temperature_N = (temperature_N > 0).float()
+    return draw(logits_NV, position_N, temperature_N, params.key_N, params.random)
 
 
 def probabilities(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor:
     """The distribution `sample` draws from, float32 [N, V]; a point mass for greedy rows."""
+    logits_NV = logits_NV.float()
     probs = filter_logits(logits_NV, params).softmax(-1)
     greedy = torch.nn.functional.one_hot(logits_NV.argmax(-1), logits_NV.shape[-1]).to(probs.dtype)
     return torch.where((params.temperature_N > 0)[:, None], probs, greedy)

@@ -6,15 +6,17 @@ R rows that sample, W = 1 + most drafts, N = R * W logits rows, V vocabulary, S 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 
-from dovetail.core.engine.batch import Batch
+from dovetail.core.engine.batch import Batch, row_starts
 from dovetail.core.engine.device_state import DeviceState
 from dovetail.core.engine.sampler import SampleParams, probabilities, sample
-from dovetail.core.engine.verify import Verdict, verify_match, verify_rejection
+from dovetail.core.engine.verify import verify_rejection
 from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Row, RowFlag
+from dovetail.core.ops.step import Accepted, accept, commit
 
 
 @dataclass(slots=True)
@@ -40,27 +42,27 @@ class Positions:
     slots_R: torch.Tensor
     base_R: torch.Tensor
     """Tokens before the first one to be sampled: where it will stand."""
-    count_R: torch.Tensor
-    """Drafts actually standing there, 0 .. W-1."""
+    limit_R: torch.Tensor
+    """Drafts to verify at most, 0 .. W-1; there may be fewer."""
 
 
-def _first_sampled(row: Row) -> int:
-    """Of the row's tokens: a decode row samples after each, a chunk after its last."""
-    return 0 if row.flags & RowFlag.DECODE else row.count - 1
+def sampling_section(rows: Seq[Row]) -> list[int]:
+    """What `locate` needs from the host, to be sent with the plan: (first token sampled, slot, most drafts) of each
+    row that samples. A decode row samples after each of its tokens, a chunk after its last."""
+    section: list[int] = []
+    for row, first in zip(rows, row_starts(rows), strict=False):
+        if row.flags & RowFlag.SAMPLE:
+            offset = 0 if row.flags & RowFlag.DECODE else row.count - 1
+            section += (first + offset, row.slot, row.draft)
+    return section
 
 
-def locate(batch: Batch, state: DeviceState) -> Positions:
+def locate(batch: Batch, section: torch.Tensor) -> Positions:
+    first_R, slots_R, limit_R = section.view(-1, 3).t().contiguous().unbind(0)
+    step_W = torch.arange(batch.width, device=section.device)
+    token_RW = first_R[:, None] + torch.minimum(step_W[None, :], limit_R[:, None])
     rows = [batch.rows[i] for i in batch.sampled]
-    packed = state.upload(
-        [(i, row.slot, _first_sampled(row), row.draft) for i, row in zip(batch.sampled, rows, strict=True)],  # type: ignore[arg-type]
-        torch.int64,
-    )
-    index_R, slots_R, offset_R, draft_R = packed.unbind(1)
-    first_R = batch.first_B[index_R] + offset_R
-    step_W = torch.arange(batch.width, device=state.device)
-    token_RW = first_R[:, None] + torch.minimum(step_W[None, :], draft_R[:, None])
-    count_R = torch.minimum(state.drafts_S[slots_R], draft_R)
-    return Positions(rows, token_RW, slots_R, batch.positions_T[first_R] + 1, count_R)
+    return Positions(rows, token_RW, slots_R, batch.tokens.positions_T[first_R] + 1, limit_R)
 
 
 def sample_params(slots_N: torch.Tensor, rows: list[Row], state: DeviceState) -> SampleParams:
@@ -87,32 +89,25 @@ def sample_step(
     position_N = position_RW.reshape(-1)
 
     best = max((p for p in (state.slots[row.slot].params.logprobs for row in rows) if p is not None), default=-1)
-    raw = logits_NV.log_softmax(-1) if best >= 0 else None
+    raw = logits_NV.float().log_softmax(-1) if best >= 0 else None
 
     wanted = {name for row in rows for name in state.slots[row.slot].processors}
     if wanted:
+        logits_NV = logits_NV.float()
         ctx = LogitsContext(slots_N, position_N, state.tokens_SL, state.prompt_len_S, batch.max_len)
         for name, processor in processors.items():
             if name in wanted:
                 logits_NV = processor.apply(logits_NV, ctx)
 
     params = sample_params(slots_N, rows, state)
-    verdict = _verify(logits_NV, at, position_RW, params, batch, state)
-
-    # Known tokens, computed KV and drafts move on; what lies past the accepted ones goes to the scratch row.
-    inside = step_W <= verdict.accepted_R[:, None]
-    rows_RW = torch.where(inside, at.slots_R[:, None], state.scratch)
-    place_RW = torch.where(inside, position_RW, 0)
-    state.tokens_SL[rows_RW, place_RW] = verdict.tokens_RW.int()
-    state.computed_S[at.slots_R] = at.base_R + verdict.accepted_R
-    state.drafts_S.index_fill_(0, at.slots_R, 0)  # `= 0` would copy the 0 from the host and wait
+    tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, batch, state)
 
     logprobs = None
     if raw is not None:
         raw_RWV = raw.view(len(rows), width, -1)
         top = raw_RWV.topk(max(best, 1), dim=-1)
-        logprobs = (raw_RWV.gather(-1, verdict.tokens_RW[..., None]).squeeze(-1), top.values, top.indices)
-    return Sampled(verdict.tokens_RW, verdict.accepted_R, at.slots_R, at.base_R + verdict.accepted_R + 1, logprobs)
+        logprobs = (raw_RWV.gather(-1, tokens_RW[..., None]).squeeze(-1), top.values, top.indices)
+    return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
 
 
 def _verify(
@@ -122,22 +117,28 @@ def _verify(
     params: SampleParams,
     batch: Batch,
     state: DeviceState,
-) -> Verdict:
+) -> tuple[torch.Tensor, Accepted]:
+    """Tokens [R, W], and what was accepted of them, already written to the state."""
     rows, width = position_RW.shape
-    if width == 1:
-        return Verdict(sample(logits_NV, position_RW.reshape(-1), params)[:, None], torch.zeros_like(at.count_R))
+    lengths = state.tokens_SL, state.computed_S, state.drafts_S
+    if width == 1 or state.draft_probs_SKV is None or not params.random:
+        target_RW = sample(logits_NV, position_RW.reshape(-1), params).view(rows, width)
+        return target_RW, accept(target_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
     draft_RK = state.tokens_SL[at.slots_R[:, None], position_RW[:, :-1]].long()
-    if state.draft_probs_SKV is None or not params.random:
-        target = sample(logits_NV, position_RW.reshape(-1), params).view(rows, width)
-        return verify_match(target, draft_RK, at.count_R)
+    count_R = torch.minimum(state.drafts_S[at.slots_R], at.limit_R)
     p_RWV = probabilities(logits_NV, params).view(rows, width, -1)
     q_RKV = state.draft_probs_SKV[at.slots_R, : width - 1]
-    return verify_rejection(p_RWV, q_RKV, draft_RK, at.count_R, state.key_S[at.slots_R], position_RW)
+    verdict = verify_rejection(p_RWV, q_RKV, draft_RK, count_R, state.key_S[at.slots_R], position_RW)
+    commit(verdict.tokens_RW, verdict.accepted_R, at.slots_R, at.base_R, *lengths)
+    return verdict.tokens_RW, Accepted(verdict.accepted_R, at.base_R + verdict.accepted_R + 1)
 
 
-def advance_chunks(batch: Batch, state: DeviceState) -> None:
-    """Chunks that do not sample only move the computed length."""
-    chunks = [row for row in batch.rows if not row.flags & RowFlag.SAMPLE]
-    if chunks:
-        packed = state.upload([(row.slot, row.count) for row in chunks], torch.int64)  # type: ignore[arg-type]
-        state.computed_S[packed[:, 0]] += packed[:, 1]
+def chunk_section(rows: Seq[Row]) -> list[int]:
+    """(slot, tokens) of the rows that do not sample: `advance_chunks` moves their computed length alone."""
+    return [n for row in rows if not row.flags & RowFlag.SAMPLE for n in (row.slot, row.count)]
+
+
+def advance_chunks(section: torch.Tensor, state: DeviceState) -> None:
+    if len(section):
+        slots, counts = section.view(-1, 2).unbind(1)
+        state.computed_S[slots] += counts

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dovetail.core.engine.random import Purpose, gumbel, uniform
+from dovetail.core.ops.random import Purpose, gumbel, uniform
+from dovetail.core.ops.step import leading
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,6 @@ class Verdict:
     """int64: accepted drafts, then one token of the target's own; entries past accepted_R are meaningless."""
     accepted_R: torch.Tensor
     """int64: drafts accepted, 0 .. K."""
-
-
-def _leading(agree_RK: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:
-    """Length of the leading run of True among the first count entries."""
-    inside = torch.arange(agree_RK.shape[1], device=agree_RK.device) < count_R[:, None]
-    return (agree_RK & inside).long().cumprod(-1).sum(-1)
 
 
 def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor) -> Verdict:
@@ -37,7 +32,7 @@ def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch
     with and without drafts.
     """
     agree = target_RW[:, : draft_RK.shape[1]] == draft_RK
-    return Verdict(target_RW, _leading(agree, count_R))
+    return Verdict(target_RW, leading(agree, count_R))
 
 
 def verify_rejection(
@@ -58,7 +53,7 @@ def verify_rejection(
     q_draft = q_RKV.gather(-1, draft_RK[..., None]).squeeze(-1)
     keys = key_R[:, None].expand(rows, drafts).reshape(-1)
     chance = uniform(keys, position_RW[:, :drafts].reshape(-1), Purpose.ACCEPT, 1).view(rows, drafts)
-    accepted = _leading(chance * q_draft < p_draft, count_R)
+    accepted = leading(chance * q_draft < p_draft, count_R)
 
     at = accepted[:, None, None].expand(rows, 1, vocab)
     p_last = p_RWV.gather(1, at).squeeze(1)

@@ -206,4 +206,4 @@ class Model(ABC):
 
     @abstractmethod
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
-        """Full-vocabulary logits_BV float32, equal on every rank."""
+        """Full-vocabulary logits_BV, equal on every rank: float32, or the model's dtype, which sampling then widens."""

@@ -43,7 +43,7 @@ class DraftContext:
     k: int
     """Tokens wanted per row."""
     key_S: torch.Tensor
-    """int64: key of each slot's random draws (core.engine.random); the only source of chance a drafter may use."""
+    """int64: key of each slot's random draws (core.ops.random); the only source of chance a drafter may use."""
     slots_T: torch.Tensor
     """int64: slot of each token the step fed, in the order of the hidden states."""
     positions_T: torch.Tensor

@@ -48,7 +48,7 @@ class VocabParallelEmbedding:
 
 
 class LMHead:
-    """Logits over the whole vocabulary, float32, on every rank. A tied model gives it the embedding's table."""
+    """Logits over the vocabulary on every rank, in the model's dtype. A tied model gives it its embedding table."""
 
     def __init__(self, table: VocabTable, bias: str | None = None) -> None:
         """`bias` is its checkpoint name, for models whose head has one."""
@@ -59,7 +59,7 @@ class LMHead:
         logits_BV = F.linear(states_BC, self.table.weight_VC, self.bias_V)
         if self.table.collective.size > 1:
             logits_BV = self.table.collective.all_gather(logits_BV)[..., : self.table.vocab]
-        return logits_BV.float()
+        return logits_BV
 
     def weights(self) -> Iterator[Weight]:
         """The bias alone: the table lists its own."""

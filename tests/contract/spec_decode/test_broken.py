@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.core.engine.random import Purpose, gumbel
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, TargetView
+from dovetail.core.ops.random import Purpose, gumbel
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.core.testing.suite import failures
 

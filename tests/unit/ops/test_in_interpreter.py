@@ -1,4 +1,4 @@
-"""Runs test_kernels.py in Triton's interpreter. Triton reads its flag when it is imported, so that takes a process."""
+"""Runs kernel tests in Triton's interpreter. Triton reads its flag when it is imported, so that takes a process."""
 
 import importlib.util
 import os
@@ -11,8 +11,9 @@ import pytest
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton for this platform")
 @pytest.mark.timeout(600)
-def test_kernels_in_interpreter():
-    suite = Path(__file__).with_name("test_kernels.py")
+@pytest.mark.parametrize("name", ["test_kernels.py", "test_step_kernels.py"])
+def test_kernels_in_interpreter(name):
+    suite = Path(__file__).with_name(name)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(suite)],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from scipy import stats
 
-from dovetail.core.engine.random import Purpose, gumbel, sequence_key, uniform
 from dovetail.core.interfaces import Request, SamplingParams
+from dovetail.core.ops.random import Purpose, gumbel, sequence_key, uniform
 
 
 def keys(n: int) -> torch.Tensor:

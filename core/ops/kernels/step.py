@@ -1,0 +1,311 @@
+"""A step's bookkeeping on the device: layout of tokens and pages, draws, verification by matching.
+
+Shapes: T tokens, B rows, S slots, L token capacity, P pages of a table, N rows of logits, V vocabulary, R rows that
+sample, W sampled positions of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.ops.random import Purpose
+from dovetail.core.ops.step import Accepted, PageLayout, TokenLayout
+
+VOCAB_BLOCK = 2048
+"""Logits that a program compares at a time."""
+PROGRAMS = 1024
+"""Programs to spread the vocabulary over, all rows together: enough to fill a large GPU several times."""
+
+
+@triton.jit
+def _lay_out_tokens(
+    slots_ptr,
+    row_start_ptr,
+    computed_ptr,
+    tokens_ptr,
+    tokens_stride,
+    ids_ptr,
+    positions_ptr,
+    rows_ptr,
+    token_slots_ptr,
+    kv_len_ptr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    first = tl.load(row_start_ptr + row)
+    count = tl.load(row_start_ptr + row + 1) - first
+    start = tl.load(computed_ptr + slot)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = index < count
+    position = start + index
+    to = first + index
+    tl.store(ids_ptr + to, tl.load(tokens_ptr + slot * tokens_stride + position, mask=ok, other=0), mask=ok)
+    tl.store(positions_ptr + to, position, mask=ok)
+    tl.store(rows_ptr + to, tl.zeros((BLOCK,), tl.int64) + row, mask=ok)
+    tl.store(token_slots_ptr + to, tl.zeros((BLOCK,), tl.int64) + slot, mask=ok)
+    if tl.program_id(1) == 0:
+        tl.store(kv_len_ptr + row, (start + count).to(tl.int32))
+
+
+def lay_out_tokens_triton(
+    slots_B: torch.Tensor,
+    row_start_B1: torch.Tensor,
+    computed_S: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    total: int,
+    longest: int,
+) -> TokenLayout:
+    device = slots_B.device
+    ids_T = torch.empty(total, dtype=torch.int32, device=device)
+    positions_T, rows_T, slots_T = torch.empty(3, total, dtype=torch.int64, device=device).unbind(0)
+    kv_len_B = torch.empty(len(slots_B), dtype=torch.int32, device=device)
+    block = min(256, triton.next_power_of_2(longest))
+    _lay_out_tokens[len(slots_B), triton.cdiv(longest, block)](
+        slots_B,
+        row_start_B1,
+        computed_S,
+        tokens_SL,
+        tokens_SL.stride(0),
+        ids_T,
+        positions_T,
+        rows_T,
+        slots_T,
+        kv_len_B,
+        BLOCK=block,
+        num_warps=1 if block <= 32 else 4,
+    )
+    return TokenLayout(ids_T, positions_T, rows_T, slots_T, kv_len_B)
+
+
+@triton.jit
+def _lay_out_pages(
+    slots_ptr,
+    token_slots_ptr,
+    positions_ptr,
+    table_ptr,
+    page_table_ptr,
+    write_ptr,
+    rows,
+    total,
+    P: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first `rows` programs copy one table each, the others place BLOCK tokens each."""
+    program = tl.program_id(0)
+    if program < rows:
+        table = table_ptr + tl.load(slots_ptr + program) * P
+        copy = page_table_ptr + program.to(tl.int64) * P
+        for i in range(0, P, BLOCK):
+            index = i + tl.arange(0, BLOCK)
+            tl.store(copy + index, tl.load(table + index, mask=index < P), mask=index < P)
+    else:
+        token = (program - rows) * BLOCK + tl.arange(0, BLOCK)
+        ok = token < total
+        slot = tl.load(token_slots_ptr + token, mask=ok, other=0)
+        position = tl.load(positions_ptr + token, mask=ok, other=0)
+        page = tl.load(table_ptr + slot * P + position // PAGE, mask=ok, other=0).to(tl.int64)
+        tl.store(write_ptr + token, page * PAGE + position % PAGE, mask=ok)
+
+
+def lay_out_pages_triton(
+    slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, page_tokens: int
+) -> PageLayout:
+    rows, total, pages = len(slots_B), len(tokens.positions_T), table_SP.shape[1]
+    page_table_BP = table_SP.new_empty(rows, pages)
+    write_T = torch.empty_like(tokens.positions_T)
+    block = 256
+    _lay_out_pages[(rows + triton.cdiv(total, block),)](
+        slots_B,
+        tokens.slots_T,
+        tokens.positions_T,
+        table_SP,
+        page_table_BP,
+        write_T,
+        rows,
+        total,
+        P=pages,
+        PAGE=page_tokens,
+        BLOCK=block,
+        num_warps=2,
+    )
+    return PageLayout(page_table_BP, write_T)
+
+
+@triton.jit
+def _mix(x):
+    """core.ops.random._mix on uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x85EBCA6B
+    x = x ^ (x >> 13)
+    x = x * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _better(value_a, index_a, value_b, index_b):
+    """The larger value; of equal ones the first."""
+    left = (value_a > value_b) | ((value_a == value_b) & (index_a < index_b))
+    return tl.where(left, value_a, value_b), tl.where(left, index_a, index_b)
+
+
+@triton.jit
+def _draw_parts(
+    logits_ptr,
+    position_ptr,
+    temperature_ptr,
+    key_ptr,
+    value_ptr,
+    index_ptr,
+    V,
+    share,
+    PURPOSE: tl.constexpr,
+    RANDOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, part): the best of `share` logits."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    begin = part * share
+    end = tl.minimum(begin + share, V)
+    temperature = 0.0
+    if RANDOM:
+        temperature = tl.load(temperature_ptr + row)
+        key = tl.load(key_ptr + row)
+        low = (key & 0xFFFFFFFF).to(tl.uint32)
+        high = (key >> 32).to(tl.uint32)
+        place = ((tl.load(position_ptr + row) * 0x9E3779B1 + PURPOSE * 0x7F4A7C15) & 0xFFFFFFFF).to(tl.uint32)
+        a = _mix(_mix(low) ^ place)
+        b = _mix(_mix(high ^ 0x5BD1E995) + place)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    at = tl.full((BLOCK,), 2147483647, tl.int32)
+    for i in range(begin, end, BLOCK):
+        column = i + tl.arange(0, BLOCK)
+        ok = column < end
+        x = tl.load(logits_ptr + row * V + column, mask=ok, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("-inf"))  # NaN never wins.
+        if RANDOM:
+            bits = _mix(_mix(a + column.to(tl.uint32) * 0x9E3779B9) ^ b)
+            uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+            noise = -tl.log(-tl.log(uniform))
+            x = tl.where(temperature > 0, x / divisor + noise, x)
+        better = ok & ((x > best) | (at == 2147483647))
+        best = tl.where(better, x, best)
+        at = tl.where(better, column, at)
+    value, index = tl.reduce((best, at), 0, _better)
+    tl.store(value_ptr + row * tl.num_programs(1) + part, value)
+    tl.store(index_ptr + row * tl.num_programs(1) + part, index)
+
+
+@triton.jit
+def _draw_join(value_ptr, index_ptr, out_ptr, PARTS, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK)
+    value = tl.load(value_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    index = tl.load(index_ptr + row * PARTS + part, mask=part < PARTS, other=2147483647)
+    _, index = tl.reduce((value, index), 0, _better)
+    tl.store(out_ptr + row, index.to(tl.int64))
+
+
+def draw_triton(
+    logits_NV: torch.Tensor, position_N: torch.Tensor, temperature_N: torch.Tensor, key_N: torch.Tensor, random: bool
+) -> torch.Tensor:
+    logits_NV = logits_NV.contiguous()
+    rows, vocab = logits_NV.shape
+    out_N = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
+    if not rows:
+        return out_N
+    parts = max(1, min(triton.cdiv(vocab, VOCAB_BLOCK), PROGRAMS // rows))
+    share = triton.cdiv(triton.cdiv(vocab, parts), VOCAB_BLOCK) * VOCAB_BLOCK
+    parts = triton.cdiv(vocab, share)
+    value = torch.empty(rows, parts, device=logits_NV.device)
+    index = torch.empty(rows, parts, dtype=torch.int32, device=logits_NV.device)
+    _draw_parts[rows, parts](
+        logits_NV,
+        position_N.contiguous(),
+        temperature_N.contiguous(),
+        key_N.contiguous(),
+        value,
+        index,
+        vocab,
+        share,
+        PURPOSE=int(Purpose.SAMPLE),
+        RANDOM=random,
+        BLOCK=VOCAB_BLOCK,
+        num_warps=4,
+    )
+    _draw_join[(rows,)](value, index, out_N, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+    return out_N
+
+
+@triton.jit
+def _accept(
+    drawn_ptr,
+    slots_ptr,
+    base_ptr,
+    limit_ptr,
+    tokens_ptr,
+    tokens_stride,
+    computed_ptr,
+    drafts_ptr,
+    accepted_ptr,
+    lengths_ptr,
+    padding,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    base = tl.load(base_ptr + row)
+    count = tl.minimum(tl.load(drafts_ptr + slot), tl.load(limit_ptr + row))
+    w = tl.arange(0, BLOCK)
+    drawn = tl.load(drawn_ptr + row * W + w, mask=w < W, other=-1)
+    place = tokens_ptr + slot * tokens_stride + base + w
+    draft = tl.load(place, mask=w < W - 1, other=-1).to(tl.int64)
+    disagree = (w >= count) | (drawn != draft)
+    accepted = tl.min(tl.where(disagree, w, W - 1), axis=0).to(tl.int64)
+    real = slot != padding
+    # Every thread has read its draft before one writes over it.
+    tl.debug_barrier()
+    tl.store(place, drawn.to(tl.int32), mask=(w <= accepted) & real)
+    if real:
+        tl.store(computed_ptr + slot, base + accepted)
+        tl.store(drafts_ptr + slot, tl.zeros((), tl.int64))
+    tl.store(accepted_ptr + row, accepted)
+    tl.store(lengths_ptr + row, base + accepted + 1)
+
+
+def accept_triton(
+    tokens_RW: torch.Tensor,
+    slots_R: torch.Tensor,
+    base_R: torch.Tensor,
+    limit_R: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    computed_S: torch.Tensor,
+    drafts_S: torch.Tensor,
+) -> Accepted:
+    tokens_RW = tokens_RW.contiguous()
+    rows, width = tokens_RW.shape
+    accepted_R, lengths_R = torch.empty(2, rows, dtype=torch.int64, device=tokens_RW.device).unbind(0)
+    if rows:
+        _accept[(rows,)](
+            tokens_RW,
+            slots_R.contiguous(),
+            base_R.contiguous(),
+            limit_R.contiguous(),
+            tokens_SL,
+            tokens_SL.stride(0),
+            computed_S,
+            drafts_S,
+            accepted_R,
+            lengths_R,
+            len(computed_S) - 1,
+            W=width,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1,
+        )
+    return Accepted(accepted_R, lengths_R)

@@ -1,0 +1,186 @@
+"""What a step does between device state and model: lay out the tokens to feed, draw the next ones, move lengths.
+
+Each is one kernel on a GPU, so that a decode step's bookkeeping costs microseconds and can be captured.
+Shapes: T tokens, B rows, S slots, L token capacity, P pages of a table, N rows of logits, V vocabulary, R rows that
+sample, W sampled positions of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.core.ops.random import Purpose, gumbel
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """Which tokens a step feeds, and from where. Every tensor is int64 unless it says otherwise."""
+
+    ids_T: torch.Tensor
+    """int32"""
+    positions_T: torch.Tensor
+    rows_T: torch.Tensor
+    slots_T: torch.Tensor
+    kv_len_B: torch.Tensor
+    """int32: length of each row's cache after the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """One KV group's view of a step."""
+
+    page_table_BP: torch.Tensor
+    """int32"""
+    write_T: torch.Tensor
+    """int64: flat token slot where each token's K and V go."""
+
+
+def lay_out_tokens(
+    slots_B: torch.Tensor,
+    row_start_B1: torch.Tensor,
+    computed_S: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    total: int,
+    longest: int,
+) -> TokenLayout:
+    """`total` tokens: of each row as many as row_start_B1 (int32) says, at most `longest`, from its computed length
+    on. Lengths come from the device, so rows may be laid out before the previous step has ended."""
+    if slots_B.is_cuda:
+        from dovetail.core.ops.kernels.step import lay_out_tokens_triton
+
+        return lay_out_tokens_triton(slots_B, row_start_B1, computed_S, tokens_SL, total, longest)
+    return lay_out_tokens_reference(slots_B, row_start_B1, computed_S, tokens_SL, total)
+
+
+def lay_out_tokens_reference(
+    slots_B: torch.Tensor,
+    row_start_B1: torch.Tensor,
+    computed_S: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    total: int,
+) -> TokenLayout:
+    count_B = row_start_B1.diff().long()
+    start_B = computed_S[slots_B]
+    rows_T = torch.repeat_interleave(torch.arange(len(slots_B), device=slots_B.device), count_B, output_size=total)
+    slots_T = slots_B[rows_T]
+    positions_T = start_B[rows_T] + torch.arange(total, device=slots_B.device) - row_start_B1[:-1].long()[rows_T]
+    return TokenLayout(tokens_SL[slots_T, positions_T], positions_T, rows_T, slots_T, (start_B + count_B).int())
+
+
+def lay_out_pages(slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, page_tokens: int) -> PageLayout:
+    """Each row's page table and the token slot that each token is written to."""
+    if slots_B.is_cuda:
+        from dovetail.core.ops.kernels.step import lay_out_pages_triton
+
+        return lay_out_pages_triton(slots_B, tokens, table_SP, page_tokens)
+    return lay_out_pages_reference(slots_B, tokens, table_SP, page_tokens)
+
+
+def lay_out_pages_reference(
+    slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, page_tokens: int
+) -> PageLayout:
+    page_T = table_SP[tokens.slots_T, tokens.positions_T // page_tokens].long()
+    return PageLayout(table_SP[slots_B], page_T * page_tokens + tokens.positions_T % page_tokens)
+
+
+def draw(
+    logits_NV: torch.Tensor, position_N: torch.Tensor, temperature_N: torch.Tensor, key_N: torch.Tensor, random: bool
+) -> torch.Tensor:
+    """One token id of each row, int64 [N]: the arg-max where temperature is 0, else a draw by the Gumbel maximum.
+
+    `random` = some temperature is not 0. position_N counts the tokens before the one drawn. Of equal logits the first
+    wins. Logits may be of any float dtype and are compared in float32.
+    """
+    if logits_NV.is_cuda:
+        from dovetail.core.ops.kernels.step import draw_triton
+
+        return draw_triton(logits_NV, position_N, temperature_N, key_N, random)
+    return draw_reference(logits_NV, position_N, temperature_N, key_N, random)
+
+
+def draw_reference(
+    logits_NV: torch.Tensor, position_N: torch.Tensor, temperature_N: torch.Tensor, key_N: torch.Tensor, random: bool
+) -> torch.Tensor:
+    logits_NV = logits_NV.float()
+    greedy_N = logits_NV.argmax(-1)
+    if not random:
+        return greedy_N
+    noise_NV = gumbel(key_N, position_N, Purpose.SAMPLE, logits_NV.shape[-1])
+    scaled_NV = logits_NV / torch.where(temperature_N > 0, temperature_N, 1.0)[:, None]
+    return torch.where(temperature_N > 0, (scaled_NV + noise_NV).argmax(-1), greedy_N)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Outcome of a step's rows."""
+
+    accepted_R: torch.Tensor
+    """int64: drafts accepted, 0 .. W-1."""
+    lengths_R: torch.Tensor
+    """int64: exact lengths, the new tokens included."""
+
+
+def accept(
+    tokens_RW: torch.Tensor,
+    slots_R: torch.Tensor,
+    base_R: torch.Tensor,
+    limit_R: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    computed_S: torch.Tensor,
+    drafts_S: torch.Tensor,
+) -> Accepted:
+    """Accept each row's drafts as long as they equal the target's draws, then write the outcome into the device state.
+
+    Position base_R + w of a row holds draft w (as int32) before and token w after. limit_R bounds the drafts verified.
+    Rows of the last slot are padding and change nothing.
+    """
+    if tokens_RW.is_cuda:
+        from dovetail.core.ops.kernels.step import accept_triton
+
+        return accept_triton(tokens_RW, slots_R, base_R, limit_R, tokens_SL, computed_S, drafts_S)
+    return accept_reference(tokens_RW, slots_R, base_R, limit_R, tokens_SL, computed_S, drafts_S)
+
+
+def accept_reference(
+    tokens_RW: torch.Tensor,
+    slots_R: torch.Tensor,
+    base_R: torch.Tensor,
+    limit_R: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    computed_S: torch.Tensor,
+    drafts_S: torch.Tensor,
+) -> Accepted:
+    step_K = torch.arange(tokens_RW.shape[1] - 1, device=tokens_RW.device)
+    draft_RK = tokens_SL[slots_R[:, None], base_R[:, None] + step_K]
+    count_R = torch.minimum(drafts_S[slots_R], limit_R)
+    accepted_R = leading(tokens_RW[:, :-1] == draft_RK, count_R)
+    commit(tokens_RW, accepted_R, slots_R, base_R, tokens_SL, computed_S, drafts_S)
+    return Accepted(accepted_R, base_R + accepted_R + 1)
+
+
+def leading(agree_RK: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:
+    """Length of the leading run of True among each row's first count entries, int64."""
+    inside_RK = torch.arange(agree_RK.shape[1], device=agree_RK.device) < count_R[:, None]
+    return (agree_RK & inside_RK).long().cumprod(-1).sum(-1)
+
+
+def commit(
+    tokens_RW: torch.Tensor,
+    accepted_R: torch.Tensor,
+    slots_R: torch.Tensor,
+    base_R: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    computed_S: torch.Tensor,
+    drafts_S: torch.Tensor,
+) -> None:
+    """Known tokens, computed KV and drafts move on, in torch; what lies past the accepted ones is not written."""
+    padding = len(computed_S) - 1
+    step_W = torch.arange(tokens_RW.shape[1], device=tokens_RW.device)
+    inside_RW = (step_W <= accepted_R[:, None]) & (slots_R != padding)[:, None]
+    tokens_SL[
+        torch.where(inside_RW, slots_R[:, None], padding), torch.where(inside_RW, base_R[:, None] + step_W, 0)
+    ] = tokens_RW.int()
+    computed_S[slots_R] = torch.where(slots_R != padding, base_R + accepted_R, computed_S[slots_R])
+    drafts_S.index_fill_(0, slots_R, 0)  # `= 0` would copy the 0 from the host and wait

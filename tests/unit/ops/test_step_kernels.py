@@ -1,0 +1,104 @@
+"""The step's bookkeeping kernels against their torch references, compiled or in Triton's interpreter (see
+test_kernels.py)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from dovetail.core.ops.kernels.step import (  # noqa: E402
+    accept_triton,
+    draw_triton,
+    lay_out_pages_triton,
+    lay_out_tokens_triton,
+)
+from dovetail.core.ops.random import Purpose, gumbel  # noqa: E402
+from dovetail.core.ops.step import (  # noqa: E402
+    accept_reference,
+    draw_reference,
+    lay_out_pages_reference,
+    lay_out_tokens_reference,
+)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 1, 3, 300), (2, 2, 2)])
+def test_layout(counts):
+    slots, capacity, page = 6, 700, 16
+    tokens_SL = torch.randint(1000, (slots, capacity), dtype=torch.int32, device=DEVICE)
+    computed_S = torch.randint(capacity - 310, (slots,), device=DEVICE)
+    table_SP = torch.randint(99, (slots, -(-capacity // page)), dtype=torch.int32, device=DEVICE)
+    slots_B = torch.randperm(slots, device=DEVICE)[: len(counts)]
+    row_start = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=DEVICE)
+    total, longest = sum(counts), max(counts)
+    got = lay_out_tokens_triton(slots_B, row_start, computed_S, tokens_SL, total, longest)
+    want = lay_out_tokens_reference(slots_B, row_start, computed_S, tokens_SL, total)
+    for name in want.__slots__:
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    got_pages = lay_out_pages_triton(slots_B, want, table_SP, page)
+    want_pages = lay_out_pages_reference(slots_B, want, table_SP, page)
+    assert torch.equal(got_pages.page_table_BP, want_pages.page_table_BP)
+    assert torch.equal(got_pages.write_T, want_pages.write_T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 2049), (7, 5000)])
+def test_greedy_draw_takes_the_first_of_the_largest(dtype, rows, vocab):
+    logits = torch.randn(rows, vocab, device=DEVICE).to(dtype)
+    logits[:, vocab // 2] = logits[:, 1] = logits.max() + 1
+    logits[0, 0] = float("nan")
+    zero = torch.zeros(rows, device=DEVICE)
+    got = draw_triton(logits, zero.long(), zero, zero.long(), False)
+    assert got.tolist() == [1] * rows
+
+
+def test_a_row_of_nan_draws_some_token():
+    logits = torch.full((2, 3000), float("nan"), device=DEVICE)
+    zero = torch.zeros(2, device=DEVICE)
+    got = draw_triton(logits, zero.long(), zero, zero.long(), False)
+    assert ((got >= 0) & (got < 3000)).all()
+
+
+def test_random_draws_are_the_reference_s():
+    rows, vocab = 8, 3001
+    logits = torch.randn(rows, vocab, device=DEVICE) * 2
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0] * 2, device=DEVICE)
+    key = torch.randint(1 << 62, (rows,), device=DEVICE)
+    position = torch.randint(1 << 20, (rows,), device=DEVICE)
+    got = draw_triton(logits, position, temperature, key, True)
+    want = draw_reference(logits, position, temperature, key, True)
+    noise = gumbel(key, position, Purpose.SAMPLE, vocab)
+    score = torch.where(temperature[:, None] > 0, logits / temperature.clamp_min(1e-9)[:, None] + noise, logits)
+    # The two may differ where the best are equal up to the logarithm's rounding.
+    gap = score.gather(1, want[:, None]) - score.gather(1, got[:, None])
+    assert gap.abs().max() < 1e-4
+    assert (got == want).sum() >= rows - 1
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_accept(width):
+    slots, capacity, rows = 9, 40, 7
+    tokens_SL = torch.randint(3, (slots, capacity), dtype=torch.int32, device=DEVICE)
+    computed_S = torch.randint(capacity, (slots,), device=DEVICE)
+    drafts_S = torch.randint(width, (slots,), device=DEVICE)
+    slots_R = torch.randperm(slots - 1, device=DEVICE)[:rows]
+    slots_R[-2:] = slots - 1  # Padding, twice.
+    base_R = torch.randint(capacity - width, (rows,), device=DEVICE)
+    limit_R = torch.randint(width, (rows, 3), device=DEVICE)[:, 1]
+    drawn_RW = torch.randint(3, (rows, width), device=DEVICE)
+    states = [[t.clone() for t in (tokens_SL, computed_S, drafts_S)] for _ in range(2)]
+    got = accept_triton(drawn_RW, slots_R, base_R, limit_R, *states[0])
+    want = accept_reference(drawn_RW, slots_R, base_R, limit_R, *states[1])
+    assert torch.equal(got.accepted_R, want.accepted_R)
+    assert torch.equal(got.lengths_R, want.lengths_R)
+    for mine, theirs, name in zip(*states, ("tokens", "computed", "drafts"), strict=True):
+        assert torch.equal(mine[:-1], theirs[:-1]), name
+    assert torch.equal(states[0][1][-1], computed_S[-1]), "padding was computed"
