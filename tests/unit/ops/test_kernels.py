@@ -7,6 +7,7 @@ imported (test_in_interpreter.py starts such a process).
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,10 +38,13 @@ from dovetail.core.ops.kernels.formats import encode_triton  # noqa: E402
 from dovetail.core.ops.kernels.gated import silu_and_mul_triton  # noqa: E402
 from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
 from dovetail.core.ops.kernels.layernorm import layer_norm_triton  # noqa: E402
+from dovetail.core.ops.kernels.matmul import matmul_triton  # noqa: E402
 from dovetail.core.ops.kernels.norm import rms_norm_triton  # noqa: E402
 from dovetail.core.ops.kv_write import rope_kv_write_reference  # noqa: E402
 from dovetail.core.ops.layernorm import layer_norm_reference  # noqa: E402
+from dovetail.core.ops.matmul import matmul_reference  # noqa: E402
 from dovetail.core.ops.norm import rms_norm_reference  # noqa: E402
+from dovetail.core.ops.tiles import MatmulTile  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -215,3 +219,33 @@ def test_no_tokens():
     x = random(0, 64, dtype=torch.float32)
     bundle, _ = rms_norm_triton(x, None, random(64, dtype=torch.float32), 1e-5, (PLAIN, INT8_TOKEN))
     assert bundle[PLAIN].values.shape == (0, 64) and bundle[INT8_TOKEN].scale.shape == (0, 1)
+
+
+# Tiles alone, split, in equal runs that cut tiles anywhere, in runs of whole tiles, and all of it by one program.
+CUTS = (
+    MatmulTile(16, 32, 32),
+    MatmulTile(16, 32, 32, split=3),
+    MatmulTile(16, 32, 32, programs=7),
+    MatmulTile(16, 32, 32, programs=4),
+    MatmulTile(32, 64, 64, programs=1),
+)
+
+
+@pytest.mark.parametrize("tile", CUTS, ids=lambda tile: f"{tile.split}-{tile.programs}")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_matmul(dtype, tile):
+    counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    for tokens, inputs, outputs, variant in (
+        (1, 96, 64, {}),
+        (5, 160, 130, {"tma": True}),
+        (40, 64, 96, {"swap": False}),
+    ):
+        x_TI, weight_OI = (torch.randn(n, inputs, device=DEVICE).to(dtype) for n in (tokens, outputs))
+        x_scale, weight_scale, bias_O = (torch.rand(n, device=DEVICE) + 0.5 for n in ((tokens, 1), outputs, outputs))
+        for ends in ((), (x_scale, weight_scale[:1]), (x_scale[0], weight_scale, bias_O)):
+            got = matmul_triton(
+                x_TI, weight_OI, replace(tile, **variant), counts, *ends, dtype=torch.float32, imprecise=32
+            )
+            expected = matmul_reference(x_TI, weight_OI, *ends, dtype=torch.float32)
+            assert_near(got, expected, 1e-6 if INTERPRETED else 1e-3)
+            assert not counts.any()

@@ -1,0 +1,243 @@
+"""x @ weight^T for few rows: its time is the weight's way out of memory, so each multiprocessor streams an equal share.
+
+Work is cut as in Stream-K (Osama et al. 2023): the (tile, block of input) units of all tiles stand in one line, and
+each program takes an equal run of them. Tiles that several programs share are summed by the last one to arrive, always
+in the order of the programs, so the bits are the same each time. One program a tile and split-K are special cases.
+
+The weight is the left operand: the matrix units want 64 rows there and are content with 16 columns, the tokens.
+
+Shapes: T tokens, I input, O output.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dovetail.core.ops.tiles import MatmulTile
+
+
+@triton.jit
+def _load(source, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+          TMA: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
+    """A block of a row-major matrix, zero outside. EVEN: its columns divide by the block's."""
+    if TMA:
+        return source.load([row, column])
+    else:
+        r = row + tl.arange(0, ROWS)
+        c = column + tl.arange(0, COLUMNS)
+        at = source + r.to(tl.int64)[:, None] * columns + c[None, :]
+        inside = (r < rows)[:, None]
+        if not EVEN:
+            inside = inside & (c < columns)[None, :]
+        return tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _write(acc, row_o, row_t, ends, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr):
+    """acc_OT, scaled, biased and rounded once."""
+    x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr = ends
+    tokens, outputs, _ = size
+    o = row_o + tl.arange(0, BLOCK_O)
+    t = row_t + tl.arange(0, BLOCK_T)
+    if x_scale_ptr is not None:
+        acc = acc * tl.load(x_scale_ptr + t * x_scale_st, mask=t < tokens, other=0.0)[None, :]
+    if weight_scale_ptr is not None:
+        acc = acc * tl.load(weight_scale_ptr + o * weight_scale_so, mask=o < outputs, other=0.0)[:, None]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
+    at = out_ptr + t.to(tl.int64)[None, :] * outputs + o[:, None]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(t < tokens)[None, :] & (o < outputs)[:, None])
+
+
+@triton.jit
+def _add(acc, x, weight, row_o, row_t, row_i, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
+         BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, IMPRECISE: tl.constexpr,
+         PRECISION: tl.constexpr):  # fmt: skip
+    """acc + weight @ x^T of one block of inputs; the transpose of both without SWAP."""
+    tokens, outputs, inputs = size
+    w_OI = _load(weight, row_o, row_i, outputs, inputs, BLOCK_O, BLOCK_I, EVEN, TMA, "evict_first")
+    x_TI = _load(x, row_t, row_i, tokens, inputs, BLOCK_T, BLOCK_I, EVEN, TMA, "evict_last")
+    if SWAP:
+        acc = tl.dot(w_OI, x_TI.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION)
+    else:
+        acc = tl.dot(x_TI, w_OI.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _share(total, tile, done, part_ptr, count_ptr, ends, size, cut, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr):
+    """This program summed `done` units of a tile: left in memory for the last of its programs, which adds them all."""
+    t_tiles, blocks, units, programs = cut
+    mine = tl.program_id(0)
+    start = tile * blocks
+    at = part_ptr + tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+    # A program shares at most its first and its last tile.
+    slot = 2 * mine + (start > mine * units // programs).to(tl.int32)
+    tl.store(at + slot.to(tl.int64) * (BLOCK_O * BLOCK_T), total)
+    tl.debug_barrier()
+    if tl.atomic_add(count_ptr + tile, done, sem="acq_rel") + done == blocks:
+        tl.store(count_ptr + tile, 0)
+        total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        first = ((start + 1) * programs - 1) // units
+        last = ((start + blocks) * programs - 1) // units
+        for program in range(first, last + 1):
+            slot = 2 * program + (start > program * units // programs).to(tl.int32)
+            total += tl.load(at + slot.to(tl.int64) * (BLOCK_O * BLOCK_T), cache_modifier=".cg")
+        _write(total, tile // t_tiles * BLOCK_O, tile % t_tiles * BLOCK_T, ends, size, BLOCK_T, BLOCK_O)
+
+
+@triton.jit
+def _part(x, weight, first, last, part_ptr, count_ptr, ends, size, cut, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
+          BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, IMPRECISE: tl.constexpr,
+          PRECISION: tl.constexpr):  # fmt: skip
+    """Units [first, last) of one tile."""
+    t_tiles, blocks, units, programs = cut
+    tile = first // blocks
+    row_o = tile // t_tiles * BLOCK_O
+    row_t = tile % t_tiles * BLOCK_T
+    acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), tl.float32)
+    for block in range(first - tile * blocks, last - tile * blocks):
+        acc = _add(acc, x, weight, row_o, row_t, block * BLOCK_I, size, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
+                   IMPRECISE, PRECISION)  # fmt: skip
+    total = acc if SWAP else acc.T
+    if part_ptr is None:
+        _write(total, row_o, row_t, ends, size, BLOCK_T, BLOCK_O)
+    elif last - first == blocks:
+        _write(total, row_o, row_t, ends, size, BLOCK_T, BLOCK_O)
+    else:
+        _share(total, tile, last - first, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O)
+
+
+@triton.jit(do_not_specialize=["tokens", "x_scale_st", "weight_scale_so", "t_tiles", "blocks", "units", "programs"])
+def _matmul(
+    x,
+    weight,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    count_ptr,
+    tokens,
+    outputs,
+    inputs,
+    x_scale_st,
+    weight_scale_so,
+    t_tiles,
+    blocks,
+    units,
+    programs,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """ONE_TILE: no program's units reach into a second tile. IMPRECISE: products that FP8 matrix units may sum in fewer
+    bits than float32 before they are added to it; None = all."""
+    ends = (x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr)
+    size = (tokens, outputs, inputs)
+    cut = (t_tiles, blocks, units, programs)
+    mine = tl.program_id(0)
+    lo = mine * units // programs
+    hi = (mine + 1) * units // programs
+    if ONE_TILE:
+        _part(x, weight, lo, hi, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
+              IMPRECISE, PRECISION)  # fmt: skip
+    else:
+        # The end of a tile that others began, whole tiles, the beginning of one that others end. The whole ones are one
+        # loop, so that a tile's last products run while the next one's first blocks are on their way.
+        whole_lo = tl.minimum(tl.cdiv(lo, blocks) * blocks, hi)
+        whole_hi = tl.maximum(hi // blocks * blocks, whole_lo)
+        if part_ptr is not None:
+            if whole_lo > lo:
+                _part(x, weight, lo, whole_lo, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN,
+                      TMA, SWAP, IMPRECISE, PRECISION)  # fmt: skip
+        acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), tl.float32)
+        for unit in range(whole_lo, whole_hi):
+            tile = unit // blocks
+            block = unit - tile * blocks
+            row_o = tile // t_tiles * BLOCK_O
+            row_t = tile % t_tiles * BLOCK_T
+            acc = _add(acc, x, weight, row_o, row_t, block * BLOCK_I, size, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
+                       IMPRECISE, PRECISION)  # fmt: skip
+            if block == blocks - 1:
+                total = acc if SWAP else acc.T
+                _write(total, row_o, row_t, ends, size, BLOCK_T, BLOCK_O)
+                acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), tl.float32)
+        if part_ptr is not None:
+            if whole_hi < hi:
+                _part(x, weight, whole_hi, hi, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN,
+                      TMA, SWAP, IMPRECISE, PRECISION)  # fmt: skip
+
+
+def matmul_triton(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    tile: MatmulTile,
+    counts: torch.Tensor,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    bias_O: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    imprecise: int | None = None,
+) -> torch.Tensor:
+    """As core.ops.matmul. `counts`: zeros, int32, one for each tile at least; zeros again when the kernel ends. Two
+    products that may run at once need two of them."""
+    tokens, inputs = x_TI.shape
+    outputs = weight_OI.shape[0]
+    out_TO = torch.empty(tokens, outputs, dtype=dtype or x_TI.dtype, device=x_TI.device)
+    t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
+    shared = tiles % programs != 0
+    parts = None
+    if shared:
+        if counts.numel() < tiles:
+            raise ValueError(f"{tiles} tiles need as many counters, and there are {counts.numel()}")
+        parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
+    x, weight = x_TI, weight_OI
+    if tile.tma:
+        x = TensorDescriptor.from_tensor(x_TI, [tile.tokens, tile.inputs])
+        weight = TensorDescriptor.from_tensor(weight_OI, [tile.outputs, tile.inputs])
+    _matmul[(programs,)](
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias_O,
+        out_TO,
+        parts,
+        counts,
+        tokens,
+        outputs,
+        inputs,
+        _step(x_scale),
+        _step(weight_scale),
+        t_tiles,
+        blocks,
+        tiles * blocks,
+        programs,
+        BLOCK_T=tile.tokens,
+        BLOCK_O=tile.outputs,
+        BLOCK_I=tile.inputs,
+        EVEN=inputs % tile.inputs == 0,
+        ONE_TILE=programs % tiles == 0,
+        TMA=tile.tma,
+        SWAP=tile.swap,
+        IMPRECISE=imprecise,
+        PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out_TO
+
+
+def _step(scale: torch.Tensor | None) -> int:
+    """From one row's scale to the next; 0 where one serves all."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

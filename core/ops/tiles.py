@@ -1,0 +1,36 @@
+"""How a product of few rows is cut into programs. Light: tables of these are read without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTile:
+    """A launch of core.ops.kernels.matmul."""
+
+    tokens: int
+    """Rows of x in a tile."""
+    outputs: int
+    """Rows of the weight in a tile."""
+    inputs: int
+    """Columns of a block: what one turn of the loop reads."""
+    warps: int = 4
+    stages: int = 4
+    """Blocks on their way at once."""
+    split: int = 1
+    """Programs for each tile."""
+    programs: int = 0
+    """Programs for all tiles together, whose units they share equally (Stream-K); 0 = tiles x split."""
+    tma: bool = False
+    """Whether the tensor memory accelerator fetches blocks; needs rows of a multiple of 16 bytes."""
+    swap: bool = True
+    """Whether the weight is the left operand."""
+
+    def launch(self, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int, int]:
+        """(tiles along tokens, tiles, blocks of a tile, programs)."""
+        t_tiles = -(-tokens // self.tokens)
+        tiles = t_tiles * -(-outputs // self.outputs)
+        blocks = -(-inputs // self.inputs)
+        programs = min(self.programs, tiles * blocks) or tiles * min(self.split, blocks)
+        return t_tiles, tiles, blocks, programs
