@@ -285,22 +285,30 @@ def _prose(text: str | None) -> str:
 
 
 def results() -> str:
-    """Every file of benchmarks/results that benchmarks/offline.py wrote, with its command."""
+    """Every file of benchmarks/results that app=bench wrote, with its command."""
     parts = []
     for file in sorted((CONF.parent / "benchmarks" / "results").glob("*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))
-        if "overrides" not in found or "results" not in found:
+        if not str(found.get("schema", "")).startswith("dovetail.bench/"):
             continue
-        workloads = " ".join(result["workload"] for result in found["results"])
-        command = f"python benchmarks/offline.py {workloads} -- {' '.join(found['overrides'])}"
-        where = f"{found['gpu'] or 'CPU'}, torch {found['torch']}, start-up {found['startup_s']} s. `{file.name}`:"
-        rows = [
-            [f"`{r['workload']}`", *(f"{r[key]:g}" for key in ("tpot_ms", "output_tokens_per_s", "first_token_s"))]
-            for r in found["results"]
+        gpus, startup = found["machine"]["gpus"], found["startup"]
+        machine = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
+        torch, seconds = found["versions"]["torch"], startup.get("startup_s")
+        ready = f", start-up {seconds} s" if seconds is not None else f", {startup['url']}"
+        head = ("workload", "TPOT of the run, ms", "TTFT p50, ms", "ITL p99, ms", "output tokens/s")
+        rows = [list(_result_row(result, load)) for result in found["results"] for load in result["loads"]]
+        parts += [
+            f"{machine}, torch {torch}{ready}. `{file.name}`:",
+            f"```text\n{found['command']}\n```",
+            _table(head, rows),
         ]
-        head = ("workload", "TPOT ms", "output tokens/s", "first token of all requests, s")
-        parts += [where, f"```text\n{command}\n```", _table(head, rows)]
     return "\n\n".join(parts)
+
+
+def _result_row(result: dict[str, Any], load: dict[str, Any]) -> Iterator[str]:
+    yield f"`{result['workload']}`" + ("" if load["rate"] is None else f" at {load['rate']:g}/s")
+    for key in ("run_tpot_ms", "ttft_ms.median", "itl_ms.p99", "output_tokens_per_s"):
+        yield f"{load['summary'][key]['median']:g}" if key in load["summary"] else "-"
 
 
 TABLES: dict[str, Callable[..., str]] = {

@@ -19,6 +19,7 @@ _KINDS = (
     "quant",
     "scheduler",
     "spec_decode",
+    "workload",
 )
 
 

@@ -60,6 +60,7 @@ def compose(
         app_part=nodes[draft.app],
         parts={kind: nodes[kind] for kind in KINDS if kind in nodes and kind != draft.app},
         engine_config=nodes.get("engine"),
+        config_dirs=tuple(config_dirs),
     )
 
 

@@ -21,12 +21,14 @@ from dovetail.core.errors import CapabilityError
 class Composition:
     registry: Registry
     overrides: tuple[str, ...]
-    """What was asked for. Composing these again, with the same registry, gives an equal composition."""
+    """What was asked for. Composing these again, with the same registry and config_dirs, gives an equal composition."""
     app_part: Selected
     parts: Mapping[str, Selected | dict[str, Selected]]
     """Kind -> its part, or name -> part in the chosen order for kinds of which there are many."""
     engine_config: EngineConfig | None
     """None for an app that does not read it."""
+    config_dirs: tuple[str, ...] = ()
+    """Folders of the user's own presets and variants."""
 
     @property
     def app(self) -> str:

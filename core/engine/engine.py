@@ -71,6 +71,13 @@ class Counters:
     decode_rows: int = 0
     """Rows that could have verified drafts; output per such row is the acceptance length."""
     schedule_seconds: float = 0.0
+    """Host time to decide plans."""
+    submit_seconds: float = 0.0
+    """Host time to hand plans to the executor; with a synchronous device also the time of the device."""
+    wait_seconds: float = 0.0
+    """Time in which the host had nothing to do but wait for a result."""
+    update_seconds: float = 0.0
+    """Host time to take results in."""
 
 
 @dataclass(slots=True)
@@ -232,7 +239,7 @@ class Engine:
             if launched:
                 return events
         if self._launched:
-            events += self._take(self.executor.collect())
+            events += self._take()
         elif self._sequences and not events:
             stats = self.scheduler.stats()
             raise RuntimeError(
@@ -262,10 +269,11 @@ class Engine:
             if seq.sample == 0 and seq.preemptions == 0:
                 self.counters.entered_tokens += seq.prompt_len
                 self.counters.cached_tokens += join.computed
-        spent = time.perf_counter() - began
-        self.counters.schedule_seconds += spent
+        decided = time.perf_counter()
         self.executor.submit(plan, blobs)
-        self._launched.append(_Launched(plan, spent))
+        self.counters.schedule_seconds += decided - began
+        self.counters.submit_seconds += time.perf_counter() - decided
+        self._launched.append(_Launched(plan, decided - began))
         return True
 
     def _rejections(self) -> Iterable[SequenceEvent]:
@@ -273,7 +281,11 @@ class Engine:
             self.finish(uid, 0, FinishReason.REJECTED)
             yield SequenceEvent(uid, (), reason=FinishReason.REJECTED, detail=reason)
 
-    def _take(self, result: StepResult) -> list[SequenceEvent]:
+    def _take(self) -> list[SequenceEvent]:
+        began = time.perf_counter()
+        result = self.executor.collect()
+        came = time.perf_counter()
+        self.counters.wait_seconds += came - began
         launched = self._launched.popleft()
         events: list[SequenceEvent] = []
         ended: list[tuple[int, int, FinishReason]] = []
@@ -290,6 +302,7 @@ class Engine:
         for uid, keep_len, reason in ended:
             self.finish(uid, keep_len, reason)
         self._record(launched, result)
+        self.counters.update_seconds += time.perf_counter() - came
         return events
 
     def _extend(self, seq: Sequence, row: RowResult) -> SequenceEvent:

@@ -52,10 +52,12 @@ from dovetail.core.interfaces.records import (
 )
 from dovetail.core.interfaces.scheduler import Scheduler, SchedulerContext, SchedulerLimits, SchedulerStats
 from dovetail.core.interfaces.spec_decode import Draft, DraftContext, Drafter, TargetView
+from dovetail.core.interfaces.workload import SLO, TimedRequest, Workload, WorkloadContext
 
 __all__ = [
     "MLA",
     "PLAIN",
+    "SLO",
     "ActFormat",
     "Activation",
     "App",
@@ -124,5 +126,8 @@ __all__ = [
     "StepRecord",
     "StepResult",
     "TargetView",
+    "TimedRequest",
     "TokenLogprobs",
+    "Workload",
+    "WorkloadContext",
 ]

@@ -1,11 +1,19 @@
 """Built-in apps."""
 
 from dovetail.core.compose import Component
+from dovetail.plugins.app.bench.config import BenchConfig
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plugins.config import PluginsConfig
 
 COMPONENTS: tuple[Component, ...] = (
+    Component(
+        kind="app",
+        name="bench",
+        config=BenchConfig,
+        target="dovetail.plugins.app.bench.app:BenchApp",
+        api="app/0.1",
+    ),
     Component(
         kind="app",
         name="generate",

@@ -24,7 +24,7 @@ NOT_RUN = {
     "pip install -e": "changes the environment; .ci/run does it first of all",
     "pip install 'torch": "changes the environment",
     "pip install .": "done once for every page, without an index (see `installed` in test_pages)",
-    "python benchmarks/offline.py latency": "needs a GPU",
+    "python run.py app=bench bench.url": "needs a server; tests/unit/app/test_bench.py has one",
     "python benchmarks/profile_step.py": "needs a GPU",
 }
 """Commands that begin like this -> why they are not run."""
@@ -89,8 +89,9 @@ class Command:
         cut = start.index("--") if "--" in start else len(start)
         before, after = start[:cut], start[cut:]
         app = next((word for word in before if word.startswith("app=")), "app=generate")
-        if app == "app=generate" and "--cfg" not in before and not {"--help", "-h"} & set(before):
-            before += [] if any(word.startswith("generate.max_tokens") for word in before) else [FEW_TOKENS]
+        if app in ("app=generate", "app=bench") and "--cfg" not in before and not {"--help", "-h"} & set(before):
+            told = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)
+            before += [] if told else [FEW_TOKENS]
             before += ["--cfg", "job"] if any(words in " ".join(before) for words in COMPOSED_ONLY) else []
         return before + after
 

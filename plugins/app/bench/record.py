@@ -1,0 +1,72 @@
+"""What a result file says of where and how it was made. A figure without this is a rumour."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+SCHEMA = "dovetail.bench/1"
+"""Changes whenever a reader of these files would have to."""
+
+
+def describe(composition: Composition) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "overrides": list(composition.overrides),
+        "config": yaml.safe_load(composition.to_yaml()),
+        "versions": versions(),
+        "machine": machine(),
+        "commit": commit(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("dovetail", "torch", "triton", "transformers", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "gpus": gpus,
+        "cuda": torch.version.cuda if gpus else None,
+        "cpu": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def commit() -> dict[str, Any] | None:
+    """Of the checkout that this code lies in; None = it is installed."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if not git("ls-files", "--error-unmatch", __file__) or (head := git("rev-parse", "HEAD")) is None:
+        return None
+    return {"hash": head, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}

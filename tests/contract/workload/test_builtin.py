@@ -1,0 +1,61 @@
+"""The contract suite over every built-in workload."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dovetail.core.interfaces import Workload
+from dovetail.core.testing.workload import WorkloadContract
+from dovetail.plugins.workload.config import (
+    FixedConfig,
+    PoissonConfig,
+    SharedPrefixConfig,
+    ShareGPTConfig,
+    TraceConfig,
+)
+from dovetail.plugins.workload.files import ShareGPT, Trace
+from dovetail.plugins.workload.synthetic import Fixed, Poisson, SharedPrefix
+
+
+class TestFixed(WorkloadContract):
+    def make(self) -> Workload:
+        return Fixed(FixedConfig())
+
+
+class TestPoisson(WorkloadContract):
+    def make(self) -> Workload:
+        return Poisson(PoissonConfig(rates=(2.0, 16.0), seconds=40, at_least=100, prompt_tokens=8))
+
+
+class TestSharedPrefix(WorkloadContract):
+    def make(self) -> Workload:
+        return SharedPrefix(SharedPrefixConfig(requests=20))
+
+
+class TestTrace(WorkloadContract):
+    @pytest.fixture(autouse=True)
+    def file(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "trace.jsonl"
+        lines = [{"prompt_ids": [1, 2, 3], "output_tokens": 4 + i, "arrival": (9 - i) / 2} for i in range(9)]
+        self.path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+
+    def make(self) -> Workload:
+        return Trace(TraceConfig(path=str(self.path)))
+
+
+class TestShareGPT(WorkloadContract):
+    @pytest.fixture(autouse=True)
+    def file(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "sharegpt.json"
+        talks = [
+            [{"from": "human", "value": f"What is {i} and why?"}, {"from": "gpt", "value": "A number. " * (1 + i % 7)}]
+            for i in range(60)
+        ]
+        talks += [[], [{"from": "gpt", "value": "begins"}, {"from": "human", "value": "wrongly"}]]
+        self.path.write_text(json.dumps([{"id": str(i), "conversations": talk} for i, talk in enumerate(talks)]))
+
+    def make(self) -> Workload:
+        return ShareGPT(ShareGPTConfig(path=str(self.path), requests=50, rates=(5.0,)))

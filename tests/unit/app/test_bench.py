@@ -1,0 +1,214 @@
+"""The app `bench` end to end: the bundled model on the CPU, and a server that streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from dovetail.core.compose import compose
+from dovetail.core.compose.cli import main
+from dovetail.core.interfaces import TimedRequest
+from dovetail.plugins.app.bench.inprocess import EngineTarget
+from dovetail.plugins.app.bench.metrics import Timeline
+from dovetail.plugins.app.bench.server import ServerError, settle
+
+CPU = ("app=bench", "engine.device=cpu", "engine.max_len=128", "engine.kv_pages=200", "bench.warmup=1")
+SMALL = ("workload.requests=4", "workload.prompt_tokens=6", "workload.output_tokens=5")
+
+
+def bench(tmp_path: Path, *overrides: str) -> dict[str, Any]:
+    out = tmp_path / "result.json"
+    assert main([*CPU, *overrides, f"bench.out={out}"]) == 0
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+def test_a_run_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two workloads in one start; the second is a load curve."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"prompt_ids": [5] * 40, "output_tokens": 4, "arrival": i * 0.3} for i in range(2)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    variants = tmp_path / "conf" / "workload"
+    variants.mkdir(parents=True)
+    (variants / "small.yaml").write_text("defaults: [fixed, _self_]\nrequests: 4\nprompt_tokens: 6\noutput_tokens: 5\n")
+    (variants / "curve.yaml").write_text(
+        "defaults: [poisson, _self_]\nrates: [30.0, 60.0]\nat_least: 3\nseconds: 0.01\noutput_tokens: 2\n"
+    )
+    (variants / "twice.yaml").write_text(f"defaults: [trace, _self_]\npath: {trace}\n")
+    result = bench(
+        tmp_path,
+        *("-cd", str(tmp_path / "conf"), "bench.workloads=[small,curve,twice]", "bench.runs=2", "bench.slo.ttft=30"),
+        f"bench.plot={tmp_path / 'curves.svg'}",
+    )
+    assert result["schema"] == "dovetail.bench/1" and result["config"]["model"]["name"] == "llama"
+    assert result["versions"]["torch"] and result["startup"]["phases_s"] and result["machine"]["gpus"] == []
+    small, curve, twice = result["results"]
+    (load,) = small["loads"]
+    assert load["rate"] is None and len(load["runs"]) == 2
+    for run in load["runs"]:
+        assert (run["requests"], run["failed"], run["prompt_tokens"], run["output_tokens"]) == (4, 0, 24, 20)
+        assert run["run_tpot_ms"] == pytest.approx((run["seconds"] - run["one_token_run_s"]) / 4 * 1e3, abs=1e-3)
+        assert run["steps"] == 5 and run["preemptions"] == 0 and run["device_idle_at_most"] is None
+        assert run["goodput"]["share"] == 1.0
+        host = run["host_ms_per_step"]
+        assert all(host[part] > 0 for part in ("schedule", "submit", "wait", "update"))
+        assert sum(host.values()) * run["steps"] <= run["seconds"] * 1e3
+    assert [load["rate"] for load in curve["loads"]] == [30.0, 60.0] and curve["knee"]["rate"] == 60.0
+    assert all("run_tpot_ms" not in load["summary"] for load in curve["loads"])
+    # 32 of 40 prompt tokens are whole pages of the first request; nothing is left from the warm-up or the first run.
+    assert [run["prefix_hit_rate"] for run in twice["loads"][0]["runs"]] == [0.4, 0.4]
+    assert "<svg" in (tmp_path / "curves.svg").read_text()
+    told = capsys.readouterr().out
+    assert "knee of curve: 60 requests/s" in told and "inside the engine" in told
+
+
+def test_a_request_arrives_when_it_should_and_waits_for_nobody() -> None:
+    target = EngineTarget(compose(["workload=fixed", *CPU[1:]], app="bench"))
+    target.start(lambda phase, share: None)
+    try:
+        requests = [TimedRequest((1, 2, 3), 2), TimedRequest((4, 5, 6), 2), TimedRequest((7, 8, 9), 2, arrival=0.4)]
+        lines, figures = target.run(requests, lambda done: None)
+        assert lines[0].times == lines[1].times, "a burst enters one step together"
+        assert all(0.4 <= clock < 10 for clock in lines[2].times)
+        assert [line.tokens for line in lines] == [2, 2, 2] and figures["steps"] == 4
+        rejected, _ = target.run([TimedRequest((1,), 3), TimedRequest((1,) * 100, 500)], lambda done: None)
+        assert not rejected[0].failure
+    finally:
+        target.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("workload=latency",), "do not fit into a context of 128"),
+        (("workload=fixed", "bench.workloads=[poisson]"), "give one of them"),
+        (("bench.workloads=[fixd]",), "Did you mean `fixed`"),
+        (("bench.plot=x.bmp",), "must end with one of .png, .svg, .pdf"),
+        (("bench.out=/proc/nowhere/x.json",), "cannot be written"),
+        (("bench.slo.ttft=0",), "greater than 0"),
+        (("bench.url=http://127.0.0.1:9/v1",), "is the server up"),
+        (("bench.url=http://127.0.0.1:9/v1", "bench.send=text", "model=llama3_8b"), "no tokenizer"),
+    ],
+)
+def test_a_mistake_is_said(overrides: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CPU, *overrides]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert main([*CPU, "bench.plot=x.png"]) == 2
+    assert "pip install 'dovetail[bench]'" in capsys.readouterr().err
+
+
+# A server.
+
+
+class FakeServer:
+    """Streams `max_tokens` tokens, two in each piece, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.takes_ids, self.obeys = True, True
+        app = FastAPI()
+        app.get("/v1/models")(self.models)
+        app.post("/v1/completions", response_model=None)(self.complete)
+        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+
+    async def models(self) -> dict[str, Any]:
+        return {"data": [{"id": "fake"}]}
+
+    async def complete(self, request: Request) -> StreamingResponse | JSONResponse:
+        body = await request.json()
+        self.asked.append(body)
+        if not self.takes_ids and not isinstance(body["prompt"], str):
+            return JSONResponse({"error": "prompt must be a string"}, 422)
+        return StreamingResponse(self.pieces(body["max_tokens"]), media_type="text/event-stream")
+
+    async def pieces(self, tokens: int) -> AsyncIterator[str]:
+        yield ": a comment keeps the connection alive\n\n"
+        tokens -= not self.obeys
+        for _ in range(0, tokens, 2):
+            await asyncio.sleep(0.02)
+            yield f"data: {json.dumps({'choices': [{'text': 'ab', 'finish_reason': None}]})}\n\n"
+        yield f"data: {json.dumps({'choices': [], 'usage': {'completion_tokens': tokens}})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/v1"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    fake.thread.start()
+    while not fake.server.started:
+        assert fake.thread.is_alive()
+        threading.Event().wait(0.01)
+    yield fake
+    fake.server.should_exit = True
+    fake.thread.join()
+
+
+def test_a_run_on_a_server(server: FakeServer, tmp_path: Path) -> None:
+    result = bench(tmp_path, f"bench.url={server.url}", *SMALL)
+    assert result["startup"] == {"target": "server", "url": server.url, "model": "fake", "send": "ids"}
+    (run,) = result["results"][0]["loads"][0]["runs"]
+    assert (run["failed"], run["output_tokens"], run["prompt_tokens"]) == (0, 20, 24)
+    assert run["ttft_ms"]["median"] >= 20 and 40 <= run["itl_ms"]["median"] * 2 < 400
+    assert run["client_lag_ms"]["max"] >= 0 and "steps" not in run
+    body = server.asked[-1]
+    assert len(body["prompt"]) == 6 and all(0 <= token < 4096 for token in body["prompt"])
+    assert {**body, "prompt": None} == {
+        "model": "fake",
+        "prompt": None,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    # A warm-up of one, the run of four, and the run with one token.
+    assert [asked["max_tokens"] for asked in server.asked] == [4] + [5] * 4 + [1] * 4
+    assert len({tuple(asked["prompt"]) for asked in server.asked}) == 9, "the server never sees a prompt twice"
+
+
+def test_a_server_that_takes_text_alone(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.takes_ids = False
+    assert main([*CPU, *SMALL, f"bench.url={server.url}", "bench.model=mine"]) == 2
+    assert "bench.send=text" in capsys.readouterr().err
+    result = bench(tmp_path, *SMALL, f"bench.url={server.url}", "bench.send=text", "bench.model=mine")
+    assert result["results"][0]["loads"][0]["runs"][0]["failed"] == 0
+    assert isinstance(server.asked[-1]["prompt"], str) and server.asked[-1]["model"] == "mine"
+
+
+def test_a_server_that_stops_early_is_no_fair_comparison(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.obeys = False
+    assert main([*CPU, *SMALL, f"bench.url={server.url}"]) == 2
+    assert "does not obey ignore_eos" in capsys.readouterr().err
+
+
+def test_tokens_are_shared_out_over_the_pieces_that_came() -> None:
+    line = Timeline(0.0, 3)
+    for clock in (0.1, 0.2, 0.3):
+        line.came(clock, 1)
+    settle(line, {"completion_tokens": 8}, 8)
+    assert sum(line.counts) == 8 and min(line.counts) >= 2
+    settle(line, {"completion_tokens": 2}, 2)
+    assert (line.times, line.counts) == ([0.1, 0.2], [1, 1]), "the last piece was only the mark of the end"
+    with pytest.raises(ServerError, match="nobody knows"):
+        settle(line, {}, 2)

@@ -1,0 +1,120 @@
+"""Files come from anywhere: what is wrong in them is named with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dovetail.core.compose import compose, installed
+from dovetail.core.compose.sources import open_sources
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import WorkloadContext
+
+CTX = WorkloadContext(vocab=50, max_len=64, seed=0, encode=lambda text: [1] * len(text.split()))
+GOOD = {"prompt_ids": [1, 2], "output_tokens": 3}
+
+
+def requests(*overrides: str, ctx: WorkloadContext = CTX) -> list:
+    return list(compose(overrides, app="bench").build("workload").requests(ctx))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ":2: "),
+        (json.dumps(GOOD | {"prompt_ids": []}), "prompt_ids"),
+        (json.dumps(GOOD | {"prompt_ids": [1, -1]}), "prompt_ids.1"),
+        (json.dumps(GOOD | {"prompt_ids": [1, 50]}), "vocabulary of 50"),
+        (json.dumps(GOOD | {"output_tokens": 0}), "output_tokens"),
+        (json.dumps(GOOD | {"output_tokens": 63}), "context of 64"),
+        (json.dumps(GOOD | {"arrival": -1}), "arrival"),
+        (json.dumps(GOOD | {"arrives": 1}), "arrives"),
+    ],
+)
+def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(GOOD) + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=f"{file}:2") as caught:
+        requests("workload=trace", f"workload.path={file}")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[", "not JSON"),
+        ("{}", "a list of conversations is wanted, not dict"),
+        ("[1]", "conversation 0"),
+        ('[{"conversations": [{"from": "human", "value": 3}]}]', "conversation 0: a turn"),
+        ("[]", "has 0 conversations"),
+    ],
+)
+def test_a_bad_sharegpt_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "sharegpt.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        requests("workload=sharegpt", f"workload.path={file}")
+    assert words in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_sharegpt_takes_first_questions_with_the_lengths_of_their_answers(tmp_path: Path) -> None:
+    file = tmp_path / "sharegpt.json"
+    talks = [
+        [("human", "a b c d e"), ("gpt", "f g h i"), ("human", "a b c d e f"), ("gpt", "a b c d e f")],
+        [("human", "too short"), ("gpt", "a b c d e")],
+        [("human", "a b c d " * 20), ("gpt", "too long a b c")],
+    ]
+    file.write_text(
+        json.dumps([{"conversations": [{"from": who, "value": text} for who, text in talk]} for talk in talks])
+    )
+    (request,) = requests("workload=sharegpt", f"workload.path={file}", "workload.requests=1")
+    assert (len(request.prompt_ids), request.output_tokens) == (5, 4)
+
+
+def test_a_missing_file_and_a_missing_tokenizer_are_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        requests("workload=trace", f"workload.path={tmp_path / 'none'}")
+    file = tmp_path / "sharegpt.json"
+    file.write_text('[{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]')
+    with pytest.raises(ConfigError, match="there is no tokenizer; use a model folder"):
+        requests("workload=sharegpt", f"workload.path={file}", ctx=WorkloadContext(50, 64, 0))
+
+
+SIZES = {
+    "latency": (1, 512, 256),
+    "batch64": (64, 512, 256),
+    "batch256": (256, 512, 256),
+    "throughput": (1000, 512, 256),
+    "long": (32, 8192, 256),
+    "shared_prefix": (512, 1000, 128),
+}
+BIG = WorkloadContext(vocab=1000, max_len=9000, seed=0)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_named_workloads_have_their_sizes(name: str) -> None:
+    found = requests(f"workload={name}", ctx=BIG)
+    count, prompt, output = SIZES[name]
+    assert len(found) == count and {r.arrival for r in found} == {0.0}
+    assert {(len(r.prompt_ids), r.output_tokens) for r in found} == {(prompt, output)}
+
+
+def test_online_is_a_load_curve() -> None:
+    workload = compose(["workload=online"], app="bench").build("workload")
+    assert workload.rates() == (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+def test_prompts_of_shared_prefix_share_it_and_nothing_else() -> None:
+    first, second, *_ = requests("workload=shared_prefix", ctx=BIG)
+    assert first.prompt_ids[:800] == second.prompt_ids[:800]
+    assert first.prompt_ids[800:] != second.prompt_ids[800:]
+
+
+def test_every_variant_is_tried_here() -> None:
+    from dovetail.core.compose.sources import Repository, hydra_as_we_know_it
+
+    with hydra_as_we_know_it():
+        options = Repository(open_sources(installed(), ())[1]).get_group_options("workload")
+    assert set(options) == {*SIZES, "online", "fixed", "poisson", "sharegpt", "trace"}
