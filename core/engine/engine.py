@@ -171,12 +171,15 @@ class Engine:
             cache_salt=cache_salt,
             hints=hints or {},
         )
+        limit = self.limits.max_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(request.prompt_ids) + params.max_tokens)
         self._requests += 1
         self.counters.prompt_tokens += len(request.prompt_ids)
         sequences: list[Sequence] = []
         for sample in range(params.n):
             uid = request.uid << 8 | sample
-            sequences.append(Sequence(uid, request, sample, sequences[0] if sample else None))
+            sequences.append(Sequence(uid, request, sample, sequences[0] if sample else None, limit=limit))
         for seq in sequences:
             self._sequences[seq.uid] = seq
             self.scheduler.add(seq)
@@ -310,9 +313,6 @@ class Engine:
         the rest)."""
         request, stop_ids = seq.request, seq.request.stop_ids
         params = request.params
-        limit = self.limits.max_len
-        if params.max_tokens is not None:
-            limit = min(limit, seq.prompt_len + params.max_tokens)
         kept: list[int] = []
         reason = None
         for token in row.tokens:
@@ -320,7 +320,7 @@ class Engine:
             length = seq.known_len + len(kept)
             if token in stop_ids and length - seq.prompt_len > params.min_tokens:
                 reason = FinishReason.STOP
-            elif length >= limit:
+            elif length >= seq.limit:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break

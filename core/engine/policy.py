@@ -162,22 +162,15 @@ class PolicyScheduler(Scheduler):
 
     # Mechanics.
 
-    def length_limit(self, seq: Sequence) -> int:
-        """Tokens the sequence may grow to."""
-        wanted = seq.request.params.max_tokens
-        limit = self.limits.max_len
-        return limit if wanted is None else min(limit, seq.prompt_len + wanted)
-
     def _never_fits(self, seq: Sequence) -> str | None:
         if seq.known_len >= self.limits.max_len:
             limit = self.limits.max_len
             return f"prompt of {seq.known_len} tokens leaves no room in a context of {limit} (engine.max_len)"
-        limit = self.length_limit(seq)
-        for group, pages in self.kv.pages_needed(limit).items():
+        for group, pages in self.kv.pages_needed(seq.limit).items():
             have = self.kv.num_pages[group]
             if pages > have:
                 return (
-                    f"{limit} tokens need {pages} KV pages and the cache has {have}: lower max_tokens, shorten the "
+                    f"{seq.limit} tokens need {pages} KV pages and the cache has {have}: lower max_tokens, shorten the "
                     "prompt, or raise engine.kv_pages or engine.memory_fraction"
                 )
         return None
@@ -197,7 +190,7 @@ class PolicyScheduler(Scheduler):
                 self._chunk(seq, self.chunk(seq, step.budget, ctx), step)
 
     def _decode(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> None:
-        room = self.length_limit(seq) - seq.max_len
+        room = seq.limit - seq.max_len
         if room <= 0:
             return  # The plans in flight may complete it.
         draft = min(self.draft_tokens(seq, ctx), room - 1, step.budget - 1) if self.limits.lookahead else 0

@@ -61,6 +61,10 @@ class KVSequence(Protocol):
     def tokens(self) -> list[int]: ...
     @property
     def salt(self) -> str: ...
+    @property
+    def limit(self) -> int:
+        """Tokens it is expected to have at most, for allocators that reserve ahead."""
+        ...
 
 
 PageEntry = tuple[int, int, int]
@@ -99,7 +103,7 @@ class KVStats:
     owned: int
     """Owned by at least one sequence."""
     used_tokens: int
-    """Token slots in owned pages that hold a reserved token; the rest of owned slots is waste."""
+    """Token slots in owned pages that reserve was asked for; the rest of owned slots is waste."""
     owned_tokens: int
     """Token slots in owned pages."""
     evictions: int = 0
@@ -107,7 +111,7 @@ class KVStats:
 
     @property
     def waste(self) -> float:
-        """Share of owned token slots that hold nothing."""
+        """Share of owned token slots that nobody has asked for yet: rests of last pages, and what was taken ahead."""
         return 1 - self.used_tokens / self.owned_tokens if self.owned_tokens else 0.0
 
 

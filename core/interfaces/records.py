@@ -152,6 +152,8 @@ class Sequence:
     """Row of the persistent device state while RUNNING. Written by the scheduler."""
     epoch: int = 0
     """Counts entries to the device; with uid it names one stay. Written by the scheduler."""
+    limit: int = 0
+    """Tokens it may grow to: prompt and max_tokens, at most the context. Written by the engine."""
     max_len: int = 0
     """Upper bound of the length once every launched plan has run (all drafts accepted). Written by the scheduler."""
     computed: int = 0
@@ -167,6 +169,8 @@ class Sequence:
         if not self.tokens:
             self.tokens = list(self.request.prompt_ids)
         self.max_len = len(self.tokens)
+        if not self.limit:
+            self.limit = self.prompt_len + (self.request.params.max_tokens or 0)
 
     @property
     def known_len(self) -> int:

@@ -24,6 +24,15 @@ class PageList:
         self.free = list(range(total, 0, -1))
 
     @property
+    def num_free(self) -> int:
+        """Pages that hold nothing."""
+        return len(self.free)
+
+    def free_pages(self) -> list[int]:
+        """Those pages, for `check`."""
+        return self.free
+
+    @property
     def cached(self) -> int:
         """Pages that nobody owns and that are kept for reuse."""
         return 0
@@ -31,11 +40,11 @@ class PageList:
     @property
     def available(self) -> int:
         """Pages that `take` can give."""
-        return len(self.free)
+        return self.num_free
 
     @property
     def owned(self) -> int:
-        return self.total - len(self.free) - self.cached
+        return self.total - self.num_free - self.cached
 
     def count(self, tokens: int) -> int:
         """Pages that so many tokens fill, the last one perhaps partly."""
@@ -72,8 +81,8 @@ class PageList:
         for page, (expected, refs) in enumerate(zip(counted, self.refs, strict=True)):
             expect(refs == expected, f"group {self.group}: page {page} has {expected} owners and a count of {refs}")
         expect(counted[0] == 0, f"group {self.group}: page 0 was handed out")
-        free = set(self.free)
-        listed = len(self.free)
+        free = set(self.free_pages())
+        listed = self.num_free
         expect(len(free) == listed, f"group {self.group}: {listed} free pages, {len(free)} different ones")
         owned = {page for page, refs in enumerate(self.refs) if refs}
         expect(not free & owned, f"group {self.group}: pages {sorted(free & owned)[:8]} are both free and owned")

@@ -33,7 +33,7 @@ class SequencePages:
     """What one sequence owns. Written by its PageTables alone."""
 
     tables: list[list[int]]
-    """One per group, ceil(length / page_tokens) pages each."""
+    """One per group, ceil(length / page_tokens) pages each, or more if the allocator takes ahead."""
     length: int = 0
     """Tokens reserved."""
     written: int = 0
@@ -47,6 +47,9 @@ State = TypeVar("State", bound=SequencePages)
 
 
 class PageTables(KVAllocator, Generic[Pages, State]):
+    takes_ahead = False
+    """Whether tables may be longer than reserve asked for."""
+
     def __init__(self, config: object, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
         super().__init__(config, groups, num_pages)
         ids = [group.id for group in self.groups]
@@ -140,14 +143,14 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         state = self._known(seq)
         if length < 0:
             raise ValueError(f"length is {length}")
-        if length >= state.length:
+        if length >= self._capacity(state):
             return
         for pages, table in self._by_group(state):
             keep = pages.count(length)
             for page in reversed(table[keep:]):
                 pages.drop(page)
             del table[keep:]
-        state.length = length
+        state.length = min(state.length, length)
         if length < state.written:
             # The page it lies in may be shared, so the next reserve has to look.
             state.written = state.room = length
@@ -189,7 +192,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         unused = sum(self._unused_slots(pages, position) for position, pages in enumerate(self._pages))
         return KVStats(
             pages=sum(pages.total for pages in self._pages),
-            free=sum(len(pages.free) for pages in self._pages),
+            free=sum(pages.num_free for pages in self._pages),
             cached=sum(pages.cached for pages in self._pages),
             owned=sum(pages.owned for pages in self._pages),
             used_tokens=owned_tokens - unused,
@@ -203,8 +206,9 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             for uid, table in tables.items():
                 state = self._states[uid]
                 where = f"sequence {uid}, group {pages.group}"
+                count = pages.count(state.length)
                 expect(
-                    len(table) == pages.count(state.length),
+                    len(table) == count or self.takes_ahead and len(table) > count,
                     f"{where}: {len(table)} pages for {state.length} tokens of {pages.page_tokens} a page",
                 )
                 expect(state.written <= state.length, f"{where}: {state.written} written of {state.length} reserved")
@@ -229,16 +233,17 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         return index if inside and pages.refs[table[index]] > 1 else None
 
     def _unused_slots(self, pages: PageList, position: int) -> int:
-        """Slots past the reserved length. Only last pages have any; of a shared one the longest owner counts."""
+        """Slots past the reserved length. Of a last page that is shared the longest owner counts."""
         unused = 0
         shared: dict[int, int] = {}
         for state in self._states.values():
-            table = state.tables[position]
-            gap = len(table) * pages.page_tokens - state.length
-            if gap and pages.refs[table[-1]] == 1:
+            table, count = state.tables[position], pages.count(state.length)
+            unused += (len(table) - count) * pages.page_tokens
+            gap = count * pages.page_tokens - state.length
+            if gap and pages.refs[table[count - 1]] == 1:
                 unused += gap
             elif gap:
-                shared[table[-1]] = len(table) - 1
+                shared[table[count - 1]] = count - 1
         for page, index in shared.items():
             lengths = [
                 state.length

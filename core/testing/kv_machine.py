@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import Any
 
 from hypothesis import strategies as st
@@ -55,19 +56,25 @@ class Call:
     """One call with what it read and gave, so that it can be made again on a fresh allocator."""
 
     method: str
-    sequences: list[tuple[int, list[int], str]]
+    sequences: list[tuple[int, list[int], str, int]]
     arguments: dict[str, Any]
     outcome: object
 
 
-def make_kv_state_machine(factory: Factory, layouts: Sequence[Layout] = tuple(LAYOUTS.values())) -> type[KVMachine]:
-    """The machine for one kind of allocator; `.TestCase` of it is a test class, run_state_machine_as_test runs it."""
-    return type("KVMachine", (KVMachine,), {"factory": staticmethod(factory), "layouts": tuple(layouts)})
+def make_kv_state_machine(
+    factory: Factory, layouts: Sequence[Layout] = tuple(LAYOUTS.values()), *, contiguous: bool = False
+) -> type[KVMachine]:
+    """The machine for one kind of allocator; `.TestCase` of it is a test class, run_state_machine_as_test runs it.
+
+    contiguous: pages of a sequence must follow each other, and reserve may fail for want of a run."""
+    body = {"factory": staticmethod(factory), "layouts": tuple(layouts), "contiguous": contiguous}
+    return type("KVMachine", (KVMachine,), body)
 
 
 class KVMachine(RuleBasedStateMachine):
     factory: Factory
     layouts: tuple[Layout, ...]
+    contiguous: bool
 
     @initialize(number=st.integers(0, 7), prompts=st.lists(PROMPT, min_size=1, max_size=4))
     def start(self, number: int, prompts: list[list[int]]) -> None:
@@ -102,9 +109,13 @@ class KVMachine(RuleBasedStateMachine):
             self._release(run, twice=False)
 
     @precondition(lambda self: any(not run.running and not run.late for run in self.runs))
-    @rule(pick=PICK, reuse=st.sampled_from((True, True, True, False)))
-    def enter(self, pick: int, reuse: bool) -> None:
-        self._enter(self._pick(pick, lambda run: not run.running and not run.late), reuse)
+    @rule(pick=PICK, reuse=st.sampled_from((True, True, True, False)), ahead=st.booleans())
+    def enter(self, pick: int, reuse: bool, ahead: bool) -> None:
+        """With room for the whole prompt at once, or chunk by chunk."""
+        run = self._pick(pick, lambda run: not run.running and not run.late)
+        self._enter(run, reuse)
+        if ahead:
+            self._reserve(run, len(run.seq.tokens))
 
     @precondition(lambda self: any(run.running for run in self.runs))
     @rule(pick=PICK, count=st.integers(1, 16), drafts=st.integers(0, 5), accepted=st.integers(0, 5), token=TOKEN)
@@ -202,6 +213,8 @@ class KVMachine(RuleBasedStateMachine):
         for run in self.runs if hasattr(self, "kv") else ():
             if run.running:
                 self.memory.expect(run.seq.uid, self.prefixes.of(run.seq.salt, run.true[: run.fed]))
+                for table in self.memory.tables[run.seq.uid].values() if self.contiguous else ():
+                    assert all(b == a + 1 for a, b in pairwise(table)), f"pages {table} do not follow each other"
 
     @invariant()
     def every_page_is_accounted_for(self) -> None:
@@ -223,8 +236,8 @@ class KVMachine(RuleBasedStateMachine):
         known: dict[int, TokenSequence] = {}
         for number, call in enumerate(self.calls):
             sequences = []
-            for uid, tokens, salt in call.sequences:
-                seq = known.setdefault(uid, TokenSequence(uid, [], salt))
+            for uid, tokens, salt, limit in call.sequences:
+                seq = known.setdefault(uid, TokenSequence(uid, [], salt, limit))
                 seq.tokens[:] = tokens
                 sequences.append(seq)
             again = getattr(kv, call.method)(*sequences, **call.arguments)
@@ -234,14 +247,15 @@ class KVMachine(RuleBasedStateMachine):
 
     def _sequence(self, tokens: list[int], salt: str) -> TokenSequence:
         self.next_uid += 1
-        return TokenSequence(self.next_uid, list(tokens), salt)
+        # Of every length: far above, about right, and far below what it will have.
+        return TokenSequence(self.next_uid, list(tokens), salt, limit=len(tokens) + self.next_uid * 7 % 20)
 
     def _pick(self, number: int, wanted: Callable[[Run], bool]) -> Run:
         candidates = [run for run in self.runs if wanted(run)]
         return candidates[number % len(candidates)]
 
     def _call(self, method: str, *sequences: TokenSequence, **arguments: Any) -> Any:
-        seen = [(seq.uid, list(seq.tokens), seq.salt) for seq in sequences]
+        seen = [(seq.uid, list(seq.tokens), seq.salt, seq.limit) for seq in sequences]
         outcome = getattr(self.kv, method)(*sequences, **arguments)
         self.calls.append(Call(method, seen, arguments, outcome))
         return outcome
@@ -256,6 +270,7 @@ class KVMachine(RuleBasedStateMachine):
         self.memory.apply(run.seq.uid, hit.entries, hit.ops)
         run.running = True
         run.fed = run.bound = run.reserved = run.written = hit.tokens
+        self.memory.expect(run.seq.uid, self.prefixes.of(run.seq.salt, run.seq.tokens[: hit.tokens]))
 
     def _feed(self, run: Run, count: int, drafts: int, accepted: int, token: int) -> bool:
         """Launch a chunk of the prompt, or a decode row with drafts of which some are accepted."""
@@ -306,6 +321,12 @@ class KVMachine(RuleBasedStateMachine):
         for group in self.layout.groups:
             owners, table = self.memory.owners(group.id), self.memory.tables[run.seq.uid][group.id]
             wanted = -(-upto // group.page_tokens)
+            if self.contiguous:
+                free = (page not in owners for page in range(1, self.layout.num_pages[group.id] + 1))
+                longest = max((len(list(same)) for is_free, same in groupby(free) if is_free), default=0)
+                if longest < -(-max(upto, run.seq.limit) // group.page_tokens):
+                    return True
+                continue
             shared = sum(owners[page] > 1 for page in table[run.written // group.page_tokens : wanted])
             if max(wanted - len(table), 0) + shared > self.layout.num_pages[group.id] - len(owners):
                 return True

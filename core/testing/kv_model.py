@@ -17,6 +17,7 @@ class TokenSequence:
     uid: int
     tokens: list[int]
     salt: str = ""
+    limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,16 @@
 """Built-in KV allocators."""
 
 from dovetail.core.compose import Component
-from dovetail.plugins.kv_cache.config import PagedConfig, PrefixHashConfig
+from dovetail.plugins.kv_cache.config import ContiguousConfig, PagedConfig, PrefixHashConfig
 
 COMPONENTS = (
+    Component(
+        kind="kv_cache",
+        name="contiguous",
+        config=ContiguousConfig,
+        target="dovetail.plugins.kv_cache.contiguous:ContiguousAllocator",
+        api="kv_cache/0.1",
+    ),
     Component(
         kind="kv_cache",
         name="paged",

@@ -9,6 +9,10 @@ from pydantic import AfterValidator
 from dovetail.core.compose import Config
 
 
+class ContiguousConfig(Config):
+    """A sequence's greatest length as one run of pages from the start: the baseline of paging (Kwon et al. 2023)."""
+
+
 class PagedConfig(Config):
     """Pages in a free list, nothing reused between sequences (PagedAttention, Kwon et al. 2023)."""
 

@@ -32,7 +32,7 @@ class DeadlineScheduler(PolicyScheduler):
         if ctx.cost is None or deadline is None or seq.preemptions:
             return None
         left = deadline - ctx.clock
-        output = least_output(seq, self.length_limit(seq))
+        output = least_output(seq, seq.limit)
         needed = self.config.margin * self._seconds(seq, output, ctx, ctx.cost)
         if needed <= left:
             return None

@@ -34,7 +34,7 @@ class FairScheduler(PolicyScheduler):
 
     def price(self, seq: Sequence) -> float:
         """Tokens that a sequence is expected to cost."""
-        return seq.known_len + expected_output(seq, self.length_limit(seq))
+        return seq.known_len + expected_output(seq, seq.limit)
 
     def add(self, seq: Sequence) -> None:
         super().add(seq)

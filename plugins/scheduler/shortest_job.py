@@ -21,7 +21,7 @@ class ShortestJobScheduler(PolicyScheduler):
     config: ShortestJobConfig
 
     def rank(self, seq: Sequence) -> float:
-        return seq.known_len + expected_output(seq, self.length_limit(seq))
+        return seq.known_len + expected_output(seq, seq.limit)
 
     def order(self, waiting: Iterable[Sequence], ctx: SchedulerContext) -> Iterable[Sequence]:
         due = ctx.clock - self.config.max_wait

@@ -17,7 +17,8 @@ from dovetail.core.testing.kv_cache import KVAllocatorContract, make_kv_state_ma
 from dovetail.core.testing.kv_model import TokenSequence
 from dovetail.core.testing.suite import failures
 from dovetail.plugins.kv_cache import prefix_hash
-from dovetail.plugins.kv_cache.config import PrefixHashConfig
+from dovetail.plugins.kv_cache.config import PagedConfig, PrefixHashConfig
+from dovetail.plugins.kv_cache.paged import PagedAllocator
 from dovetail.plugins.kv_cache.prefix_hash import KeyChain, KeyedPages, PrefixHashAllocator
 
 
@@ -214,7 +215,7 @@ UNSEEN_BY_MACHINE = (LooksAtEveryCachedPage, IsNotKnown, KeepsOverwrittenPages)
 """Two that no state shows; one that needs a rare interleaving, and comes up with some versions of hypothesis only."""
 
 QUICK = settings(
-    max_examples=300,
+    max_examples=1000,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
@@ -244,6 +245,20 @@ def test_the_suite_rejects(broken: type[KVAllocator], test: str) -> None:
 def test_the_state_machine_rejects(broken: type[KVAllocator]) -> None:
     with pytest.raises(Exception, match=r"."):
         run_state_machine_as_test(make_kv_state_machine(suite_of(broken).make), settings=QUICK)
+
+
+def test_pages_that_do_not_follow_each_other_are_rejected() -> None:
+    class Suite(KVAllocatorContract):
+        reuses = False
+        contiguous = True
+
+        def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
+            return PagedAllocator(PagedConfig(), groups, num_pages)
+
+    failed = failures(Suite(), skip=("test_state_machine",))
+    assert "test_pages_are_taken_ahead_where_they_must_follow_each_other" in failed
+    with pytest.raises(Exception, match="do not follow each other"):
+        run_state_machine_as_test(make_kv_state_machine(Suite().make, contiguous=True), settings=QUICK)
 
 
 def test_the_unbroken_one_passes() -> None:

@@ -7,7 +7,8 @@ from hypothesis import settings
 
 from dovetail.core.interfaces import KVAllocator, KVGroup
 from dovetail.core.testing.kv_cache import KVAllocatorContract
-from dovetail.plugins.kv_cache.config import PagedConfig, PrefixHashConfig
+from dovetail.plugins.kv_cache.config import ContiguousConfig, PagedConfig, PrefixHashConfig
+from dovetail.plugins.kv_cache.contiguous import ContiguousAllocator
 from dovetail.plugins.kv_cache.paged import PagedAllocator
 from dovetail.plugins.kv_cache.prefix_hash import PrefixHashAllocator
 
@@ -17,6 +18,14 @@ class TestPaged(KVAllocatorContract):
 
     def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
         return PagedAllocator(PagedConfig(), groups, num_pages)
+
+
+class TestContiguous(KVAllocatorContract):
+    reuses = False
+    contiguous = True
+
+    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
+        return ContiguousAllocator(ContiguousConfig(), groups, num_pages)
 
 
 class TestPrefixHash(KVAllocatorContract):

@@ -1,0 +1,37 @@
+"""The contract suite of schedulers over the allocators that test_builtin leaves out: two policies each, for time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from dovetail.core.interfaces import KVAllocator, KVGroup, Scheduler, SchedulerLimits
+from dovetail.core.testing.reference import build
+from dovetail.core.testing.scheduler import SchedulerContract
+from dovetail.plugins.kv_cache import COMPONENTS
+from dovetail.plugins.scheduler.config import FCFSConfig, PriorityConfig
+from dovetail.plugins.scheduler.fcfs import FCFSScheduler
+from dovetail.plugins.scheduler.priority import PriorityScheduler
+
+ALLOCATORS = [c.name for c in COMPONENTS if c.name not in ("paged", "prefix_hash")]
+
+
+class OnAllocator(SchedulerContract):
+    @pytest.fixture(params=ALLOCATORS, autouse=True)
+    def _allocator(self, request: pytest.FixtureRequest) -> None:
+        self.allocator = request.param
+
+    def make_kv(self, groups: Seq[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
+        made: KVAllocator = build("kv_cache", self.allocator, groups=groups, num_pages=num_pages)
+        return made
+
+
+class TestFCFS(OnAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return FCFSScheduler(FCFSConfig(), limits, kv)
+
+
+class TestPriority(OnAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return PriorityScheduler(PriorityConfig(), limits, kv)
