@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
@@ -15,15 +18,40 @@ from dovetail.core.compose.sources import Repository, hydra_as_we_know_it, open_
 from dovetail.core.compose.wording import listing
 from dovetail.core.errors import ConfigError, DovetailDeprecationWarning, DovetailError
 
+DEBUG = "DOVETAIL_DEBUG"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        return _run(sys.argv[1:] if argv is None else list(argv))
+        code = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()  # here, where a reader that is gone can be told from a bug
+        return code
     except DovetailError as error:
-        print(f"dovetail: {error}", file=sys.stderr)
+        if os.environ.get(DEBUG):
+            traceback.print_exception(error)
+        hidden = isinstance(error.__cause__, Exception) and not os.environ.get(DEBUG)
+        print(f"dovetail: {error}" + (f" ({DEBUG}=1 shows the traceback)" if hidden else ""), file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return 141  # what a shell reports of a program that SIGPIPE ended
     except KeyboardInterrupt:
         return 130
+
+
+def _reader_is_gone() -> bool:
+    """Whether stdout is the broken pipe, as under `| head`: then nothing more is written to it, at exit either."""
+    try:
+        out = sys.stdout.fileno()
+    except OSError:
+        return False  # a caller put something else in its place
+    poll = select.poll()
+    poll.register(out, select.POLLOUT)
+    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+    return gone
 
 
 def _run(argv: list[str]) -> int:

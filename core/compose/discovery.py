@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -24,7 +26,7 @@ from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.nodes import plain_defaults
 from dovetail.core.compose.registry import Package, Problem, Registered, Registry
 from dovetail.core.compose.wording import did_you_mean, listing
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, DovetailError
 
 SWITCH = "DOVETAIL_PLUGINS"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -50,9 +52,12 @@ def discover(switch: str = "") -> Registry:
             problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}"))
             continue
         try:
-            components, folders = _load(entry, f"{package.name}:{entry.name}")
+            # What a package prints while it loads is no result of the run.
+            with redirect_stdout(sys.stderr):
+                components, folders = _load(entry, f"{package.name}:{entry.name}")
         except (Exception, SystemExit) as error:  # whatever a third party's module raises is its problem, listed
-            problems.append(Problem(str(package), f"entry point {entry.name}: {type(error).__name__}: {error}"))
+            what = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
+            problems.append(Problem(str(package), f"entry point {entry.name}: {what}"))
             continue
         config_dirs += [(package, folder) for folder in folders]
         for component in components:
@@ -98,19 +103,15 @@ def _load(entry: EntryPoint, key: str) -> tuple[list[Component], list[str]]:
     try:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        raise _Misspelt(_misspelt_hook(manager, str(error))) from error
+        raise ConfigError(_misspelt_hook(manager, str(error))) from error
     if not manager.get_hookcallers(plugin):
-        raise _Misspelt(f"nothing in {entry.value} is marked with @hookimpl")
+        raise ConfigError(f"nothing in {entry.value} is marked with @hookimpl")
     components = [c for group in manager.hook.dovetail_components() for c in group]
     folders = [f for group in manager.hook.dovetail_config_dirs() for f in group]
     for folder in folders:
         if not (isinstance(folder, str) and folder.startswith("pkg://")):
             raise ConfigError(f"config folder {folder!r} is not of the form pkg://package.folder")
     return components, folders
-
-
-class _Misspelt(Exception):
-    """A hook that nobody calls."""
 
 
 def _misspelt_hook(manager: pluggy.PluginManager, fallback: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.wording import did_you_mean, listing
-from dovetail.core.errors import ConfigError, PluginError
+from dovetail.core.errors import ConfigError, DovetailError, PluginError
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,13 +41,21 @@ class Registered:
     def load(self, reference: str) -> Any:
         """The object at "module:name"; a failure names the package."""
         module, _, name = reference.partition(":")
-        try:
+        with self.blamed(f"needs {reference}, which does not load"):
             return getattr(importlib.import_module(module), name)
-        except Exception as error:  # a plugin's module may raise anything; it is reported, never swallowed
+
+    @contextmanager
+    def blamed(self, what: str) -> Iterator[None]:
+        """Around code of the package: whatever it raises, even SystemExit, becomes a PluginError that names it. Our own
+        errors pass as they are."""
+        try:
+            yield
+        except DovetailError:
+            raise
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 str(self.package),
-                f"{self.component.kind}={self.component.name} needs {reference}, which does not load: "
-                f"{type(error).__name__}: {error}",
+                f"{self.component.kind}={self.component.name} {what}: {type(error).__name__}: {error}",
             ) from error
 
     def target(self) -> type[Any]:
@@ -73,6 +82,21 @@ class Problem:
     name: str = ""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class ConfigFile:
+    """A preset or a variant, found in a config folder and free of faults."""
+
+    group: str
+    """A kind, or "preset"."""
+    name: str
+    package: str
+    """Whose folder it lies in: a package with its version, or the user's own folder."""
+    chooses: tuple[str, ...]
+    """Of a variant its base; of a preset "<kind>=<name>" in order."""
+    about: str
+    """The first comment of the file; may be empty."""
+
+
 class Registry:
     """Immutable. Its order never depends on the order in which packages were found."""
 
@@ -81,6 +105,7 @@ class Registry:
         registered: Iterable[Registered] = (),
         problems: Iterable[Problem] = (),
         config_dirs: Iterable[tuple[Package, str]] = (),
+        files: Iterable[ConfigFile] = (),
     ) -> None:
         by_key = {(r.component.kind, r.component.name): r for r in registered}
         self.registered: Mapping[tuple[str, str], Registered] = MappingProxyType(dict(sorted(by_key.items())))
@@ -88,8 +113,12 @@ class Registry:
         # Our own come first: they hold the primary config.
         self.config_dirs = tuple(sorted(config_dirs, key=lambda entry: (not entry[0].is_builtin, entry)))
 
-    def with_problems(self, problems: Iterable[Problem]) -> Registry:
-        return Registry(self.registered.values(), (*self.problems, *problems), self.config_dirs)
+        self.files = tuple(sorted(files))
+        """Known once the folders were opened: in the registry of a composition."""
+
+    def with_files(self, files: Iterable[ConfigFile], problems: Iterable[Problem]) -> Registry:
+        """After the config folders were read: with what is in them, and what is wrong with it."""
+        return Registry(self.registered.values(), (*self.problems, *problems), self.config_dirs, files)
 
     def options(self, kind: str) -> tuple[str, ...]:
         return tuple(name for k, name in self.registered if k == kind)

@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from dovetail.core.compose.capabilities import Capabilities, Host
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.config import Config
-from dovetail.core.errors import DovetailError, PluginError
+from dovetail.core.errors import PluginError
 
 if TYPE_CHECKING:
     from dovetail.core.compose.registry import Package, Registered
@@ -43,20 +43,18 @@ class Selected:
         return self.registered.target()
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        return self.target()(self.config, *args, **kwargs)
+        """`Class(config, *args, **kwargs)`. What the class raises leaves as a PluginError that names its package."""
+        target = self.target()
+        with self.registered.blamed("could not be built"):
+            return target(self.config, *args, **kwargs)
 
     def capabilities(self, host: Host) -> Capabilities:
         """What the component states for these options on this host; nothing, if it has no capabilities function."""
         if self.component.capabilities is None:
             return Capabilities()
         function = self.registered.load(self.component.capabilities)
-        try:
+        with self.registered.blamed(f"cannot tell its capabilities, {self.component.capabilities} failed"):
             stated = function(self.config, host)
-        except DovetailError:
-            raise
-        except Exception as error:  # a plugin's function may raise anything; the package is named
-            reason = f"{self.component.capabilities} failed: {type(error).__name__}: {error}"
-            raise PluginError(str(self.package), reason) from error
         if not isinstance(stated, Capabilities):
             raise PluginError(str(self.package), f"{self.component.capabilities} gave {stated!r}, not Capabilities")
         return stated
@@ -64,7 +62,11 @@ class Selected:
     def facts(self) -> Any:
         """The kind's record of facts, or None where the component names no function for it."""
         reference = self.component.facts
-        return None if reference is None else self.registered.load(reference)(self.config)
+        if reference is None:
+            return None
+        function = self.registered.load(reference)
+        with self.registered.blamed(f"cannot tell its facts, {reference} failed"):
+            return function(self.config)
 
     def to_node(self) -> dict[str, Any]:
         """Plain values, as the composed config shows them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.nodes import component_node, engine_node
-from dovetail.core.compose.registry import Problem, Registry
-from dovetail.core.compose.wording import did_you_mean
+from dovetail.core.compose.registry import ConfigFile, Problem, Registry
+from dovetail.core.compose.wording import did_you_mean, show
 from dovetail.core.errors import ConfigError
 
 _lock = threading.Lock()
@@ -105,7 +106,7 @@ Opened = tuple[Registry, tuple[ConfigSource, ...]]
 
 
 def open_sources(registry: Registry, folders: tuple[str, ...]) -> Opened:
-    """All sources, and the registry with what is wrong in their files added to its problems."""
+    """All sources, and the registry with their presets and variants, and with what is wrong in them."""
     # A user's own files may change between two compositions, those of packages do not.
     return _open(registry, folders) if folders else _open_packages(registry)
 
@@ -129,8 +130,8 @@ def _open(registry: Registry, folders: tuple[str, ...]) -> Opened:
             raise ConfigError(f"--config-dir {folder}: no such folder")
         files.append((folder, FileConfigSource(folder, str(Path(folder).absolute()))))
     components = RegistrySource(registry)
-    problems += _file_problems(components, files)
-    return registry.with_problems(problems), (components, *(source for _, source in files))
+    found, faults = _read_files(components, files)
+    return registry.with_files(found, [*problems, *faults]), (components, *(source for _, source in files))
 
 
 def _folder_of(reference: str) -> Path | None:
@@ -143,56 +144,81 @@ def _folder_of(reference: str) -> Path | None:
     return Path(locations[0]) if locations else None
 
 
-def _file_problems(components: ConfigSource, files: Sequence[tuple[str, ConfigSource]]) -> Iterator[Problem]:
+def _read_files(
+    components: ConfigSource, files: Sequence[tuple[str, ConfigSource]]
+) -> tuple[list[ConfigFile], list[Problem]]:
+    """The presets and variants that can be chosen, and what is wrong with the others."""
+    problems: list[Problem] = []
     owners: dict[tuple[str, str], str] = {}
+    found: dict[tuple[str, str], ConfigFile] = {}
     known = Repository([components, *(source for _, source in files)])
     for owner, source in files:
         for name in source.list("", ObjectType.CONFIG):
             if source is not files[0][1]:
-                yield Problem(
-                    owner, f"{name}.yaml lies beside the folders; a file belongs in preset/ or in a kind's folder"
-                )
+                reason = f"{name}.yaml lies beside the folders; a file belongs in preset/ or in a kind's folder"
+                problems.append(Problem(owner, reason))
         for group in source.list("", ObjectType.GROUP):
             if group not in KINDS and group != PRESET:
-                yield Problem(owner, f"its config folder `{group}` is no kind.{did_you_mean(group, [*KINDS, PRESET])}")
+                reason = f"its config folder `{group}` is no kind.{did_you_mean(group, [*KINDS, PRESET])}"
+                problems.append(Problem(owner, reason))
                 continue
             for name in source.list(group, ObjectType.CONFIG):
                 path = f"{group}/{name}"
                 if components.is_config(path):
-                    yield Problem(owner, f"{path}.yaml has the name of a component", group, name)
+                    problems.append(Problem(owner, f"{path}.yaml has the name of a component", group, name))
                 elif (group, name) in owners:
                     first = owners[group, name]
                     reason = f"{path}.yaml is in {first} and in {owner}"
-                    yield Problem(first, reason, group, name)
-                    yield Problem(owner, reason, group, name)
+                    problems += [Problem(first, reason, group, name), Problem(owner, reason, group, name)]
+                    found.pop((group, name), None)
                 else:
                     owners[group, name] = owner
-                    if reason := _fault(known, source, group, name):
-                        yield Problem(owner, reason, group, name)
+                    try:
+                        found[group, name] = _read(known, source, owner, group, name)
+                    except ConfigError as error:
+                        problems.append(Problem(owner, str(error), group, name))
+    return list(found.values()), problems
 
 
-def _fault(known: Repository, source: ConfigSource, group: str, name: str) -> str:
-    """Why a preset or variant cannot be used, or nothing."""
+def _read(known: Repository, source: ConfigSource, owner: str, group: str, name: str) -> ConfigFile:
+    """A preset or variant; ConfigError says why it cannot be used."""
     path = f"{group}/{name}"
     try:
         result = source.load_config(path)
     except Exception as error:  # a YAML error has many types; each one is reported with the file's name
-        return f"{path}.yaml cannot be read: {error}"
+        raise ConfigError(f"{path}.yaml cannot be read: {error}") from error
     if not isinstance(result.config, DictConfig):
-        return f"{path}.yaml is not a mapping"
+        raise ConfigError(f"{path}.yaml is not a mapping")
     body = OmegaConf.to_container(result.config, resolve=False)
     assert isinstance(body, dict)
-    defaults = body.pop("defaults", None)
+    defaults = body.pop("defaults", None) or []
     if group != PRESET:
-        return "" if defaults else f"{path}.yaml names no base: a variant begins with `defaults: [<base>, _self_]`"
+        if not defaults:
+            raise ConfigError(f"{path}.yaml names no base: a variant begins with `defaults: [<base>, _self_]`")
+        return ConfigFile(group, name, owner, tuple(str(d) for d in defaults if d != "_self_"), _about(source, path))
     if result.header.get("package") != "_global_":
-        return f"{path}.yaml must begin with `# @package _global_`"
+        raise ConfigError(f"{path}.yaml must begin with `# @package _global_`")
     if kept := [str(key) for key in body if key != "engine"]:
-        return f"{path}.yaml sets {', '.join(kept)}: a preset only chooses; put options into a variant of the part"
-    for entry in defaults or []:
+        keys = ", ".join(kept)
+        raise ConfigError(f"{path}.yaml sets {keys}: a preset only chooses; put options into a variant of the part")
+    for entry in defaults:
         if reason := _bad_choice(known, entry):
-            return f"{path}.yaml: {reason}"
-    return ""
+            raise ConfigError(f"{path}.yaml: {reason}")
+    chosen = [item for entry in defaults if entry != "_self_" for item in entry.items()]
+    words = (f"{key.split()[1].removeprefix('/')}={_choice(value)}" for key, value in chosen)
+    return ConfigFile(group, name, owner, tuple(words), _about(source, path))
+
+
+def _choice(value: object) -> str:
+    """As on the command line."""
+    return f"[{','.join(map(show, value))}]" if isinstance(value, list) else show(value)
+
+
+def _about(source: ConfigSource, path: str) -> str:
+    """The first comment, which says what the file is for."""
+    lines = (Path(source.path) / f"{path}.yaml").read_text(encoding="utf-8").splitlines()
+    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line[1:].strip() for line in comments if "@package" not in line).strip()
 
 
 def _bad_choice(known: Repository, entry: object) -> str:

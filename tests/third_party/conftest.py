@@ -50,10 +50,11 @@ def python(tmp_path: Path) -> Run:
     def run(
         *argv: str, path: tuple[Path, ...] = (), cwd: Path = tmp_path, **env: str
     ) -> subprocess.CompletedProcess[str]:
+        found = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
         return subprocess.run(
             [sys.executable, *argv],
             cwd=cwd,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"} | env,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(found), "OMP_NUM_THREADS": "1"} | env,
             capture_output=True,
             text=True,
             timeout=110,

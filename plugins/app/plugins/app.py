@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +28,8 @@ class PluginsApp(App):
         if kind is not None and kind not in KINDS:
             raise ConfigError(f"plugins.kind={kind}: no such kind.{did_you_mean(kind, KINDS)} Kinds: {listing(KINDS)}.")
         # Capabilities are shown for a plain CPU host: a listing loads no device library.
-        found = describe(composition.registry, kind, Host())
+        with redirect_stdout(sys.stderr):  # what a package prints while it loads is no part of the listing
+            found = describe(composition.registry, kind, Host())
         if self.config.format == "json":
             print(json.dumps(found, indent=2))
         else:
@@ -38,7 +41,8 @@ def _print_tables(found: dict[str, Any]) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 140  # Nobody's window: lines are for grep.
-    for kind in dict.fromkeys(c["kind"] for c in found["components"]):
+    rows = [*found["components"], *found["variants"]]
+    for kind in sorted({row["kind"] for row in rows}, key=list(KINDS).index):
         table = Table(title=f"{kind}: {KINDS[kind].about}", title_justify="left", show_lines=True, expand=True)
         for column in ("name", "package, api"):
             table.add_column(column, no_wrap=True)
@@ -48,6 +52,20 @@ def _print_tables(found: dict[str, Any]) -> None:
             if c["kind"] == kind:
                 package = f"{c['package']} {c['version']}\n{c['api']}"
                 table.add_row(*(escape(cell) for cell in (c["name"], package, _options(c), _capabilities(c))))
+        for v in found["variants"]:
+            if v["kind"] == kind:
+                about = f"variant of {v['base']}: {v['about']}"
+                table.add_row(*(escape(cell) for cell in (v["name"], v["package"], about, "")))
+        console.print(table)
+    if found["presets"]:
+        table = Table(title="presets: choose several parts at once", title_justify="left", show_lines=True, expand=True)
+        for column in ("name", "package"):
+            table.add_column(column, no_wrap=True)
+        for column in ("what", "chooses"):
+            table.add_column(column, ratio=1, overflow="fold")
+        for p in found["presets"]:
+            cells = (f"+preset={p['name']}", p["package"], p["about"], "\n".join(p["chooses"]))
+            table.add_row(*(escape(cell) for cell in cells))
         console.print(table)
     if found["problems"]:
         table = Table(title="cannot be used", title_justify="left", show_lines=True, expand=True)
@@ -59,7 +77,7 @@ def _print_tables(found: dict[str, Any]) -> None:
 
 
 def _options(component: dict[str, Any]) -> str:
-    lines = []
+    lines = [" ".join(component["about"].split())] if component["about"] else []
     for o in component["options"]:
         default = f" = {json.dumps(o['default'])}" if "default" in o else ", required"
         lines.append(f"{o['name']}: {o['type']}{default}  {o['doc']}".rstrip())

@@ -8,6 +8,9 @@ from dovetail.core.compose import AppConfig
 
 
 class PluginsConfig(AppConfig):
+    """Every component with its options, capabilities, package and version, the variants and presets, and what cannot be
+    used and why."""
+
     kind: str | None = None
     """Show components of this kind only; null: all."""
     format: Literal["table", "json"] = "table"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 import typing
 from collections.abc import Iterator
@@ -12,15 +13,27 @@ from pydantic_core import to_jsonable_python
 from dovetail.core.compose import KINDS, Config, Host, Registered, Registry
 from dovetail.core.compose.compatibility import stated_by_default
 from dovetail.core.compose.config import part_fields
+from dovetail.core.compose.kinds import PRESET
 from dovetail.core.errors import PluginError
 
 
 def describe(registry: Registry, kind: str | None, host: Host) -> dict[str, Any]:
-    """Components and problems; with a kind, only those of it and the problems that concern whole packages."""
+    """Components, variants, presets and problems; with a kind, only what is of it, and the problems that concern whole
+    packages."""
     wanted = [r for (k, _), r in registry.registered.items() if kind in (None, k)]
     return {
         "fingerprint": registry.fingerprint(),
         "components": [_component(r, host) for r in sorted(wanted, key=_order)],
+        "variants": [
+            {"kind": f.group, "name": f.name, "package": f.package, "base": ", ".join(f.chooses), "about": f.about}
+            for f in registry.files
+            if f.group != PRESET and kind in (None, f.group)
+        ],
+        "presets": [
+            {"name": f.name, "package": f.package, "chooses": list(f.chooses), "about": f.about}
+            for f in registry.files
+            if f.group == PRESET and kind is None
+        ],
         "problems": [
             {"package": p.package, "kind": p.kind or None, "name": p.name or None, "reason": p.reason}
             for p in registry.problems
@@ -42,6 +55,7 @@ def _component(registered: Registered, host: Host) -> dict[str, Any]:
         "version": registered.package.version,
         "api": component.api,
         "target": component.target,
+        "about": inspect.cleandoc(component.config.__doc__ or ""),
         "options": list(_options(component.config)),
         **_capabilities(registered, host),
     }

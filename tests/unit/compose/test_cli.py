@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from dovetail.core.compose import Registry, cli, composer
+from dovetail.core.compose import AppConfig, Registry, cli, compose, composer
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.app import App
 
 ROOT = Path(__file__).parents[3]
@@ -83,6 +84,60 @@ def test_a_mistake_is_one_message_and_exit_code_2(seen, capsys, monkeypatch, arg
 def test_a_broken_target_is_a_message_too(seen, capsys):
     assert cli.main(["app=serve"]) == 2
     assert "package home 1.0: app=serve needs nowhere:Nothing" in capsys.readouterr().err
+
+
+@pytest.fixture
+def app_that_raises(stand_ins, make, monkeypatch):
+    """app_that_raises(error): a registry with app=sweep, whose constructor raises that."""
+
+    def build(error):
+        class Sweep(App):
+            def __init__(self, config):
+                raise error
+
+            def run(self, composition, prompts): ...
+
+        module = ModuleType("app_there")
+        module.Sweep = Sweep
+        monkeypatch.setitem(sys.modules, "app_there", module)
+        return stand_ins(make("app", "sweep", AppConfig, target="app_there:Sweep"))
+
+    return build
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_a_constructor_that_raises_is_a_message_that_names_the_package(app_that_raises, monkeypatch, capsys, debug):
+    registry = app_that_raises(KeyError("no such table"))
+    monkeypatch.setenv("DOVETAIL_DEBUG", debug)
+    monkeypatch.setattr(composer, "installed", lambda: registry)
+    assert cli.main(["app=sweep"]) == 2
+    err = capsys.readouterr().err
+    assert "dovetail: package home 1.0: app=sweep could not be built: KeyError: 'no such table'" in err
+    assert ("Traceback" in err, "DOVETAIL_DEBUG=1 shows" in err) == (bool(debug), not debug)
+
+
+def test_an_error_of_ours_leaves_a_constructor_as_it_is(app_that_raises):
+    registry = app_that_raises(ConfigError("words=: give some"))
+    with pytest.raises(ConfigError, match="^words=: give some$"):
+        compose(["app=sweep"], registry=registry).run()
+
+
+def test_a_reader_that_is_gone_ends_the_run_quietly(tmp_path):
+    """As `| head` does, for an app that writes much and one that writes little."""
+    for words in (["app=plugins", "plugins.format=json"], ["--help"]):
+        run = subprocess.Popen([sys.executable, str(ROOT / "run.py"), *words], stdout=subprocess.PIPE, stderr=-1)
+        run.stdout.close()
+        assert (run.stderr.read(), run.wait()) == (b"", 141)
+        run.stderr.close()
+
+
+def test_a_broken_pipe_elsewhere_is_not_hidden(seen, monkeypatch):
+    def broken(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(composer, "validate", broken)
+    with pytest.raises(BrokenPipeError):
+        cli.main([])
 
 
 def test_a_bug_of_ours_keeps_its_traceback(seen, monkeypatch):

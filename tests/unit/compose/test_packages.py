@@ -1,9 +1,18 @@
 """Third-party packages: found by entry point, each on its own, and a broken one fails only when it is chosen."""
 
+import json
+
 import pytest
 
 from dovetail.core.compose import Problem, Registered, Registry, compose, discover
 from dovetail.core.errors import ConfigError, PluginError
+
+FOLDER = """
+@hookimpl
+def dovetail_config_dirs():
+    return ["pkg://acme_plans.conf"]
+"""
+PRESET = "# @package _global_\n# Everything.\ndefaults:\n"
 
 
 def merged(registry: Registry, found: Registry) -> Registry:
@@ -173,6 +182,48 @@ def test_the_plugins_app_runs_whatever_is_broken(install, plugin, capsys):
     assert compose(["plugins.format=json"], app="plugins", registry=discover()).run() == 0
     shown = capsys.readouterr().out
     assert "ZeroDivisionError" in shown and "scheduler=fcfs is built in" in shown
+
+
+def listed(registry: Registry, capsys) -> dict:
+    assert compose(["plugins.format=json"], app="plugins", registry=registry).run() == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_plugins_app_lists_variants_and_presets_with_their_package(install, plugin, capsys):
+    conf = install("acme_plans", plugin() + FOLDER) / "conf"
+    for path, text in {
+        "scheduler/swift_big.yaml": "# Room for\n# more.\ndefaults: [swift, _self_]\nsize: 9\n",
+        "preset/acme.yaml": PRESET + "  - override /logits: [penalties]\n  - override /scheduler: swift_big\n",
+        "preset/bad.yaml": "defaults: []\n",
+    }.items():
+        (conf / path).parent.mkdir(parents=True, exist_ok=True)
+        (conf / path).write_text(text)
+    found = listed(discover(), capsys)
+    mine = {"package": "acme_plans 1.0"}
+    swift_big = {"kind": "scheduler", "name": "swift_big", "base": "swift", "about": "Room for more."} | mine
+    assert swift_big in found["variants"]
+    acme = {"name": "acme", "chooses": ["logits=[penalties]", "scheduler=swift_big"], "about": "Everything."} | mine
+    assert [p for p in found["presets"] if p["package"] == mine["package"]] == [acme]
+    assert ("preset", "bad") in {(p["kind"], p["name"]) for p in found["problems"]}
+
+
+def test_what_a_package_prints_while_it_loads_is_no_part_of_the_listing(install, plugin, capsys):
+    install("acme_chatty", "print('hello from acme')" + plugin(target="acme_chatty.more:Swift"))
+    registry = discover()
+    assert "swift" in {c["name"] for c in listed(registry, capsys)["components"]}
+    assert capsys.readouterr().out == ""
+
+
+def test_a_misspelt_hook_is_told_in_words(install):
+    install("acme_bad", "from dovetail import hookimpl\n@hookimpl\ndef dovetail_component(): ...")
+    (problem,) = [p for p in discover().problems if p.package == "acme_bad 1.0"]
+    assert problem.reason.startswith("entry point main: there is no hook `dovetail_component`. Did you mean")
+
+
+def test_every_option_of_what_dovetail_brings_is_described(capsys):
+    own = [c for c in listed(discover(), capsys)["components"] if c["package"] == "dovetail"]
+    assert [f"{c['kind']}={c['name']}" for c in own if not c["about"]] == []
+    assert [f"{c['name']}.{o['name']}" for c in own for o in c["options"] if not o["doc"]] == []
 
 
 def test_what_dovetail_brings_has_no_problem():
