@@ -24,6 +24,8 @@ NOT_RUN = {
     "pip install -e": "changes the environment; .ci/run does it first of all",
     "pip install 'torch": "changes the environment",
     "pip install .": "done once for every page, without an index (see `installed` in test_pages)",
+    "python benchmarks/compare.py vllm": "needs vLLM and a GPU",
+    "python benchmarks/compare.py transformers": "tests/unit/benchmarks/test_compare.py runs it",
     "python run.py app=bench bench.url": "needs a server; tests/unit/app/test_bench.py has one",
     "python benchmarks/profile_step.py": "needs a GPU",
 }

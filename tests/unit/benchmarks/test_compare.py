@@ -1,0 +1,165 @@
+"""compare.py: its figures, what it tells a peer, and a whole comparison with transformers on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dovetail.core.compose import compose
+from dovetail.core.errors import ConfigError
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+def load(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """As Python runs a script: its folder comes first on the path."""
+    monkeypatch.syspath_prepend(str((BENCHMARKS / path).parent))
+    name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("compare.py", monkeypatch)
+
+
+TINY = ("engine.device=cpu", "engine.max_len=128", "engine.max_seqs=4", "engine.kv_pages=100")
+SMALL = ("workload.requests=3", "workload.prompt_tokens=6", "workload.output_tokens=5")
+
+
+def test_both_get_the_same_prompts_and_nobody_gets_one_twice(compare: ModuleType, tmp_path: Path) -> None:
+    jobs = compare.make_jobs([*TINY, *SMALL], ["fixed"], 2, tmp_path)["fixed"]
+    assert [(job.purpose, job.round) for job in jobs] == [
+        ("warm-up", 0),
+        ("one token", 0),
+        ("whole", 0),
+        ("one token", 1),
+        ("whole", 1),
+    ]
+    protocol = [[json.loads(line) for line in job.path.read_text().splitlines()] for job in jobs]
+    assert [[line["output_tokens"] for line in lines] for lines in protocol] == [[4] * 3, [1] * 3, [5] * 3] + [
+        [1] * 3,
+        [5] * 3,
+    ]
+    assert len({tuple(line["prompt_ids"]) for lines in protocol for line in lines}) == 15
+
+
+def test_only_what_is_comparable_is_compared(compare: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"workload=poisson.*bench\.url"):
+        compare.make_jobs(TINY, ["poisson"], 1, tmp_path)
+
+
+def test_figures_follow_from_medians(compare: ModuleType) -> None:
+    def job(purpose: str) -> Any:
+        return compare.Job("fixed", purpose, 0, Path())
+
+    runs = [(job("one token"), {"seconds": s}) for s in (0.1, 0.9, 0.2)]
+    runs += [(job("whole"), {"seconds": s}) for s in (5.2, 1.2, 1.1)]
+    assert compare.figures(runs, requests=4, output_tokens=11) == {
+        "tpot_ms": 100.0,
+        "one_token_s": 0.2,
+        "seconds": 1.2,
+        "output_tokens_per_s": 36.7,
+    }
+
+
+def test_a_peer_is_told_what_we_are_told(compare: ModuleType, tmp_path: Path) -> None:
+    overrides = ["+preset=h200_bf16_tp8", "model=llama3_8b", "engine.max_len=1024", "kv_cache=paged"]
+    shared = compare.shared_settings(compose(overrides, app="bench"), tmp_path)
+    assert (shared.tp, shared.max_len, shared.max_seqs, shared.dtype) == (8, 1024, 256, "bfloat16")
+    assert shared.dummy and not shared.prefix_caching and shared.memory_fraction == 0.9
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(shared.model)
+    assert (config.model_type, config.hidden_size, config.num_key_value_heads) == ("llama", 4096, 8)
+    assert config.rope_parameters["rope_theta"] == 500000.0
+    told = json.loads((tmp_path / "config.json").read_text())
+    assert told["torch_dtype"] == "bfloat16" and told["rope_theta"] == 500000.0, "older versions read these"
+
+
+@pytest.mark.parametrize(
+    ("model", "known_as"),
+    [
+        ("mixtral_8x7b", "mixtral"),
+        ("qwen3_8b", "qwen3"),
+        ("falcon_7b", "falcon"),
+        ("gptj_6b", "gptj"),
+        ("deepseek_v3", "deepseek_v3"),
+    ],
+)
+def test_shapes_get_the_model_type_that_others_go_by(compare: ModuleType, model: str, known_as: str) -> None:
+    found = compare.hf_config(dict(compose([f"model={model}"], app="plan").part("model").config.hf))
+    assert found["model_type"] == known_as
+
+
+def test_what_vllm_is_asked_for(compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in with the names of vLLM's offline API."""
+    asked: dict[str, Any] = {}
+
+    class LLM:
+        def __init__(self, **args: Any) -> None:
+            asked.update(args)
+
+        def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+            assert not use_tqdm and all(p["ignore_eos"] and p["temperature"] == 0.0 for p in params)
+            assert prompts == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * p["max_tokens"])]) for p in params]
+
+    vllm = SimpleNamespace(LLM=LLM, SamplingParams=dict, __version__="0")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    load("peers/protocol.py", monkeypatch)
+    peer = load("peers/vllm_peer.py", monkeypatch)
+    settings = compare.asdict(compare.shared_settings(compose([*TINY, "engine.tp=2"], app="bench"), tmp_path))
+    with peer.load(settings | {"engine_args": {"quantization": "fp8", "max_num_seqs": 7}}) as (run, about):
+        told = run([([1, 2], 5), ([3], 2)])
+    assert told["output_tokens"] == 7 and told["seconds"] > 0 and about["engine"] == "vllm 0"
+    assert asked == {
+        "model": settings["model"],
+        "load_format": "auto",
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": 2,
+        "max_model_len": 128,
+        "max_num_seqs": 7,
+        "gpu_memory_utilization": 0.9,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "seed": 0,
+        "quantization": "fp8",
+    }
+
+
+def test_an_engine_that_does_not_start_is_said(compare: ModuleType, tmp_path: Path) -> None:
+    with (
+        pytest.raises(compare.PeerError, match="vllm ended with exit code 1"),
+        compare.running("vllm", sys.executable, {}),
+    ):
+        pass
+
+
+def test_a_comparison(compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real processes, taking turns."""
+    out = tmp_path / "result.json"
+    options = ["transformers", "--workloads", "fixed", "--rounds", "1", "--interleave", "--out", str(out)]
+    assert compare.main([*options, "--", *TINY, *SMALL]) == 0
+    assert "| fixed, 3 x 6/5 |" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert result["schema"] == "dovetail.compare/1" and result["interleaved"]
+    (row,) = result["comparisons"]
+    for name in compare.FIGURES:
+        assert row["ratio"][name] == pytest.approx(row["dovetail"][name] / row["transformers"][name], abs=1e-4)
+    assert {engine: [run["output_tokens"] for run in runs] for engine, runs in result["runs"].items()} == {
+        "dovetail": [3, 15],
+        "transformers": [3, 15],
+    }
+    assert result["engines"]["transformers"]["engine"].startswith("transformers ")
