@@ -76,7 +76,8 @@ class Hit:
     """A cached prefix, pinned for the sequence."""
 
     tokens: int = 0
-    """Prefix tokens whose KV the sequence now owns a share of; less than len(seq.tokens)."""
+    """Prefix tokens whose KV the sequence now owns a share of; less than len(seq.tokens). Need not fill the last page:
+    reserve copies that one, as after fork."""
     entries: tuple[PageEntry, ...] = ()
     ops: tuple[PageOp, ...] = ()
     """LOADs that bring host or remote pages in before they are read."""
@@ -142,7 +143,8 @@ class KVAllocator(ABC):
     def reserve(self, seq: KVSequence, upto: int) -> Reservation | None:
         """Make room for tokens [0, upto): absolute and idempotent. None = not enough pages, and nothing changed.
 
-        Pages in [written so far, upto) that are shared are replaced by private copies (COPY ops): the sequence is about
+        It may also put cached pages in place of the sequence's own that hold the same tokens. Pages in [written so far,
+        upto) that are shared are replaced by private copies (COPY ops): the sequence is about
         to write there. "Written so far" is the largest `upto` of publish, or what acquire or fork gave.
         """
 

@@ -104,7 +104,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             state = self._new_state(seq)
         elif upto <= state.written:
             return UNCHANGED
-        shared = [self._shared_index(pages, table, state.written) for pages, table in self._by_group(state)]
+        shared = [self._shared_index(pages, table, state.written, upto) for pages, table in self._by_group(state)]
         for (pages, table), index in zip(self._by_group(state), shared, strict=True):
             missing = max(pages.count(upto) - len(table), 0)
             if missing + (index is not None) > pages.available:
@@ -226,9 +226,9 @@ class PageTables(KVAllocator, Generic[Pages, State]):
     def _capacity(self, state: SequencePages) -> int:
         return min(len(table) * pages.page_tokens for pages, table in self._by_group(state))
 
-    @staticmethod
-    def _shared_index(pages: PageList, table: list[int], written: int) -> int | None:
-        """Where the page is that `written` lies inside, if somebody else owns it too."""
+    def _shared_index(self, pages: Pages, table: list[int], written: int, upto: int) -> int | None:
+        """Where the page is that `written` lies inside, if it must be copied before a write up to `upto`: somebody else
+        owns it too."""
         index, inside = divmod(written, pages.page_tokens)
         return index if inside and pages.refs[table[index]] > 1 else None
 

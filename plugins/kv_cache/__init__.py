@@ -1,7 +1,7 @@
 """Built-in KV allocators."""
 
 from dovetail.core.compose import Component
-from dovetail.plugins.kv_cache.config import ContiguousConfig, PagedConfig, PrefixHashConfig
+from dovetail.plugins.kv_cache.config import ContiguousConfig, PagedConfig, PrefixHashConfig, RadixConfig
 
 COMPONENTS = (
     Component(
@@ -23,6 +23,14 @@ COMPONENTS = (
         name="prefix_hash",
         config=PrefixHashConfig,
         target="dovetail.plugins.kv_cache.prefix_hash:PrefixHashAllocator",
+        capabilities="dovetail.plugins.kv_cache.capabilities:evicting",
+        api="kv_cache/0.1",
+    ),
+    Component(
+        kind="kv_cache",
+        name="radix",
+        config=RadixConfig,
+        target="dovetail.plugins.kv_cache.radix:RadixAllocator",
         capabilities="dovetail.plugins.kv_cache.capabilities:evicting",
         api="kv_cache/0.1",
     ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dovetail.core.compose import Capabilities, Host
 from dovetail.core.memory.eviction import load_policy
-from dovetail.plugins.kv_cache.config import PrefixHashConfig
+from dovetail.plugins.kv_cache.config import PrefixHashConfig, RadixConfig
 
 
-def evicting(config: PrefixHashConfig, host: Host) -> Capabilities:
+def evicting(config: PrefixHashConfig | RadixConfig, host: Host) -> Capabilities:
     load_policy(config.eviction)
     return Capabilities()

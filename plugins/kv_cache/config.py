@@ -30,6 +30,16 @@ def _names_a_policy(value: str) -> str:
 Eviction = Annotated[str, AfterValidator(_names_a_policy)]
 
 
+class RadixConfig(Config):
+    """Paged, and prefixes are shared to the token, found in a radix tree (RadixAttention, Zheng et al. 2023)."""
+
+    exact: bool = True
+    """Whether a hit may end inside a page, which is then copied on the device; false: hits are whole pages."""
+    eviction: Eviction = "lru"
+    """Which unowned page goes first: lru, fifo, lfu, cost (cheapest to recompute), or "package.module:Class" of an
+    EvictionPolicy."""
+
+
 class PrefixHashConfig(Config):
     """Paged, and full pages of equal prefixes are shared, found by a chained hash (as in vLLM)."""
 

@@ -117,7 +117,7 @@ class ContiguousAllocator(PageTables[PageRuns, SequencePages]):
     def _run(self, pages: PageRuns, table: list[int], written: int, upto: int, limit: int) -> tuple[range | None, bool]:
         """The run to take, empty where the present one does and None where none is free; whether to move there."""
         missing = pages.count(upto) - len(table)
-        if self._shared_index(pages, table, written) is None:
+        if self._shared_index(pages, table, written, upto) is None:
             if missing <= 0:
                 return range(0), False
             if table and (run := pages.after(table[-1], missing)):

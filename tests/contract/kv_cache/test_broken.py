@@ -52,8 +52,7 @@ class HandsOutTwice(Base):
 
 
 class ForgetsCopyOnWrite(Base):
-    @staticmethod
-    def _shared_index(pages: PageList, table: list[int], written: int) -> int | None:
+    def _shared_index(self, pages: PageList, table: list[int], written: int, upto: int) -> int | None:
         return None
 
 

@@ -1,0 +1,396 @@
+"""Prefix reuse by a radix tree of token runs: RadixAttention (SGLang, Zheng et al. 2023), over pages.
+
+A node has the tokens of one run, from a position on, and the pages whose last token lies in it. Runs part at any token:
+a page that begins in one node and ends in another belongs to the second, so two prompts that part inside a page have a
+page each. Leaves end with a page. A hit is exact to the token: the page it ends in is shared until reserve copies it.
+
+Runs are compared as bytes, node by node; single tokens matter where two runs differ. A lookup costs the prompt's own
+length, whatever is cached. Host memory: 4 bytes a cached token.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from dovetail.core.interfaces import Hit, KVGroup, KVSequence, KVStats, PageEntry, Reservation
+from dovetail.core.memory.cached_pages import CachedPages
+from dovetail.core.memory.eviction import EvictionPolicy, load_policy
+from dovetail.core.memory.page_list import expect
+from dovetail.core.memory.page_tables import PageTables, SequencePages
+from dovetail.plugins.kv_cache.config import RadixConfig
+
+WIDTH = array("i").itemsize
+"""Bytes of a token id."""
+WAITING = 1024
+"""Sequences peeked at and not acquired whose token bytes are kept; the oldest are dropped, and made anew if need be."""
+
+
+class Node:
+    """Tokens [start, end) behind those of its parents. Written by RadixPages alone."""
+
+    __slots__ = ("children", "key", "pages", "parent", "run", "start")
+
+    def __init__(self, parent: Node | None, key: bytes, start: int) -> None:
+        self.parent = parent
+        self.key = key
+        """Its place among the parent's children: the first token. Of a root: the salt."""
+        self.start = start
+        self.run = bytearray()
+        self.pages: list[int] = []
+        """Page number i of a prefix has the tokens from i * page_tokens on; the first one here is number
+        start // page_tokens."""
+        self.children: dict[bytes, Node] = {}
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.run) // WIDTH
+
+
+class RadixPages(CachedPages):
+    """One group's pages and the tree that finds them."""
+
+    __slots__ = ("number_of", "node_of", "roots")
+
+    def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy) -> None:
+        super().__init__(group, total, policy)
+        self.roots: dict[bytes, Node] = {}
+        """By salt."""
+        self.node_of: list[Node | None] = [None] * (total + 1)
+        self.number_of = [0] * (total + 1)
+        """Where in its prefix a published page is."""
+
+    def find(self, salt: bytes, data: bytearray, limit: int) -> tuple[int, list[int]]:
+        """Tokens of the longest cached prefix, at most limit, and the pages that hold them."""
+        root = self.roots.get(salt)
+        if root is None:
+            return 0, []
+        pages: list[int] = []
+        node, at = self._descend(root, 0, data, limit, pages)
+        if at % self.page_tokens:
+            # It goes on in this node, or else in any below: they part later in the same page.
+            while at // self.page_tokens - node.start // self.page_tokens >= len(node.pages):
+                node = next(iter(node.children.values()))
+            pages.append(node.pages[at // self.page_tokens - node.start // self.page_tokens])
+        return at, pages
+
+    def own(self, table: list[int], known: int) -> int:
+        """Leading pages of a table that are the tree's, once `known` were: none, if the last of them was forgotten
+        together with something before it."""
+        return known if known and self._published[table[known - 1]] else 0
+
+    def follow(
+        self, salt: bytes, table: list[int], known: int, data: bytearray, full: int
+    ) -> tuple[Node, int, list[int]]:
+        """From behind the `known` pages that are the table's own towards page `full`: the last node and token that
+        agree, and the cached pages from number `known` on."""
+        node = self.node_of[table[known - 1]] if known else self.roots.get(salt)
+        if node is None:
+            node = Node(None, salt, 0)
+        pages: list[int] = []
+        node, at = self._descend(node, known * self.page_tokens, data, full * self.page_tokens, pages)
+        return node, at, pages
+
+    def publish(self, salt: bytes, table: list[int], known: int, data: bytearray, full: int) -> int:
+        """Offer the pages [known, full) of a table. Stops where somebody's page with the same contents is cached; gives
+        the number of leading pages that are the table's own."""
+        node, at, pages = self.follow(salt, table, known, data, full)
+        for page in pages:
+            if page != table[known]:
+                return known
+            known += 1
+        end = next((i for i in range(known, full) if self._published[table[i]]), full)
+        if known == end:
+            return known
+        if at < node.end:
+            node = self._split(node, at)
+        if node.parent is None:
+            self.roots[salt] = node
+        if node.children or node.parent is None:
+            parent, key = node, bytes(data[at * WIDTH : at * WIDTH + WIDTH])
+            parent.children[key] = node = Node(parent, key, at)
+        node.run += data[at * WIDTH : end * self.page_tokens * WIDTH]
+        node.pages += table[known:end]
+        for number in range(known, end):
+            page = table[number]
+            self.node_of[page], self.number_of[page] = node, number
+            self._offer(page, number, table[number - 1] if number else 0)
+        return end
+
+    def _descend(self, node: Node, at: int, data: bytearray, limit: int, pages: list[int]) -> tuple[Node, int]:
+        """Follow data from token `at` of a node; the node and the token where it ends or differs. Pages that end on the
+        way are appended."""
+        size = self.page_tokens
+        while True:
+            start, end = node.start, min(node.end, limit)
+            agreed = at + _common(
+                node.run[(at - start) * WIDTH : (end - start) * WIDTH], data[at * WIDTH : end * WIDTH]
+            )
+            pages += node.pages[at // size - start // size : agreed // size - start // size]
+            at = agreed
+            if at < end or at == limit:
+                return node, at
+            child = node.children.get(bytes(data[at * WIDTH : at * WIDTH + WIDTH]))
+            if child is None:
+                return node, at
+            node = child
+
+    def _split(self, node: Node, at: int) -> Node:
+        """A node for the tokens before `at`; the given one keeps the others."""
+        parent = node.parent
+        assert parent is not None and node.start < at < node.end
+        upper = parent.children[node.key] = Node(parent, node.key, node.start)
+        tokens = (at - node.start) * WIDTH
+        pages = at // self.page_tokens - node.start // self.page_tokens
+        upper.run, upper.pages = node.run[:tokens], node.pages[:pages]
+        del node.run[:tokens], node.pages[:pages]
+        node.parent, node.key, node.start = upper, bytes(node.run[:WIDTH]), at
+        upper.children[node.key] = node
+        for page in upper.pages:
+            self.node_of[page] = upper
+        return upper
+
+    def _withdraw(self, page: int) -> None:
+        """With what is cached behind it: nobody could find that any more."""
+        node = self.node_of[page]
+        assert node is not None, f"page {page} is published and in no node"
+        size = self.page_tokens
+        at = max(self.number_of[page] * size, node.start)
+        gone = node.pages[at // size - node.start // size :]
+        below = list(node.children.values())
+        while below:
+            other = below.pop()
+            gone += other.pages
+            below += other.children.values()
+        node.children = {}
+        self._shorten(node, at)
+        for each in gone:
+            self.node_of[each] = None
+            if each != page and not self.refs[each]:
+                self.policy.on_hit(each)
+            self._unpublish(each)
+
+    def _shorten(self, node: Node, end: int) -> None:
+        """End a node without children at a page, and its parents where that leaves nothing of it."""
+        while end <= node.start and node.parent is not None:
+            del node.parent.children[node.key]
+            node = node.parent
+            if node.children:
+                return
+            end = node.end // self.page_tokens * self.page_tokens
+        if node.parent is None:
+            del self.roots[node.key]
+            return
+        del node.run[(end - node.start) * WIDTH :]
+        del node.pages[end // self.page_tokens - node.start // self.page_tokens :]
+
+    def _check_unowned(self, free: set[int], owned: set[int]) -> None:
+        super()._check_unowned(free, owned)
+        where, size = f"group {self.group}", self.page_tokens
+        found: list[int] = []
+        nodes = list(self.roots.values())
+        while nodes:
+            node = nodes.pop()
+            numbers = range(node.start // size, node.end // size)
+            at = f"{where}: node of tokens {node.start} to {node.end}"
+            expect(len(node.pages) == len(numbers), f"{at} has {len(node.pages)} pages, not {len(numbers)}")
+            expect(bool(node.children) or node.end % size == 0, f"{at} has no child and ends inside a page")
+            for number, page in zip(numbers, node.pages, strict=True):
+                known = self.node_of[page] is node and self.number_of[page] == number
+                expect(known, f"{at}: page {page} is not known as its number {number}")
+            for first, child in node.children.items():
+                linked = child.parent is node and child.start == node.end and child.run[:WIDTH] == first == child.key
+                expect(linked, f"{at} has a child of tokens {child.start} to {child.end} that does not follow it")
+            found += node.pages
+            nodes += node.children.values()
+        published = [page for page in range(self.total + 1) if self._published[page]]
+        expect(sorted(found) == published, f"{where}: {len(found)} pages in the tree, {len(published)} are published")
+
+
+def _common(a: bytearray, b: bytearray) -> int:
+    """Tokens that two runs of one length begin with alike."""
+    low, high = 0, len(a) // WIDTH
+    if a == b:
+        return high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if a[low * WIDTH : middle * WIDTH] == b[low * WIDTH : middle * WIDTH]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@dataclass(slots=True)
+class TreePages(SequencePages):
+    data: bytearray = field(default_factory=bytearray)
+    """Ids of the sequence's first tokens, as many as were asked for."""
+    known: list[int] = field(default_factory=list)
+    """Leading pages per group that are the tree's."""
+    offered: int = 0
+    """Tokens that publish was told of."""
+    next_full: int = 0
+    """publish(upto < next_full) completes no page."""
+    duplicates: bool = False
+    """Whether some page's contents are cached in another page."""
+
+
+class RadixAllocator(PageTables[RadixPages, TreePages]):
+    """Hits are exact to the token, and as long as in the group that has least. config.exact = False: whole pages.
+
+    Who publishes what another page holds already goes over to that page when reserve next gives it one, or on release:
+    so whoever owns a cached page owns those before it, and what nobody owns can go from the ends of prefixes.
+    """
+
+    config: RadixConfig
+
+    def __init__(self, config: RadixConfig, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
+        self._policy = load_policy(config.eviction)
+        super().__init__(config, groups, num_pages)
+        self._stride = 1 if config.exact else math.lcm(*(group.page_tokens for group in self.groups))
+        self._waiting: dict[int, tuple[list[int], bytearray]] = {}
+        """By uid, for sequences that are only peeked at: the token list, and its bytes."""
+
+    def peek(self, seq: KVSequence) -> int:
+        state = self._states.get(seq.uid)
+        return self._find(seq, state.data if state else self._waiting_data(seq))[0]
+
+    def acquire(self, seq: KVSequence, *, reuse: bool = True) -> Hit:
+        state = self._register(seq)
+        if not reuse:
+            return Hit()
+        hit, found = self._find(seq, state.data)
+        if not hit:
+            return Hit()
+        entries: list[PageEntry] = []
+        for (pages, table), shared in zip(self._by_group(state), found, strict=True):
+            table.extend(shared[: pages.count(hit)])
+            for index, page in enumerate(table):
+                pages.hit(page)
+                entries.append((pages.group, index, page))
+        state.length = state.written = state.room = hit
+        state.known = [hit // pages.page_tokens for pages in self._pages]
+        self._note_offered(state, hit)
+        return Hit(hit, tuple(entries))
+
+    def publish(self, seq: KVSequence, upto: int) -> None:
+        state = self._mark_written(seq, upto)
+        if upto >= state.next_full:
+            self._note_offered(state, upto)
+            self._offer(seq, state)
+
+    def trim(self, seq: KVSequence, length: int) -> None:
+        super().trim(seq, length)
+        state = self._states[seq.uid]
+        # Tokens past length may become others.
+        del state.data[length * WIDTH :]
+        state.known = [min(n, length // pages.page_tokens) for n, pages in zip(state.known, self._pages, strict=True)]
+        self._note_offered(state, min(state.offered, length))
+
+    def fork(self, parent: KVSequence, child: KVSequence, upto: int) -> Hit:
+        hit = super().fork(parent, child, upto)
+        source, state = self._states[parent.uid], self._states[child.uid]
+        if child.salt == parent.salt:
+            state.known = [
+                min(n, upto // pages.page_tokens) for n, pages in zip(source.known, self._pages, strict=True)
+            ]
+        self._note_offered(state, min(source.offered, upto))
+        return hit
+
+    def release(self, seq: KVSequence) -> None:
+        self._waiting.pop(seq.uid, None)
+        state = self._states.get(seq.uid)
+        if state is not None and state.duplicates:
+            self._adopt(seq, state)
+        super().release(seq)
+
+    def stats(self) -> KVStats:
+        return replace(super().stats(), evictions=sum(pages.evictions for pages in self._pages))
+
+    def reset(self) -> None:
+        for pages in self._pages:
+            pages.reset()
+
+    def _page_list(self, group: KVGroup, total: int) -> RadixPages:
+        return RadixPages(group, total, self._policy())
+
+    def _new_state(self, seq: KVSequence) -> TreePages:
+        data = self._waiting_data(seq)
+        del self._waiting[seq.uid]
+        state = TreePages([[] for _ in self.groups], data=data, known=[0] * len(self.groups))
+        self._note_offered(state, 0)
+        return state
+
+    def _grow(self, seq: KVSequence, upto: int) -> Reservation | None:
+        made = super()._grow(seq, upto)
+        state = self._states.get(seq.uid)
+        if made is None or state is None or not state.duplicates:
+            return made
+        return Reservation(made.entries + self._adopt(seq, state), made.ops)
+
+    def _shared_index(self, pages: RadixPages, table: list[int], written: int, upto: int) -> int | None:
+        """A cached page that is written to is copied too, while that costs no other sequence its pages."""
+        index = super()._shared_index(pages, table, written, upto)
+        if index is not None or written % pages.page_tokens == 0:
+            return index
+        index = written // pages.page_tokens
+        missing = max(pages.count(upto) - len(table), 0)
+        return index if missing < pages.available and not pages.private(table[index]) else None
+
+    def _find(self, seq: KVSequence, data: bytearray) -> tuple[int, list[list[int]]]:
+        """Tokens of the longest cached prefix, and its pages by group, or more of them."""
+        limit = max(len(seq.tokens) - 1, 0) // self._stride * self._stride
+        _extend(data, seq.tokens, limit)
+        found = []
+        for pages in self._pages:
+            limit, shared = pages.find(seq.salt.encode(), data, limit)
+            limit = limit // self._stride * self._stride
+            found.append(shared)
+        return limit, found
+
+    def _offer(self, seq: KVSequence, state: TreePages) -> None:
+        _extend(state.data, seq.tokens, state.offered)
+        state.duplicates = False
+        for position, (pages, table) in enumerate(self._by_group(state)):
+            known, full = pages.own(table, state.known[position]), state.offered // pages.page_tokens
+            known = state.known[position] = pages.publish(seq.salt.encode(), table, known, state.data, full)
+            state.duplicates |= known < full
+
+    def _adopt(self, seq: KVSequence, state: TreePages) -> tuple[PageEntry, ...]:
+        """Go over to cached pages that hold what own ones do, and publish what follows."""
+        entries: list[PageEntry] = []
+        for position, (pages, table) in enumerate(self._by_group(state)):
+            known, full = pages.own(table, state.known[position]), state.offered // pages.page_tokens
+            _, _, cached = pages.follow(seq.salt.encode(), table, known, state.data, full)
+            for number, page in enumerate(cached, known):
+                own = table[number]
+                if page != own:
+                    pages.hit(page)
+                    table[number] = page
+                    pages.drop(own)
+                    entries.append((pages.group, number, page))
+            state.known[position] = known + len(cached)
+        self._offer(seq, state)
+        return tuple(entries)
+
+    def _note_offered(self, state: TreePages, upto: int) -> None:
+        state.offered = upto
+        state.next_full = min((upto // pages.page_tokens + 1) * pages.page_tokens for pages in self._pages)
+
+    def _waiting_data(self, seq: KVSequence) -> bytearray:
+        """Kept from the last peek if the sequence still has the same list of tokens, which only grows."""
+        tokens, data = self._waiting.get(seq.uid, (None, bytearray()))
+        if tokens is not seq.tokens:
+            data = bytearray()
+            self._waiting[seq.uid] = (seq.tokens, data)
+            if len(self._waiting) > WAITING:
+                del self._waiting[next(iter(self._waiting))]
+        return data
+
+
+def _extend(data: bytearray, tokens: list[int], upto: int) -> None:
+    have = len(data) // WIDTH
+    if have < upto:
+        data += array("i", tokens[have:upto]).tobytes()
