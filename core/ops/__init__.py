@@ -8,7 +8,18 @@ from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.kv_write import rope_kv_write
 from dovetail.core.ops.layernorm import layer_norm
+from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.unfused import notes
 
-__all__ = ["encode", "gelu", "layer_norm", "notes", "rms_norm", "rope_kv_write", "silu_and_mul"]
+__all__ = [
+    "encode",
+    "gelu",
+    "layer_norm",
+    "matmul",
+    "notes",
+    "rms_norm",
+    "rope_kv_write",
+    "scaled_matmul",
+    "silu_and_mul",
+]

@@ -1,11 +1,84 @@
 """The product of a linear layer, x @ weight^T, of plain or of scaled 8-bit numbers.
 
+On a GPU, products of few rows go to the kernel where `tiles.choose` has a tile for them, the others to the library.
+
 Shapes: T tokens, I input, O output.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+import torch.nn.functional as F
+
+from dovetail.core.ops.tiles import MatmulTile, choose
+
+IMPRECISE = 128
+"""8-bit products that are summed in the matrix unit's own accumulator, of fewer bits, before they join the float32
+sum."""
+
+
+def matmul(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight^T + bias in their dtype."""
+    tile = _tile(x_TI, weight_OI)
+    if tile is None:
+        return F.linear(x_TI, weight_OI, bias_O)
+    from dovetail.core.ops.kernels.matmul import matmul_triton
+
+    return matmul_triton(x_TI.contiguous(), weight_OI, tile, bias_O=bias_O)
+
+
+def scaled_matmul(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    x_scale_T1: torch.Tensor,
+    weight_scale_O: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    dtype: torch.dtype,
+    counts: torch.Tensor,
+    fast_accum: bool = True,
+) -> torch.Tensor:
+    """(x @ weight^T) * x_scale * weight_scale + bias of FP8 x and weight, in `dtype`.
+
+    `counts`: zeros, int32, MOST_SHARED_TILES of them, and zeros again afterwards; products that may run at once need
+    each their own. `fast_accum`: whether the library may sum in the matrix unit's own accumulator throughout.
+    """
+    if not x_TI.is_cuda:
+        return matmul_reference(x_TI, weight_OI, x_scale_T1, weight_scale_O, bias_O, dtype)
+    tile = _tile(x_TI, weight_OI)
+    if tile is not None:
+        from dovetail.core.ops.kernels.matmul import matmul_triton
+
+        imprecise = min(IMPRECISE, tile.inputs)
+        return matmul_triton(x_TI, weight_OI, tile, counts, x_scale_T1, weight_scale_O, bias_O, dtype, imprecise)
+    # The library's row-wise product writes bfloat16 and nothing else.
+    fused = bias_O if dtype is torch.bfloat16 else None
+    y_TO = torch._scaled_mm(
+        x_TI,
+        weight_OI.t(),
+        x_scale_T1,
+        weight_scale_O[None, :],
+        bias=fused,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
+    ).to(dtype)
+    return y_TO if bias_O is None or fused is not None else y_TO + bias_O
+
+
+def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
+    if not x_TI.is_cuda or x_TI.dim() != 2:
+        return None
+    outputs, inputs = weight_OI.shape
+    kind = str(weight_OI.dtype).removeprefix("torch.")
+    name, processors = _device(x_TI.device)
+    return choose(x_TI.shape[0], outputs, inputs, kind, name, processors)
+
+
+@cache
+def _device(device: torch.device) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.multi_processor_count
 
 
 def matmul_reference(

@@ -1,7 +1,7 @@
 """Built-in quantizers."""
 
 from dovetail.core.compose import Component
-from dovetail.plugins.quant.config import Int8Config, NoneConfig
+from dovetail.plugins.quant.config import FP8Config, Int8Config, NoneConfig
 
 COMPONENTS = (
     Component(
@@ -18,5 +18,13 @@ COMPONENTS = (
         target="dovetail.plugins.quant.int8.quantizer:Int8",
         api="quant/0.1",
         capabilities="dovetail.plugins.quant.capabilities:int8",
+    ),
+    Component(
+        kind="quant",
+        name="fp8",
+        config=FP8Config,
+        target="dovetail.plugins.quant.fp8.quantizer:FP8",
+        api="quant/0.1",
+        capabilities="dovetail.plugins.quant.capabilities:fp8",
     ),
 )

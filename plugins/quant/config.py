@@ -14,3 +14,12 @@ class Int8Config(Config):
 
     skip: tuple[str, ...] = ()
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down". Embedding and logits always do."""
+
+
+class FP8Config(Config):
+    """W8A8 in E4M3: weights with a scale per output channel, activations with a scale per token, made on the fly."""
+
+    skip: tuple[str, ...] = ()
+    """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down". Embedding and logits always do."""
+    fast_accum: bool = True
+    """Sum large products in the matrix units' own accumulators, which have fewer bits than float32."""

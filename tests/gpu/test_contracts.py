@@ -12,7 +12,8 @@ from dovetail.plugins.attention.config import SDPAConfig
 from dovetail.plugins.attention.sdpa.backend import SDPA
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
-from dovetail.plugins.quant.config import Int8Config, NoneConfig
+from dovetail.plugins.quant.config import FP8Config, Int8Config, NoneConfig
+from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int8.quantizer import Int8
 from dovetail.plugins.quant.none import Unquantized
 
@@ -57,6 +58,14 @@ class TestInt8(QuantizerContract):
 
     def make(self) -> Quantizer:
         return Int8(Int8Config())
+
+
+class TestFP8(QuantizerContract):
+    device = "cuda"
+    error = 0.06
+
+    def make(self) -> Quantizer:
+        return FP8(FP8Config())
 
 
 class TestLlama(ModelContract):

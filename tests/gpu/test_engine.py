@@ -94,12 +94,28 @@ def test_int8_runs_on_the_gpu(reference: list[list[int]]) -> None:
     assert agree >= 0.6 * 4 * len(PROMPTS)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_fp8_with_graphs_and_without(reference: list[list[int]], dtype: str) -> None:
+    """Four rows in both, so that every product is cut alike."""
+    got = []
+    for graphs in ("true", "false"):
+        overrides = ["engine.device=cuda", "attention=triton", "quant=fp8", f"engine.dtype={dtype}"]
+        with LLM("tiny", overrides=[*overrides, f"engine.cuda_graphs={graphs}", "engine.max_seqs=4"]) as llm:
+            got.append([g.token_ids for g in llm.generate(PROMPTS[:4], GREEDY)])
+    assert got[0] == got[1]
+    pairs = zip(got[0], reference[:4], strict=True)
+    agree = sum(a == b for ours, theirs in pairs for a, b in zip(ours[:4], theirs[:4], strict=True))
+    assert agree >= 0.6 * 4 * 4
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8"])
 @pytest.mark.parametrize("attention", ["sdpa", "triton"])
-def test_no_step_waits_for_the_device(attention: str) -> None:
+def test_no_step_waits_for_the_device(attention: str, quant: str) -> None:
     """Decode steps under torch's sync debug mode: any hidden synchronisation raises in the engine's thread."""
     import torch
 
-    with LLM("tiny", overrides=["engine.device=cuda", "engine.depth=2", f"attention={attention}"]) as llm:
+    overrides = ["engine.device=cuda", "engine.depth=2", f"attention={attention}", f"quant={quant}"]
+    with LLM("tiny", overrides=overrides) as llm:
         llm.generate(PROMPTS, GREEDY)
         runner = llm.engine.executor._runner  # type: ignore[attr-defined]
         execute = runner.execute

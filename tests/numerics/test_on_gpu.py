@@ -7,7 +7,10 @@ import torch
 
 from dovetail.core.interfaces import LinearShape
 from dovetail.core.ops import encode
-from dovetail.plugins.quant.config import Int8Config
+from dovetail.core.ops.matmul import matmul_reference
+from dovetail.plugins.quant.config import FP8Config, Int8Config
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 from dovetail.plugins.quant.int8.quantizer import Int8
 
@@ -64,3 +67,66 @@ def test_int8_model(tmp_path):
     save_random(tmp_path, "gqa", hidden_size=128, intermediate_size=256, head_dim=16)
     on_cpu, on_gpu = (logits_of(load_model(tmp_path, quantizer=Int8(Int8Config()), device=d)) for d in (CPU, GPU))
     assert (on_gpu - on_cpu).norm() / on_cpu.norm() < 0.02
+
+
+def fp8_layer(inp: int, out: int, dtype: torch.dtype, config: FP8Config | None = None):
+    shape = LinearShape(inp, out, (out,), dtype=dtype)
+    method = FP8(config or FP8Config()).linear("layers.0.mlp.down", shape)
+    params = method.create(shape, GPU)
+    weight_OI = torch.randn(out, inp, device=GPU)
+    method.load(params, "weight", slice(0, out), weight_OI)
+    return method, params, weight_OI
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 64, 65, 300])
+@pytest.mark.parametrize(("inp", "out"), [(4096, 6144), (14336, 4096), (688, 1376), (4096, 28672)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fp8_product_equals_the_reference(tokens, inp, out, dtype):
+    """The same 8-bit numbers on both sides: what differs is the order of sums, their bits and the last rounding."""
+    torch.seed()
+    method, params, _ = fp8_layer(inp, out, dtype)
+    x_TI, bias_O = torch.randn(tokens, inp, device=GPU).to(dtype), torch.randn(out, device=GPU).to(dtype)
+    x = encode(x_TI, (FP8_TOKEN,))[FP8_TOKEN]
+    got = method.apply(params, x, bias_O)
+    expected = matmul_reference(x.values, params["weight"], x.scale, params["scale"], bias_O, torch.float32)
+    assert got.dtype is dtype
+    assert (got.float() - expected).norm() / expected.norm() < 5e-3
+    assert torch.equal(got, method.apply(params, x, bias_O)) and not params["counts"].any()
+
+
+def test_fast_sums_cost_little_beside_the_rounding_to_8_bits():
+    torch.seed()
+    x_TI = torch.randn(512, 14336, device=GPU, dtype=torch.bfloat16)
+    method, params, weight_OI = fp8_layer(14336, 4096, torch.bfloat16)
+    x, exact = encode(x_TI, (FP8_TOKEN,))[FP8_TOKEN], x_TI.double() @ weight_OI.double().t()
+    errors = []
+    for method.fast_accum in (False, True):
+        errors.append(float((method.apply(params, x).double() - exact).norm() / exact.norm()))
+    assert errors[1] < 1.05 * errors[0] < 0.045, f"exact and fast sums are off by {errors}"
+
+
+def test_fp8_layer_in_a_graph():
+    torch.seed()
+    method, params, _ = fp8_layer(4096, 4096, torch.bfloat16)
+    x_TI = torch.randn(7, 4096, device=GPU, dtype=torch.bfloat16)
+
+    def run():
+        return method.apply(params, encode(x_TI, (FP8_TOKEN,))[FP8_TOKEN])
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(3):
+        x_TI.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, run())
+
+
+def test_fp8_model(tmp_path):
+    save_random(tmp_path, "gqa", hidden_size=128, intermediate_size=256, head_dim=16)
+    on_cpu, on_gpu = (logits_of(load_model(tmp_path, quantizer=FP8(FP8Config()), device=d)) for d in (CPU, GPU))
+    # A value on the edge of two 8-bit ones may fall to either side, which is a step of a sixteenth.
+    assert (on_gpu - on_cpu).norm() / on_cpu.norm() < 0.1

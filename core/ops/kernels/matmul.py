@@ -182,15 +182,15 @@ def matmul_triton(
     x_TI: torch.Tensor,
     weight_OI: torch.Tensor,
     tile: MatmulTile,
-    counts: torch.Tensor,
+    counts: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
     bias_O: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     imprecise: int | None = None,
 ) -> torch.Tensor:
-    """As core.ops.matmul. `counts`: zeros, int32, one for each tile at least; zeros again when the kernel ends. Two
-    products that may run at once need two of them."""
+    """As core.ops.matmul. `counts`, for tiles that programs share: zeros, int32, one for each tile at least; zeros
+    again when the kernel ends. Two products that may run at once need two of them."""
     tokens, inputs = x_TI.shape
     outputs = weight_OI.shape[0]
     out_TO = torch.empty(tokens, outputs, dtype=dtype or x_TI.dtype, device=x_TI.device)
@@ -198,8 +198,9 @@ def matmul_triton(
     shared = tiles % programs != 0
     parts = None
     if shared:
-        if counts.numel() < tiles:
-            raise ValueError(f"{tiles} tiles need as many counters, and there are {counts.numel()}")
+        have = 0 if counts is None else counts.numel()
+        if have < tiles:
+            raise ValueError(f"{tiles} shared tiles need as many counters, and there are {have}")
         parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
     x, weight = x_TI, weight_OI
     if tile.tma:

@@ -1,0 +1,1 @@
+"""8-bit floats (E4M3) for weights and activations."""

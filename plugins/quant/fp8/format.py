@@ -1,0 +1,42 @@
+"""Activations in E4M3 (Micikevicius et al. 2022) with one scale a token: the row's greatest magnitude becomes 448.
+
+Shapes: T tokens, C columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.core.interfaces import ActFormat
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+SMALLEST = 1e-10
+"""Least scale-giving magnitude: a row of zeros must not divide by zero."""
+
+
+def quantize_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(E4M3 values, float32 scale_T1) of float32 rows."""
+    amax_T1 = x_TC.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST)
+    return (x_TC * (LARGEST / amax_T1)).to(E4M3), amax_T1 / LARGEST
+
+
+def _triton_encode() -> object | None:
+    """The same in a kernel; None where there is no Triton, and so no CUDA device either."""
+    try:
+        from dovetail.plugins.quant.fp8.kernel import encode_fp8
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+    return encode_fp8
+
+
+FP8_TOKEN = ActFormat(
+    "fp8_token",
+    dtype=E4M3,
+    group="token",
+    scale_layout="row",
+    encode=_triton_encode(),
+    reference=quantize_rows,
+)

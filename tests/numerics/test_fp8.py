@@ -1,0 +1,91 @@
+"""quant=fp8 against the unquantized product.
+
+Shapes: T tokens, I input, O output.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.core.compose import Host
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import LinearShape
+from dovetail.core.layers import PlainLinear
+from dovetail.core.ops import encode
+from dovetail.plugins.quant.capabilities import fp8
+from dovetail.plugins.quant.config import FP8Config
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN, quantize_rows
+from dovetail.plugins.quant.fp8.quantizer import FP8
+
+from .checkpoints import random_tokens, save_random
+from .driver import CPU, Driver, load_model
+
+
+def test_rounding_is_within_half_a_step():
+    torch.seed()
+    x_TC = torch.randn(64, 257) * torch.randn(64, 1).exp()
+    values, scale_T1 = quantize_rows(x_TC)
+    back = values.float() * scale_T1
+    # Three bits of mantissa down to 2^-6 of the format, and steps of 2^-9 below.
+    assert ((back - x_TC).abs() <= torch.maximum(x_TC.abs() / 16, scale_T1 * 2**-10) * 1.0001).all()
+    assert torch.equal(values.float().abs().amax(1), torch.full((64,), 448.0))
+
+
+@pytest.mark.parametrize(("tokens", "inp", "out"), [(1, 64, 48), (5, 256, 96), (33, 1024, 256)])
+def test_error_of_a_product(tokens, inp, out):
+    torch.seed()
+    # Rows of very different size: scales are a row's own.
+    x_TI, weight_OI = torch.randn(tokens, inp) * torch.randn(tokens, 1).exp(), torch.randn(out, inp)
+    weight_OI *= torch.randn(out, 1).exp()
+    bias_O = torch.randn(out)
+    shape = LinearShape(inp, out, (32, out - 32), dtype=torch.float32)
+    method = FP8(FP8Config()).linear("layers.0.mlp.gate_up", shape)
+    params = method.create(shape, CPU)
+    for part in (slice(32, out), slice(0, 32)):
+        method.load(params, "weight", part, weight_OI[part])
+    method.finish(params)
+    assert params["weight"].dtype == torch.float8_e4m3fn and params["weight"].is_contiguous()
+
+    x = encode(x_TI, (FP8_TOKEN,))[FP8_TOKEN]
+    got = method.apply(params, x, bias_O) - bias_O
+
+    expected, size = x_TI @ weight_OI.t(), x_TI.norm(dim=1, keepdim=True) * weight_OI.norm(dim=1)
+    assert ((got - expected).abs() < 0.2 * size).all()
+    assert ((got - expected) / size).norm() / (expected / size).norm() < 0.06
+
+
+def test_a_row_of_zeros_stays_zero():
+    x = encode(torch.zeros(2, 16), (FP8_TOKEN,))[FP8_TOKEN]
+    assert not (x.values.float() * x.scale).any()
+
+
+def test_model_stays_near_the_unquantized_one(tmp_path):
+    save_random(tmp_path, "biases", hidden_size=128, intermediate_size=256, head_dim=16)
+    tokens = random_tokens(80, seed=4)
+    options = ({}, {"quantizer": FP8(FP8Config())}, {"dtype": torch.bfloat16})
+    plain, quantized, bfloat16 = (Driver(load_model(tmp_path, **each)).step([("a", tokens)])[0] for each in options)
+    error, bfloat16_error = ((got - plain).norm() / plain.norm() for got in (quantized, bfloat16))
+    # Random weights amplify any rounding: the yardstick is bfloat16's, which has four bits more.
+    assert 0 < error < 16 * bfloat16_error
+
+
+def test_skipped_layers_are_plain():
+    quantizer = FP8(FP8Config(skip=("layers.*.mlp.down", "layers.0.*")))
+    shape = LinearShape(64, 64, (64,), dtype=torch.float32)
+    assert isinstance(quantizer.linear("layers.3.mlp.down", shape), PlainLinear)
+    assert isinstance(quantizer.linear("layers.0.attn.qkv", shape), PlainLinear)
+    assert quantizer.linear("layers.1.attn.qkv", shape).input is FP8_TOKEN
+
+
+def test_shapes_that_no_fp8_product_takes_are_refused():
+    with pytest.raises(CapabilityError, match=r"layers\.0\.attn\.o is 72 x 64.*quant\.skip"):
+        FP8(FP8Config()).linear("layers.0.attn.o", LinearShape(72, 64, (64,), dtype=torch.float32))
+
+
+def test_old_gpus_are_refused():
+    ampere, hopper = (Host(device="cuda", device_count=1, compute_capability=cc) for cc in ((8, 0), (9, 0)))
+    for host, fits in ((ampere, False), (hopper, True)):
+        (demand,) = fp8(FP8Config(), host).requires
+        assert demand.admits(getattr(host, demand.key)) is fits
+    assert not fp8(FP8Config(), Host()).requires
