@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DECODE = int(RowFlag.DECODE)
+"""A plain number: `&` of an enum costs half a microsecond, and a step asks every row."""
 PROCESSED = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"}
 """Fields of SamplingParams that logits processors carry out."""
 
@@ -340,9 +342,7 @@ class Engine:
 
     def _record(self, launched: _Launched, result: StepResult) -> None:
         plan, counters = launched.plan, self.counters
-        decodes = [
-            (row, outcome) for row, outcome in zip(plan.rows, result.rows, strict=True) if row.flags & RowFlag.DECODE
-        ]
+        decodes = [(row, outcome) for row, outcome in zip(plan.rows, result.rows, strict=True) if row.flags & DECODE]
         drafted = sum(row.draft for row, _ in decodes)
         accepted = sum(len(outcome.tokens) - 1 for _, outcome in decodes)
         sampled = sum(len(outcome.tokens) for outcome in result.rows)

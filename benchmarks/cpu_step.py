@@ -1,0 +1,198 @@
+"""Host time of one step without a device: schedule, encode, update. Prints microseconds; asserts nothing about them.
+
+    python benchmarks/cpu_step.py
+    python benchmarks/cpu_step.py --running 256 --cached 1000000 --profile
+
+The engine, scheduler and allocator are the real ones; the device answers at once. Requests of 512 prompt tokens, half
+of them in the prefix cache, enter as others leave, so that every step has decode rows and most have a new request.
+`encode` is what several ranks cost rank 0: the plan, and the prompts of those that join. `all CPU` is the processor
+time of the whole step, this script's device included; on a busy machine it is the one to trust. The best of some
+windows is taken, since other programs can only make a step slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+
+from dovetail.core.compose import EngineConfig
+from dovetail.core.engine.encoding import encode_blob, encode_plan
+from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.mirror import PlanMirror
+from dovetail.core.interfaces import (
+    Blobs,
+    Executor,
+    ExecutorInfo,
+    KVAllocator,
+    KVGroup,
+    Progress,
+    RowFlag,
+    RowResult,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+from dovetail.core.testing.reference import build
+from dovetail.core.testing.toy import SPEC, VOCAB, ToyComposition
+
+PAGE = 16
+PROMPT, SHARED, OUTPUT = 512, 256, 256
+"""Tokens: of a prompt, of those in the prefix cache, and of an output at most."""
+PARTS = ("schedule", "submit", "update")
+WINDOWS = 8
+SAMPLE = int(RowFlag.SAMPLE)
+
+
+class InstantDevice(Executor):
+    """Encodes each plan as for several ranks, and answers with a token for each row that samples."""
+
+    def __init__(self, pages: int, max_len: int) -> None:
+        self.pages, self.max_len = pages, max_len
+        self._mirror = PlanMirror()
+        self._plans: deque[StepPlan] = deque()
+
+    def start(self, progress: Progress) -> ExecutorInfo:
+        groups = (KVGroup(0, (0,), page_tokens=PAGE),)
+        return ExecutorInfo(SPEC, groups, {0: self.pages}, self.max_len, 0, "instant", {})
+
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        encode_plan(plan, self._mirror.digest)
+        self._mirror.apply(plan)
+        for key, blob in blobs.items():
+            encode_blob(*key, blob)
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._plans.popleft()
+        rows = (
+            RowResult(i, row.uid, row.epoch, (1 + plan.step % (VOCAB - 1),) if row.flags & SAMPLE else ())
+            for i, row in enumerate(plan.rows)
+        )
+        return StepResult(plan.step, tuple(rows))
+
+    @property
+    def pending(self) -> int:
+        return len(self._plans)
+
+    def shutdown(self) -> None:
+        self._plans.clear()
+
+
+@dataclass
+class _Written:
+    """A sequence that only the allocator sees."""
+
+    uid: int
+    tokens: list[int]
+    salt: str = ""
+
+
+class Load:
+    """An engine that always has `running` sequences, over a prefix cache of at least `cached` pages."""
+
+    def __init__(self, running: int, cached: int, depth: int = 2) -> None:
+        self.running, self._rng = running, random.Random(0)
+        own = running * -(-(PROMPT + OUTPUT) // PAGE)
+        device = InstantDevice(cached + own, PROMPT + OUTPUT)
+        config = EngineConfig(token_budget=8192, max_seqs=running, max_len=device.max_len, depth=depth)
+        composition = ToyComposition(
+            lambda limits, kv: build("scheduler", "fcfs", limits=limits, kv=kv),
+            lambda groups, pages: build("kv_cache", "prefix_hash", groups=groups, num_pages=pages),
+            device,
+            config,
+        )
+        self.engine = Engine(composition)  # type: ignore[arg-type]
+        self.engine.start()
+        self._prefix = [self._rng.randrange(VOCAB) for _ in range(SHARED)]
+        self._fill(self.engine.kv, cached)
+        for _ in range(running):
+            # Outputs that end at different times: a steady state from the start.
+            self._add(self._rng.randrange(2, OUTPUT))
+
+    def _fill(self, kv: KVAllocator, cached: int) -> None:
+        """Some long sequences that have been here, the common prefix the last of them."""
+        pages, rng = SHARED // PAGE, random.Random(1)
+        for uid, size in enumerate(_cut(cached - pages, 1024)):
+            self._leave_behind(kv, _Written(-1 - uid, rng.choices(range(VOCAB), k=size * PAGE)))
+        self._leave_behind(kv, _Written(-1 - cached, list(self._prefix)))
+        assert kv.stats().cached >= cached * 0.99, kv.stats()
+
+    @staticmethod
+    def _leave_behind(kv: KVAllocator, seq: _Written) -> None:
+        kv.acquire(seq, reuse=False)
+        assert kv.reserve(seq, len(seq.tokens)) is not None
+        kv.publish(seq, len(seq.tokens))
+        kv.release(seq)
+
+    def _add(self, output: int) -> None:
+        own = self._rng.choices(range(VOCAB), k=PROMPT - SHARED)
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        self.engine.add([*self._prefix, *own], params)
+
+    def step(self) -> None:
+        """One step of the engine; who has finished is replaced."""
+        for event in self.engine.step():
+            if event.reason is not None:
+                self._add(OUTPUT)
+
+
+def _cut(total: int, size: int) -> Iterator[int]:
+    while total > 0:
+        yield min(size, total)
+        total -= size
+
+
+def microseconds(load: Load, steps: int) -> dict[str, float]:
+    """Per step, by part; of the window with the least sum."""
+    while load.engine.scheduler.stats().waiting:
+        load.step()
+    gc.collect()
+    return min((window(load, max(steps // WINDOWS, 1)) for _ in range(WINDOWS)), key=lambda found: found["cpu"])
+
+
+def window(load: Load, steps: int) -> dict[str, float]:
+    before, began = copy(load.engine.counters), time.process_time()
+    while load.engine.counters.steps < before.steps + steps:
+        load.step()
+    cpu, now = time.process_time() - began, load.engine.counters
+    spent = {part: getattr(now, f"{part}_seconds") - getattr(before, f"{part}_seconds") for part in PARTS}
+    return {name: seconds / (now.steps - before.steps) * 1e6 for name, seconds in {**spent, "cpu": cpu}.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="sequences on the device")
+    parser.add_argument("--cached", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="cached pages")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--profile", action="store_true", help="list the costliest functions, too")
+    args = parser.parse_args(argv)
+    print(f"{'running':>8} {'cached pages':>13} {'schedule':>9} {'encode':>9} {'update':>9} {'all CPU':>9}  us")
+    for running in args.running:
+        for cached in args.cached:
+            load = Load(running, cached)
+            found = microseconds(load, args.steps)
+            print(f"{running:8} {cached:13} " + " ".join(f"{us:9.1f}" for us in found.values()), flush=True)
+            if args.profile:
+                profile(load, args.steps)
+
+
+def profile(load: Load, steps: int) -> None:
+    """Under the profiler everything is slower: shares, not times."""
+    recorder = cProfile.Profile()
+    recorder.enable()
+    for _ in range(2 * steps):
+        load.step()
+    recorder.disable()
+    pstats.Stats(recorder).sort_stats("tottime").print_stats(18)
+
+
+if __name__ == "__main__":
+    main()

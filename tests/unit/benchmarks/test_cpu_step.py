@@ -1,0 +1,80 @@
+"""The work of a step on the host, counted in lines of Python: seconds would depend on the machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dovetail.core.testing.suite import lines_run
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "cpu_step.py"
+
+
+@pytest.fixture(scope="module")
+def cpu_step() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cpu_step", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cpu_step"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def lines_of_a_step(cpu_step: ModuleType, running: int, cached: int) -> float:
+    """Once everybody has entered; the mean of some steps, of which a few have a new request."""
+    load = cpu_step.Load(running, cached)
+    while load.engine.scheduler.stats().waiting:
+        load.step()
+    for _ in range(20):
+        load.step()
+    assert load.engine.kv.stats().cached >= 0.9 * cached
+    before = load.engine.counters.steps
+
+    def steps() -> None:
+        while load.engine.counters.steps < before + 20:
+            load.step()
+
+    return lines_run(steps) / 20
+
+
+def test_a_step_does_not_do_more_with_more_cached_pages(cpu_step: ModuleType) -> None:
+    few, many = (lines_of_a_step(cpu_step, 16, cached) for cached in (100, 10_000))
+    assert many <= 1.1 * few, f"{few:.0f} lines of Python with 100 cached pages, {many:.0f} with 10000"
+
+
+def test_a_step_grows_with_its_sequences_and_no_faster(cpu_step: ModuleType) -> None:
+    few, many = (lines_of_a_step(cpu_step, running, 100) for running in (16, 64))
+    assert 2 * few < many <= 4.5 * few, f"{few:.0f} lines of Python for 16 sequences, {many:.0f} for 64"
+
+
+def test_a_scan_of_the_cache_would_be_found(cpu_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count sees what it is there to see."""
+    step = cpu_step.Load.step
+
+    def scanning(load: object) -> None:
+        step(load)
+        for _ in range(load.engine.kv.stats().cached):  # type: ignore[attr-defined]
+            pass
+
+    monkeypatch.setattr(cpu_step.Load, "step", scanning)
+    with pytest.raises(AssertionError):
+        test_a_step_does_not_do_more_with_more_cached_pages(cpu_step)
+
+
+def test_half_of_every_new_prompt_is_found(cpu_step: ModuleType) -> None:
+    load = cpu_step.Load(8, 100)
+    while load.engine.scheduler.stats().waiting:
+        load.step()
+    counters = load.engine.counters
+    assert counters.cached_tokens / counters.entered_tokens == cpu_step.SHARED / cpu_step.PROMPT == 0.5
+
+
+def test_it_prints_a_line_for_each_size(cpu_step: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    cpu_step.main(["--running", "4", "8", "--cached", "100", "--steps", "8"])
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert "schedule" in head and [line.split()[:2] for line in lines] == [["4", "100"], ["8", "100"]]
+    assert all(float(value) > 0 for line in lines for value in line.split()[2:])
