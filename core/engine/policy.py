@@ -54,6 +54,11 @@ class PolicyScheduler(Scheduler):
         self._preemptions = 0
         self._ranked: list[tuple[Any, int, int, Sequence]] = []
         """Heap of (rank, uid, epoch, sequence) where the policy has ranks; entries of who left are dropped when met."""
+        self._departures = 0
+        """How often somebody gave pages back."""
+        self._no_room: tuple[int, int, int] | None = None
+        """Whoever found no room last: uid, cached tokens, departures. While these stay, trying again costs a prompt's
+        pages a step, and to the cache each try would look like a use."""
         self._displaces = type(self).gives_way is not PolicyScheduler.gives_way
 
     # Policy: override these.
@@ -320,6 +325,9 @@ class PolicyScheduler(Scheduler):
 
     def _join(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> bool:
         """Give the sequence a slot, its cached prefix and room for every known token."""
+        attempt = seq.uid, self.kv.peek(seq), self._departures
+        if attempt == self._no_room:
+            return False
         parent = seq.parent
         if parent is not None and parent.status is Status.RUNNING and seq.known_len == seq.prompt_len:
             hit = self.kv.fork(parent, seq, seq.prompt_len - 1)
@@ -328,6 +336,7 @@ class PolicyScheduler(Scheduler):
         made = self.kv.reserve(seq, seq.known_len)
         if made is None:
             self.kv.release(seq)
+            self._no_room = attempt
             return False
         if seq.preemptions == 0:
             seq.cached = hit.tokens
@@ -357,6 +366,7 @@ class PolicyScheduler(Scheduler):
             heapq.heappush(self._free_slots, seq.slot)
             self._leaves.append(seq.slot)
             seq.slot = -1
+            self._departures += 1
         self.kv.release(seq)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail import EvictionPolicy
+from dovetail import EvictionPolicy, Host, compose
 from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.memory.eviction import ATTENTION_PAGES, BUILT_IN, FIFO, LFU, LRU, CostAware, load_policy
 from dovetail.plugins.kv_cache.config import POLICIES
@@ -166,6 +166,13 @@ def test_the_config_knows_the_built_in_ones() -> None:
 def test_a_policy_that_cannot_be_loaded_is_named(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_policy(name)
+
+
+def test_a_policy_is_loaded_before_weights_are() -> None:
+    for kind in ("prefix_hash", "radix"):
+        composition = compose([f"kv_cache={kind}", "kv_cache.eviction=no_such_package_here:Policy"])
+        with pytest.raises(ConfigError, match="no_such_package_here"):
+            composition.check(Host())
 
 
 METHODS = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from dovetail.core.interfaces import SamplingParams
 from dovetail.plugins.scheduler.config import FCFSConfig
 from dovetail.plugins.scheduler.fcfs import FCFSScheduler
@@ -27,6 +29,20 @@ def test_a_request_that_waits_for_pages_counts_when_it_enters(bench: Callable[..
     it.run()
     assert waiting.cached > 0
     assert (counters.entered_tokens, counters.cached_tokens) == (17 + 20 + 37, waiting.cached)
+
+
+def test_who_finds_no_room_tries_again_when_something_changed(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = bench(FCFSScheduler, FCFSConfig(), pages=12)
+    tried: list[int] = []
+    acquire = it.engine.kv.acquire
+    monkeypatch.setattr(it.engine.kv, "acquire", lambda seq, **kw: tried.append(seq.uid) or acquire(seq, **kw))
+    first = it.add(list(range(1, 21)), max_tokens=14)
+    it.step(2)
+    waiting = it.add(list(range(20, 50)), max_tokens=2)
+    it.run()
+    assert tried == [first.uid, waiting.uid, waiting.uid]
 
 
 def test_who_comes_back_after_preemption_counts_once(bench: Callable[..., Bench]) -> None:
