@@ -159,6 +159,18 @@ class AttentionBackend(ABC):
         """Causal attention of q_THD over each row's pages; T x (H*D) in the formats asked for. Rows see position <=
         their own."""
 
+    def write_and_attend(
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        qkv: torch.Tensor,
+        rope: Rope | None,
+        qk_norm: QKNorm | None = None,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> Bundle:
+        """`attend` of what `write` returns. For backends that do both in one kernel."""
+        return self.attend(layer, ctx, self.write(layer, ctx, qkv, rope, qk_norm), emit)
+
     def attend_mla(
         self,
         layer: AttentionLayer,

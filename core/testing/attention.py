@@ -10,6 +10,7 @@ float64 loop. Shapes: T tokens, H query heads, K kv heads, D head dim, W tokens 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -349,6 +350,32 @@ class AttentionContract:
             assert_near(got_q, expected_q, arena.tolerance, "q")
             assert_near(got_k, expected_k, arena.tolerance, "k in its pages")
             assert same_bits(got_v, v.to(arena.kv_dtype)), "v in its pages is not v"
+
+    @pytest.mark.parametrize("case", WRITES.values(), ids=WRITES)
+    def test_write_and_attend_are_the_two(self, case: WriteCase) -> None:
+        """In one call, for decode rows alone, with drafts, and beside chunks."""
+        for heads, rows in zip(self.heads, itertools.cycle(([3, 1, 2], [1, 1, 1], [1, 1, 7])), strict=False):
+            arena = self._arena(heads=heads)
+            arena.run(arena.plan([("a", 9), ("b", 6)]))
+            counts = list(zip("bac", rows, strict=True))
+            step, layer = arena.plan(counts, num_decode=3 if max(rows) < 7 else 2), arena.layers[-1]
+            qkv, ctx = arena.random_qkv(step), step.ctxs[layer.group]
+            norm = QKNorm(arena.random(arena.head_dim), arena.random(arena.head_dim), 1e-5) if case.norm else None
+            dim = arena.head_dim // case.rotary_dim if case.rotary_dim else 0
+            rope = Rope(torch.randn(MAX_LEN, dim, device=self.device)) if dim else None
+            written = step.paged.metas[layer.group].write_T
+            pool = arena.paging.pools[layer.group]
+            pages = [pool.layer(layer.local, name).flatten(0, 1) for name in ("k", "v")]
+            q_THD = arena.backend.write(layer, ctx, qkv.clone(), rope, norm)
+            expected = arena.backend.attend(layer, ctx, q_THD)[PLAIN].values
+            stored = [page[written].clone() for page in pages]
+            for page in pages:
+                page[written] = 7.0
+            with poisoned_memory():
+                got = arena.backend.write_and_attend(layer, ctx, qkv.clone(), rope, norm)[PLAIN].values
+            assert_near(got, expected, arena.tolerance, "the output")
+            for page, before, name in zip(pages, stored, "kv", strict=True):
+                assert_near(page[written], before, arena.tolerance, f"{name} in its pages")
 
     def test_write_touches_nothing_else(self) -> None:
         """Neither another token's slot, nor another layer, nor another group; padding goes to scratch page 0."""

@@ -159,7 +159,7 @@ def test_other_kv_dtype():
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("step", ["decode", "mixed"])
 def test_emits(step, cut):
-    """Encoded as it is joined: equal to encoding the rounded plain output."""
+    """Encoded as it is joined: as encoding the rounded plain output, which is joined in another order."""
     step = make_step(STEPS[step], backend := make(CUTS[cut]), DEVICE)
     want = backend.attend(step.layer, step.ctx, step.q_THD)[PLAIN].values
     for emit in ((INT8_TOKEN,), (SCALED_ROWS, PLAIN), (PLAIN, INT8_TOKEN, SCALED_ROWS)):
@@ -167,10 +167,10 @@ def test_emits(step, cut):
             bundle = backend.attend(step.layer, step.ctx, step.q_THD, emit)
         for fmt in emit:
             if fmt is PLAIN:
-                assert torch.equal(bundle[fmt].values, want)
+                assert error(bundle[fmt].values, want.double()) < 1e-6
                 continue
             like = encode_reference(want, fmt)
-            assert error(bundle[fmt].scale, like.scale.double()) < 1e-6
+            assert error(bundle[fmt].scale, like.scale.double()) < 1e-5
             off = (bundle[fmt].values.double() - like.values.double()).abs().max()
             assert off <= (1 if fmt is INT8_TOKEN else 1e-3)
 

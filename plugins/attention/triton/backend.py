@@ -26,12 +26,14 @@ from dovetail.core.interfaces import (
     BatchMeta,
     Bundle,
     HostBounds,
+    QKNorm,
+    Rope,
 )
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import Target, collect, warps
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, finish, plan_items
-from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles
+from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, Shape, Tile, Tiles
 
 Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
 """window, heads, kv heads, head dim, dtype of q, dtype of the pages: layers that share it share their items."""
@@ -55,6 +57,8 @@ class Items:
     """int32 [W, ITEM]"""
     split: bool
     """Some row may be in several ranges."""
+    counts: torch.Tensor | None
+    """int32, zero between launches: ranges of each tile that are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,16 @@ class Plan:
     """int32: partial results of each token, the first one's row, the step to the next."""
     part_rows: int
     """Capacity for partial results; 0 = no row is split."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """What a launch needs that also writes the step's keys and values."""
+
+    tokens: int
+    """Of the longest row."""
+    rope: Rope | None
+    norm: QKNorm | None
 
 
 class Triton(AttentionBackend):
@@ -80,7 +94,28 @@ class Triton(AttentionBackend):
     def attend(
         self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
     ) -> Bundle:
-        q = q.contiguous()
+        return self._run(layer, ctx, q.contiguous(), emit, None)
+
+    def write_and_attend(
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        qkv: torch.Tensor,
+        rope: Rope | None,
+        qk_norm: QKNorm | None = None,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> Bundle:
+        host = ctx.host
+        # A tile of all of a row's tokens can write them itself; longer rows would be written by several.
+        longest = max(host.counts, default=0)
+        one_tile = longest * (layer.heads // layer.kv_heads) <= DECODE_ROWS
+        if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree_mask_TW is not None:
+            return super().write_and_attend(layer, ctx, qkv, rope, qk_norm, emit)
+        return self._run(layer, ctx, qkv.contiguous(), emit, _Writes(longest, rope, qk_norm))
+
+    def _run(
+        self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...], writes: _Writes | None
+    ) -> Bundle:
         tokens, columns = q.shape[0], layer.heads * layer.head_dim
         wanted = plan_emit(emit)
         out_TC = q.new_empty(tokens, columns)
@@ -89,9 +124,11 @@ class Triton(AttentionBackend):
             plan = self._plan(layer, ctx, q)
             parts = q.new_empty(plan.part_rows, columns, dtype=torch.float32)
             lse = q.new_empty(plan.part_rows, layer.heads, dtype=torch.float32)
+            # Encoding a row needs all its heads, and joins their ranges on the way.
+            join = wanted.fused is None
             for items in plan.lists:
-                self._attend(layer, ctx.meta, q, items, out_TC, parts, lse)
-            if plan.part_rows or wanted.fused is not None:
+                self._attend(layer, ctx.meta, q, items, out_TC, parts, lse, join, writes)
+            if not join:
                 _finish(layer, plan, target, wanted.plain, out_TC, parts, lse)
         return collect(emit, wanted.rest, out_TC, target)
 
@@ -111,6 +148,8 @@ class Triton(AttentionBackend):
         out_TC: torch.Tensor,
         parts: torch.Tensor,
         lse: torch.Tensor,
+        join: bool,
+        writes: _Writes | None,
     ) -> None:
         tile, dim = items.tile, layer.head_dim
         k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
@@ -125,6 +164,7 @@ class Triton(AttentionBackend):
             out_TC,
             parts,
             lse,
+            items.counts,
             items.items,
             meta.page_table_BP,
             meta.page_table_BP.stride(0),
@@ -133,6 +173,12 @@ class Triton(AttentionBackend):
             layer.scale,
             layer.k_scale,
             layer.v_scale,
+            k,
+            v,
+            None if writes is None or writes.rope is None else writes.rope.table,
+            None if writes is None or writes.norm is None else writes.norm.q_weight_D,
+            None if writes is None or writes.norm is None else writes.norm.k_weight_D,
+            0.0 if writes is None or writes.norm is None else writes.norm.eps,
             H=layer.heads,
             K=layer.kv_heads,
             D=dim,
@@ -145,9 +191,13 @@ class Triton(AttentionBackend):
             PRECISION="ieee" if compute == torch.float32 else "tf32",
             HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
             SPLIT=items.split,
+            JOIN=join,
             ONE_LOOP=tile.block_m <= 32,
             TMA=tile.tma,
             PAIRS=pairs,
+            WRITES=0 if writes is None else writes.tokens,
+            HALF=0 if writes is None or writes.rope is None else writes.rope.table.shape[-1] // 2,
+            LARGEST=torch.finfo(k.dtype).max if k.dtype in FLOAT8 else None,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -198,7 +248,8 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
             BLOCK=64,
             num_warps=1,
         )
-        lists.append(Items(tile, items, split))
+        counts = torch.zeros(capacity * kv_heads, dtype=torch.int32, device=device) if split else None
+        lists.append(Items(tile, items, split, counts))
         part_rows += capacity * queries if split else 0
     return Plan(tuple(lists), parts_T3, part_rows)
 

@@ -18,9 +18,10 @@ import triton.language as tl
 
 from dovetail.core.ops.kernels.formats import encode_row
 
-ITEM = tl.constexpr(9)
+ITEM = tl.constexpr(11)
 """int32 fields of an item: row (-1: unused), first token, tokens, index of the first token's key, first key that one of
-them sees, start and end of the range, first partial row (-1: write the output), length of the row."""
+them sees, start and end of the range, first partial row (-1: write the output), length of the row, ranges of the tile,
+the tile's first item."""
 
 LOW = tl.constexpr(-1.0e30)
 """Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
@@ -124,6 +125,8 @@ def plan_items(
         tl.store(to + 6, hi, mask=ok)
         tl.store(to + 7, part, mask=ok)
         tl.store(to + 8, my_length, mask=ok)
+        tl.store(to + 9, my_splits + tl.zeros((BLOCK,), tl.int32), mask=ok)
+        tl.store(to + 10, my_first + index - index % tl.maximum(my_splits, 1), mask=ok)
 
     if mine <= rows:
         for i in range(0, my_count, BLOCK):
@@ -265,6 +268,37 @@ def _step(
     return acc, odd, total, new_m
 
 
+@triton.jit
+def _turn(x_ptr, position, weight_ptr, rope_ptr, eps, dims, ok, D: tl.constexpr, HALF: tl.constexpr):
+    """Norm and rotate heads, as core.ops.kv_write does; x_ptr points at each head's first value. HALF rotary pairs."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    partner = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    turned = dims < 2 * HALF
+    x = tl.load(x_ptr + dims, mask=ok & (dims < D), other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + partner, mask=ok & turned, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        weight = tl.load(weight_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
+        other = tl.load(weight_ptr + partner, mask=turned, other=0.0).to(tl.float32)
+        x = (weight * (x * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        y = (other * (y * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    if rope_ptr is not None:
+        row = rope_ptr + position.to(tl.int64) * (2 * HALF)
+        pair = tl.where(dims < HALF, dims, dims - HALF)
+        cos = tl.load(row + pair, mask=ok & turned, other=1.0)
+        sin = tl.load(row + HALF + pair, mask=ok & turned, other=0.0)
+        x = x * cos + tl.where(dims < HALF, -y, y) * sin
+    return x.to(dtype)
+
+
+@triton.jit
+def _put(pointers, x, scale, ok, LARGEST: tl.constexpr):
+    """Store as pages hold it: divided by its scale and clamped where they are 8 bits wide."""
+    if LARGEST is not None:
+        x = tl.clamp(x.to(tl.float32) / scale, -LARGEST, LARGEST)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=ok)
+
+
 @triton.jit(do_not_specialize=["table_stride", "tree_width"])
 def attend_items(
     q_ptr,
@@ -273,6 +307,7 @@ def attend_items(
     out_ptr,
     part_ptr,
     lse_ptr,
+    count_ptr,
     items_ptr,
     table_ptr,
     table_stride,
@@ -281,6 +316,12 @@ def attend_items(
     scale,
     k_scale,
     v_scale,
+    k_ptr,
+    v_ptr,
+    rope_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -293,9 +334,13 @@ def attend_items(
     PRECISION: tl.constexpr,
     HEAD_SCALES: tl.constexpr,
     SPLIT: tl.constexpr,
+    JOIN: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr,
     PAIRS: tl.constexpr,
+    WRITES: tl.constexpr,
+    HALF: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """Program (kv head, item). ONE_LOOP masks every block; otherwise blocks that all queries see whole are not masked.
 
@@ -303,6 +348,9 @@ def attend_items(
     that it fits; their scales multiply scores and output. PAIRS reads V as 16-bit words of two neighbouring columns and
     keeps a sum for the even and one for the odd ones: the hardware transposes 16-bit words on their way to the matrix
     units, and 8-bit values only one by one.
+
+    WRITES > 0: q_ptr holds q|k|v of rows of at most so many tokens, before norm and rotary. A program turns its queries
+    itself, and first writes those new keys and values that its range holds.
     """
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * ITEM
@@ -317,6 +365,8 @@ def attend_items(
     hi = tl.load(item + 6)
     part = tl.load(item + 7)
     length = tl.load(item + 8)
+    splits = tl.load(item + 9)
+    first_item = tl.load(item + 10)
     GROUP: tl.constexpr = H // K
     if HEAD_SCALES:
         k_scale = tl.load(k_scale + kv_head)
@@ -330,12 +380,31 @@ def attend_items(
     ok = exists[:, None] & (dims < D)[None, :]
     token = first + query
     offset = (token.to(tl.int64) * H + head) * D
-    q = tl.load(q_ptr + offset[:, None] + dims[None, :], mask=ok, other=0.0)
+    at = first_at + query
+    table = table_ptr + row.to(tl.int64) * table_stride
+    if WRITES:
+        q_at = q_ptr + ((token.to(tl.int64) * (H + 2 * K) + head) * D)[:, None]
+        q = _turn(q_at, at[:, None], q_weight_ptr, rope_ptr, eps, dims[None, :], exists[:, None], D, HALF)
+        for i in tl.static_range(WRITES):
+            key = first_at + i
+            if (i < count) & (key >= lo) & (key < hi):
+                k_at = q_ptr + ((first + i).to(tl.int64) * (H + 2 * K) + H + kv_head) * D
+                v_at = k_at + K * D
+                new_k = _turn(
+                    k_at, key + tl.zeros((1, 1), tl.int32), k_weight_ptr, rope_ptr, eps, dims[None, :], True, D, HALF
+                )
+                new_v = tl.load(v_at + dims, mask=dims < D, other=0.0)
+                to = (tl.load(table + key // PAGE).to(tl.int64) * PAGE + key % PAGE) * (K * D) + kv_head * D
+                _put(k_ptr + to + dims[None, :], new_k, k_scale, (dims < D)[None, :], LARGEST)
+                _put(v_ptr + to + dims, new_v, v_scale, dims < D, LARGEST)
+        # What this block wrote, its other threads read below.
+        tl.debug_barrier()
+    else:
+        q = tl.load(q_ptr + offset[:, None] + dims[None, :], mask=ok, other=0.0)
     qk_scale = scale * 1.4426950408889634 * k_scale
     if COMPUTE != q.dtype:
         q = (q.to(tl.float32) * scale).to(COMPUTE)
         qk_scale = 1.4426950408889634 * k_scale
-    at = first_at + query
     token = tl.where(exists, token, first)
 
     # Blocks from whole_lo to whole_hi are seen whole by every query of the tile.
@@ -355,7 +424,6 @@ def attend_items(
     odd = acc if PAIRS else 0.0
     total = tl.zeros((BLOCK_M,), tl.float32)
     m = tl.full((BLOCK_M,), LOW, tl.float32)
-    table = table_ptr + row.to(tl.int64) * table_stride
     # The page of the next block is looked up one block ahead: its address then waits for no load.
     page = _page(table, lo, hi, PAGE, BLOCK_N)
     if WINDOW and not ONE_LOOP:
@@ -391,8 +459,33 @@ def attend_items(
         to = (part + query).to(tl.int64) * H + head
         tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok & (part >= 0))
         tl.store(lse_ptr + to, tl.where(total > 0, m + tl.log2(total), float("-inf")), mask=exists & (part >= 0))
-        ok = ok & (part < 0)
-    tl.store(out_ptr + offset[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=ok)
+    out = out_ptr + offset[:, None] + dims[None, :]
+    if not SPLIT:
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
+    elif part < 0:
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
+    elif JOIN:
+        # The last of a tile's programs to arrive joins all its ranges, in their order.
+        tl.debug_barrier()
+        count_ptr += first_item * K + kv_head
+        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == splits - 1:
+            tl.store(count_ptr, 0)
+            row0 = part - (tl.program_id(1) - first_item) * (BLOCK_M // GROUP)
+            m = tl.full((BLOCK_M,), LOW, tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            for split in range(splits):
+                at_part = (row0 + split * (BLOCK_M // GROUP) + query).to(tl.int64) * H + head
+                lse = tl.load(lse_ptr + at_part, mask=exists, other=float("-inf"), cache_modifier=".cg")
+                x = tl.load(part_ptr + (at_part * D)[:, None] + dims[None, :], mask=ok, other=0.0, cache_modifier=".cg")
+                new_m = tl.maximum(m, lse)
+                weight = tl.exp2(lse - new_m)
+                alpha = tl.exp2(m - new_m)
+                total = total * alpha + weight
+                acc = acc * alpha[:, None] + weight[:, None] * x
+                m = new_m
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit

@@ -11,6 +11,10 @@ SHARED_BYTES = 200 * 1024
 """Shared memory that the blocks in flight of one program may take, of 227 KiB on Hopper."""
 
 
+DECODE_ROWS = 64
+"""Most query rows of a tile for decode."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """How one launch of the attention kernel is cut."""
@@ -65,7 +69,7 @@ class Tiles:
 
     def decode(self, shape: Shape, tokens: int, scarce: bool) -> Tile:
         """For rows of at most so many tokens; scarce: rows times kv heads are fewer than multiprocessors."""
-        rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, 64)))
+        rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
         if shape.dtype.itemsize == 4:
             return fit(Tile(rows, 16, 4, 2, 2), shape)
         if rows > 32:

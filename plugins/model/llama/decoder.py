@@ -98,8 +98,8 @@ class Attention:
 
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
         attn = ctx.attn[self.layer.group]
-        q_THD = self.backend.write(self.layer, attn, self.qkv(x), self.rope, self.qk_norm)
-        return self.o(self.backend.attend(self.layer, attn, q_THD, emit=(self.o.input,)))
+        emit = (self.o.input,)
+        return self.o(self.backend.write_and_attend(self.layer, attn, self.qkv(x), self.rope, self.qk_norm, emit))
 
 
 class MLP:
