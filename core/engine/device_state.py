@@ -22,12 +22,15 @@ class SlotInfo:
     uid: int
     epoch: int
     blob: JoinBlob
-    processors: tuple[str, ...]
-    """Logits processors it wants."""
 
     @property
     def params(self) -> SamplingParams:
         return self.blob.request.params
+
+    @property
+    def processors(self) -> tuple[str, ...]:
+        """Logits processors it wants."""
+        return self.blob.request.processors
 
 
 class DeviceState:

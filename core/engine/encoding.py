@@ -32,7 +32,7 @@ from dovetail.core.interfaces import (
     StepPlan,
 )
 
-VERSION = 1
+VERSION = 2
 PLAN_MAGIC, BLOB_MAGIC = b"DVTP", b"DVTB"
 
 _PREFIX = struct.Struct("<4sHHII")
@@ -147,7 +147,8 @@ def decode_blob(data: bytes | memoryview) -> tuple[int, int, JoinBlob]:
     tokens = tuple(ids)
     try:
         header = json.loads(bytes(body[split:]))
-        fields = header["request"] | {"eos_ids": tuple(header["request"]["eos_ids"])}
+        fields = header["request"]
+        fields |= {name: tuple(fields[name]) for name in ("eos_ids", "processors")}
         params = SamplingParams.model_validate(header["params"])
         request = Request(prompt_ids=tokens[: header["prompt"]], params=params, **fields)
         return header["uid"], header["epoch"], JoinBlob(tokens, request, header["sample"])

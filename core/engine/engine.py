@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dovetail.core.engine.admission import Admission
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.errors import CapabilityError, RequestError
 from dovetail.core.interfaces import (
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 
 DECODE = int(RowFlag.DECODE)
 """A plain number: `&` of an enum costs half a microsecond, and a step asks every row."""
-PROCESSED = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"}
-"""Fields of SamplingParams that logits processors carry out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class Engine:
             self.cost = bind_cost(composition, info.spec, info.device)
             self._host_drafter = self._build_host_drafter()
             processors = composition.many("logits") if "logits" in composition.parts else {}
-            self._served = {field for part in processors.values() for field in part.target().serves}
+            self._admission = Admission(processors, info.spec.vocab)
             observers = composition.many("observer") if "observer" in composition.parts else {}
             self.observers: dict[str, Observer] = {name: part.build() for name, part in observers.items()}
         except BaseException:
@@ -158,7 +157,8 @@ class Engine:
         cache_salt: str = "",
         hints: Mapping[str, float] | None = None,
     ) -> list[Sequence]:
-        """Queue a request; its n sequences. Raises RequestError for what can never run."""
+        """Queue a request; its n sequences. Raises RequestError for what can never run, PluginError where a logits
+        processor fails on it."""
         self._validate(prompt_ids, params)
         self._check_hints(hints or {})
         request = Request(
@@ -173,6 +173,7 @@ class Engine:
             cache_salt=cache_salt,
             hints=hints or {},
         )
+        request = self._admission.admit(request)
         limit = self.limits.max_len
         if params.max_tokens is not None:
             limit = min(limit, len(request.prompt_ids) + params.max_tokens)
@@ -208,10 +209,6 @@ class Engine:
         outside = [t for t in prompt_ids if not 0 <= t < vocab]
         if outside:
             raise RequestError(f"prompt token id {outside[0]} is not in the model's vocabulary of {vocab}")
-        for field in PROCESSED - self._served:
-            value = getattr(params, field)
-            if value != SamplingParams.model_fields[field].get_default(call_default_factory=True):
-                raise RequestError(f"{field}={value}: no chosen logits processor serves it; add one to logits=[...]")
         for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             wrong = [t for t in ids if t >= vocab]
             if wrong:

@@ -262,8 +262,7 @@ class Runner:
         joined = []
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
-            wants = tuple(name for name, processor in self.processors.items() if processor.wants(blob.request))
-            joined.append(SlotInfo(join.uid, join.epoch, blob, wants))
+            joined.append(SlotInfo(join.uid, join.epoch, blob))
         return joined
 
     def _forward(self, plan: StepPlan, blobs: Blobs) -> _Step:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from pydantic import BaseModel
 
     from dovetail.core.interfaces.records import Request
 
@@ -29,11 +31,19 @@ class LogitsContext:
 
 
 class LogitsProcessor(ABC):
-    """State lives in tensors with a row per slot, so that a step needs no Python per request."""
+    """State lives in tensors with a row per slot, so that a step needs no Python per request.
+
+    Beside the one on each rank there is one on the host, with a single slot on the CPU. It is asked about each request
+    that arrives: `validate`, `wants`, and for those that want it a `join`. What one of these raises fails that request
+    alone; later, in a step, it would end the engine.
+    """
 
     serves: tuple[str, ...] = ()
     """Fields of SamplingParams that this processor carries out. A request that sets a field which no chosen processor
     serves is refused."""
+    params: type[BaseModel] | None = None
+    """Parameters of a request beyond SamplingParams: a pydantic model whose fields have defaults and names of their own
+    among the chosen processors. A request gives them in `SamplingParams.extra`; `parameters` reads them."""
     graph_safe: bool = True
     """apply makes no host sync and no data-dependent shapes."""
     needs_full_vocab: bool = True
@@ -45,6 +55,17 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
         """Create the per-slot state."""
+
+    def parameters(self, request: Request) -> Any:
+        """An instance of `params` with what the request gave, checked as strictly as options are."""
+        if self.params is None:
+            raise TypeError(f"{type(self).__name__} declares no `params`")
+        mine = {name: value for name, value in request.params.extra.items() if name in self.params.model_fields}
+        return self.params.model_validate_json(json.dumps(mine), strict=True)
+
+    def validate(self, request: Request, vocab: int) -> None:
+        """Raise RequestError for what the request may not ask; its `parameters` are valid already. Pure; called on the
+        host when the request arrives. `vocab` is the model's: a token id is below it."""
 
     @abstractmethod
     def wants(self, request: Request) -> bool:

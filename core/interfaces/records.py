@@ -5,12 +5,13 @@ Light on purpose: no torch. Each mutable field says who writes it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 
 def _int32_token(token: int) -> int:
@@ -20,6 +21,10 @@ def _int32_token(token: int) -> int:
 
 
 TokenId = Annotated[int, AfterValidator(_int32_token)]
+
+
+MOST_EXTRA_BYTES = 1 << 16
+"""Of SamplingParams.extra, as JSON."""
 
 
 class SamplingParams(BaseModel):
@@ -68,6 +73,9 @@ class SamplingParams(BaseModel):
     distribution: before penalties, bias and temperature."""
     prompt_logprobs: int | None = Field(None, ge=0, le=64)
     """The same for prompt tokens. Such a request recomputes its prompt: it does not read the prefix cache."""
+    extra: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
+    """Parameters of chosen logits processors by their names, such as {"no_repeat_ngram": 3}; plain JSON values, 64 KiB
+    at most. A name that no chosen processor has is refused."""
 
     @model_validator(mode="before")
     @classmethod
@@ -82,6 +90,8 @@ class SamplingParams(BaseModel):
             raise ValueError("stop: an empty stop string would end every output at once; leave it out")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if self.extra and (size := len(json.dumps(self.extra, allow_nan=False))) > MOST_EXTRA_BYTES:
+            raise ValueError(f"extra: {size} bytes of JSON, of at most {MOST_EXTRA_BYTES}")
         return self
 
 
@@ -106,6 +116,8 @@ class Request:
     """Prefix pages are shared only between requests of equal salt."""
     hints: Mapping[str, float] = field(default_factory=dict)
     """Numbers from the client or an annotator (for instance expected output length); schedulers may read them."""
+    processors: tuple[str, ...] = ()
+    """Logits processors that it wants. Written by the engine, which asked each of them on arrival."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

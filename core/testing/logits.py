@@ -11,7 +11,8 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
-from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Request, SamplingParams
+from dovetail.core.engine.encoding import decode_blob, encode_blob
+from dovetail.core.interfaces import JoinBlob, LogitsContext, LogitsProcessor, Request, SamplingParams
 from dovetail.core.testing.host_sync import NoHostSync
 
 Row = tuple[int, list[int]]
@@ -132,6 +133,31 @@ class LogitsProcessorContract:
         for make in (self.active, self.larger):
             rows = [(0, self.history(3)), (0, self.history(4))]
             assert not _same_bits(self.apply(self.joined(make()), rows), self.logits(2)), "nothing was changed"
+
+    # What a request says.
+
+    def test_it_accepts_what_it_serves(self) -> None:
+        """Also a request that sets nothing; asked before `allocate`, and as often as anybody likes."""
+        processor = self.make()
+        passive = () if self.passive_params() is None else (self.passive(),)
+        for request in (self.active(), self.larger(), *passive):
+            for _ in range(2):
+                answer = processor.validate(request, self.vocab)  # type: ignore[func-returns-value]
+                assert answer is None, "validate raises, or says nothing"
+        if processor.params is not None:
+            processor.parameters(self.request(SamplingParams()))
+
+    def test_requests_reach_other_processes_whole(self) -> None:
+        """What it reads of a request is there on every rank: the request travels as JSON."""
+        rows = [(0, self.history(3)), (1, self.history(4))]
+        there = [self._sent(request) for request in (self.active(), self.larger())]
+        assert all(self.make().wants(request) for request in there), "it is not wanted after the request travelled"
+        expected = self.apply(self.joined(self.active(), self.larger()), rows)
+        _assert_close(self.apply(self.joined(*there), rows), expected, "the request says something else on a rank")
+
+    @staticmethod
+    def _sent(request: Request) -> Request:
+        return decode_blob(encode_blob(0, 0, JoinBlob(request.prompt_ids, request, 0)))[2].request
 
     # What comes out.
 

@@ -1,13 +1,12 @@
 """The contract suites that Dovetail's own parts pass, over the parts of this package."""
 
-import dataclasses
 import functools
 import itertools
 import random
 
 import pytest
 from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig
-from dovetail_lighthouse.no_repeat_ngram import HINT, NoRepeatNgram
+from dovetail_lighthouse.no_repeat_ngram import NoRepeatNgram
 from dovetail_lighthouse.scheduler import Lighthouse
 from dovetail_lighthouse.step_csv import StepCsv
 from hypothesis import settings
@@ -51,21 +50,13 @@ class TestSegmentedLRU(KVAllocatorContract):
 
 
 class NoRepeatNgramContract(LogitsProcessorContract):
-    """Requests ask by hint; the suite makes them from SamplingParams, which have no room for one."""
-
-    hint = 1
+    size = 1
 
     def make(self):
         return NoRepeatNgram(NoRepeatNgramConfig())
 
     def active_params(self):
-        return SamplingParams()
-
-    def active(self):
-        return dataclasses.replace(super().active(), hints={HINT: self.hint})
-
-    def larger(self):
-        return dataclasses.replace(super().larger(), hints={HINT: self.hint})
+        return SamplingParams(extra={"no_repeat_ngram": self.size})
 
 
 class TestUnigrams(NoRepeatNgramContract):
@@ -75,7 +66,7 @@ class TestUnigrams(NoRepeatNgramContract):
 class TestTrigrams(NoRepeatNgramContract):
     """Histories of two tokens alone, whose prompt has every pair of them: each has a trigram to ban."""
 
-    hint = 3
+    size = 3
     prompt = (1, 1, 2, 2, 1)
 
     def history(self, outputs, seed=0):

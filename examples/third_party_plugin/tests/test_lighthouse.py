@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import math
 import random
 from types import SimpleNamespace
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig
 from dovetail_lighthouse.eviction import SegmentedLRU
-from dovetail_lighthouse.no_repeat_ngram import HINT, NoRepeatNgram
+from dovetail_lighthouse.no_repeat_ngram import NoRepeatNgram
 from dovetail_lighthouse.scheduler import Lighthouse
 from dovetail_lighthouse.step_csv import StepCsv
 
-from dovetail import LLM, SamplingParams
+from dovetail import LLM, RequestError, SamplingParams
 from dovetail.core.interfaces import LogitsContext, Request, SchedulerLimits, Sequence, StepRecord
 from dovetail.core.testing.observer import records
 
@@ -55,6 +54,10 @@ def test_a_page_that_was_reused_outlives_a_scan():
     assert 1 in policy.probation, "new contents start anew"
 
 
+def asking(size):
+    return Request(0, (1,), SamplingParams(extra={} if size is None else {"no_repeat_ngram": size}))
+
+
 def banned(history, size, prompt_len):
     """The definition, one token at a time; n-grams lie wholly after `prompt_len`."""
     grams = {tuple(history[i : i + size]) for i in range(prompt_len, len(history) - size + 1)} if size else set()
@@ -71,7 +74,7 @@ def test_against_the_definition(prompt):
     sizes, lengths = [rng.randrange(6) for _ in range(slots)], [rng.randrange(1, width) for _ in range(slots)]
     prompts = [rng.randrange(1, length + 1) for length in lengths]
     for slot, size in enumerate(sizes):
-        processor.join(slot, Request(slot, (1,), SamplingParams(), hints={HINT: size}))
+        processor.join(slot, asking(size))
     tokens = [[rng.randrange(vocab) for _ in range(width)] for _ in range(slots)]
     ctx = LogitsContext(
         torch.arange(slots), torch.tensor(lengths), torch.tensor(tokens).int(), torch.tensor(prompts), max(lengths)
@@ -83,12 +86,17 @@ def test_against_the_definition(prompt):
     assert any(expected)
 
 
-@pytest.mark.parametrize(("hint", "size"), [(-1, 0), (2.9, 2), (9, 8), (math.inf, 8), (math.nan, 0)])
-def test_a_hint_out_of_range_is_brought_into_it(hint, size):
-    processor, request = NoRepeatNgram(NoRepeatNgramConfig()), Request(0, (1,), SamplingParams(), hints={HINT: hint})
+@pytest.mark.parametrize(("asked", "size"), [(None, 2), (0, 0), (8, 8)])
+def test_a_request_sets_its_own_n(asked, size):
+    processor, request = NoRepeatNgram(NoRepeatNgramConfig(size=2)), asking(asked)
     processor.allocate(1, 8, torch.device("cpu"))
     processor.join(0, request)
     assert (processor.wants(request), processor.size_S.item()) == (size > 0, size)
+
+
+def test_an_n_that_is_too_long_is_refused():
+    with pytest.raises(RequestError, match="no_repeat_ngram=9 is more than 8"):
+        NoRepeatNgram(NoRepeatNgramConfig()).validate(asking(9), 100)
 
 
 def test_the_file_has_a_line_a_step(tmp_path):
@@ -111,7 +119,9 @@ def test_all_of_it_in_one_engine(tmp_path):
     overrides = ["+preset=lighthouse", f"observer.step_csv.path={path}", "engine.device=cpu"]
     with LLM("tiny", overrides=overrides) as llm:
         (free,) = llm.generate("x = 1, 1, 1, 1,", params)
-        (bound,) = llm.generate("x = 1, 1, 1, 1,", params, hints={HINT: 2})
+        with pytest.raises(RequestError, match="no_repeat_ngram"):
+            llm.generate("x", params.model_copy(update={"extra": {"no_repeat_ngram": -1}}))
+        (bound,) = llm.generate("x = 1, 1, 1, 1,", params.model_copy(update={"extra": {"no_repeat_ngram": 2}}))
         (again,) = llm.generate("x = 1, 1, 1, 1,", params)
     free, bound, again = (list(result.completions[0].token_ids) for result in (free, bound, again))
     assert free == again != bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from dovetail.core.compose import AppConfig
 
@@ -56,3 +56,5 @@ class GenerateConfig(AppConfig):
     """Strings that end the output."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
+    extra: dict[str, JsonValue] = Field(default_factory=dict)
+    """Parameters of chosen logits processors, by name."""

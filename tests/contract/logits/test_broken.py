@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.core.compose import Config
+from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Request, SamplingParams
 from dovetail.core.testing.logits import LogitsProcessorContract
 from dovetail.core.testing.suite import failures
@@ -181,6 +183,29 @@ class JoinsOnce(Charge):
         return super().apply(logits_NV, ctx)
 
 
+class RefusesItsOwn(Charge):
+    def validate(self, request: Request, vocab: int) -> None:
+        if request.params.presence_penalty < 0:
+            raise RequestError("presence_penalty: no bonus here")
+
+
+class AnswersInsteadOfRaising(Charge):
+    def validate(self, request: Request, vocab: int) -> None:
+        return request.params.presence_penalty < 0  # type: ignore[return-value]
+
+
+class MustBeGivenParameters(Charge):
+    class params(Config):
+        rate: float
+
+
+class KnowsRequestsByIdentity(Charge):
+    def join(self, slot: int, request: Request) -> None:
+        super().join(slot, request)
+        if request.prompt_ids is not LogitsProcessorContract.prompt:
+            self.charge_S[slot] = 0
+
+
 BROKEN: dict[type[LogitsProcessor], str] = {
     WantsOnce: "test_wants_is_pure",
     WantsAll: "test_wants_is_pure",
@@ -201,6 +226,10 @@ BROKEN: dict[type[LogitsProcessor], str] = {
     ForgetsWhenItGrows: "test_joins_of_other_slots_change_nothing",
     CountsSteps: "test_apply_keeps_nothing",
     JoinsOnce: "test_joins_may_come_at_any_time",
+    RefusesItsOwn: "test_it_accepts_what_it_serves",
+    AnswersInsteadOfRaising: "test_it_accepts_what_it_serves",
+    MustBeGivenParameters: "test_it_accepts_what_it_serves",
+    KnowsRequestsByIdentity: "test_requests_reach_other_processes_whole",
 }
 
 

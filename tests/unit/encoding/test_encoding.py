@@ -45,7 +45,14 @@ BLOB = JoinBlob(
     request=Request(
         uid=70_000,
         prompt_ids=(1, 2**31 - 1, 3),
-        params=SamplingParams(temperature=0.7, seed=2**63 - 1, stop=("\n\n", "é"), logit_bias={5: -1.5}, logprobs=0),
+        params=SamplingParams(
+            temperature=0.7,
+            seed=2**63 - 1,
+            stop=("\n\n", "é"),
+            logit_bias={5: -1.5},
+            logprobs=0,
+            extra={"ngram": 3, "table": {"é": [None, True, 0.5]}},
+        ),
         eos_ids=(2, 128_009),
         arrival=12.0625,
         priority=-3,
@@ -53,6 +60,7 @@ BLOB = JoinBlob(
         user='Zoë "z"',
         cache_salt="\ud800",
         hints={"expected_output": 321.5},
+        processors=("logit_bias", "ngram"),
     ),
     sample=1,
 )
@@ -76,6 +84,11 @@ plans = st.builds(
     lane=int64,
 )
 finite = st.floats(allow_nan=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 sampling = st.builds(
     SamplingParams,
@@ -90,6 +103,7 @@ sampling = st.builds(
     stop_token_ids=token_ids,
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 64),
+    extra=st.dictionaries(st.text(), json_values, max_size=2),
 )
 
 
@@ -107,6 +121,7 @@ def blobs(draw: st.DrawFn) -> JoinBlob:
         user=draw(st.text()),
         cache_salt=draw(st.text()),
         hints=draw(st.dictionaries(st.text(), finite, max_size=3)),
+        processors=draw(st.lists(st.text(), max_size=2).map(tuple)),
     )
     return JoinBlob(prompt + draw(token_ids), request, draw(st.integers(0, 127)))
 
@@ -129,14 +144,14 @@ def golden(name: str) -> bytes:
 
 def test_golden_plan() -> None:
     """Other bytes mean another format: raise encoding.VERSION and write the file anew."""
-    data = golden("plan_v1.hex")
+    data = golden("plan_v2.hex")
     assert encode_plan(PLAN, STATE) == data
     assert decode_plan(data) == (PLAN, STATE)
 
 
 def test_golden_blob() -> None:
     """Other bytes mean another format: raise encoding.VERSION and write the file anew."""
-    data = golden("blob_v1.hex")
+    data = golden("blob_v2.hex")
     assert encode_blob(70_000 << 8 | 1, 2, BLOB) == data
     assert decode_blob(data) == (70_000 << 8 | 1, 2, BLOB)
 
@@ -177,7 +192,7 @@ def with_valid_crc(numbers: list[int]) -> bytes:
     import zlib
 
     body = struct.pack(f"<{len(numbers)}q", *numbers)
-    return struct.pack("<4sHHII", b"DVTP", 1, 0, zlib.crc32(body), 0) + body
+    return struct.pack("<4sHHII", b"DVTP", 2, 0, zlib.crc32(body), 0) + body
 
 
 @pytest.mark.parametrize(
@@ -198,8 +213,8 @@ def test_a_sealed_plan_with_wrong_counts_is_refused(numbers: list[int], message:
 
 def test_another_version_is_named() -> None:
     data = bytearray(encode_plan(PLAN))
-    data[4] = 2
-    with pytest.raises(ValueError, match="encoding 2 meets a build that reads 1"):
+    data[4] = 1
+    with pytest.raises(ValueError, match="encoding 1 meets a build that reads 2"):
         decode_plan(bytes(data))
 
 

@@ -13,11 +13,10 @@ class LighthouseConfig(Config):
 
 
 class NoRepeatNgramConfig(Config):
-    """No n-gram of tokens comes twice. A request sets its own n, up to `longest`, with
-    hints={"no_repeat_ngram": n}; 0 = none."""
+    """No n-gram of tokens comes twice. A request sets its own n, up to `longest`."""
 
     size: int = Field(0, ge=0)
-    """n for requests without the hint, tokens; 0 = only requests with the hint."""
+    """n for requests that set none, tokens; 0 = none."""
     longest: int = Field(8, ge=1, le=64)
     """Largest n that is allowed, tokens; every step makes so many comparisons per token of history."""
     prompt: bool = True
@@ -26,6 +25,13 @@ class NoRepeatNgramConfig(Config):
     def model_post_init(self, context: object) -> None:
         if self.size > self.longest:
             raise ValueError(f"size={self.size} is more than longest={self.longest}")
+
+
+class NoRepeatNgramParams(Config):
+    """What a request may say: SamplingParams(extra={"no_repeat_ngram": 3})."""
+
+    no_repeat_ngram: int | None = Field(None, ge=0)
+    """n, tokens; 0 = none; null = the option `size`."""
 
 
 class StepCsvConfig(Config):

@@ -5,14 +5,22 @@ Shapes: N logits rows, S slots, L history, V vocabulary.
 
 import torch
 
+from dovetail import RequestError
 from dovetail.core.interfaces import LogitsProcessor
-
-HINT = "no_repeat_ngram"
+from dovetail_lighthouse.config import NoRepeatNgramParams
 
 
 class NoRepeatNgram(LogitsProcessor):
+    params = NoRepeatNgramParams
+
     def allocate(self, slots, vocab, device):
         self.size_S = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    def validate(self, request, vocab):
+        if self._size(request) > self.config.longest:
+            raise RequestError(
+                f"no_repeat_ngram={self._size(request)} is more than {self.config.longest}, the longest allowed here"
+            )
 
     def wants(self, request):
         return self._size(request) > 0
@@ -38,5 +46,5 @@ class NoRepeatNgram(LogitsProcessor):
         return logits_NV.masked_fill(count_NV > 0, float("-inf"))
 
     def _size(self, request):
-        # A processor cannot refuse a request: an exception here would end the engine for all. Not-a-number becomes 0.
-        return int(min(self.config.longest, max(0, request.hints.get(HINT, self.config.size))))
+        own = self.parameters(request).no_repeat_ngram
+        return self.config.size if own is None else own
