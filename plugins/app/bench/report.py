@@ -12,6 +12,8 @@ from rich.table import Table
 from dovetail.core.errors import ConfigError
 
 NONE = "n/a"
+BUSY = 0.8
+"""Share of a run from which on a client's own work shows in the figures."""
 SUFFIXES = ("png", "svg", "pdf")
 
 
@@ -33,6 +35,9 @@ def show(result: dict[str, Any]) -> None:
                 if run["failed"]:
                     which = f"{found['workload']}: {run['failed']} of {run['requests']} requests failed"
                     console.print(f"[bold red]{which}[/]: {run['failures'][0]}")
+                if run.get("client_busy", 0.0) > BUSY:
+                    which = f"{found['workload']}: this client was at work {run['client_busy']:.0%} of the time"
+                    console.print(f"[bold red]{which}[/], so it was measured too")
 
 
 def _where(result: dict[str, Any]) -> str:

@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import ConfigError
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
 
     from dovetail.core.compose import Composition
     from dovetail.plugins.app.bench.config import BenchConfig
-
-
-class ServerError(Exception):
-    """One request went wrong; the message says how."""
 
 
 class ServerTarget(Target):
@@ -75,28 +72,28 @@ class ServerTarget(Target):
                 ) from None
 
     async def _run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
-        timelines = [Timeline(r.arrival, len(r.prompt_ids), r.slo) for r in requests]
+        """While requests run, bytes are only kept with the time they came: what they say is read afterwards."""
         bodies = [json.dumps(self._body(request)).encode() for request in requests]
+        streams = [Stream() for _ in requests]
         lags: list[float] = []
         done = 0
 
-        async def one(request: TimedRequest, body: bytes, line: Timeline) -> None:
+        async def one(request: TimedRequest, body: bytes, stream: Stream) -> None:
             nonlocal done
             await asyncio.sleep(began + request.arrival - time.perf_counter())
             lags.append(max(0.0, time.perf_counter() - began - request.arrival))
-            try:
-                await self._complete(client, body, request.output_tokens, line, began)
-            except ServerError as error:
-                line.failure = str(error)
+            await self._complete(client, body, stream, began)
             done += 1
             on_done(done)
 
         async with self._client() as client:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             async with asyncio.TaskGroup() as group:
-                for job in zip(requests, bodies, timelines, strict=True):
+                for job in zip(requests, bodies, streams, strict=True):
                     group.create_task(one(*job))
-        return timelines, {"client_lag_ms": spread(lags)}
+            busy = (time.process_time() - cpu) / (time.perf_counter() - began)
+        timelines = [stream.timeline(request) for stream, request in zip(streams, requests, strict=True)]
+        return timelines, {"client_lag_ms": spread(lags), "client_busy": round(busy, 4)}
 
     def _body(self, request: TimedRequest) -> dict[str, Any]:
         ids = list(request.prompt_ids)
@@ -115,62 +112,87 @@ class ServerTarget(Target):
                 body[name] = value
         return body
 
-    async def _complete(
-        self, client: httpx.AsyncClient, body: bytes, wanted: int, line: Timeline, began: float
-    ) -> None:
-        """Each piece of text is taken for one token until the usage at the end says how many there were."""
+    async def _complete(self, client: httpx.AsyncClient, body: bytes, stream: Stream, began: float) -> None:
         import httpx
 
-        usage: dict[str, Any] = {}
-        sent = {"content": body, "headers": {"Content-Type": "application/json"}}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         try:
-            async with client.stream("POST", f"{self.url}/completions", **sent) as answer:  # type: ignore[arg-type]
-                if answer.status_code != 200:
+            async with client.stream("POST", f"{self.url}/completions", content=body, headers=headers) as answer:
+                if answer.status_code == 200:
+                    async for data in answer.aiter_raw():
+                        stream.pieces.append((time.perf_counter() - began, data))
+                else:
                     told = (await answer.aread()).decode(errors="replace")[:500]
                     hint = " (bench.send=text for a server that takes no token ids)" if self._texts is None else ""
-                    raise ServerError(f"status {answer.status_code}: {told}{hint}")
-                async for piece in _pieces(answer):
-                    if piece.get("error"):
-                        raise ServerError(str(piece["error"]))
-                    if piece.get("choices"):
-                        line.came(time.perf_counter() - began, 1)
-                    usage = piece.get("usage") or usage
+                    stream.failure = f"status {answer.status_code}: {told}{hint}"
         except httpx.HTTPError as error:
-            raise ServerError(f"{type(error).__name__}: {error}") from None
-        settle(line, usage, wanted)
+            stream.failure = f"{type(error).__name__}: {error}"
 
 
-async def _pieces(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Server-sent events that hold JSON objects, to the mark of the end."""
-    async for text in answer.aiter_lines():
-        if not text.startswith("data:"):
-            continue
-        data = text[len("data:") :].strip()
-        if data == "[DONE]":
-            return
-        try:
-            piece = json.loads(data)
-        except ValueError:
-            raise ServerError(f"not JSON in the stream: {data[:200]}") from None
-        if not isinstance(piece, dict):
-            raise ServerError(f"not an object in the stream: {data[:200]}")
-        yield piece
+class StreamError(Exception):
+    """What came is no complete output; the message says why."""
 
 
-def settle(line: Timeline, usage: dict[str, Any], wanted: int) -> None:
-    """Give each arrival its share of the tokens: a piece may hold several, or (half of a character) none.
+@dataclass(slots=True)
+class Stream:
+    """One answer as it came."""
 
-    Who was to produce exactly `wanted` tokens and did not is no fair comparison: that fails.
-    """
-    if not line.times:
-        raise ServerError("the stream ended without any output")
-    tokens = usage.get("completion_tokens")
-    if not isinstance(tokens, int):
-        raise ServerError("the stream has no usage.completion_tokens, so nobody knows how many tokens came")
-    if tokens != wanted:
-        raise ServerError(f"{tokens} tokens came and {wanted} were asked for: the server does not obey ignore_eos")
-    # There cannot be more arrivals than tokens: the last piece of some servers only says that it was the last.
-    del line.times[tokens:]
-    pieces = len(line.times)
-    ends = [round(tokens * (i + 1) / pieces) for i in range(pieces)]
-    line.counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    """(seconds since the run began, bytes)"""
+    failure: str = ""
+
+    def timeline(self, request: TimedRequest) -> Timeline:
+        line = Timeline(request.arrival, len(request.prompt_ids), request.slo, failure=self.failure)
+        if not self.failure:
+            try:
+                line.times, line.counts = self._arrivals(request.output_tokens)
+            except StreamError as error:
+                line.failure = str(error)
+        return line
+
+    def _arrivals(self, wanted: int) -> tuple[list[float], list[int]]:
+        """When tokens came, and how many. The usage at the end says how many there were: each event gets its share, as
+        it may hold several tokens or, with half of a character, none. Events of one moment are one arrival.
+
+        Who was to produce exactly `wanted` tokens and did not is no fair comparison: that fails.
+        """
+        clocks: list[float] = []
+        usage: dict[str, Any] = {}
+        for clock, event in self._events():
+            if event.get("error"):
+                raise StreamError(str(event["error"]))
+            if event.get("choices"):
+                clocks.append(clock)
+            usage = event.get("usage") or usage
+        tokens = usage.get("completion_tokens")
+        if not clocks or not isinstance(tokens, int):
+            raise StreamError("the stream ended without output or without usage.completion_tokens")
+        if tokens != wanted:
+            raise StreamError(f"{tokens} tokens came and {wanted} were asked for: the server does not obey ignore_eos")
+        # There are no more arrivals than tokens: the last event of some servers only says that it was the last.
+        clocks = clocks[:tokens]
+        shares: dict[float, int] = {}
+        given = 0
+        for i, clock in enumerate(clocks, 1):
+            upto = round(tokens * i / len(clocks))
+            shares[clock] = shares.get(clock, 0) + upto - given
+            given = upto
+        return list(shares), list(shares.values())
+
+    def _events(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Server-sent events that hold JSON objects, to the mark of the end."""
+        rest = b""
+        for clock, data in self.pieces:
+            *lines, rest = (rest + data).split(b"\n")
+            for text in lines:
+                if not text.startswith(b"data:"):
+                    continue
+                if (told := text[len(b"data:") :].strip()) == b"[DONE]":
+                    return
+                try:
+                    event = json.loads(told)
+                except ValueError:
+                    event = None
+                if not isinstance(event, dict):
+                    raise StreamError(f"not a JSON object in the stream: {told[:200]!r}")
+                yield clock, event

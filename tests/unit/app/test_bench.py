@@ -19,7 +19,7 @@ from dovetail.core.compose.cli import main
 from dovetail.core.interfaces import TimedRequest
 from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.bench.metrics import Timeline
-from dovetail.plugins.app.bench.server import ServerError, settle
+from dovetail.plugins.app.bench.server import Stream
 
 CPU = ("app=bench", "engine.device=cpu", "engine.max_len=128", "engine.kv_pages=200", "bench.warmup=1")
 SMALL = ("workload.requests=4", "workload.prompt_tokens=6", "workload.output_tokens=5")
@@ -168,7 +168,7 @@ def test_a_run_on_a_server(server: FakeServer, tmp_path: Path) -> None:
     (run,) = result["results"][0]["loads"][0]["runs"]
     assert (run["failed"], run["output_tokens"], run["prompt_tokens"]) == (0, 20, 24)
     assert run["ttft_ms"]["median"] >= 20 and 40 <= run["itl_ms"]["median"] * 2 < 400
-    assert run["client_lag_ms"]["max"] >= 0 and "steps" not in run
+    assert run["client_lag_ms"]["max"] >= 0 and run["client_busy"] > 0 and "steps" not in run
     body = server.asked[-1]
     assert len(body["prompt"]) == 6 and all(0 <= token < 4096 for token in body["prompt"])
     assert {**body, "prompt": None} == {
@@ -202,13 +202,48 @@ def test_a_server_that_stops_early_is_no_fair_comparison(
     assert "does not obey ignore_eos" in capsys.readouterr().err
 
 
-def test_tokens_are_shared_out_over_the_pieces_that_came() -> None:
-    line = Timeline(0.0, 3)
-    for clock in (0.1, 0.2, 0.3):
-        line.came(clock, 1)
-    settle(line, {"completion_tokens": 8}, 8)
-    assert sum(line.counts) == 8 and min(line.counts) >= 2
-    settle(line, {"completion_tokens": 2}, 2)
-    assert (line.times, line.counts) == ([0.1, 0.2], [1, 1]), "the last piece was only the mark of the end"
-    with pytest.raises(ServerError, match="nobody knows"):
-        settle(line, {}, 2)
+def stream(*pieces: tuple[float, str], wanted: int) -> Timeline:
+    return Stream([(clock, text.encode()) for clock, text in pieces]).timeline(TimedRequest((1, 2, 3), wanted, 0.05))
+
+
+def event(**content: Any) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+TOKEN = event(choices=[{"text": "é"}])
+
+
+def usage(tokens: int) -> str:
+    return event(choices=[], usage={"completion_tokens": tokens}) + "data: [DONE]\n\n"
+
+
+def test_tokens_are_shared_out_over_what_came() -> None:
+    line = stream((0.1, TOKEN), (0.2, TOKEN), (0.3, TOKEN + usage(8)), wanted=8)
+    assert line.times == [0.1, 0.2, 0.3] and sum(line.counts) == 8 and min(line.counts) >= 2
+    assert line.ttft == pytest.approx(0.05) and not line.failure
+
+
+def test_the_last_event_of_some_servers_is_no_token() -> None:
+    end = event(choices=[{"text": "", "finish_reason": "length"}])
+    line = stream((0.1, TOKEN), (0.2, TOKEN), (0.3, end + usage(2)), wanted=2)
+    assert (line.times, line.counts) == ([0.1, 0.2], [1, 1])
+
+
+def test_an_event_has_come_when_its_last_byte_has_and_those_of_one_moment_are_one_arrival() -> None:
+    line = stream((0.1, TOKEN[:9]), (0.2, TOKEN[9:] + TOKEN), (0.3, TOKEN), (0.4, usage(3)), wanted=3)
+    assert (line.times, line.counts) == ([0.2, 0.3], [2, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (TOKEN, "without usage.completion_tokens"),
+        (usage(3), "without output"),
+        (TOKEN + usage(2), "2 tokens came and 3 were asked for"),
+        (TOKEN + event(error={"message": "out of memory"}), "out of memory"),
+        ("data: {]\n\n", "not a JSON object"),
+        ("data: [1]\n\n", "not a JSON object"),
+    ],
+)
+def test_a_stream_that_is_not_whole_fails(text: str, words: str) -> None:
+    assert words in stream((0.1, text), wanted=3).failure
