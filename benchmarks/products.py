@@ -36,8 +36,8 @@ SHARED_BYTES = 227 << 10
 IMPRECISE = 128
 """Products that are summed in the FP8 matrix unit's own accumulator before they join the float32 sum."""
 
-# heads, kv heads, head dim, hidden, intermediate
-MODELS = {"8b": (32, 8, 128, 4096, 14336), "70b": (64, 8, 128, 8192, 28672)}
+# heads, kv heads, head dim, hidden, intermediate, vocabulary
+MODELS = {"8b": (32, 8, 128, 4096, 14336, 128256), "70b": (64, 8, 128, 8192, 28672, 128256)}
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,14 @@ class Product:
 
 def products(model: str) -> list[Product]:
     name, _, ranks = model.partition("/")
-    heads, kv_heads, dim, hidden, wide = MODELS[name]
+    heads, kv_heads, dim, hidden, wide, vocab = MODELS[name]
     share = int(ranks or 1)
     return [
         Product(model, "qkv", (heads + 2 * kv_heads) * dim // share, hidden),
         Product(model, "o", hidden, heads * dim // share),
         Product(model, "gate_up", 2 * wide // share, hidden),
         Product(model, "down", hidden, wide // share),
+        Product(model, "head", vocab // share, hidden),
     ]
 
 
@@ -71,14 +72,15 @@ def shared_bytes(tile: MatmulTile, itemsize: int) -> int:
 def geometries(rows: int, dtype: str) -> list[MatmulTile]:
     """Tiles before they are fitted to a product: one compilation each."""
     itemsize = DTYPES[dtype].itemsize
+    most = 32 if rows <= 32 else 64
     if rows <= 16:
         cuts = [(16, outputs, width, 4) for outputs, width in cross((16, 32, 64, 128), (256, 512))]
         cuts += [(16, 64, 128, 4), (16, 128, 128, 4), (16, 128, 256, 8), (16, 256, 128, 8)]
         cuts += [(16, 32, 1024, 4), (16, 16, 1024, 4)]
     elif rows <= 64:
-        cuts = [(64, outputs, width, 4) for outputs, width in cross((32, 64, 128), (128, 256))]
-        cuts += [(64, outputs, width, 8) for outputs, width in cross((128, 256), (128, 256))]
-        cuts += [(32, 128, 128, 4), (32, 64, 256, 4), (64, 64, 512, 4)]
+        cuts = [(most, outputs, width, 4) for outputs, width in cross((32, 64, 128), (128, 256))]
+        cuts += [(most, outputs, width, 8) for outputs, width in cross((128, 256), (128, 256))]
+        cuts += [(32, 128, 128, 4), (32, 64, 256, 4), (most, 64, 512, 4)]
     else:
         cuts = [(tokens, outputs, 128, 8) for tokens, outputs in cross((64, 128, 256), (128, 256))]
         cuts += [(tokens, 64, 128, 4) for tokens in (64, 128, 256)] + [(64, 128, 256, 8), (128, 128, 256, 8)]
@@ -93,7 +95,7 @@ def geometries(rows: int, dtype: str) -> list[MatmulTile]:
             found[replace(base, stages=4)] = None
     # The tokens as left operand, as one would write it first.
     found |= {
-        MatmulTile(64 if rows > 16 else 16, 64, 256 // itemsize, 4, 5, tma=tma, swap=False): None
+        MatmulTile(most if rows > 16 else 16, 64, 256 // itemsize, 4, 5, tma=tma, swap=False): None
         for tma in (False, True)
     }
     return list(found)
@@ -311,8 +313,9 @@ def by_kind(record: dict) -> Iterator[tuple[str, float]]:
 
 
 def totals(records: list[dict], bandwidth: float) -> Iterator[str]:
-    for model, dtype, rows in dict.fromkeys((r["model"], r["dtype"], r["rows"]) for r in records):
-        those = [r for r in records if (r["model"], r["dtype"], r["rows"]) == (model, dtype, rows)]
+    layers = [r for r in records if r["product"] != "head"]
+    for model, dtype, rows in dict.fromkeys((r["model"], r["dtype"], r["rows"]) for r in layers):
+        those = [r for r in layers if (r["model"], r["dtype"], r["rows"]) == (model, dtype, rows)]
         limit = sum(r["outputs"] * r["inputs"] * DTYPES[dtype].itemsize for r in those) / bandwidth / 1e6
         ours = sum(r["tiles"][0]["us"] for r in those)
         names = dict.fromkeys(name for r in those for name in r["library"])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.interfaces import BuildContext
 from dovetail.core.layers.weights import Weight
+from dovetail.core.ops import matmul
 
 
 class VocabTable:
@@ -56,7 +57,7 @@ class LMHead:
         self.bias_V = None if bias is None else torch.zeros_like(table.weight_VC[:, 0])
 
     def __call__(self, states_BC: torch.Tensor) -> torch.Tensor:
-        logits_BV = F.linear(states_BC, self.table.weight_VC, self.bias_V)
+        logits_BV = matmul(states_BC, self.table.weight_VC, self.bias_V)
         if self.table.collective.size > 1:
             logits_BV = self.table.collective.all_gather(logits_BV)[..., : self.table.vocab]
         return logits_BV

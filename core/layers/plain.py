@@ -6,13 +6,13 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from dovetail.core.interfaces import Activation, LinearMethod, LinearShape
+from dovetail.core.ops import matmul
 
 
 class PlainLinear(LinearMethod):
-    """Weight in the model's dtype, product by the library."""
+    """Weight and product in the model's dtype."""
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         return {"weight": torch.empty(shape.out, shape.inp, dtype=shape.dtype, device=device)}
@@ -21,4 +21,4 @@ class PlainLinear(LinearMethod):
         params[name][part].copy_(tensor)
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x.values, params["weight"], bias)
+        return matmul(x.values, params["weight"], bias)

@@ -1,6 +1,6 @@
 """The product of a linear layer, x @ weight^T, of plain or of scaled 8-bit numbers.
 
-On a GPU, products of few rows go to the kernel where `tiles.choose` has a tile for them, the others to the library.
+On a GPU, products of few rows go to the kernel where `choose` has a tile for them, the others to the library.
 
 Shapes: T tokens, I input, O output.
 """
@@ -12,8 +12,11 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.ops.tiles import MatmulTile, choose
+from dovetail.core.ops.choose import choose
+from dovetail.core.ops.tiles import MatmulTile
 
+KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8"}
+"""Weights that the kernel is measured for."""
 IMPRECISE = 128
 """8-bit products that are summed in the matrix unit's own accumulator, of fewer bits, before they join the float32
 sum."""
@@ -67,12 +70,11 @@ def scaled_matmul(
 
 
 def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
-    if not x_TI.is_cuda or x_TI.dim() != 2:
+    kind = KINDS.get(weight_OI.dtype)
+    if kind is None or not x_TI.is_cuda:
         return None
     outputs, inputs = weight_OI.shape
-    kind = str(weight_OI.dtype).removeprefix("torch.")
-    name, processors = _device(x_TI.device)
-    return choose(x_TI.shape[0], outputs, inputs, kind, name, processors)
+    return choose(len(x_TI), outputs, inputs, kind, *_device(x_TI.device))
 
 
 @cache

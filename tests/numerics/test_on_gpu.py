@@ -7,7 +7,8 @@ import torch
 
 from dovetail.core.interfaces import LinearShape
 from dovetail.core.ops import encode
-from dovetail.core.ops.matmul import matmul_reference
+from dovetail.core.ops.matmul import matmul, matmul_reference
+from dovetail.core.ops.measured import MEASURED
 from dovetail.plugins.quant.config import FP8Config, Int8Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import FP8
@@ -92,6 +93,24 @@ def test_fp8_product_equals_the_reference(tokens, inp, out, dtype):
     assert got.dtype is dtype
     assert (got.float() - expected).norm() / expected.norm() < 5e-3
     assert torch.equal(got, method.apply(params, x, bias_O)) and not params["counts"].any()
+
+
+@pytest.mark.parametrize("key", MEASURED, ids=str)
+def test_measured_products_equal_the_reference(key):
+    """On the GPU that the table is of, through its tiles; on another by rule or library."""
+    _, kind, out, inp = key
+    torch.seed()
+    for rows in {n for most in MEASURED[key] for n in (most, most // 2 + 1)}:
+        x_TI = torch.randn(rows, inp, device=GPU, dtype=torch.bfloat16)
+        if kind == "fp8":
+            method, params, _ = fp8_layer(inp, out, torch.bfloat16)
+            x = encode(x_TI, (FP8_TOKEN,))[FP8_TOKEN]
+            got = method.apply(params, x)
+            expected = matmul_reference(x.values, params["weight"], x.scale, params["scale"], dtype=torch.float32)
+        else:
+            weight_OI = torch.randn(out, inp, device=GPU, dtype=torch.bfloat16)
+            got, expected = matmul(x_TI, weight_OI), matmul_reference(x_TI, weight_OI, dtype=torch.float32)
+        assert (got.float() - expected).norm() / expected.norm() < 5e-3
 
 
 def test_fast_sums_cost_little_beside_the_rounding_to_8_bits():

@@ -41,6 +41,14 @@ def test_llama3_70b_on_eight_h200() -> None:
     assert 4.0 < tpot[1] < 12.0 and tpot[1] < tpot[64] < tpot[256]
 
 
+def test_fp8_halves_weights_and_cache() -> None:
+    bf16, fp8 = plan("+preset=h200_bf16_tp1"), plan("+preset=h200_fp8_tp1")
+    assert fp8["kv_bytes_per_token"] == bf16["kv_bytes_per_token"] // 2
+    # Embedding and logits stay in bfloat16: 1.05 of 8.03 billion parameters.
+    assert fp8["bytes_per_gpu"]["weights"] == pytest.approx(6.98e9 + 2 * 1.05e9, rel=0.01)
+    assert all(ours["tpot_ms"] < theirs["tpot_ms"] for ours, theirs in zip(fp8["speed"], bf16["speed"], strict=True))
+
+
 def test_what_does_not_fit_gets_remedies_that_do() -> None:
     facts = plan("+preset=h200_bf16_tp1", "model=llama3_70b")
     assert not facts["fits"] and facts["missing_bytes"] > 0

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
+from dovetail.core.ops.choose import MOST_ROWS, choose
 from dovetail.core.ops.matmul import matmul, scaled_matmul
-from dovetail.core.ops.tiles import MOST_ROWS, MOST_SHARED_TILES, choose
-
-FP8 = "float8_e4m3fn"
+from dovetail.core.ops.measured import MEASURED
+from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
 
 @pytest.mark.parametrize("outputs", [64, 4096, 6144, 8192, 28672, 57344])
 @pytest.mark.parametrize("processors", [84, 132, 160])
-@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 64])
-def test_rule_of_unmeasured_shapes(tokens, outputs, processors):
-    tile = choose(tokens, outputs, 5120, FP8, "a GPU", processors)
-    t_tiles, tiles, _, programs = tile.launch(tokens, outputs, 5120)
-    assert t_tiles == 1 and tile.tokens >= tokens
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 64])
+def test_rule_of_unmeasured_shapes(rows, outputs, processors):
+    tile = choose(rows, outputs, 5120, "fp8", "a GPU", processors)
+    t_tiles, tiles, _, programs = tile.launch(rows, outputs, 5120)
+    assert t_tiles == 1 and tile.tokens >= rows
     assert tile.split == 1 or (programs <= processors and tiles <= MOST_SHARED_TILES)
 
 
 def test_the_rest_is_the_librarys():
-    assert choose(MOST_ROWS + 1, 4096, 4096, FP8, "a GPU", 132) is None
-    assert choose(1, 4096, 4096, "bfloat16", "a GPU", 132) is None
+    assert choose(MOST_ROWS + 1, 4096, 4096, "fp8", "a GPU", 132) is None
+    assert choose(1, 4096, 4096, "bf16", "a GPU", 132) is None
+
+
+@pytest.mark.parametrize("key", MEASURED, ids=str)
+def test_measured_tiles_can_be_launched(key):
+    device, kind, outputs, inputs = key
+    itemsize = {"bf16": 2, "fp8": 1}[kind]
+    assert list(MEASURED[key]) == sorted(MEASURED[key])
+    for most, tile in MEASURED[key].items():
+        assert choose(most, outputs, inputs, kind, device, 132) is tile
+        if tile is None:
+            continue
+        _, tiles, _, programs = tile.launch(most, outputs, inputs)
+        # Plain layers have no counters.
+        assert tiles % programs == 0 or (kind == "fp8" and tiles <= MOST_SHARED_TILES)
+        assert not tile.tma or inputs * itemsize % 16 == 0
+    beyond = max(MEASURED[key], default=0) + 1
+    assert choose(beyond, outputs, inputs, kind, device, 132) is None
+
+
+def test_the_table_is_as_its_script_writes_it():
+    root = Path(__file__).parents[3]
+    script = runpy.run_path(str(root / "benchmarks/tiles.py"))
+    assert script["source"](script["table"]([])) == (root / "core/ops/measured.py").read_text()
 
 
 def test_reference_on_the_cpu():

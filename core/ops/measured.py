@@ -1,0 +1,85 @@
+"""The quickest cuts of products measured by benchmarks/products.py; benchmarks/tiles.py wrote this file."""
+
+from __future__ import annotations
+
+from dovetail.core.ops.tiles import MatmulTile
+
+MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
+    ("NVIDIA H200", "bf16", 4096, 4096): {
+        16: MatmulTile(16, 64, 256, stages=5, tma=True),
+        64: None,
+        256: MatmulTile(128, 64, 64, stages=8, tma=True),
+    },
+    ("NVIDIA H200", "bf16", 4096, 14336): {
+        1: None,
+        16: MatmulTile(16, 64, 256, stages=5, tma=True),
+        64: MatmulTile(32, 64, 128, stages=8, tma=True),
+    },
+    ("NVIDIA H200", "bf16", 6144, 4096): {
+        1: MatmulTile(16, 64, 256),
+        16: MatmulTile(16, 64, 256, tma=True),
+        64: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
+    },
+    ("NVIDIA H200", "bf16", 8192, 8192): {
+        16: None,
+        64: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
+    },
+    ("NVIDIA H200", "bf16", 8192, 28672): {
+        1: MatmulTile(16, 64, 256),
+        16: MatmulTile(16, 64, 256, tma=True),
+        64: MatmulTile(64, 64, 128, stages=6, tma=True),
+    },
+    ("NVIDIA H200", "bf16", 10240, 8192): {
+        1: MatmulTile(16, 128, 256, stages=3, tma=True),
+        16: MatmulTile(16, 64, 128, tma=True),
+    },
+    ("NVIDIA H200", "bf16", 28672, 4096): {
+        16: None,
+        64: MatmulTile(64, 128, 64, warps=8, stages=3, tma=True),
+    },
+    ("NVIDIA H200", "bf16", 57344, 8192): {
+        1: MatmulTile(16, 64, 256, stages=5),
+        16: MatmulTile(16, 64, 256, stages=5, tma=True),
+        64: MatmulTile(64, 128, 128, tma=True),
+    },
+    ("NVIDIA H200", "fp8", 4096, 4096): {
+        16: MatmulTile(16, 64, 128, stages=8, split=2),
+        64: MatmulTile(64, 64, 128, stages=8, split=2),
+        256: MatmulTile(64, 64, 128, stages=6),
+    },
+    ("NVIDIA H200", "fp8", 4096, 14336): {
+        16: MatmulTile(16, 64, 128, stages=8, split=2),
+        64: MatmulTile(64, 64, 128, stages=8, split=2),
+        256: MatmulTile(128, 64, 128, split=2, tma=True),
+    },
+    ("NVIDIA H200", "fp8", 6144, 4096): {
+        16: MatmulTile(16, 64, 128, stages=8),
+        64: MatmulTile(64, 64, 128, stages=8),
+    },
+    ("NVIDIA H200", "fp8", 8192, 8192): {
+        1: MatmulTile(16, 64, 256, stages=5, tma=True),
+        16: MatmulTile(16, 64, 128, stages=8),
+        64: MatmulTile(64, 64, 128, stages=8),
+    },
+    ("NVIDIA H200", "fp8", 8192, 28672): {
+        1: MatmulTile(16, 64, 512),
+        16: MatmulTile(16, 64, 512, tma=True),
+        64: MatmulTile(64, 64, 128, stages=8),
+    },
+    ("NVIDIA H200", "fp8", 10240, 8192): {
+        1: MatmulTile(16, 64, 128, stages=8),
+        16: MatmulTile(16, 64, 256, tma=True),
+        64: MatmulTile(64, 128, 128, warps=8, stages=8),
+    },
+    ("NVIDIA H200", "fp8", 28672, 4096): {
+        1: MatmulTile(16, 64, 128),
+        16: MatmulTile(16, 64, 128, tma=True),
+        64: MatmulTile(64, 128, 128, warps=8, tma=True),
+    },
+    ("NVIDIA H200", "fp8", 57344, 8192): {
+        16: MatmulTile(16, 64, 256, tma=True),
+        64: MatmulTile(64, 128, 128, warps=8, tma=True),
+    },
+}
+"""(GPU, kind of weight, outputs, inputs) -> {up to so many rows: tile}; None: the library is quicker. More rows than
+any of these are the library's."""
