@@ -5,9 +5,9 @@
     python benchmarks/compare.py transformers --workloads fixed -- engine.device=cpu
 
 What follows `--` are overrides of Dovetail. Model, lengths, batch size, memory and parallelism of the peer follow from
-them; `--args` sets more (JSON, such as '{"quantization": "fp8"}'). Each engine is a process of its own. With
---interleave both are loaded at once, each with half of the memory, and take turns, so that what changes on the machine
-hits both; otherwise one runs after the other.
+them; `--args` sets more (JSON, such as '{"quantization": "fp8"}'). Each engine is a process of its own. Where the cost
+model says that both fit, they are loaded at once, each with half of the memory, and take turns, so that what changes on
+the machine hits both; otherwise one runs after the other. `--order` says it outright.
 
 TPOT = (time of the run - time of a run with one output token) / (output tokens of a request - 1); medians over rounds.
 """
@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from dovetail import Composition, ConfigError, DovetailError, compose
+from dovetail.core.engine.host import detect_host
 from dovetail.core.interfaces import ModelSpec, TimedRequest, WorkloadContext
 from dovetail.plugins.app.bench.metrics import per_token_of_run
 from dovetail.plugins.app.bench.record import describe
+from dovetail.plugins.app.plan.memory import CONTEXT_BYTES, make_plan
 
 PEERS = Path(__file__).parent / "peers"
 WARMUP_REQUESTS, WARMUP_TOKENS = 64, 4
@@ -150,6 +152,24 @@ def write(folder: Path, job: Job, requests: Sequence[TimedRequest]) -> Job:
     lines = ({"prompt_ids": r.prompt_ids, "output_tokens": r.output_tokens} for r in requests)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return replace(job, path=path)
+
+
+def both_fit(composition: Composition, jobs: dict[str, list[Job]]) -> bool:
+    """Whether half of the memory holds weights, activations and the KV cache of the largest workload. A CPU's does;
+    without a cost model nobody can tell, and the answer is no."""
+    if detect_host(composition.engine.device).device == "cpu":
+        return True
+    try:
+        plan = make_plan(composition)
+    except ConfigError:
+        return False
+    tokens = 0
+    for runs in jobs.values():
+        lines = [json.loads(line) for line in runs[-1].path.read_text(encoding="utf-8").splitlines()]
+        lengths = sorted(len(line["prompt_ids"]) + line["output_tokens"] for line in lines)
+        tokens = max(tokens, sum(lengths[-composition.engine.max_seqs :]))
+    need = plan.weights + plan.activations + CONTEXT_BYTES + plan.cost.kv_bytes(tokens)
+    return need <= plan.budget / 2
 
 
 # Engines.
@@ -301,7 +321,7 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--python", default=sys.executable, help="the peer's Python interpreter")
     parser.add_argument("--workloads", default="latency,batch64,batch256", help="names, with commas between them")
     parser.add_argument("--rounds", type=int, default=2, help="repeats of each run")
-    parser.add_argument("--interleave", action="store_true", help="both engines at once, each with half of the memory")
+    parser.add_argument("--order", choices=("auto", "interleaved", "sequential"), default="auto")
     parser.add_argument("--args", type=json.loads, default={}, help="more options of the peer's engine, a JSON object")
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
     return parser.parse_args(argv[:cut]), list(argv[cut + 1 :])
@@ -313,13 +333,15 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shared = shared_settings(composition, folder)
-        if args.interleave:
+        jobs = make_jobs(overrides, args.workloads.split(","), args.rounds, folder)
+        interleaved = args.order == "interleaved" or (args.order == "auto" and both_fit(composition, jobs))
+        if interleaved:
             shared = replace(shared, memory_fraction=shared.memory_fraction / 2)
             overrides = [*overrides, f"engine.memory_fraction={shared.memory_fraction}"]
-        jobs = make_jobs(overrides, args.workloads.split(","), args.rounds, folder)
+        say("both engines take turns" if interleaved else "one engine after the other")
         ours = ("dovetail", sys.executable, {"overrides": overrides})
         peer = (args.peer, args.python, asdict(shared) | {"engine_args": args.args})
-        measured, about = measure(ours, peer, jobs, args.interleave)
+        measured, about = measure(ours, peer, jobs, interleaved)
         rows = compared(measured, jobs, "dovetail", args.peer)
     print(markdown(rows, "dovetail", args.peer))
     print("\n" + ", ".join(f"{said['engine']} started in {said['startup_s']:.1f} s" for said in about.values()))
@@ -334,7 +356,7 @@ def main(argv: Sequence[str]) -> int:
         }
         result = describe(composition) | {
             "schema": "dovetail.compare/1",
-            "interleaved": args.interleave,
+            "interleaved": interleaved,
             "engines": about,
             "comparisons": rows,
             "runs": raw,

@@ -285,24 +285,43 @@ def _prose(text: str | None) -> str:
 
 
 def results() -> str:
-    """Every file of benchmarks/results that app=bench wrote, with its command."""
+    """Every file of benchmarks/results that app=bench or compare.py wrote, with its command."""
     parts = []
     for file in sorted((CONF.parent / "benchmarks" / "results").glob("*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))
-        if not str(found.get("schema", "")).startswith("dovetail.bench/"):
+        shown = {"dovetail.bench": _benchmark, "dovetail.compare": _comparison}
+        show_result = shown.get(str(found.get("schema", "")).partition("/")[0])
+        if show_result is None:
             continue
-        gpus, startup = found["machine"]["gpus"], found["startup"]
+        gpus = found["machine"]["gpus"]
         machine = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
-        torch, seconds = found["versions"]["torch"], startup.get("startup_s")
-        ready = f", start-up {seconds} s" if seconds is not None else f", {startup['url']}"
-        head = ("workload", "TPOT of the run, ms", "TTFT p50, ms", "ITL p99, ms", "output tokens/s")
-        rows = [list(_result_row(result, load)) for result in found["results"] for load in result["loads"]]
+        started, table = show_result(found)
         parts += [
-            f"{machine}, torch {torch}{ready}. `{file.name}`:",
+            f"{machine}, torch {found['versions']['torch']}, {started}. `{file.name}`:",
             f"```text\n{found['command']}\n```",
-            _table(head, rows),
+            table,
         ]
     return "\n\n".join(parts)
+
+
+def _benchmark(found: dict[str, Any]) -> tuple[str, str]:
+    startup = found["startup"]
+    started = startup["url"] if startup["target"] == "server" else f"start-up {startup['startup_s']} s"
+    head = ("workload", "TPOT of the run, ms", "TTFT p50, ms", "ITL p99, ms", "output tokens/s")
+    return started, _table(head, [list(_result_row(r, load)) for r in found["results"] for load in r["loads"]])
+
+
+def _comparison(found: dict[str, Any]) -> tuple[str, str]:
+    """Ratios are ours over the peer's."""
+    engines = found["engines"]
+    started = " and ".join(f"{said['engine']} (start-up {said['startup_s']} s)" for said in engines.values())
+    figures = {"tpot_ms": "TPOT, ms", "one_token_s": "first token of all, s", "output_tokens_per_s": "output tokens/s"}
+    rows = [
+        [f"`{row['workload']}`"]
+        + [" / ".join(f"{row[e][figure]:g}" for e in engines) + f" ({row['ratio'][figure]:.2f})" for figure in figures]
+        for row in found["comparisons"]
+    ]
+    return started, _table(("workload", *(f"{title}: ours / peer (ratio)" for title in figures.values())), rows)
 
 
 def _result_row(result: dict[str, Any], load: dict[str, Any]) -> Iterator[str]:

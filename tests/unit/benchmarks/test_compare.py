@@ -17,11 +17,11 @@ from dovetail.core.errors import ConfigError
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
-def load(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def load(path: str, monkeypatch: pytest.MonkeyPatch, folder: Path = BENCHMARKS) -> ModuleType:
     """As Python runs a script: its folder comes first on the path."""
-    monkeypatch.syspath_prepend(str((BENCHMARKS / path).parent))
+    monkeypatch.syspath_prepend(str((folder / path).parent))
     name = Path(path).stem
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / path)
+    spec = importlib.util.spec_from_file_location(name, folder / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
@@ -139,6 +139,28 @@ def test_what_vllm_is_asked_for(compare: ModuleType, tmp_path: Path, monkeypatch
     }
 
 
+@pytest.mark.parametrize(
+    ("overrides", "fit"),
+    [
+        (("model=llama3_8b", "workload.requests=16"), True),
+        (("model=llama3_8b", "workload.requests=256"), False),
+        (("model=llama3_70b", "workload.requests=1"), False),
+        (("model=llama3_8b", "workload.requests=16", "cost=none"), False),
+        (("engine.device=cpu",), True),
+    ],
+)
+def test_engines_take_turns_where_both_fit(
+    compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], fit: bool
+) -> None:
+    """16 sequences of 1024 tokens take 2 GB beside the 16 GB of weights; 256 of 4096 take 137 GB."""
+    longer = ["workload.prompt_tokens=4000"] if "workload.requests=256" in overrides else []
+    words = ["+preset=h200_bf16_tp1", "engine.max_len=4096", *overrides, *longer]
+    if "engine.device=cpu" not in overrides:
+        monkeypatch.setattr(compare, "detect_host", lambda device: SimpleNamespace(device="cuda"))
+    jobs = compare.make_jobs(words, ["fixed"], 1, tmp_path)
+    assert compare.both_fit(compose(words, app="bench"), jobs) is fit
+
+
 def test_an_engine_that_does_not_start_is_said(compare: ModuleType, tmp_path: Path) -> None:
     with (
         pytest.raises(compare.PeerError, match="vllm ended with exit code 1"),
@@ -147,10 +169,12 @@ def test_an_engine_that_does_not_start_is_said(compare: ModuleType, tmp_path: Pa
         pass
 
 
-def test_a_comparison(compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Real processes, taking turns."""
+def test_a_comparison(
+    compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes, taking turns; the docs show what comes of it."""
     out = tmp_path / "result.json"
-    options = ["transformers", "--workloads", "fixed", "--rounds", "1", "--interleave", "--out", str(out)]
+    options = ["transformers", "--workloads", "fixed", "--rounds", "1", "--out", str(out)]
     assert compare.main([*options, "--", *TINY, *SMALL]) == 0
     assert "| fixed, 3 x 6/5 |" in capsys.readouterr().out
     result = json.loads(out.read_text())
@@ -162,4 +186,5 @@ def test_a_comparison(compare: ModuleType, tmp_path: Path, capsys: pytest.Captur
         "dovetail": [3, 15],
         "transformers": [3, 15],
     }
-    assert result["engines"]["transformers"]["engine"].startswith("transformers ")
+    started, table = load("docs/hooks.py", monkeypatch, BENCHMARKS.parent)._comparison(result)
+    assert started.startswith("dovetail ") and "transformers " in started and "| `fixed` |" in table
