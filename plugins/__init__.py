@@ -13,6 +13,7 @@ _KINDS = (
     "collective",
     "cost",
     "executor",
+    "grammar",
     "kv_cache",
     "logits",
     "model",

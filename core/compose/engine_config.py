@@ -38,5 +38,7 @@ class EngineConfig(Config):
     """Share of a GPU's memory that the engine may fill."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs where device, attention and ranks allow; start-up says where they do not."""
+    mask_wait: float = Field(0.01, ge=0)
+    """Seconds that a step waits for the mask of a row with a grammar; one without it sits the step out."""
     kv_pages: int | None = Field(None, ge=1)
     """Pages in each KV group; null: as many as fit, measured."""

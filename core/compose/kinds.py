@@ -41,6 +41,7 @@ KINDS: dict[str, Kind] = {
         _kind("collective", "one", "Collective", "sums and gathers between ranks"),
         _kind("cost", "one", "CostModel", "predicts the time of a plan"),
         _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled"),
+        _kind("grammar", "one", "GrammarCompiler", "which tokens may come next, for outputs of a given form"),
         _kind("observer", "many", "Observer", "sees one record a step, off the critical path"),
         _kind("tool_parser", "per_request", "ToolParser", "finds tool calls in generated text"),
         _kind("reasoning_parser", "per_request", "ReasoningParser", "separates reasoning from the answer"),

@@ -1,8 +1,10 @@
-"""Plans and join blobs as bytes. Versioned, checked, no pickle: a message is either what was sent or a ValueError.
+"""Plans, join blobs and late inputs as bytes. Versioned, checked, no pickle: what was sent, or a ValueError.
 
     plan = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | 0 u32 | int64 ...
            int64: step, lane, state, then the seven counts of _COUNTS, then the sections in that order, row by row
     blob = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | JSON bytes u32 | int32 token ids ... | JSON
+    late = magic 4s | version u16 | 0 u16 | crc32 u32 of the int64s | rows u32 | int64 step, words, row ... | uint32 ...
+           mask words, row by row: megabytes a step in a large batch, so that their number is checked and not their sum
 
 Everything is little-endian. Any change of the layout, or of a record's fields, raises VERSION.
 """
@@ -20,10 +22,13 @@ from itertools import chain, repeat
 from operator import mul
 from typing import Any
 
+import numpy as np
+
 from dovetail.core.interfaces import (
     HostDraft,
     Join,
     JoinBlob,
+    LateInputs,
     PageDelta,
     PageOp,
     Request,
@@ -33,7 +38,7 @@ from dovetail.core.interfaces import (
 )
 
 VERSION = 2
-PLAN_MAGIC, BLOB_MAGIC = b"DVTP", b"DVTB"
+PLAN_MAGIC, BLOB_MAGIC, LATE_MAGIC = b"DVTP", b"DVTB", b"DVTL"
 
 _PREFIX = struct.Struct("<4sHHII")
 _FIRST = ("step", "lane", "state")
@@ -156,8 +161,40 @@ def decode_blob(data: bytes | memoryview) -> tuple[int, int, JoinBlob]:
         raise ValueError(f"a blob's header does not fit this build: {type(error).__name__}: {error}") from error
 
 
+def encode_late(late: LateInputs) -> bytes:
+    words = late.masks_MW.shape[1]
+    head = struct.pack(f"<{2 + len(late.rows)}q", late.step, words, *late.rows)
+    prefix = _PREFIX.pack(LATE_MAGIC, VERSION, 0, zlib.crc32(head, len(late.rows)), len(late.rows))
+    return prefix + head + late.masks_MW.astype("<u4", copy=False).tobytes()
+
+
+def decode_late(data: bytes | memoryview) -> LateInputs:
+    """ValueError for anything that encode_late did not write."""
+    body, crc, rows = _prefix(data, LATE_MAGIC, "late input")
+    size = 8 * (2 + rows)
+    if len(body) < size or zlib.crc32(body[:size], rows) != crc:
+        raise _altered("late input", data)
+    step, words, *indices = struct.unpack_from(f"<{2 + rows}q", body)
+    if words < 0 or len(body) - size != 4 * rows * words:
+        raise ValueError(f"step {step}: {len(body) - size} bytes of masks are not {rows} rows of {words} words")
+    masks = np.frombuffer(body, "<u4", rows * words, size).astype(np.uint32).reshape(rows, words)
+    return LateInputs(step, tuple(indices), masks)
+
+
 def _open(data: bytes | memoryview, magic: bytes, what: str) -> tuple[memoryview, int]:
     """The checked body and the prefix's last number."""
+    body, crc, number = _prefix(data, magic, what)
+    if zlib.crc32(body, number) != crc:
+        raise _altered(what, data)
+    return body, number
+
+
+def _altered(what: str, data: bytes | memoryview) -> ValueError:
+    return ValueError(f"this {what} of {len(data)} bytes was altered or cut short on its way (CRC-32 differs)")
+
+
+def _prefix(data: bytes | memoryview, magic: bytes, what: str) -> tuple[memoryview, int, int]:
+    """What follows the prefix, the check sum in it, and its last number."""
     view = memoryview(data)
     if len(view) < _PREFIX.size:
         raise ValueError(f"{len(view)} bytes are too few for a {what}: its prefix alone has {_PREFIX.size}")
@@ -166,7 +203,6 @@ def _open(data: bytes | memoryview, magic: bytes, what: str) -> tuple[memoryview
         raise ValueError(f"this is not a {what}: it begins with {found!r}, not {magic!r}")
     if version != VERSION:
         raise ValueError(f"{what} encoding {version} meets a build that reads {VERSION}: run one version on every rank")
-    body = view[_PREFIX.size :]
-    if spare or zlib.crc32(body, number) != crc:
-        raise ValueError(f"this {what} of {len(view)} bytes was altered or cut short on its way (CRC-32 differs)")
-    return body, number
+    if spare:
+        raise _altered(what, data)
+    return view[_PREFIX.size :], crc, number

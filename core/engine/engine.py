@@ -8,17 +8,22 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dovetail.core.engine.admission import Admission
 from dovetail.core.engine.cost import bind_cost
+from dovetail.core.engine.grammars import Ended, Grammars
 from dovetail.core.errors import CapabilityError, RequestError
 from dovetail.core.interfaces import (
     Drafter,
     FinishReason,
     HostDraft,
     JoinBlob,
+    LateInputs,
     Observer,
     Progress,
     Request,
@@ -32,6 +37,7 @@ from dovetail.core.interfaces import (
     StepRecord,
     StepResult,
     TokenLogprobs,
+    Vocabulary,
 )
 
 if TYPE_CHECKING:
@@ -39,8 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DECODE = int(RowFlag.DECODE)
-"""A plain number: `&` of an enum costs half a microsecond, and a step asks every row."""
+DECODE, SAMPLE, LATE = int(RowFlag.DECODE), int(RowFlag.SAMPLE), int(RowFlag.LATE)
+"""Plain numbers: `&` of an enum costs half a microsecond, and a step asks every row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,8 @@ class Counters:
     accepted: int = 0
     decode_rows: int = 0
     """Rows that could have verified drafts; output per such row is the acceptance length."""
+    late_rows: int = 0
+    """Rows that sat a step out because their mask came late."""
     schedule_seconds: float = 0.0
     """Host time to decide plans."""
     submit_seconds: float = 0.0
@@ -85,6 +93,10 @@ class Counters:
 class _Launched:
     plan: StepPlan
     schedule_seconds: float
+    late: dict[int, int] = field(default_factory=dict)
+    """uid -> row of those that need a mask."""
+    waits: bool = False
+    """Its late inputs are still to be given."""
 
 
 class Engine:
@@ -116,9 +128,23 @@ class Engine:
             self._admission = Admission(processors, info.spec.vocab)
             observers = composition.many("observer") if "observer" in composition.parts else {}
             self.observers: dict[str, Observer] = {name: part.build() for name, part in observers.items()}
+            self._grammars = self._build_grammars()
         except BaseException:
             self.executor.shutdown()
             raise
+
+    def _build_grammars(self) -> Grammars | None:
+        composition, spec = self.composition, self.info.spec
+        if "grammar" not in composition.parts:
+            return None
+        model = composition.part("model")
+        folder = model.target().source(model.config).folder
+        tokenizer = folder / "tokenizer.json" if folder is not None else None
+        vocabulary = Vocabulary(
+            spec.vocab, spec.eos_ids, tokenizer if tokenizer is not None and tokenizer.is_file() else None
+        )
+        compiler = composition.build("grammar", vocabulary=vocabulary)
+        return Grammars(compiler, vocabulary, composition.engine.mask_wait)
 
     def _build_host_drafter(self) -> Drafter | None:
         drafter: Drafter = self.composition.build("spec_decode")
@@ -141,6 +167,8 @@ class Engine:
     def shutdown(self) -> None:
         for name, observer in getattr(self, "observers", {}).items():
             self._close(name, observer)
+        if (grammars := getattr(self, "_grammars", None)) is not None:
+            grammars.close()
         if hasattr(self, "executor"):
             self.executor.shutdown()
 
@@ -158,7 +186,8 @@ class Engine:
         hints: Mapping[str, float] | None = None,
     ) -> list[Sequence]:
         """Queue a request; its n sequences. Raises RequestError for what can never run, PluginError where a logits
-        processor fails on it."""
+        processor fails on it. One with a grammar is queued once that is compiled; if it cannot be, the sequences' next
+        events say why."""
         self._validate(prompt_ids, params)
         self._check_hints(hints or {})
         request = Request(
@@ -185,7 +214,10 @@ class Engine:
             sequences.append(Sequence(uid, request, sample, sequences[0] if sample else None, limit=limit))
         for seq in sequences:
             self._sequences[seq.uid] = seq
-            self.scheduler.add(seq)
+            if params.grammar is None:
+                self.scheduler.add(seq)
+        if params.grammar is not None:
+            self._grammars.add(sequences)
         return sequences
 
     @staticmethod
@@ -209,6 +241,8 @@ class Engine:
         outside = [t for t in prompt_ids if not 0 <= t < vocab]
         if outside:
             raise RequestError(f"prompt token id {outside[0]} is not in the model's vocabulary of {vocab}")
+        if params.grammar is not None and self._grammars is None:
+            raise RequestError(f"grammar: app={self.composition.app} was composed without the part `grammar`")
         for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             wrong = [t for t in ids if t >= vocab]
             if wrong:
@@ -216,15 +250,20 @@ class Engine:
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
         """End a sequence now, keeping keep_len tokens (a stop string ended there). Unknown uids are ignored."""
-        if self._sequences.pop(uid, None) is not None:
-            self._prompt_logprobs.pop(uid, None)
+        if self._forget(uid):
             self.scheduler.finish(uid, keep_len, reason)
 
     def abort(self, uid: int) -> None:
         """The client is gone."""
-        if self._sequences.pop(uid, None) is not None:
-            self._prompt_logprobs.pop(uid, None)
+        if self._forget(uid):
             self.scheduler.abort(uid)
+
+    def _forget(self, uid: int) -> bool:
+        """Whether the scheduler has the sequence and must be told that it is over."""
+        if self._sequences.pop(uid, None) is None:
+            return False
+        self._prompt_logprobs.pop(uid, None)
+        return self._grammars is None or not self._grammars.leave(uid)
 
     @property
     def has_work(self) -> bool:
@@ -233,22 +272,38 @@ class Engine:
     # Steps.
 
     def step(self) -> list[SequenceEvent]:
-        """Launch one plan, or take one result when `depth` are in flight or nothing can be launched."""
-        events: list[SequenceEvent] = []
-        if len(self._launched) < self.composition.engine.depth:
+        """Launch one plan. Or take one result: when `depth` are in flight, nothing can be launched, or the newest plan
+        waits for tokens that are still to come."""
+        events = list(self._admissions())
+        if len(self._launched) < self.composition.engine.depth and not (self._launched and self._launched[-1].waits):
             launched = self._launch()
             events += self._rejections()
             if launched:
-                return events
+                return events + self._complete()
         if self._launched:
             events += self._take()
+            events += self._complete()
         elif self._sequences and not events:
+            if self._grammars is not None and self._grammars.compiling:
+                self._grammars.wait()
+                return events
             stats = self.scheduler.stats()
             raise RuntimeError(
                 f"{type(self.scheduler).__name__} has {stats.waiting} waiting and {stats.running} running sequences "
                 f"and launched nothing with an idle device ({self.kv.stats()})"
             )
         return events
+
+    def _admissions(self) -> Iterable[SequenceEvent]:
+        """Of requests that waited for their grammar."""
+        if self._grammars is None or not self._grammars.compiling:
+            return
+        ready, refused = self._grammars.admitted()
+        for seq in ready:
+            self.scheduler.add(seq)
+        for ended in refused:
+            del self._sequences[ended.uid]
+            yield _event(ended)
 
     def _launch(self) -> bool:
         began = time.perf_counter()
@@ -264,6 +319,7 @@ class Engine:
                 for row in plan.rows
                 if row.draft
             ]
+        late = self._mark_late(plan) if self._grammars else {}
         blobs = {}
         for join in plan.joins:
             seq = self._sequences[join.uid]
@@ -275,8 +331,38 @@ class Engine:
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began
         self.counters.submit_seconds += time.perf_counter() - decided
-        self._launched.append(_Launched(plan, decided - began))
+        self._launched.append(_Launched(plan, decided - began, late, bool(late)))
         return True
+
+    def _mark_late(self, plan: StepPlan) -> dict[int, int]:
+        late = {}
+        for i, row in enumerate(plan.rows):
+            if row.flags & SAMPLE and row.uid in self._grammars:
+                if row.draft:
+                    name = type(self.scheduler).__name__
+                    raise RuntimeError(f"{name} gave sequence {row.uid} {row.draft} drafts, and it has a grammar: 0")
+                plan.rows[i] = row._replace(flags=row.flags | LATE)
+                late[row.uid] = i
+        return late
+
+    def _complete(self) -> list[SequenceEvent]:
+        """Give the newest plan its masks, as soon as every token is known that they depend on."""
+        if not self._launched or not self._launched[-1].waits:
+            return []
+        newest = self._launched[-1]
+        if any(
+            not newest.late.keys().isdisjoint(older.late) for older in islice(self._launched, len(self._launched) - 1)
+        ):
+            return []
+        masks, over = self._grammars.masks(newest.late, others=len(newest.late) < len(newest.plan.rows))
+        rows = tuple(newest.late[uid] for uid in masks)
+        stacked = np.stack(list(masks.values())) if masks else np.zeros((0, 0), np.uint32)
+        self.executor.complete(LateInputs(newest.plan.step, rows, stacked))
+        newest.waits = False
+        self.counters.late_rows += sum(uid in self._grammars for uid in newest.late) - len(rows) - len(over)
+        for ended in over:
+            self.finish(ended.uid, self._sequences[ended.uid].known_len, ended.reason)
+        return [_event(ended) for ended in over]
 
     def _rejections(self) -> Iterable[SequenceEvent]:
         for uid, reason in self.scheduler.take_rejected():
@@ -313,18 +399,21 @@ class Engine:
         request, stop_ids = seq.request, seq.request.stop_ids
         params = request.params
         kept: list[int] = []
-        reason = None
+        reason, detail = None, ""
         for token in row.tokens:
             kept.append(token)
             length = seq.known_len + len(kept)
             if token in stop_ids and length - seq.prompt_len > params.min_tokens:
                 reason = FinishReason.STOP
+            elif params.grammar is not None and (over := self._grammars.advance(seq.uid, token)) is not None:
+                reason, detail = over.reason, over.detail
             elif length >= seq.limit:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break
         seq.tokens += row.tokens
-        return SequenceEvent(seq.uid, tuple(kept), row.logprobs[: len(kept)], self._new_prompt_logprobs(row), reason)
+        prompt_logprobs = self._new_prompt_logprobs(row)
+        return SequenceEvent(seq.uid, tuple(kept), row.logprobs[: len(kept)], prompt_logprobs, reason, detail)
 
     def _new_prompt_logprobs(self, row: RowResult) -> tuple[TokenLogprobs, ...]:
         if not row.prompt_logprobs:
@@ -341,7 +430,7 @@ class Engine:
         plan, counters = launched.plan, self.counters
         decodes = [(row, outcome) for row, outcome in zip(plan.rows, result.rows, strict=True) if row.flags & DECODE]
         drafted = sum(row.draft for row, _ in decodes)
-        accepted = sum(len(outcome.tokens) - 1 for _, outcome in decodes)
+        accepted = sum(max(len(outcome.tokens) - 1, 0) for _, outcome in decodes)
         sampled = sum(len(outcome.tokens) for outcome in result.rows)
         counters.steps += 1
         counters.output_tokens += sampled
@@ -379,3 +468,7 @@ class Engine:
             observer.close()
         except Exception:
             log.exception("observer %s failed to close", name)
+
+
+def _event(ended: Ended) -> SequenceEvent:
+    return SequenceEvent(ended.uid, (), reason=ended.reason, detail=ended.detail)

@@ -300,7 +300,8 @@ class LLM:
             stream.put(RequestError(event.detail))
             return
         before, tokens, reason = watch.tokens, event.tokens, event.reason
-        hidden = reason is FinishReason.STOP and not watch.include and tokens[-1] in seq.request.stop_ids
+        ended = reason is FinishReason.STOP and bool(tokens)
+        hidden = ended and not watch.include and tokens[-1] in seq.request.stop_ids
         text, stopped = watch.push(tokens[:-1] if hidden else tokens)
         if stopped:
             tokens, reason = tokens[: watch.tokens - before], FinishReason.STOP

@@ -1,4 +1,4 @@
-"""What every rank's host side remembers of the slots, so that a rank that drifts is found at the next plan."""
+"""What every rank's host side remembers of plans, so that a rank that drifts is found at the next one."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import struct
 import zlib
 from operator import itemgetter
 
-from dovetail.core.interfaces import StepPlan
+from dovetail.core.interfaces import LateInputs, RowFlag, StepPlan
 
 _STEP_MIX = 0x9E3779B97F4A7C15
 _MASK = 2**63 - 1
 
 
 class PlanMirror:
-    """Slots and who holds them. Sender and receivers each keep one per lane and apply every plan to it.
+    """Slots and who holds them, and whether the newest plan lacks its late inputs. Sender and receivers each keep one
+    per lane and apply every plan to it.
 
-    Valid until `apply` raises: after a plan that does not fit, the run is over.
+    Valid until `apply` raises for what is in a plan: the run is then over.
     """
 
     def __init__(self) -> None:
         self.slots: dict[int, tuple[int, int]] = {}
         """slot -> (uid, epoch)"""
+        self.waiting: StepPlan | None = None
+        """The newest plan, while it lacks its late inputs."""
         self._held = 0
         self._step = -1
 
@@ -38,7 +41,10 @@ class PlanMirror:
             )
 
     def apply(self, plan: StepPlan) -> None:
-        """Leaves, then joins; then every row and page must refer to a sequence that holds its slot."""
+        """Leaves, then joins; then every row and page must refer to a sequence that holds its slot. The plan before
+        must be complete."""
+        if self.waiting is not None:
+            raise ValueError(f"step {plan.step} cannot begin: step {self.waiting.step} lacks its late inputs")
         if plan.step <= self._step:
             raise ValueError(f"step {plan.step} comes after step {self._step}: plans run in rising order")
         for slot in plan.leaves:
@@ -55,6 +61,25 @@ class PlanMirror:
             if page.slot not in self.slots:
                 raise ValueError(f"step {plan.step}: {page} is for a slot that nobody holds")
         self._step = plan.step
+        self.waiting = plan if plan.late else None
+
+    def complete(self, late: LateInputs) -> None:
+        """They must be those of the newest plan."""
+        if self.waiting is None or self.waiting.step != late.step:
+            now = "no step" if self.waiting is None else f"step {self.waiting.step}"
+            raise ValueError(f"late inputs of step {late.step} came, and {now} waits for some")
+        rows = self.waiting.rows
+        for row in late.rows:
+            if not (0 <= row < len(rows) and rows[row].flags & RowFlag.LATE):
+                raise ValueError(f"step {late.step}: row {row} of {len(rows)} takes no late inputs")
+        self.waiting = None
+
+    def check_collect(self, pending: int) -> None:
+        """Before waiting for the oldest of so many results: whether it can come."""
+        if not pending:
+            raise ValueError("nothing to collect: every submitted plan's result was taken")
+        if self.waiting is not None and pending == 1:
+            raise ValueError(f"step {self.waiting.step} cannot be collected: it lacks its late inputs")
 
     def _check_rows(self, plan: StepPlan) -> None:
         # The happy path stays in C: a few microseconds for a full batch.

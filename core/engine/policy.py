@@ -142,10 +142,11 @@ class PolicyScheduler(Scheduler):
             seq.inflight -= 1
             if not row.flags & SAMPLE:
                 continue
+            # More than the drafts where a row without its mask sat the step out: its last token is fed again.
             surplus = row.draft + 1 - len(outcome.tokens)
             seq.max_len -= surplus
             if row.epoch == seq.epoch:
-                seq.computed -= surplus if row.flags & RowFlag.DECODE else 0
+                seq.computed -= surplus
                 self.kv.publish(seq, seq.known_len - 1)
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
@@ -198,7 +199,9 @@ class PolicyScheduler(Scheduler):
         room = seq.limit - seq.max_len
         if room <= 0:
             return  # The plans in flight may complete it.
-        draft = min(self.draft_tokens(seq, ctx), room - 1, step.budget - 1) if self.limits.lookahead else 0
+        draft = 0
+        if self.limits.lookahead and seq.request.params.grammar is None:
+            draft = min(self.draft_tokens(seq, ctx), room - 1, step.budget - 1)
         if self._reserve(seq, seq.computed + 1 + draft, step, ctx):
             seq.computed += 1 + draft
             seq.max_len += 1 + draft

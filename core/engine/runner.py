@@ -29,6 +29,7 @@ from dovetail.core.engine.sampling_step import (
     locate,
     sample_step,
     sampling_section,
+    upload_masks,
 )
 from dovetail.core.interfaces import (
     Blobs,
@@ -37,6 +38,7 @@ from dovetail.core.interfaces import (
     ExecutorInfo,
     ForwardContext,
     Hidden,
+    LateInputs,
     ModelSource,
     Progress,
     RowResult,
@@ -85,6 +87,8 @@ class Runner:
         self.composition, self.rank, self.size, self.address = composition, rank, size, address
         self.engine = composition.engine
         self._pending: deque[_Pending] = deque()
+        self._halfway: tuple[StepPlan, _Step, float] | None = None
+        """The plan executed last and when that began, while it lacks its late inputs."""
         self._phases: dict[str, float] = {}
         self._progress: Progress = lambda phase, share: None
         self.graphs: DecodeGraphs | None = None
@@ -250,10 +254,24 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
-        """Enqueue a plan. On CUDA this returns while the device still runs earlier plans."""
+        """Enqueue a plan, or its forward alone where `complete` is to follow. On CUDA this returns while the device
+        still runs earlier plans."""
         started = time.perf_counter()
         step = self._forward(plan, blobs)
-        sampled = self._sample(step)
+        if plan.late:
+            self._halfway = plan, step, started
+        else:
+            self._second_half(plan, step, started)
+
+    @torch.inference_mode()
+    def complete(self, late: LateInputs) -> None:
+        """Enqueue the sampling half of the plan executed last."""
+        assert self._halfway is not None, f"step {late.step} does not wait for late inputs"
+        (plan, step, started), self._halfway = self._halfway, None
+        self._second_half(plan, step, started, late)
+
+    def _second_half(self, plan: StepPlan, step: _Step, started: float, late: LateInputs | None = None) -> None:
+        sampled = self._sample(step, late)
         prompt = self._prompt_logprobs(step)
         if self.rank == 0:
             self._pending.append(self._copy_out(plan, step.batch, sampled, prompt, started))
@@ -271,10 +289,12 @@ class Runner:
         joined = self._join(plan, blobs)
         graph = self.graphs.pick(rows) if self.graphs is not None else None
         if graph is not None:
+            starts = list(range(0, len(rows) * self.graphs.width, self.graphs.width))
             where = [graph.section(rows, state.scratch)]
         else:
-            where = [[row.slot for row in rows], row_starts(rows), chunk_section(rows)]
-        sent = state.apply(plan, joined, [sampling_section(rows), *where])
+            starts = row_starts(rows)
+            where = [[row.slot for row in rows], starts, chunk_section(rows)]
+        sent = state.apply(plan, joined, [sampling_section(rows, starts), *where])
         for join, info in zip(plan.joins, joined, strict=True):
             for processor in self.processors.values():
                 processor.join(join.slot, info.blob.request)
@@ -289,7 +309,7 @@ class Runner:
         hidden = self.model.forward(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
         return _Step(batch, hidden, sent[0], sent[3], None)
 
-    def _sample(self, step: _Step) -> Sampled | None:
+    def _sample(self, step: _Step, late: LateInputs | None) -> Sampled | None:
         state, drafter, batch, hidden = self.state, self.drafter, step.batch, step.hidden
         if step.chunks is not None:
             advance_chunks(step.chunks, state)
@@ -299,13 +319,14 @@ class Runner:
             return None
         infos = [state.slots[row.slot] for row in batch.rows]
         random = any(info.params.temperature > 0 for info in infos)
-        captured = step.graph is not None and not (random and state.draft_probs_SKV is not None)
+        captured = step.graph is not None and late is None and not (random and state.draft_probs_SKV is not None)
         if captured and all(draws_in_graph(info.params) and not info.processors for info in infos):
             sampled = self.graphs.sample(step.graph, len(infos), random)
         else:
             at = locate(batch, step.sampling)
             logits = self.model.logits(hidden.states[at.token_RW.reshape(-1)])
-            sampled = sample_step(logits, at, batch, state, self.processors)
+            masks = None if late is None else upload_masks(late, batch, self.device)
+            sampled = sample_step(logits, at, batch, state, self.processors, masks)
         if drafter.lookahead:
             ctx = self._draft_context(batch, sampled)
             drafter.observe(ctx, hidden.states, hidden.taps)
@@ -408,6 +429,7 @@ class Runner:
     def close(self) -> None:
         """Give device memory back, whoever still holds this object."""
         self._pending.clear()
+        self._halfway = None
         self.graphs = None
         for name in ("state", "pools", "model", "drafter", "attention", "processors"):
             self.__dict__.pop(name, None)

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from dovetail.core.engine.batch import Batch, row_starts
+from dovetail.core.engine.batch import Batch
 from dovetail.core.engine.device_state import DeviceState
 from dovetail.core.engine.sampler import SampleParams, probabilities, sample
 from dovetail.core.engine.verify import verify_rejection
-from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Row, RowFlag
+from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Row, RowFlag
+from dovetail.core.ops import apply_bitmask
 from dovetail.core.ops.step import Accepted, accept, commit
 
 
@@ -46,11 +48,12 @@ class Positions:
     """Drafts to verify at most, 0 .. W-1; there may be fewer."""
 
 
-def sampling_section(rows: Seq[Row]) -> list[int]:
+def sampling_section(rows: Seq[Row], starts: Seq[int]) -> list[int]:
     """What `locate` needs from the host, to be sent with the plan: (first token sampled, slot, most drafts) of each
-    row that samples. A decode row samples after each of its tokens, a chunk after its last."""
+    row that samples. A decode row samples after each of its tokens, a chunk after its last. `starts`: index of each
+    row's first token."""
     section: list[int] = []
-    for row, first in zip(rows, row_starts(rows), strict=False):
+    for row, first in zip(rows, starts, strict=False):
         if row.flags & RowFlag.SAMPLE:
             offset = 0 if row.flags & RowFlag.DECODE else row.count - 1
             section += (first + offset, row.slot, row.draft)
@@ -78,8 +81,45 @@ def sample_params(slots_N: torch.Tensor, rows: list[Row], state: DeviceState) ->
     )
 
 
+@dataclass(slots=True)
+class Masks:
+    """Late inputs of a step. M rows that have a mask, X rows that lack theirs."""
+
+    bits_MW: torch.Tensor
+    """int32, as in LateInputs."""
+    rows_M: torch.Tensor
+    """Index into the N rows of logits."""
+    lacking_X: torch.Tensor | None
+    """Index into the R rows that sample."""
+
+
+def upload_masks(late: LateInputs, batch: Batch, device: torch.device) -> Masks:
+    """As one copy."""
+    given = set(late.rows)
+    place = {row: r for r, row in enumerate(batch.sampled)}
+    masked = [place[row] * batch.width for row in late.rows]
+    lacking = [r for row, r in place.items() if batch.rows[row].flags & RowFlag.LATE and row not in given]
+    bits = late.masks_MW.view(np.int32)
+    host = torch.from_numpy(np.concatenate((bits.reshape(-1), np.array([*masked, *lacking], np.int32))))
+    if device.type == "cuda":
+        host = host.pin_memory()
+    sent, rows_M, lacking_X = host.to(device, non_blocking=True).split((bits.size, len(masked), len(lacking)))
+    return Masks(sent.view(bits.shape), rows_M.long(), lacking_X.long() if lacking else None)
+
+
+def sit_out(lacking_X: torch.Tensor, at: Positions, state: DeviceState) -> None:
+    """These rows sample nothing: as padding they change nothing, and their last token counts as not computed."""
+    state.computed_S[at.slots_R[lacking_X]] = at.base_R[lacking_X] - 1
+    at.slots_R.index_fill_(0, lacking_X, state.scratch)
+
+
 def sample_step(
-    logits_NV: torch.Tensor, at: Positions, batch: Batch, state: DeviceState, processors: Mapping[str, LogitsProcessor]
+    logits_NV: torch.Tensor,
+    at: Positions,
+    batch: Batch,
+    state: DeviceState,
+    processors: Mapping[str, LogitsProcessor],
+    masks: Masks | None = None,
 ) -> Sampled:
     """Draw and verify, then write the outcome into the device state: this is the next step's input."""
     rows, width = at.rows, batch.width
@@ -90,6 +130,8 @@ def sample_step(
 
     best = max((p for p in (state.slots[row.slot].params.logprobs for row in rows) if p is not None), default=-1)
     raw = logits_NV.float().log_softmax(-1) if best >= 0 else None
+    if masks is not None:
+        apply_bitmask(logits_NV, masks.bits_MW, masks.rows_M)
 
     wanted = {name for row in rows for name in state.slots[row.slot].processors}
     if wanted:
@@ -100,7 +142,11 @@ def sample_step(
                 logits_NV = processor.apply(logits_NV, ctx)
 
     params = sample_params(slots_N, rows, state)
+    if masks is not None and masks.lacking_X is not None:
+        sit_out(masks.lacking_X, at, state)
     tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, batch, state)
+    if masks is not None and masks.lacking_X is not None:
+        accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
 
     logprobs = None
     if raw is not None:

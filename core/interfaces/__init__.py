@@ -15,6 +15,7 @@ from dovetail.core.interfaces.attention import (
 from dovetail.core.interfaces.collective import Collective
 from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
 from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
+from dovetail.core.interfaces.grammar import Grammar, GrammarCompiler, Matcher, Vocabulary
 from dovetail.core.interfaces.kv_cache import (
     Hit,
     KVAllocator,
@@ -38,7 +39,17 @@ from dovetail.core.interfaces.model import (
     Parameters,
 )
 from dovetail.core.interfaces.observer import Observer, StepRecord
-from dovetail.core.interfaces.plan import HostDraft, Join, PageDelta, PageOp, PageOpKind, Row, RowFlag, StepPlan
+from dovetail.core.interfaces.plan import (
+    HostDraft,
+    Join,
+    LateInputs,
+    PageDelta,
+    PageOp,
+    PageOpKind,
+    Row,
+    RowFlag,
+    StepPlan,
+)
 from dovetail.core.interfaces.quant import LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.records import (
     FinishReason,
@@ -78,6 +89,8 @@ __all__ = [
     "FinishReason",
     "Formats",
     "ForwardContext",
+    "Grammar",
+    "GrammarCompiler",
     "Hidden",
     "Hit",
     "HostBounds",
@@ -89,10 +102,12 @@ __all__ = [
     "KVPool",
     "KVSequence",
     "KVStats",
+    "LateInputs",
     "LinearMethod",
     "LinearShape",
     "LogitsContext",
     "LogitsProcessor",
+    "Matcher",
     "MoE",
     "Model",
     "ModelSource",
@@ -128,6 +143,7 @@ __all__ = [
     "TargetView",
     "TimedRequest",
     "TokenLogprobs",
+    "Vocabulary",
     "Workload",
     "WorkloadContext",
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.model import ModelSpec
-    from dovetail.core.interfaces.plan import StepPlan
+    from dovetail.core.interfaces.plan import LateInputs, StepPlan
     from dovetail.core.interfaces.records import Request, StepResult
 
 Progress = Callable[[str, float | None], None]
@@ -57,11 +57,18 @@ class Executor(ABC):
     @abstractmethod
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         """Enqueue a plan; returns before the device is done where the device is asynchronous. Plan and blobs are the
-        executor's from here on: the caller changes neither."""
+        executor's from here on: the caller changes neither. Of a plan with LATE rows only the forward half is enqueued,
+        and `complete` must follow before another `submit`."""
+
+    @abstractmethod
+    def complete(self, late: LateInputs) -> None:
+        """Enqueue the sampling half of the newest plan, which has LATE rows. Earlier plans may be collected before this
+        call, the plan itself only after it. Raises ValueError if no such plan waits."""
 
     @abstractmethod
     def collect(self) -> StepResult:
-        """The oldest submitted plan's result; waits for it. Raises if a rank died."""
+        """The oldest submitted plan's result; waits for it. Raises ValueError if that plan lacks its late inputs, and
+        RankError or the like if a rank died."""
 
     @property
     @abstractmethod

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class RowFlag(IntFlag):
@@ -17,6 +21,12 @@ class RowFlag(IntFlag):
     DECODE = 2
     """The row feeds the last sampled token and its drafts; where it starts and how many drafts it has, the device
     knows."""
+    LATE = 4
+    """The row samples once its late inputs have come (LateInputs). Set by the engine, on rows that sample; such a row
+    has no drafts."""
+
+
+_LATE = int(RowFlag.LATE)
 
 
 class Row(NamedTuple):
@@ -100,3 +110,19 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
+
+    @property
+    def late(self) -> bool:
+        """Its second half waits for late inputs."""
+        return any(row.flags & _LATE for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateInputs:
+    """What rows of a launched plan need for sampling and the host learns only from earlier results."""
+
+    step: int
+    rows: tuple[int, ...]
+    """Indices into the plan's rows, rising: those whose mask is here. A LATE row that is missing sits this step out."""
+    masks_MW: NDArray[np.uint32]
+    """Which tokens each of them may sample, [rows, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is token t."""

@@ -13,6 +13,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from dovetail.core.interfaces.grammar import Grammar
+
 
 def _int32_token(token: int) -> int:
     if not 0 <= token < 2**31:
@@ -76,6 +78,9 @@ class SamplingParams(BaseModel):
     extra: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
     """Parameters of chosen logits processors by their names, such as {"no_repeat_ngram": 3}; plain JSON values, 64 KiB
     at most. A name that no chosen processor has is refused."""
+    grammar: Grammar | None = None
+    """The form that the output must have; {"kind": "regex", "value": "[a-z]+"} for instance. It ends the output when
+    nothing more may follow."""
 
     @model_validator(mode="before")
     @classmethod
@@ -213,7 +218,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one plan row brought. tokens is empty for a prefill chunk that does not sample."""
+    """What one plan row brought. tokens is empty for a prefill chunk that does not sample, and for a LATE row whose
+    late inputs did not come: its last token is to be fed again."""
 
     row: int
     uid: int

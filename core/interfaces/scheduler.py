@@ -71,14 +71,16 @@ class Scheduler(ABC):
     def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
         """The next plan, or None when nothing can run before another result, arrival or finish.
 
-        Mutates: sequence fields marked `scheduler`, the allocator. A returned plan will be launched.
+        Mutates: sequence fields marked `scheduler`, the allocator. A returned plan will be launched. Rows of a request
+        with a grammar have no drafts; the engine marks them LATE.
         """
 
     @abstractmethod
     def update(self, result: StepResult) -> None:
         """Take the oldest launched plan's result. Sequence.tokens already holds its tokens.
 
-        Rows of finished sequences are ignored; rows of preempted ones (older epoch) only lower inflight.
+        Rows of finished sequences are ignored; rows of preempted ones (older epoch) only lower inflight. A LATE row may
+        bring no token: its sequence is then as long as before, and its last token is to be fed again.
         """
 
     @abstractmethod

@@ -4,6 +4,7 @@ CPU tensors take the reference, CUDA tensors the kernel. `notes()` lists what ha
 """
 
 from dovetail.core.ops.activations import gelu
+from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.kv_write import rope_kv_write
@@ -13,6 +14,7 @@ from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.unfused import notes
 
 __all__ = [
+    "apply_bitmask",
     "encode",
     "gelu",
     "layer_norm",

@@ -15,7 +15,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.compose import compose
-from dovetail.core.engine.encoding import decode_blob, decode_plan
+from dovetail.core.engine.encoding import decode_blob, decode_late, decode_plan
 from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.interfaces import JoinBlob
@@ -93,6 +93,10 @@ class _Worker:
                     )
                 blobs[uid, epoch] = blob
             self.runner.execute(plan, blobs)
+            if plan.late:
+                late = decode_late(self.blobs.recv(self._idle))
+                mirror.complete(late)
+                self.runner.complete(late)
 
     def _idle(self, seconds: float) -> None:
         """Sleep, but notice that the parent is gone: its end of the socket closes."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from dovetail.core.interfaces import (
     ExecutorInfo,
     Join,
     JoinBlob,
+    LateInputs,
     PageDelta,
     Request,
     Row,
@@ -38,7 +40,7 @@ SMALL_LLAMA = (
     f"num_attention_heads: 4, num_key_value_heads: 2, vocab_size: {VOCAB}, max_position_embeddings: 128, "
     "rms_norm_eps: 1.0e-5, rope_theta: 10000.0, eos_token_id: 2, torch_dtype: float32}"
 )
-SAMPLE, DECODE = RowFlag.SAMPLE, RowFlag.DECODE | RowFlag.SAMPLE
+SAMPLE, DECODE, LATE = RowFlag.SAMPLE, RowFlag.DECODE | RowFlag.SAMPLE, RowFlag.LATE
 NOBODY = 7777
 """A uid that never joins."""
 
@@ -75,9 +77,17 @@ class Script:
     steps: list[tuple[StepPlan, dict[tuple[int, int], JoinBlob]]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     """Slots, after the last step."""
+    late: dict[int, LateInputs] = field(default_factory=dict)
+    """By step."""
 
-    def add(self, rows: Seq[Row], joins: Mapping[Join, Seq[int]] | None = None, leaves: Seq[int] = ()) -> None:
-        """joins: each with its known tokens."""
+    def add(
+        self,
+        rows: Seq[Row],
+        joins: Mapping[Join, Seq[int]] | None = None,
+        leaves: Seq[int] = (),
+        masks: Mapping[int, Seq[int]] | None = None,
+    ) -> None:
+        """joins: each with its known tokens. masks: by row, the tokens that it may sample."""
         before = self if self.steps else self.after
         step = before.plans[-1].step + 1 if before else 0
         if before is self.after and before:
@@ -94,6 +104,12 @@ class Script:
             request = Request(join.uid, tuple(tokens), SamplingParams(temperature=0.0), eos_ids=(2,))
             blobs[join.uid, join.epoch] = JoinBlob(request.prompt_ids, request, 0)
         self.steps.append((plan, blobs))
+        if masks is not None:
+            bits = np.zeros((len(masks), -(-VOCAB // 32)), np.uint32)
+            for m, tokens in enumerate(masks.values()):
+                for token in tokens:
+                    bits[m, token // 32] |= np.uint32(1 << token % 32)
+            self.late[step] = LateInputs(step, tuple(masks), bits)
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -129,6 +145,18 @@ def alone(tokens: Seq[int], uid: int, decodes: int, after: Script | None = None)
     return script
 
 
+def with_masks(after: Script | None = None) -> Script:
+    """Sequence 1 may sample a few tokens only, once sits a step out, and is free at last; sequence 2 is free always."""
+    script = Script(after)
+    rows = [Row(0, 1, 1, 23, 23, 0, SAMPLE | LATE), Row(2, 2, 1, 5, 5, 0, SAMPLE)]
+    script.add(rows, {Join(0, 1, 1, 0): A, Join(2, 2, 1, 0): B}, masks={0: (7, 40, 96)})
+    for bound, masks in ((24, {0: (13,)}), (25, {}), (25, {0: (64, 65)}), (26, None)):
+        flags = DECODE if masks is None else DECODE | LATE
+        mine, other = Row(0, 1, 1, 1, bound, 0, flags), Row(2, 2, 1, 1, 5 + len(script.steps), 0, DECODE)
+        script.add([mine, other], masks=masks)
+    return script
+
+
 class ExecutorContract:
     """Every sentence of dovetail.core.interfaces.Executor. `make` is the only thing that must be overridden."""
 
@@ -158,6 +186,8 @@ class ExecutorContract:
         """Every plan in flight before the first result is asked for."""
         for plan, blobs in script.steps:
             executor.submit(plan, blobs)
+            if plan.late:
+                executor.complete(script.late[plan.step])
         return [executor.collect() for _ in script.steps]
 
     def one_by_one(self, executor: Executor, script: Script) -> list[StepResult]:
@@ -271,6 +301,41 @@ class ExecutorContract:
                     "it goes on as before"
                 )
 
+    # Late inputs.
+
+    def test_rows_sample_what_their_masks_allow(self) -> None:
+        """A row whose mask is missing samples nothing, and its next step feeds the same token. Others do not notice."""
+        script = with_masks()
+        with self.running() as executor:
+            results = self.at_once(executor, script)
+            first, other = ([result.rows[i].tokens for result in results] for i in range(2))
+            assert first[0][0] in (7, 40, 96) and first[1] == (13,) and first[3][0] in (64, 65), first
+            assert first[2] == (), f"it had no mask and sampled {first[2]}"
+            known = A + first[0] + first[1] + first[3]
+            for tokens, found in ((known, first[4:]), (B, other)):
+                script = alone(tokens, 9, len(found) - 1, after=script)
+                assert [result.rows[0].tokens for result in self.at_once(executor, script)] == found
+
+    def test_a_plan_with_late_rows_waits_for_them(self) -> None:
+        """And earlier results can be had meanwhile."""
+        script = with_masks()
+        first, second, third = script.plans[:3]
+        with self.running() as executor:
+            executor.submit(*script.steps[0])
+            with pytest.raises(ValueError, match=str(first.step)):
+                executor.collect()
+            with pytest.raises(ValueError, match=str(second.step)):
+                executor.submit(*script.steps[1])
+            with pytest.raises(ValueError, match=str(third.step)):
+                executor.complete(script.late[third.step])
+            executor.complete(script.late[first.step])
+            with pytest.raises(ValueError, match=str(first.step)):
+                executor.complete(script.late[first.step])
+            executor.submit(*script.steps[1])
+            assert executor.collect().step == first.step
+            executor.complete(script.late[second.step])
+            assert executor.collect().rows[0].tokens == (13,)
+
     # Errors.
 
     @pytest.mark.parametrize("wrong", ["a row of nobody", "a join without its blob"])
@@ -309,6 +374,10 @@ class ExecutorContract:
             executor.shutdown()
             assert executor.pending == 0, "what was on the way is gone"
             executor.shutdown()
+        with self.running() as executor:
+            executor.submit(*with_masks().steps[0])
+            executor.shutdown()
+            assert executor.pending == 0, "what waited for late inputs is gone"
 
 
 def _tokens(results: Seq[StepResult]) -> list[list[tuple[int, ...]]]:

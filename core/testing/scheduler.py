@@ -16,6 +16,7 @@ from dovetail.core.compose import EngineConfig
 from dovetail.core.engine.engine import Engine
 from dovetail.core.interfaces import (
     FinishReason,
+    Grammar,
     KVAllocator,
     KVGroup,
     RowFlag,
@@ -43,10 +44,13 @@ class Job:
     n: int = 1
     ignore_eos: bool = False
     request: dict[str, Any] | None = None
+    grammar: Grammar | None = None
 
 
-def random_load(seed: int, jobs: int = 14, *, aborts: bool = True, shared: bool = True) -> list[Job]:
-    """Arrivals over time, some with a common prefix, some aborted, some with several samples."""
+def random_load(
+    seed: int, jobs: int = 14, *, aborts: bool = True, shared: bool = True, grammars: bool = False
+) -> list[Job]:
+    """Arrivals over time, some with a common prefix, some aborted, some with several samples, some with a grammar."""
     rng = random.Random(seed)
     common = [rng.randrange(1, 50) for _ in range(rng.randrange(0, 14))] if shared else []
     load = []
@@ -65,9 +69,14 @@ def random_load(seed: int, jobs: int = 14, *, aborts: bool = True, shared: bool 
                     "priority": rng.randrange(3),
                     "cache_salt": rng.choice(["", "", "x"]),
                 },
+                grammar=_toy_grammar(rng) if grammars and rng.random() < 0.5 else None,
             )
         )
     return load
+
+
+def _toy_grammar(rng: random.Random) -> Grammar:
+    return Grammar(kind="regex", value=f"{rng.randrange(5)}:{rng.randrange(1, 13)}")
 
 
 class SchedulerContract:
@@ -94,11 +103,12 @@ class SchedulerContract:
         budget: int = 16,
         max_len: int = 64,
         delay: int = 0,
+        mask_wait: float = 1.0,
     ) -> Engine:
         groups = (KVGroup(0, (0,), page_tokens=PAGE), KVGroup(1, (1,), page_tokens=2 * PAGE))
         num_pages = {0: pages, 1: pages // 2}
         device = ToyDevice(groups, num_pages, max_seqs=max_seqs, max_len=max_len, lookahead=lookahead, delay=delay)
-        config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth)
+        config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
         engine = Engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
         engine.start()
         return engine
@@ -112,7 +122,11 @@ class SchedulerContract:
             for i, job in enumerate(load):
                 if job.arrival == step:
                     params = SamplingParams(
-                        max_tokens=job.max_tokens, temperature=0, n=job.n, ignore_eos=job.ignore_eos
+                        max_tokens=job.max_tokens,
+                        temperature=0,
+                        n=job.n,
+                        ignore_eos=job.ignore_eos,
+                        grammar=job.grammar,
                     )
                     for seq in engine.add(job.prompt, params, **(job.request or {})):
                         sequences[seq.uid] = (i, seq)
@@ -138,7 +152,7 @@ class SchedulerContract:
     def check_outputs(self, engine: Engine, load: Seq[Job], outputs: dict[tuple[int, int], list[int]]) -> None:
         for (i, sample), tokens in outputs.items():
             job = load[i]
-            expected = expected_output(job.prompt, job.max_tokens, engine.limits.max_len, job.ignore_eos)
+            expected = expected_output(job.prompt, job.max_tokens, engine.limits.max_len, job.ignore_eos, job.grammar)
             assert tokens == expected, f"job {i} sample {sample}: {tokens}, not {expected}"
         stats = engine.kv.stats()
         assert stats.owned == 0, f"pages are still owned after everybody has left: {stats}"
@@ -155,6 +169,18 @@ class SchedulerContract:
             load = random_load(seed)
             engine = self.engine(pages=pages, depth=depth, lookahead=lookahead, delay=depth - 1)
             self.check_outputs(engine, load, self.run(engine, load))
+
+    @pytest.mark.parametrize("depth", [1, 2, 4])
+    @pytest.mark.parametrize("patient", [True, False])
+    def test_rows_with_a_grammar(self, depth: int, patient: bool) -> None:
+        """They sample late and take no drafts; an impatient engine goes on without those whose mask is not there."""
+        for seed in range(4):
+            load = random_load(seed, grammars=True)
+            wait = 1.0 if patient else 0.0
+            engine = self.engine(pages=24, depth=depth, lookahead=3, delay=depth - 1, mask_wait=wait)
+            self.check_outputs(engine, load, self.run(engine, load))
+            assert any(plan.late for plan in engine.executor.plans)
+            engine.shutdown()
 
     def test_equal_calls_give_equal_plans(self) -> None:
         plans = []

@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from dovetail.core.compose import EngineConfig
+from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     Blobs,
     Drafter,
     Executor,
     ExecutorInfo,
+    Grammar,
+    GrammarCompiler,
     KVAllocator,
     KVGroup,
+    LateInputs,
+    Matcher,
+    ModelSource,
     ModelSpec,
     PageOpKind,
     Progress,
@@ -31,6 +39,7 @@ from dovetail.core.interfaces import (
     SchedulerLimits,
     StepPlan,
     StepResult,
+    Vocabulary,
 )
 
 VOCAB = 50
@@ -38,18 +47,75 @@ EOS = 0
 """One token in VOCAB ends an output, so lengths vary."""
 
 
-def next_token(tokens: Seq[int]) -> int:
+def next_token(tokens: Seq[int], allowed: Container[int] = range(VOCAB)) -> int:
     """The toy model, greedy."""
-    return zlib.crc32(bytes(t % 251 for t in tokens)) % VOCAB
+    first = zlib.crc32(bytes(t % 251 for t in tokens))
+    return next(t for t in ((first + i) % VOCAB for i in range(VOCAB)) if t in allowed)
 
 
-def expected_output(prompt: Seq[int], max_tokens: int, max_len: int, ignore_eos: bool = False) -> list[int]:
+class ToyMatcher(Matcher):
+    """Allows some tokens after each token, chosen by a hash; of `length` tokens at most; may end after every other."""
+
+    def __init__(self, salt: int, length: int, output: Seq[int] = ()) -> None:
+        self.salt, self.length, self.output = salt, length, list(output)
+
+    def allowed(self) -> set[int]:
+        last = self.output[-1] if self.output else VOCAB
+        return {t for t in range(1, VOCAB) if zlib.crc32(bytes((self.salt, last, t))) % 4 == 0 or t == 1 + last % 7}
+
+    def mask(self, out: Any) -> None:
+        out[:] = bits(self.allowed())
+
+    def advance(self, token: int) -> None:
+        if self.finished or token not in self.allowed():
+            raise RequestError(f"token {token} may not follow {self.output}")
+        self.output.append(token)
+
+    @property
+    def accepting(self) -> bool:
+        return self.finished or len(self.output) % 2 == 1
+
+    @property
+    def finished(self) -> bool:
+        return len(self.output) == self.length
+
+    def fork(self) -> Matcher:
+        return ToyMatcher(self.salt, self.length, self.output)
+
+
+class ToyCompiler(GrammarCompiler):
+    """Grammar(kind="regex", value="<salt>:<length>") becomes a ToyMatcher."""
+
+    def compile(self, grammar: Grammar) -> ToyMatcher:
+        assert isinstance(grammar.value, str)
+        salt, _, length = grammar.value.partition(":")
+        return ToyMatcher(int(salt), int(length))
+
+
+def bits(tokens: set[int]) -> Any:
+    """As a mask, uint32."""
+    flags = np.array([t in tokens for t in range(-(-VOCAB // 32) * 32)])
+    return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def expected_output(
+    prompt: Seq[int], max_tokens: int, max_len: int, ignore_eos: bool = False, grammar: Grammar | None = None
+) -> list[int]:
     """What the engine must produce, whatever scheduler, allocator, depth or drafter."""
     tokens = list(prompt)
+    matcher = None if grammar is None else ToyCompiler(None, VOCABULARY).compile(grammar)
     while len(tokens) < min(len(prompt) + max_tokens, max_len):
-        tokens.append(next_token(tokens))
+        if matcher is None:
+            tokens.append(next_token(tokens))
+        else:
+            ends = {EOS} if matcher.accepting and not ignore_eos else set()
+            tokens.append(next_token(tokens, matcher.allowed() | ends))
         if tokens[-1] == EOS and not ignore_eos:
             break
+        if matcher is not None:
+            matcher.advance(tokens[-1])
+            if matcher.finished:
+                break
     return tokens[len(prompt) :]
 
 
@@ -84,18 +150,37 @@ class ToyDevice(Executor):
         self.plans: list[StepPlan] = []
         """Every plan submitted, for assertions."""
         self._queue: deque[tuple[StepPlan, Blobs]] = deque()
+        self._late: dict[int, LateInputs] = {}
+        """By step."""
+        self._waiting: StepPlan | None = None
+        """The newest plan, while it lacks its late inputs."""
         self._results: deque[StepResult] = deque()
 
     def start(self, progress: Progress) -> ExecutorInfo:
         return ExecutorInfo(SPEC, self.groups, self.num_pages, self.max_len, self.lookahead, "toy", {})
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        assert self._waiting is None, f"step {plan.step} comes before the late inputs of {self._waiting}"
         self.plans.append(plan)
         self._queue.append((plan, dict(blobs)))
+        if plan.late:
+            self._waiting = plan
+        else:
+            self._run_due()
+
+    def complete(self, late: LateInputs) -> None:
+        assert self._waiting is not None and self._waiting.step == late.step, f"{self._waiting} waits, not {late.step}"
+        for i in late.rows:
+            assert self._waiting.rows[i].flags & RowFlag.LATE, f"row {i} wants no late input: {self._waiting}"
+        self._waiting, self._late[late.step] = None, late
+        self._run_due()
+
+    def _run_due(self) -> None:
         while len(self._queue) > self.delay:
             self._run(*self._queue.popleft())
 
     def collect(self) -> StepResult:
+        assert self._waiting is None or self.pending > 1, f"{self._waiting} lacks its late inputs"
         while not self._results:
             self._run(*self._queue.popleft())
         return self._results.popleft()
@@ -133,7 +218,11 @@ class ToyDevice(Executor):
             self.memory[op.group, op.dst] = dict(self.memory.get((op.group, op.src), {}))
         # As layers do: every row writes before any row reads.
         fed = {row.slot: self._write(plan, row) for row in plan.rows}
-        results = tuple(self._read(i, row, *fed[row.slot]) for i, row in enumerate(plan.rows))
+        late = self._late.pop(plan.step, None)
+        allowed = (
+            {} if late is None else {row: _tokens(mask) for row, mask in zip(late.rows, late.masks_MW, strict=True)}
+        )
+        results = tuple(self._read(i, row, *fed[row.slot], allowed) for i, row in enumerate(plan.rows))
         self._results.append(StepResult(plan.step, results))
 
     def _write(self, plan: StepPlan, row: Any) -> tuple[int, list[int]]:
@@ -163,7 +252,7 @@ class ToyDevice(Executor):
                 self.memory.setdefault((group.id, slot.tables[group.id][index]), {})[offset] = token
         return slot.computed, feed
 
-    def _read(self, index: int, row: Any, start: int, feed: list[int]) -> RowResult:
+    def _read(self, index: int, row: Any, start: int, feed: list[int], allowed: dict[int, set[int]]) -> RowResult:
         slot = self.slots[row.slot]
         known = slot.tokens + slot.drafts[: row.draft]
         for group in self.groups:
@@ -181,8 +270,13 @@ class ToyDevice(Executor):
         )
         tokens = list(slot.tokens)
         out: list[int] = []
+        if row.flags & RowFlag.LATE:
+            assert row.draft == 0, f"{row} has drafts, which its mask does not know of"
+            if index not in allowed:
+                slot.computed = len(tokens) - 1
+                return RowResult(index, row.uid, row.epoch)
         for draft in [*slot.drafts[: row.draft], None]:
-            token = next_token(tokens)
+            token = next_token(tokens, allowed.get(index, range(VOCAB)))
             out.append(token)
             tokens.append(token)
             if draft != token:
@@ -202,7 +296,12 @@ class ToyDevice(Executor):
         return drafts
 
 
+def _tokens(mask: Any) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")).tolist())
+
+
 SPEC = ModelSpec("toy", VOCAB, 1, 1, 1, 1, 1, 1, 1 << 20, "float32", eos_ids=(EOS,))
+VOCABULARY = Vocabulary(VOCAB, (EOS,), None)
 
 
 class _ToyModelPart:
@@ -215,6 +314,10 @@ class _ToyModelPart:
     @staticmethod
     def spec(config: object) -> ModelSpec:
         return SPEC
+
+    @staticmethod
+    def source(config: object) -> ModelSource:
+        return ModelSource(None, True)
 
 
 class _NoHostDrafts:
@@ -233,7 +336,7 @@ class ToyComposition:
         drafter: Drafter | None = None,
     ) -> None:
         self.engine = engine
-        self.parts: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {"grammar": ToyCompiler}
         self._scheduler, self._kv, self._device, self._drafter = scheduler, kv, device, drafter
 
     def part(self, kind: str) -> Any:
@@ -249,5 +352,7 @@ class ToyComposition:
             return self._kv(given["groups"], given["num_pages"])
         if kind == "scheduler":
             return self._scheduler(given["limits"], given["kv"])
+        if kind == "grammar":
+            return ToyCompiler(None, given["vocabulary"])
         assert kind == "spec_decode", f"an engine asked for {kind}"
         return self._drafter or _NoHostDrafts()

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.core.engine.mirror import PlanMirror
-from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, Progress, StepPlan, StepResult
+from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, LateInputs, Progress, StepPlan, StepResult
 from dovetail.core.parallel.worker import load_class
 from dovetail.plugins.executor.config import InprocConfig
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+
+
+@dataclass(slots=True)
+class _Held:
+    """A plan that did not run yet."""
+
+    plan: StepPlan
+    blobs: Blobs
+    late: LateInputs | None = None
 
 
 class InprocExecutor(Executor):
@@ -23,7 +33,7 @@ class InprocExecutor(Executor):
         self.config, self.composition = config, composition
         self._runner: Any = None
         self._mirror = PlanMirror()
-        self._held: deque[tuple[StepPlan, Blobs]] = deque()
+        self._held: deque[_Held] = deque()
         self._executed = 0
         """Plans that ran and whose results were not collected."""
 
@@ -37,17 +47,26 @@ class InprocExecutor(Executor):
         if self._runner is None:
             raise RuntimeError("the executor does not run: start it first (after shutdown, make another)")
         self._mirror.apply(plan)
-        self._held.append((plan, blobs))
+        self._held.append(_Held(plan, blobs))
         if len(self._held) > self.config.delay:
             self._execute_oldest()
 
+    def complete(self, late: LateInputs) -> None:
+        self._mirror.complete(late)
+        if self._held:
+            self._held[-1].late = late
+        else:
+            self._runner.complete(late)
+
     def _execute_oldest(self) -> None:
-        self._runner.execute(*self._held.popleft())
+        held = self._held.popleft()
+        self._runner.execute(held.plan, held.blobs)
+        if held.late is not None:
+            self._runner.complete(held.late)
         self._executed += 1
 
     def collect(self) -> StepResult:
-        if not self.pending:
-            raise ValueError("nothing to collect: every submitted plan's result was taken")
+        self._mirror.check_collect(self.pending)
         if not self._executed:
             self._execute_oldest()
         result: StepResult = self._runner.collect()

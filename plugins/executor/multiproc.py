@@ -7,9 +7,20 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dovetail.core.engine.encoding import encode_blob, encode_plan
+import numpy as np
+
+from dovetail.core.engine.encoding import encode_blob, encode_late, encode_plan
 from dovetail.core.engine.mirror import PlanMirror
-from dovetail.core.interfaces import Blobs, Collective, Executor, ExecutorInfo, Progress, StepPlan, StepResult
+from dovetail.core.interfaces import (
+    Blobs,
+    Collective,
+    Executor,
+    ExecutorInfo,
+    LateInputs,
+    Progress,
+    StepPlan,
+    StepResult,
+)
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.ring import RingWriter
@@ -98,9 +109,18 @@ class MultiprocExecutor(Executor):
             self._runner.execute(plan, blobs)
         self._pending += 1
 
+    def complete(self, late: LateInputs) -> None:
+        assert self._workers is not None
+        self._complete(self._workers, late)
+
+    def _complete(self, workers: Workers, late: LateInputs) -> None:
+        self._mirror.complete(late)
+        with workers.blamed():
+            self._blobs.send(encode_late(late), workers.idle)
+            self._runner.complete(late)
+
     def collect(self) -> StepResult:
-        if not self._pending:
-            raise ValueError("nothing to collect: every submitted plan's result was taken")
+        self._mirror.check_collect(self._pending)
         assert self._workers is not None
         with self._workers.blamed():
             result: StepResult = self._runner.collect()
@@ -123,6 +143,9 @@ class MultiprocExecutor(Executor):
             return
         try:
             if not workers.broken:
+                if (waiting := self._mirror.waiting) is not None:
+                    # The workers wait for its late inputs, and would not hear.
+                    self._complete(workers, LateInputs(waiting.step, (), np.zeros((0, 0), np.uint32)))
                 self._plans.send(CONTROL, workers.idle)
                 workers.post({"op": "shutdown"})
         except (RankError, ChannelClosed) as error:

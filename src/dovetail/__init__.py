@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         PluginError,
         RequestError,
     )
-    from dovetail.core.interfaces import SamplingParams
+    from dovetail.core.interfaces import Grammar, SamplingParams
     from dovetail.core.memory.eviction import EvictionPolicy
 
 if not (Path(__file__).parent / "core").is_dir():
@@ -67,7 +67,7 @@ _MODULES = {
     "dovetail.core.engine.llm": ("LLM",),
     "dovetail.core.engine.output": ("Completion", "Delta", "Generation"),
     "dovetail.core.engine.policy": ("PolicyScheduler",),
-    "dovetail.core.interfaces": ("SamplingParams",),
+    "dovetail.core.interfaces": ("Grammar", "SamplingParams"),
     "dovetail.core.memory.eviction": ("EvictionPolicy",),
     "dovetail.core.errors": (
         "CapabilityError",
@@ -98,6 +98,7 @@ __all__ = [
     "EngineConfig",
     "EvictionPolicy",
     "Generation",
+    "Grammar",
     "Host",
     "Part",
     "Parts",

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field, JsonValue
 
 from dovetail.core.compose import AppConfig
+from dovetail.core.interfaces import Grammar
 
 
 class GenerateConfig(AppConfig):
@@ -24,6 +25,7 @@ class GenerateConfig(AppConfig):
         "collective",
         "cost",
         "logits",
+        "grammar",
         "observer",
     )
     takes_prompts: ClassVar[bool] = True
@@ -54,6 +56,8 @@ class GenerateConfig(AppConfig):
     """Same seed, same text; null: engine.seed."""
     stop: tuple[str, ...] = ()
     """Strings that end the output."""
+    grammar: Grammar | None = None
+    """The form of every output, such as {kind: choice, value: [yes, no]}; null: free."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
     extra: dict[str, JsonValue] = Field(default_factory=dict)

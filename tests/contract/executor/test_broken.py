@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dovetail.core.compose import Composition
-from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, Progress, StepPlan, StepResult
+from dovetail.core.interfaces import (
+    Blobs,
+    Executor,
+    ExecutorInfo,
+    LateInputs,
+    Progress,
+    RowFlag,
+    StepPlan,
+    StepResult,
+)
 from dovetail.core.testing.executor import ExecutorContract
 from dovetail.core.testing.suite import failures
 from dovetail.plugins.executor.config import InprocConfig
@@ -128,6 +138,34 @@ class ForgetsToForget(Sound):
         self._executed = pending
 
 
+class IgnoresMasks(Sound):
+    def complete(self, late: LateInputs) -> None:
+        super().complete(replace(late, masks_MW=~np.zeros_like(late.masks_MW)))
+
+
+class SamplesWithoutMask(Sound):
+    """Takes a mask that is missing for one that allows everything."""
+
+    def complete(self, late: LateInputs) -> None:
+        super().complete(late if late.rows else LateInputs(late.step, (0,), ~np.zeros((1, 4), np.uint32)))
+
+
+class ShiftsMasks(Sound):
+    """Gives them to the rows after theirs."""
+
+    def complete(self, late: LateInputs) -> None:
+        rows = self._mirror.waiting.rows
+        rows[1] = rows[1]._replace(flags=rows[1].flags | RowFlag.LATE)
+        super().complete(replace(late, rows=tuple(row + 1 for row in late.rows)))
+
+
+class DoesNotWait(Sound):
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        if self._mirror.waiting is not None:
+            self.complete(LateInputs(self._mirror.waiting.step, (), np.zeros((0, 0), np.uint32)))
+        super().submit(plan, blobs)
+
+
 BROKEN: dict[type[Executor], str] = {
     EatsThePlan: "test_results_come_in_order_with_their_keys",
     LastInFirstOut: "test_results_come_in_order_with_their_keys",
@@ -143,6 +181,10 @@ BROKEN: dict[type[Executor], str] = {
     SaysNothingOfItsStart: "test_start_reports_what_the_engine_needs",
     NeedsARunnerToShutDown: "test_shutdown_is_idempotent",
     ForgetsToForget: "test_shutdown_is_idempotent",
+    IgnoresMasks: "test_rows_sample_what_their_masks_allow",
+    SamplesWithoutMask: "test_rows_sample_what_their_masks_allow",
+    ShiftsMasks: "test_rows_sample_what_their_masks_allow",
+    DoesNotWait: "test_a_plan_with_late_rows_waits_for_them",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from dovetail.core.interfaces import (
     FinishReason,
     KVAllocator,
     Row,
+    RowFlag,
     Scheduler,
     SchedulerContext,
     SchedulerLimits,
@@ -68,6 +70,36 @@ class Overtaken(PolicyScheduler):
     def _candidates(self, step, ctx):  # type: ignore[no-untyped-def]
         yield from list(self.resuming.values())
         yield from list(self.waiting.values())
+
+
+class Forbidden(PolicyScheduler):
+    """Gives rows with a grammar drafts, which their mask does not know of."""
+
+    def _decode(self, seq, step, ctx):  # type: ignore[no-untyped-def]
+        request = seq.request
+        seq.request = replace(request, params=request.params.model_copy(update={"grammar": None}))
+        super()._decode(seq, step, ctx)
+        seq.request = request
+
+
+class Confident(PolicyScheduler):
+    """Takes it that a row which samples brings a token."""
+
+    def update(self, result: StepResult) -> None:
+        super().update(result)
+        for row, outcome in zip(self.plan_of(result).rows, result.rows, strict=True):
+            seq = self._sequences.get(row.uid)
+            if seq is not None and row.flags & RowFlag.LATE and not outcome.tokens and row.epoch == seq.epoch:
+                seq.max_len += 1
+                seq.computed += 1
+
+    def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
+        plan = super().schedule(ctx)
+        self.by_step = {**getattr(self, "by_step", {}), ctx.step: plan}
+        return plan
+
+    def plan_of(self, result: StepResult) -> StepPlan:
+        return self.by_step[result.step]
 
 
 class Impatient(PolicyScheduler):
@@ -132,6 +164,8 @@ BROKEN: dict[type[PolicyScheduler], str] = {
     Amnesiac: "test_every_request_gets_its_own_output",
     Overtaken: "test_every_request_gets_its_own_output",
     Impatient: "test_every_request_gets_its_own_output",
+    Forbidden: "test_rows_with_a_grammar",
+    Confident: "test_rows_with_a_grammar",
     Disordered: "test_limits_hold",
     Unfair: "test_everybody_is_served",
     Optimist: "test_what_can_never_run_is_rejected",

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.core.engine.encoding import decode_blob, decode_plan, encode_blob, encode_plan
+from dovetail.core.engine.encoding import (
+    decode_blob,
+    decode_late,
+    decode_plan,
+    encode_blob,
+    encode_late,
+    encode_plan,
+)
 from dovetail.core.interfaces import (
+    Grammar,
     HostDraft,
     Join,
     JoinBlob,
+    LateInputs,
     PageDelta,
     PageOp,
     PageOpKind,
@@ -104,6 +115,9 @@ sampling = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 64),
     extra=st.dictionaries(st.text(), json_values, max_size=2),
+    grammar=st.none()
+    | st.builds(Grammar, kind=st.just("choice"), value=st.lists(st.text(min_size=1), min_size=1, max_size=3).map(tuple))
+    | st.builds(Grammar, kind=st.just("json_schema"), value=st.dictionaries(st.text(), st.integers(), max_size=2)),
 )
 
 
@@ -136,6 +150,24 @@ def test_plan_round_trip(plan: StepPlan, state: int) -> None:
 @given(int64, int64, blobs())
 def test_blob_round_trip(uid: int, epoch: int, blob: JoinBlob) -> None:
     assert decode_blob(encode_blob(uid, epoch, blob)) == (uid, epoch, blob)
+
+
+@given(int64, st.lists(int64, max_size=5), st.integers(0, 4), st.randoms())
+def test_late_round_trip(step: int, rows: list[int], words: int, random: Random) -> None:
+    masks = np.array([random.getrandbits(32) for _ in range(words * len(rows))], np.uint32).reshape(len(rows), words)
+    data = encode_late(LateInputs(step, tuple(rows), masks))
+    decoded = decode_late(data)
+    assert (decoded.step, decoded.rows) == (step, tuple(rows))
+    assert decoded.masks_MW.dtype == np.uint32 and np.array_equal(decoded.masks_MW, masks)
+    for cut in range(len(data)):
+        with pytest.raises(ValueError):
+            decode_late(data[:cut])
+    with pytest.raises(ValueError, match="late input"):
+        decode_late(encode_plan(PLAN))
+    head = 16 + 8 * (2 + len(rows))
+    for at in range(4, head):
+        with pytest.raises(ValueError):
+            decode_late(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
 
 
 def golden(name: str) -> bytes:

@@ -31,9 +31,11 @@ from dovetail.core.interfaces import (  # noqa: E402
 )
 from dovetail.core.memory.pools import make_pools  # noqa: E402
 from dovetail.core.ops.activations import gelu_reference  # noqa: E402
+from dovetail.core.ops.bitmask import apply_bitmask_reference  # noqa: E402
 from dovetail.core.ops.formats import encode_reference  # noqa: E402
 from dovetail.core.ops.gated import silu_and_mul_reference  # noqa: E402
 from dovetail.core.ops.kernels.activations import gelu_triton  # noqa: E402
+from dovetail.core.ops.kernels.bitmask import apply_bitmask_triton  # noqa: E402
 from dovetail.core.ops.kernels.formats import encode_triton  # noqa: E402
 from dovetail.core.ops.kernels.gated import silu_and_mul_triton  # noqa: E402
 from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
@@ -249,3 +251,24 @@ def test_matmul(dtype, tile):
             expected = matmul_reference(x_TI, weight_OI, *ends, dtype=torch.float32)
             assert_near(got, expected, 1e-6 if INTERPRETED else 1e-3)
             assert not counts.any()
+
+
+@pytest.mark.parametrize("vocab", [5, 32, 129, 5000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_apply_bitmask(dtype, vocab):
+    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32) + 1), dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([4, 0, 2], device=DEVICE)
+    logits = random(6, vocab + 7, dtype=dtype)
+    logits[1, 0] = float("nan")  # of a row without a mask
+    outcomes = []
+    for apply in (apply_bitmask_reference, apply_bitmask_triton):
+        whole = logits.clone()
+        apply(whole[:, :vocab], bits, rows)
+        outcomes.append(whole)
+    expected, got = outcomes
+    assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(expected[:, vocab:], logits[:, vocab:])
+    for m, row in enumerate(rows.tolist()):
+        for token in range(vocab):
+            allowed = bits[m, token // 32].item() >> token % 32 & 1
+            assert expected[row, token] == (logits[row, token] if allowed else float("-inf"))

@@ -1,0 +1,127 @@
+"""Grammars by llguidance. Its matchers raise nothing: they enter an error state, which is asked for here."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+from tokenizers import Tokenizer
+
+from dovetail.core.errors import RequestError
+from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher, Vocabulary
+from dovetail.plugins.grammar.config import LLGuidanceConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from llguidance._lib import JsonCompileOptions
+    from numpy.typing import NDArray
+
+_LONGEST_REASON = 400
+"""Characters. A reason may quote the grammar."""
+
+
+class LLGuidance(GrammarCompiler):
+    config: LLGuidanceConfig
+
+    def __init__(self, config: LLGuidanceConfig, vocabulary: Vocabulary) -> None:
+        super().__init__(config, vocabulary)
+        self.timeout = config.timeout
+        self._limits = LLParserLimits(
+            step_max_items=config.step_items, max_lexer_states=config.max_lexer_states, verbose_errors=False
+        )
+        self._loading = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        size = len(grammar.value) if isinstance(grammar.value, str) else sum(map(len, grammar.value))
+        if size > self.config.max_characters:
+            raise RequestError(
+                f"grammar: {grammar.kind} of {size} characters; grammar.max_characters={self.config.max_characters}"
+            )
+        matcher = _LLMatcher(grammar.kind, self._new(self._text(grammar)))
+        matcher.check()
+        return matcher
+
+    def _new(self, text: str) -> LLMatcher:
+        return LLMatcher(self._tokens(), text, log_level=0, limits=self._limits)
+
+    def _tokens(self) -> LLTokenizer:
+        """Made for the first grammar: a second or so for a large vocabulary."""
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = _load(self.vocabulary)
+            return self._tokenizer
+
+    def _text(self, grammar: Grammar) -> str:
+        """In llguidance's own form."""
+        value = grammar.value
+        try:
+            if grammar.kind == "choice":
+                return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value))))
+            assert isinstance(value, str)
+            if grammar.kind == "regex":
+                return str(LLMatcher.grammar_from_regex(value))
+            if grammar.kind == "lark":
+                return str(LLMatcher.grammar_from_lark(value))
+            if grammar.kind == "ebnf":
+                return str(LLMatcher.grammar_from_lark(gbnf_to_lark(value)))
+            schema = value if grammar.kind == "json_schema" else '{"type": "object"}'
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options()))
+        except Exception as error:  # its converters raise whatever they meet
+            raise _refusal(grammar.kind, str(error)) from error
+
+    def _json_options(self) -> JsonCompileOptions:
+        most = self.config.json_whitespace
+        return {
+            "whitespace_flexible": most > 0,
+            "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}" if most else None,
+            "coerce_one_of": self.config.coerce_one_of,
+            "lenient": False,
+        }
+
+
+class _LLMatcher(Matcher):
+    def __init__(self, kind: str, matcher: LLMatcher) -> None:
+        self._kind, self._matcher = kind, matcher
+
+    def check(self) -> None:
+        if self._matcher.is_error():
+            raise _refusal(self._kind, self._matcher.get_error())
+
+    def mask(self, out: NDArray[np.uint32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+        self.check()
+
+    def advance(self, token: int) -> None:
+        if not self._matcher.consume_token(token):
+            raise _refusal(self._kind, self._matcher.get_error())
+
+    @property
+    def accepting(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def fork(self) -> Matcher:
+        return _LLMatcher(self._kind, self._matcher.deep_copy())
+
+
+def _load(vocabulary: Vocabulary) -> LLTokenizer:
+    if vocabulary.tokenizer is None:
+        raise RequestError("grammar: this model has no tokenizer.json, and a grammar is about the text of tokens")
+    tokenizer = Tokenizer.from_file(str(vocabulary.tokenizer))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    eos = list(vocabulary.eos_ids) or None
+    return LLTokenizer(tokenizer.to_str(), n_vocab=vocabulary.size, eos_token=eos)
+
+
+def _refusal(kind: str, reason: str) -> RequestError:
+    reason = " ".join(reason.split())
+    short = reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON] + " ..."
+    return RequestError(f"grammar: {kind}: {short}")

@@ -1,0 +1,68 @@
+"""The contract suite over the built-in grammar compilers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dovetail.core.errors import RequestError
+from dovetail.core.interfaces import Grammar, GrammarCompiler, Vocabulary
+from dovetail.core.testing.grammar import GrammarContract, vocabulary
+from dovetail.plugins.grammar.config import LLGuidanceConfig, NoneConfig
+from dovetail.plugins.grammar.guidance import LLGuidance
+from dovetail.plugins.grammar.none import NoGrammars
+
+
+class TestLLGuidance(GrammarContract):
+    def make(self, vocabulary: Vocabulary) -> GrammarCompiler:
+        return LLGuidance(LLGuidanceConfig(), vocabulary)
+
+
+class TestNone(GrammarContract):
+    kinds = ()
+
+    def make(self, vocabulary: Vocabulary) -> GrammarCompiler:
+        return NoGrammars(NoneConfig(), vocabulary)
+
+
+def llguidance(**options: object) -> LLGuidance:
+    return LLGuidance(LLGuidanceConfig(**options), vocabulary()[0])
+
+
+ONE_OF = Grammar(
+    kind="json_schema", value={"oneOf": [{"type": "object", "properties": {"a": True}}, {"type": "object"}]}
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "grammar", "reason"),
+    [
+        ({"max_characters": 10}, Grammar(kind="regex", value="a" * 11), "11 characters.*max_characters=10"),
+        ({"max_characters": 10}, Grammar(kind="choice", value=("abcdef", "ghijkl")), "12 characters"),
+        ({}, ONE_OF, "oneOf"),
+    ],
+)
+def test_limits(options: dict[str, object], grammar: Grammar, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        llguidance(**options).compile(grammar)
+    llguidance(coerce_one_of=True).compile(grammar)
+
+
+def test_white_space_in_json_is_bounded() -> None:
+    suite = TestLLGuidance()
+    for most in (0, 3):
+        matcher = llguidance(json_whitespace=most).compile(Grammar(kind="json_object"))
+        assert suite.write(matcher.fork(), "{" + " " * most + '"a"' + " " * most)
+        assert not suite.write(matcher, "{" + " " * (most + 1))
+
+
+def test_a_model_without_a_tokenizer_refuses(tmp_path: Path) -> None:
+    compiler = LLGuidance(LLGuidanceConfig(), Vocabulary(10, (0,), None))
+    with pytest.raises(RequestError, match="no tokenizer"):
+        compiler.compile(Grammar(kind="json_object"))
+
+
+def test_the_suite_must_be_given_a_compiler() -> None:
+    with pytest.raises(NotImplementedError):
+        GrammarContract().make(vocabulary()[0])
