@@ -1,7 +1,7 @@
 """Dovetail beside another engine: the same prompts, the same machine, the same run.
 
-    python benchmarks/compare.py vllm --python /venvs/vllm/bin/python --workloads latency,batch64 --rounds 3 \
-        --out benchmarks/results/NAME.json -- +preset=h200_bf16_tp1 engine.max_len=1024
+    python benchmarks/compare.py vllm --python /venvs/vllm/bin/python --env HF_HUB_OFFLINE=1 \
+        --workloads latency,batch64 --rounds 3 --out benchmarks/results/NAME.json -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/compare.py transformers --workloads fixed -- engine.device=cpu
 
 What follows `--` are overrides of Dovetail. Model, lengths, batch size, memory and parallelism of the peer follow from
@@ -204,18 +204,29 @@ class Engine:
         return answer
 
 
-def command(name: str, python: str, settings: dict[str, Any]) -> list[str]:
-    return [python, str(PEERS / f"{name}_peer.py"), json.dumps(settings)]
+@dataclass(frozen=True)
+class Launch:
+    """How an engine's process is started."""
+
+    name: str
+    python: str
+    settings: dict[str, Any]
+    env: dict[str, str]
+    """Over our own environment."""
 
 
 @contextmanager
-def running(name: str, python: str, settings: dict[str, Any]) -> Iterator[Engine]:
-    env = os.environ | {"HF_HUB_OFFLINE": "1"} | ({"VLLM_NO_USAGE_STATS": "1"} if name == "vllm" else {})
+def running(launch: Launch) -> Iterator[Engine]:
+    script = str(PEERS / f"{launch.name}_peer.py")
     process = subprocess.Popen(
-        command(name, python, settings), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        [launch.python, script, json.dumps(launch.settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | launch.env,
     )
     try:
-        yield Engine(name, process)
+        yield Engine(launch.name, process)
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -231,17 +242,14 @@ Measured = dict[str, dict[str, list[tuple[Job, dict[str, Any]]]]]
 
 
 def measure(
-    ours: tuple[str, str, dict[str, Any]],
-    peer: tuple[str, str, dict[str, Any]],
-    jobs: dict[str, list[Job]],
-    interleave: bool,
+    ours: Launch, peer: Launch, jobs: dict[str, list[Job]], interleave: bool
 ) -> tuple[Measured, dict[str, dict[str, Any]]]:
     groups = [[ours, peer]] if interleave else [[ours], [peer]]
-    found: Measured = {engine[0]: {workload: [] for workload in jobs} for engine in (ours, peer)}
+    found: Measured = {engine.name: {workload: [] for workload in jobs} for engine in (ours, peer)}
     about = {}
     for group in groups:
         with ExitStack() as stack:
-            engines = [stack.enter_context(running(*engine)) for engine in group]
+            engines = [stack.enter_context(running(engine)) for engine in group]
             about.update({engine.name: engine.about for engine in engines})
             for workload, runs in jobs.items():
                 for job in runs:
@@ -311,6 +319,13 @@ def markdown(rows: Sequence[dict[str, Any]], ours: str, peer: str) -> str:
     return "\n".join(lines)
 
 
+def name_and_value(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -319,6 +334,14 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         choices=sorted(p.stem.removesuffix("_peer") for p in PEERS.glob("*_peer.py") if "dovetail" not in p.stem),
     )
     parser.add_argument("--python", default=sys.executable, help="the peer's Python interpreter")
+    parser.add_argument(
+        "--env",
+        type=name_and_value,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the peer's environment, such as PYTHONPATH=/vllm/site-packages; may be repeated",
+    )
     parser.add_argument("--workloads", default="latency,batch64,batch256", help="names, with commas between them")
     parser.add_argument("--rounds", type=int, default=2, help="repeats of each run")
     parser.add_argument("--order", choices=("auto", "interleaved", "sequential"), default="auto")
@@ -339,8 +362,8 @@ def main(argv: Sequence[str]) -> int:
             shared = replace(shared, memory_fraction=shared.memory_fraction / 2)
             overrides = [*overrides, f"engine.memory_fraction={shared.memory_fraction}"]
         say("both engines take turns" if interleaved else "one engine after the other")
-        ours = ("dovetail", sys.executable, {"overrides": overrides})
-        peer = (args.peer, args.python, asdict(shared) | {"engine_args": args.args})
+        ours = Launch("dovetail", sys.executable, {"overrides": overrides}, {})
+        peer = Launch(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env))
         measured, about = measure(ours, peer, jobs, interleaved)
         rows = compared(measured, jobs, "dovetail", args.peer)
     print(markdown(rows, "dovetail", args.peer))

@@ -164,9 +164,14 @@ def test_engines_take_turns_where_both_fit(
 def test_an_engine_that_does_not_start_is_said(compare: ModuleType, tmp_path: Path) -> None:
     with (
         pytest.raises(compare.PeerError, match="vllm ended with exit code 1"),
-        compare.running("vllm", sys.executable, {}),
+        compare.running(compare.Launch("vllm", sys.executable, {}, {})),
     ):
         pass
+
+
+def test_the_peer_alone_gets_its_environment(compare: ModuleType) -> None:
+    args, overrides = compare.arguments(["vllm", "--env", "A=1", "--env", "B=x=y", "--", "model=tiny", "engine.tp=2"])
+    assert dict(args.env) == {"A": "1", "B": "x=y"} and overrides == ["model=tiny", "engine.tp=2"]
 
 
 def test_a_comparison(
