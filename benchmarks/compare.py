@@ -1,7 +1,7 @@
 """Dovetail beside another engine: the same prompts, the same machine, the same run.
 
     python benchmarks/compare.py vllm --python /venvs/vllm/bin/python --env HF_HUB_OFFLINE=1 \
-        --workloads latency,batch64 --rounds 3 --out benchmarks/results/NAME.json -- +preset=h200_bf16_tp1 engine.max_len=1024
+        --workloads latency,batch64 --rounds 3 --out benchmarks/results/NAME.json -- +preset=h200_bf16_tp1
     python benchmarks/compare.py transformers --workloads fixed -- engine.device=cpu
 
 What follows `--` are overrides of Dovetail. Model, lengths, batch size, memory and parallelism of the peer follow from
