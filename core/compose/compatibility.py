@@ -79,6 +79,8 @@ class _Check:
             yield " or ".join(f"engine.{demand.key}={show(value)}" for value in demand.allowed)
         elif demand.kind == "engine":
             yield f"engine.{demand.key} {demand.words().removeprefix(demand.key).strip()}"
+        elif demand.kind == path == "model":
+            yield f"a checkpoint with {demand.words()}"
         for kind in dict.fromkeys((demand.kind, path)):
             if kind in KINDS and isinstance(self.composition.parts.get(kind), Selected):
                 yield from (f"{kind}={name}" for name in self._options(kind))

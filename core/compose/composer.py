@@ -9,6 +9,7 @@ import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -86,13 +87,11 @@ def _without_hints(error: Exception) -> str:
 
 
 def _compose(repository: Repository, checked: Checked, registry: Registry) -> Draft:
-    defaults = create_defaults_list(
-        repo=repository,
-        config_name=PRIMARY,
-        overrides_list=checked.overrides,
-        prepend_hydra=False,
-        skip_missing=False,
-    )
+    defaults = _defaults_list(repository, checked.overrides)
+    if checked.added:
+        longer = [_lengthened(kind, names, defaults) for kind, names in checked.added.items()]
+        kept = [o for o in checked.overrides if o.key_or_group not in checked.added]
+        defaults = _defaults_list(repository, [*kept, *OverridesParser.create().parse_overrides(longer)])
     loader = ConfigLoaderImpl(ConfigSearchPathImpl())
     config = loader._compose_config_from_defaults_list(defaults=defaults.defaults, repo=repository)
     # The config stays open: an unknown key is found by validation, together with every other mistake.
@@ -108,6 +107,22 @@ def _compose(repository: Repository, checked: Checked, registry: Registry) -> Dr
         faults=tuple(checked.faults),
         unsettled=frozenset(checked.unsettled),
     )
+
+
+def _defaults_list(repository: Repository, overrides: list[Override]) -> DefaultsList:
+    return create_defaults_list(
+        repo=repository, config_name=PRIMARY, overrides_list=overrides, prepend_hydra=False, skip_missing=False
+    )
+
+
+def _lengthened(kind: str, names: Sequence[str], defaults: DefaultsList) -> str:
+    """The override that chooses what `defaults` has of a kind, and then these."""
+    # Entries of other parents are the bases of variants, or parts inside parts.
+    paths = [str(entry.config_path) for entry in defaults.defaults if entry.parent == PRIMARY]
+    chosen = [path.removeprefix(f"{kind}/") for path in paths if path.startswith(f"{kind}/")]
+    if twice := [name for name in names if name in chosen]:
+        raise ConfigError(f"+{kind}={twice[0]}: it is chosen already: {kind}=[{','.join(chosen)}]")
+    return f"{kind}=[{','.join([*chosen, *names])}]"
 
 
 def _text(override: Override) -> str:

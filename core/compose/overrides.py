@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from dovetail.core.compose.kinds import PRESET
+from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.registry import Registry
 
 
@@ -20,6 +20,8 @@ class Checked:
 
     overrides: list[Override] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    added: dict[str, list[str]] = field(default_factory=dict)
+    """Kind that is a list -> what `+<kind>=` adds to the list that is chosen otherwise."""
     unsettled: set[str] = field(default_factory=set)
     """Nodes whose choice failed: what else is wrong with them is unknown, so nothing more is said about them."""
 
@@ -36,9 +38,23 @@ def check_overrides(texts: Sequence[str], repository: IConfigRepository, registr
         if fault:
             checked.faults.append(fault)
             checked.unsettled.add((override.package or override.key_or_group).split(".")[0])
+        elif _adds(override, repository):
+            checked.added.setdefault(override.key_or_group, []).extend(_names(override))
         else:
             checked.overrides.append(override)
     return checked
+
+
+def _adds(override: Override, repository: IConfigRepository) -> bool:
+    """`+logits=mine`: one more item of a kind that is a list."""
+    group = override.key_or_group
+    many = group in KINDS and KINDS[group].cardinality != "one"
+    return override.is_add() and many and not override.package and repository.group_exists(group)
+
+
+def _names(override: Override) -> list[str]:
+    value = override.value()
+    return [str(name) for name in (value if isinstance(value, list) else [value]) if name is not None]
 
 
 def _unreadable(text: str, error: HydraException) -> str:
@@ -60,14 +76,11 @@ def _fault(override: Override, repository: IConfigRepository, registry: Registry
         return f"a preset is added: write `+{text.lstrip('+')}`"
     if override.is_delete() or isinstance(value, dict) or not repository.group_exists(group):
         return ""
-    if override.is_add() and group != PRESET and not override.package:
-        return f"`{text}`: every kind has its entry already; write it without `+`"
+    if override.is_add() and group != PRESET and not override.package and not _adds(override, repository):
+        return f"`{text}`: there is one {group}, and it has its entry already; write it without `+`"
     options = repository.get_group_options(group)
-    names = value if isinstance(value, list) else [value]
-    for name in names:
-        if name is None:
-            continue
-        registry.refuse_broken(group, str(name))
+    for name in _names(override):
+        registry.refuse_broken(group, name)
         if name not in options:
-            return registry.no_such(group, str(name), options)
+            return registry.no_such(group, name, options)
     return ""

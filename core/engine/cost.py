@@ -10,7 +10,7 @@ from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces import CostModel, Formats
 
 if TYPE_CHECKING:
-    from dovetail.core.compose import Composition
+    from dovetail.core.compose import Composition, EngineConfig
     from dovetail.core.interfaces import ModelSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,10 +34,7 @@ def bind_cost(composition: Composition, spec: ModelSpec, device: str | None = No
 def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
     """From engine.dtype, engine.kv_dtype, and `weight_bits` and `product` among what the quantizer provides."""
     engine, quant = composition.engine, composition.part("quant")
-    dtype = engine.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else spec.dtype
-    size = _size("dtype", dtype, _BYTES)
+    dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
     stated = quant.capabilities(Host(device="cpu" if device == "cpu" else "cuda")).provides
     if quant.name == "none":
@@ -49,6 +46,14 @@ def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
             f"cost={composition.part('cost').name} needs: choose cost=none, or another quant",
         )
     return Formats(dtype, size, float(stated["weight_bits"]), str(stated["product"]), kv_bytes)  # type: ignore[arg-type]
+
+
+def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:
+    """Of activations and of weights that nobody quantizes: name and bytes."""
+    dtype = engine.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else spec.dtype
+    return dtype, _size("dtype", dtype, _BYTES)
 
 
 def _size(option: str, name: str, known: Mapping[str, int]) -> int:

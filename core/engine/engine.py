@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.core.engine.admission import Admission
+from dovetail.core.engine.capacity import check_weights_fit
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.grammars import Ended, Grammars
 from dovetail.core.errors import CapabilityError, RequestError
@@ -115,7 +116,7 @@ class Engine:
     def start(self, progress: Progress = lambda phase, share: None) -> None:
         """Check that the parts fit each other, then load everything; errors surface here."""
         composition, engine = self.composition, self.composition.engine
-        self._check_capabilities()
+        self._check_fit()
         self.executor = composition.build("executor", composition=composition)
         try:
             info = self.info = self.executor.start(progress)
@@ -157,12 +158,15 @@ class Engine:
             )
         return drafter
 
-    def _check_capabilities(self) -> None:
-        from dovetail.core.engine.host import detect_host, model_facts
+    def _check_fit(self) -> None:
+        """Of the parts to each other, and of the weights into memory."""
+        from dovetail.core.engine import host
 
         model = self.composition.part("model")
         spec = model.target().spec(model.config)
-        self.composition.check(detect_host(self.composition.engine.device), model_facts(spec))
+        here = host.detect_host(self.composition.engine.device)
+        self.composition.check(here, host.model_facts(spec))
+        check_weights_fit(self.composition, spec, here)
 
     def shutdown(self) -> None:
         for name, observer in getattr(self, "observers", {}).items():

@@ -43,4 +43,6 @@ def model_facts(spec: ModelSpec) -> Mapping[str, object]:
         "max_len": spec.max_len,
         "dtype": spec.dtype,
         "windowed": any(spec.windows),
+        "experts": spec.moe is not None,
+        "compressed_kv": spec.mla is not None,
     }

@@ -7,8 +7,9 @@ from dovetail.plugins.model.config import LlamaConfig
 
 
 def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
-    from dovetail.plugins.model.llama.families import spec_of
+    from dovetail.plugins.model.llama.families import RUNNABLE, spec_of
 
+    planned = f"model=llama runs {', '.join(sorted(RUNNABLE))}, and app=plan plans for the others"
     spec = spec_of(config)
     kinds = {"window" if window else "full" for window in spec.windows}
     ranks = tuple(
@@ -26,6 +27,8 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
                 reason=f"they share {spec.heads} heads, {spec.kv_heads} kv heads, {spec.intermediate} MLP channels",
             ),
             Requires(kind="engine", key="pp", at_most=1, reason="its layers run as one stage"),
+            Requires(kind="model", key="experts", allowed=(False,), reason=f"its layers have no experts; {planned}"),
+            Requires(kind="model", key="compressed_kv", allowed=(False,), reason=f"it has no MLA layers; {planned}"),
             *(
                 Requires(kind="attention", key="kinds", contains=kind, reason=f"it has {kind} attention layers")
                 for kind in sorted(kinds)

@@ -51,6 +51,32 @@ def test_items_of_a_list_keep_their_own_options(composed):
     assert list(logits) == ["min_tokens", "penalties"]
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["logits=[penalties]", "+logits=min_tokens"], ["penalties", "min_tokens"]),
+        (["+logits=[min_tokens,penalties]", "+preset=short"], ["logit_bias", "min_tokens", "penalties"]),
+        (
+            ["+logits=penalties", "logits=[]", "+logits=min_tokens", "logits.penalties.scale=4"],
+            ["penalties", "min_tokens"],
+        ),
+    ],
+)
+def test_a_list_is_lengthened(composed, conf, words, names):
+    """Whatever chose it: a preset or another word."""
+    folder = conf("preset/short.yaml", "# @package _global_\ndefaults:\n  - override /logits: [logit_bias]\n")
+    assert list(composed(*words, config_dirs=[folder]).many("logits")) == names
+
+
+def test_a_list_is_not_lengthened_by_what_is_in_it(composed):
+    with pytest.raises(
+        ConfigError, match=r"\+logits=penalties: it is chosen already: logits=\[penalties,logit_bias,min"
+    ):
+        composed("+logits=penalties")
+    with pytest.raises(ConfigError, match="logits=pen: no such logits"):
+        composed("+logits=[pen]")
+
+
 def test_a_list_may_be_empty(composed):
     assert composed("logits=[]").many("logits") == {}
 
@@ -111,7 +137,8 @@ class TestPresets:
 
     def test_a_plus_too_many_is_explained(self, composed):
         with pytest.raises(
-            ConfigError, match=r"`\+scheduler=static`: every kind has its entry already; write it without"
+            ConfigError,
+            match=r"`\+scheduler=static`: there is one scheduler, and it has its entry already; write it without",
         ):
             composed("+scheduler=static")
 

@@ -102,7 +102,7 @@ def test_a_request_sets_a_parameter_of_its_own(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("extra", "error", "words"),
     [
-        ({"onyl": 3}, RequestError, "has a parameter `onyl`. Did you mean `only`? There are: only, mood."),
+        ({"onlyy": 3}, RequestError, "has a parameter `onlyy`. Did you mean `only`? There are: only, mood."),
         ({"only": -1}, RequestError, "extra: only: Input should be greater than or equal to 0"),
         ({"only": True, "mood": "x"}, RequestError, "; mood: "),
         ({"only": 10**6}, RequestError, "only: token id 1000000 is not in the vocabulary"),

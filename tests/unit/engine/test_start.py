@@ -8,6 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.core.compose import Host, compose
+from dovetail.core.engine import host
+from dovetail.core.engine.capacity import check_weights_fit
+from dovetail.core.engine.engine import Engine
+from dovetail.core.errors import CapabilityError, CapacityError
+from dovetail.plugins.model.llama.families import spec_of
+
 CODE = """
 import sys
 from dovetail.core.compose.cli import main
@@ -35,3 +42,53 @@ def test_mistakes(overrides: list[str], words: list[str], tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
     for word in words:
         assert word in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "facts"), [("deepseek_v3", ["experts", "compressed_kv"]), ("mixtral_8x7b", ["experts"])]
+)
+def test_a_model_that_cannot_run_is_refused_before_anything_is_loaded(model: str, facts: list[str]) -> None:
+    with pytest.raises(CapabilityError) as caught:
+        Engine(compose([f"model={model}", "engine.device=cpu"])).start()
+    for fact, conflict in zip(facts, caught.value.conflicts, strict=True):
+        assert f"requires model with {fact} false" in conflict and "MistralForCausalLM" in conflict
+        assert f"Would work: a checkpoint with {fact} false" in conflict
+
+
+def gpu(gigabytes: float) -> Host:
+    return Host(device="cuda", device_count=8, compute_capability=(9, 0), memory_bytes=int(gigabytes * 1e9))
+
+
+def check(memory: float, *words: str) -> None:
+    composition = compose(["model=llama3_8b", "engine.memory_fraction=0.9", *words], app="generate")
+    check_weights_fit(composition, spec_of(composition.part("model").config), gpu(memory))
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings"),
+    [
+        (17.5, {"engine.memory_fraction=0.95", "quant=int8", "quant=fp8"}),
+        (12, {"quant=int8", "quant=fp8", "engine.tp=2 executor=multiproc"}),
+        (6, {"engine.tp=4 executor=multiproc", "engine.tp=2 executor=multiproc quant=int8"}),
+    ],
+)
+def test_weights_that_do_not_fit_are_told_with_settings_that_would(memory: float, settings: set[str]) -> None:
+    """16.06 GB of bfloat16; each setting that is offered passes the same check."""
+    with pytest.raises(CapacityError, match="LlamaForCausalLM has 1[45].* GiB of weights a device") as caught:
+        check(memory)
+    assert caught.value.missing_bytes == pytest.approx(16.06e9 - 0.9 * memory * 1e9, rel=0.01)
+    assert len(caught.value.settings) == 3 and settings <= set(caught.value.settings)
+    for words in caught.value.settings:
+        check(memory, *words.split())
+
+
+def test_weights_that_fit_pass() -> None:
+    check(18)
+
+
+def test_they_are_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "detect_host", lambda device: Host(memory_bytes=1 << 20))
+    phases: list[str] = []
+    with pytest.raises(CapacityError, match="GiB of weights"):
+        Engine(compose(["engine.device=cpu"])).start(lambda phase, share: phases.append(phase))
+    assert phases == []
