@@ -18,8 +18,10 @@ _KINDS = (
     "logits",
     "model",
     "quant",
+    "reasoning_parser",
     "scheduler",
     "spec_decode",
+    "tool_parser",
     "workload",
 )
 

@@ -1,0 +1,463 @@
+"""What tool and reasoning parsers are made of: parsers of streamed text, written as generators that wait for more."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TypeVar
+
+from dovetail.core.errors import RequestError
+from dovetail.core.interfaces.parsers import (
+    Content,
+    ParserEvent,
+    ParserStream,
+    ReasoningParser,
+    Tool,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+    ToolParser,
+)
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A part of a parser: yields to wait for more text, returns a T."""
+
+
+class Malformed(Exception):
+    """The text is not what it seemed to be. Never leaves a stream."""
+
+
+class TextStream(ParserStream):
+    """Subclass it and write `parse` top to bottom, as if the whole text were there:
+
+        def parse(self):
+            while (yield from self.until("<call>")):
+                yield from self.attempt(self.my_call, self.opening)
+
+    `self.text[self.at:]` is the text not consumed yet.
+    """
+
+    def __init__(self) -> None:
+        self.text, self.at, self.ended = "", 0, False
+        self.opening = 0
+        """Characters that the last `until` passed without emitting them: the mark, and blanks before it."""
+        self._events: list[ParserEvent] = []
+        self._kept: int | None = None
+        """Text from here on is kept, because it may yet turn out to be content."""
+        self._steps: Steps[None] | None = self.parse()
+
+    @abstractmethod
+    def parse(self) -> Steps[None]:
+        """Everything up to the end of the text. What is left when it returns is content."""
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        kept = self.at if self._kept is None else self._kept
+        self.text = self.text[kept:] + text
+        self.at -= kept
+        if self._kept is not None:
+            self._kept = 0
+        return self._run()
+
+    def finish(self) -> list[ParserEvent]:
+        self.ended = True
+        return self._run()
+
+    def _run(self) -> list[ParserEvent]:
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except StopIteration:
+                self._steps = None
+        if self._steps is None:
+            self.emit(Content(self.text[self.at :]))
+            self.at = len(self.text)
+        events, self._events = self._events, []
+        return events
+
+    def emit(self, event: ParserEvent) -> None:
+        """Empty pieces are dropped."""
+        if getattr(event, "text", True):
+            self._events.append(event)
+
+    # Reading. A character is "" where the text has ended.
+
+    def peek(self) -> Steps[str]:
+        while self.at == len(self.text):
+            if self.ended:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def blanks(self) -> Steps[str]:
+        """Pass white space; the character after it, not consumed."""
+        while (char := (yield from self.peek())) and char.isspace():
+            self.at += 1
+        return char
+
+    def accept(self, mark: str) -> Steps[bool]:
+        """Pass the mark if it comes next."""
+        while len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
+            if self.ended:
+                return False
+            yield
+        if not self.text.startswith(mark, self.at):
+            return False
+        self.at += len(mark)
+        return True
+
+    def expect(self, mark: str) -> Steps[None]:
+        """Pass the mark, or raise Malformed."""
+        if not (yield from self.accept(mark)):
+            raise Malformed
+
+    def until(
+        self, mark: str, emit: Callable[[str], ParserEvent] = Content, *, trim: bool = False, drop: bool = False
+    ) -> Steps[bool]:
+        """Emit text up to the mark and pass it; False where the text ended first. trim: leave out blanks before it.
+        drop: leave out text that has nothing but blanks up to the end."""
+        seen = False
+        while True:
+            found = self.text.find(mark, self.at)
+            cut = len(self.text) - self._overlap(mark) if found < 0 else found
+            piece = self.text[self.at : cut]
+            if trim or (not seen and piece.isspace()):
+                piece = piece.rstrip()
+            self.emit(emit(piece))
+            seen = seen or bool(piece)
+            if found >= 0:
+                self.opening = found + len(mark) - (self.at + len(piece))
+                self.at = found + len(mark)
+                return True
+            self.at += len(piece)
+            if self.ended:
+                rest = self.text[self.at :]
+                self.emit(emit("" if drop and not seen and rest.isspace() else rest))
+                self.at = len(self.text)
+                return False
+            yield
+
+    def _overlap(self, mark: str) -> int:
+        """Length of the longest ending of the text that begins the mark."""
+        longest = min(len(mark) - 1, len(self.text) - self.at)
+        return next((n for n in range(longest, 0, -1) if self.text.endswith(mark[:n])), 0)
+
+    def closing(self, mark: str) -> Steps[None]:
+        """Pass blanks and the mark, or what is there of them at the end of the text; else pass nothing."""
+        yield from self.attempt(lambda: self._closing(mark))
+
+    def _closing(self, mark: str) -> Steps[None]:
+        yield from self.blanks()
+        if not (yield from self.accept(mark)):
+            if not (self.ended and mark.startswith(self.text[self.at :])):
+                raise Malformed
+            self.at = len(self.text)
+
+    def attempt(self, part: Callable[[], Steps[None]], opening: int = 0) -> Steps[bool]:
+        """Run a part that may raise Malformed; then the text returns to where it began, and of that, the `opening`
+        characters before it are content."""
+        self.keep(opening)
+        try:
+            yield from part()
+        except Malformed:
+            self.rewind()
+            self.at += opening
+            self.emit(Content(self.text[self.at - opening : self.at]))
+            return False
+        finally:
+            self._kept = None
+        return True
+
+    def keep(self, back: int = 0) -> None:
+        """Text from here on, or `back` characters earlier, may yet be rewound to."""
+        self._kept = self.at - back
+
+    def rewind(self) -> None:
+        assert self._kept is not None
+        self.at = self._kept
+
+    # JSON.
+
+    def json_value(self, sink: Callable[[str], None]) -> Steps[None]:
+        """Pass one JSON value and hand its text to `sink`, in pieces as they come. Control characters in strings, which
+        models write and JSON forbids, come out escaped."""
+        scanner, taken = JsonScanner(), list[str]()
+        while True:
+            if self.at == len(self.text):
+                sink("".join(taken))
+                taken.clear()
+            char = yield from self.peek()
+            fits = scanner.feed(char)
+            if fits:
+                self.at += 1
+                taken.append(json.dumps(char)[1:-1] if char < " " and scanner.in_string else char)
+            if scanner.done or not fits:
+                sink("".join(taken))
+                if not scanner.done:
+                    raise Malformed
+                return
+
+    def json_string(self) -> Steps[str]:
+        if (yield from self.peek()) != '"':
+            raise Malformed
+        parts: list[str] = []
+        yield from self.json_value(parts.append)
+        return str(json.loads("".join(parts)))
+
+
+class JsonScanner:
+    """Checks one JSON value (RFC 8259) character by character, to any depth."""
+
+    def __init__(self) -> None:
+        self.done = False
+        """The value is complete. A number is complete when the character after it comes, which then does not fit."""
+        self._open: list[str] = []
+        self._next: Callable[[str], bool] = self._value
+        self._token = ""
+
+    @property
+    def in_string(self) -> bool:
+        return self._next in (self._string, self._key_string)
+
+    def feed(self, char: str) -> bool:
+        """Whether the character can be the next one of the value; "" is the end of the text."""
+        return self._next(char)
+
+    def _value(self, char: str) -> bool:
+        if char in _BLANKS:
+            return bool(char)
+        if char in "{[":
+            self._open.append(char)
+            self._next = self._first_key if char == "{" else self._first_item
+        elif char == '"':
+            self._next = self._string
+        elif char in "-0123456789":
+            self._token, self._next = char, self._number
+        elif char in _LITERALS:
+            self._token, self._next = _LITERALS[char], self._literal
+        else:
+            return False
+        return True
+
+    def _first_item(self, char: str) -> bool:
+        return self._close(char) if char == "]" else self._value(char)
+
+    def _first_key(self, char: str) -> bool:
+        return self._close(char) if char == "}" else self._key(char)
+
+    def _key(self, char: str) -> bool:
+        if char == '"':
+            self._next = self._key_string
+            return True
+        return bool(char) and char in _BLANKS
+
+    def _key_string(self, char: str) -> bool:
+        return self._in_string(char, self._colon)
+
+    def _string(self, char: str) -> bool:
+        return self._in_string(char, None)
+
+    def _in_string(self, char: str, after: Callable[[str], bool] | None) -> bool:
+        token = self._token
+        if token:  # an escape has begun
+            if len(token) > 1:
+                self._token = "" if len(token) == 5 else token + char
+                return bool(char) and char in _HEX
+            self._token = "\\u" if char == "u" else ""
+            return bool(char) and char in _ESCAPES
+        if char == '"':
+            self._next = after or self._after_value
+            if after is None:
+                self._end_value()
+        elif char == "\\":
+            self._token = char
+        return bool(char)
+
+    def _colon(self, char: str) -> bool:
+        if char == ":":
+            self._next = self._value
+            return True
+        return bool(char) and char in _BLANKS
+
+    def _number(self, char: str) -> bool:
+        if char and char in "0123456789+-.eE":
+            self._token += char
+            return True
+        whole = _NUMBER.fullmatch(self._token) is not None
+        self._token = ""
+        if not whole:
+            return False
+        self._end_value()
+        return not self.done and self._after_value(char)
+
+    def _literal(self, char: str) -> bool:
+        if not char or char != self._token[0]:
+            return False
+        self._token = self._token[1:]
+        if not self._token:
+            self._end_value()
+        return True
+
+    def _after_value(self, char: str) -> bool:
+        if char == ",":
+            self._next = self._key if self._open[-1] == "{" else self._value
+            return True
+        if char in ("}", "]"):
+            return self._close(char)
+        return bool(char) and char in _BLANKS
+
+    def _close(self, char: str) -> bool:
+        if self._open.pop() + char not in ("{}", "[]"):
+            return False
+        self._end_value()
+        return True
+
+    def _end_value(self) -> None:
+        self._next = self._after_value
+        self.done = not self._open
+
+
+_BLANKS, _HEX, _ESCAPES = " \t\n\r", "0123456789abcdefABCDEF", '"\\/bfnrtu'
+_LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+
+class CallStream(TextStream):
+    """Calls as JSON: `{"name": "f", "arguments": {...}}`; "parameters" does for "arguments", and "id" and "type" are
+    passed over. Call `call` from `parse` through `attempt`."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__()
+        self._names = {tool.name for tool in tools}
+        self._index = -1
+
+    def begin(self, name: str) -> None:
+        """From here on the attempt cannot fail."""
+        self._kept = None
+        self._index += 1
+        self.emit(ToolCallBegin(self._index, name))
+
+    def offered(self, name: str) -> str:
+        if name not in self._names:
+            raise Malformed
+        return name
+
+    def arguments(self) -> Steps[bool]:
+        """The arguments of the call that has begun; where they break off, it ends, and False is returned."""
+        try:
+            yield from self.json_value(self._more)
+        except Malformed:
+            self.end()
+            return False
+        return True
+
+    def _more(self, text: str) -> None:
+        self.emit(ToolCallArguments(self._index, text))
+
+    def end(self) -> None:
+        self.emit(ToolCallEnd(self._index))
+
+    def call(self) -> Steps[None]:
+        """One object. Raises Malformed if it is none, or calls no offered tool."""
+        name: str | None = None
+        early: list[str] | None = None
+        """Arguments that came before the name."""
+        begun = False
+        yield from self._pass("{")
+        try:
+            while True:
+                yield from self.blanks()
+                key = yield from self.json_string()
+                yield from self._pass(":")
+                char = yield from self.blanks()
+                if key == "name":
+                    if name is not None:
+                        raise Malformed
+                    name = self.offered((yield from self.json_string()))
+                    if early is not None:
+                        self.begin(name)
+                        begun = True
+                        self._more("".join(early))
+                        self.keep()
+                elif key in ("arguments", "parameters"):
+                    if begun or early is not None or char != "{":
+                        raise Malformed
+                    if name is None:
+                        early = []
+                        yield from self.json_value(early.append)
+                    else:
+                        self.begin(name)
+                        begun = True
+                        if not (yield from self.arguments()):
+                            return
+                        self.keep()
+                elif key in ("id", "type") and char == '"':
+                    yield from self.json_string()
+                else:
+                    raise Malformed
+                if (yield from self.blanks()) == "}":
+                    self.at += 1
+                    break
+                yield from self._pass(",")
+            if name is None:
+                raise Malformed
+        except Malformed:
+            if not begun:
+                raise
+            # What follows the arguments is content, unless the text only ended before the closing brace.
+            self.rewind()
+            if self.ended and not self.text[self.at :].strip():
+                self.at = len(self.text)
+        if not begun:
+            assert name is not None
+            self.begin(name)
+            self._more("{}")
+        self._kept = None
+        self.end()
+
+    def _pass(self, char: str) -> Steps[None]:
+        if (yield from self.blanks()) != char:
+            raise Malformed
+        self.at += 1
+
+
+def call_rules(tools: Sequence[Tool], arguments: str = "arguments") -> str:
+    """Rules of a Lark grammar (llguidance's dialect) in which `call` is one object that CallStream reads."""
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        if tool.parameters.get("type", "object") != "object":
+            kind = tool.parameters["type"]
+            raise RequestError(f"tool {tool.name}: its parameters are of type {kind!r}; arguments are an object")
+        schema = json.dumps({"type": "object", **tool.parameters})
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
+        rules += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {schema}"]
+    return "\n".join(rules) + "\n"
+
+
+class OutputStream(ParserStream):
+    """Both parsers of one output, one behind the other."""
+
+    def __init__(self, reasoning: ParserStream, tools: ParserStream) -> None:
+        self._reasoning, self._tools = reasoning, tools
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        return self._pass_on(self._reasoning.feed(text))
+
+    def finish(self) -> list[ParserEvent]:
+        return [*self._pass_on(self._reasoning.finish()), *self._tools.finish()]
+
+    def _pass_on(self, events: Sequence[ParserEvent]) -> list[ParserEvent]:
+        out: list[ParserEvent] = []
+        for event in events:
+            out += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+        return out
+
+
+P = TypeVar("P", ToolParser, ReasoningParser)
+
+
+def fitting(parsers: Mapping[str, P], chat_template: str) -> str | None:
+    """The name of the first parser that fits the template, where none is named; None if there is none."""
+    return next((name for name, parser in parsers.items() if parser.fits(chat_template)), None)
