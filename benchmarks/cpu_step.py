@@ -33,6 +33,7 @@ from dovetail.core.interfaces import (
     ExecutorInfo,
     KVAllocator,
     KVGroup,
+    LateInputs,
     Progress,
     RowFlag,
     RowResult,
@@ -69,6 +70,9 @@ class InstantDevice(Executor):
         for key, blob in blobs.items():
             encode_blob(*key, blob)
         self._plans.append(plan)
+
+    def complete(self, late: LateInputs) -> None:
+        raise ValueError("no plan here waits for late inputs")
 
     def collect(self) -> StepResult:
         plan = self._plans.popleft()

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from dovetail.core.compose import AppConfig, Config
+from dovetail.plugins.app.generate.config import GenerateConfig
 
 
 class SLOConfig(Config):
@@ -23,21 +24,7 @@ class SLOConfig(Config):
 class BenchConfig(AppConfig):
     """Measure a workload on this engine or on a server that speaks the OpenAI API: latencies, throughput, goodput."""
 
-    needs: ClassVar[tuple[str, ...]] = (
-        "engine",
-        "model",
-        "scheduler",
-        "kv_cache",
-        "attention",
-        "quant",
-        "spec_decode",
-        "executor",
-        "collective",
-        "cost",
-        "logits",
-        "observer",
-        "workload",
-    )
+    needs: ClassVar[tuple[str, ...]] = (*GenerateConfig.needs, "workload")
 
     workloads: tuple[str, ...] = ()
     """Several workloads by name, one after another in one start of the engine; empty: that of workload=."""
