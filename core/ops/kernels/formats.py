@@ -13,6 +13,7 @@ import triton.language as tl
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
 from dovetail.core.ops.formats import encode
+from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,10 @@ def _encode(
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    announce(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     cols = start + tl.arange(0, BLOCK)
@@ -135,7 +139,7 @@ def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
     if tokens:
         block = target.block(columns)
         grid = (tokens, triton.cdiv(columns, block))
-        _encode[grid](x_TC, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block))
+        _encode[grid](x_TC, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block), **dependent(x_TC))
     return target.activation()
 
 

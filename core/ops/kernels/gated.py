@@ -12,6 +12,7 @@ import triton.language as tl
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import Target, collect, encode_row, warps
+from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 
 @triton.jit
@@ -28,7 +29,10 @@ def _silu_and_mul(
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    announce(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     cols = start + tl.arange(0, BLOCK)
@@ -57,5 +61,13 @@ def silu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] =
     if tokens:
         block = target.block(columns)
         grid = (tokens, triton.cdiv(columns, block))
-        _silu_and_mul[grid](gate_up_T2F, plain, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block))
+        _silu_and_mul[grid](
+            gate_up_T2F,
+            plain,
+            columns,
+            **target.arguments(block),
+            BLOCK=block,
+            num_warps=warps(block),
+            **dependent(gate_up_T2F),
+        )
     return collect(emit, plan.rest, plain, target)

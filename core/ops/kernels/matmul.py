@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dovetail.core.ops.kernels.launch import dependent, prefetch, wait
 from dovetail.core.ops.tiles import MatmulTile
 
 
@@ -111,10 +112,16 @@ def _part(x, weight, first, last, part_ptr, count_ptr, ends, size, cut, BLOCK_T:
         _share(total, tile, last - first, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O)
 
 
+AHEAD_LINES = tl.constexpr(4)
+"""Cache lines of each of its first rows of the weight that a program asks for before it may start: more than that gets
+in the way of those who stream."""
+
+
 @triton.jit(do_not_specialize=["tokens", "x_scale_st", "weight_scale_so", "t_tiles", "blocks", "units", "programs"])
 def _matmul(
     x,
     weight,
+    weight_ptr,
     x_scale_ptr,
     weight_scale_ptr,
     bias_ptr,
@@ -139,6 +146,7 @@ def _matmul(
     SWAP: tl.constexpr,
     IMPRECISE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ONE_TILE: no program's units reach into a second tile. IMPRECISE: products that FP8 matrix units may sum in fewer
     bits than float32 before they are added to it; None = all."""
@@ -148,6 +156,14 @@ def _matmul(
     mine = tl.program_id(0)
     lo = mine * units // programs
     hi = (mine + 1) * units // programs
+    if PDL:
+        # While the kernel before ends, the weight's first blocks are on their way.
+        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        row = lo // blocks // t_tiles * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]
+        column = lo % blocks * BLOCK_I + tl.arange(0, AHEAD_LINES)[None, :] * LINE
+        ahead = weight_ptr + row.to(tl.int64) * inputs + column
+        prefetch(ahead, (row < outputs) & (column < inputs))
+    wait(PDL)
     if ONE_TILE:
         _part(x, weight, lo, hi, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
               IMPRECISE, PRECISION)  # fmt: skip
@@ -209,6 +225,7 @@ def matmul_triton(
     _matmul[(programs,)](
         x,
         weight,
+        weight_OI,
         x_scale,
         weight_scale,
         bias_O,
@@ -235,6 +252,7 @@ def matmul_triton(
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **dependent(x_TI),
     )
     return out_TO
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import Target, collect, encode_row, warps
+from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 
 @triton.jit
@@ -32,11 +33,15 @@ def _rms_norm(
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    announce(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < C
     dtype = x_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    wait(PDL)
     x = tl.load(x_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
@@ -44,7 +49,6 @@ def _rms_norm(
         tl.store(summed_ptr + row * C + cols, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scaled = x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps)
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     y = (weight * scaled.to(dtype).to(tl.float32)).to(dtype)
     if plain_ptr is not None:
         tl.store(plain_ptr + row * C + cols, y, mask=inside)
@@ -82,5 +86,6 @@ def rms_norm_triton(
             **target.arguments(block),
             BLOCK=block,
             num_warps=warps(block),
+            **dependent(x_TC),
         )
     return collect(emit, plan.rest, plain, target), summed

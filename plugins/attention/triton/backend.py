@@ -29,10 +29,10 @@ from dovetail.core.interfaces import (
     QKNorm,
     Rope,
 )
-from dovetail.core.ops.formats import plan_emit
-from dovetail.core.ops.kernels.formats import Target, collect, warps
+from dovetail.core.ops.formats import encode
+from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.attention.config import TritonConfig
-from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, finish, plan_items
+from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, plan_items
 from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, Shape, Tile, Tiles
 
 Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
@@ -64,8 +64,6 @@ class Items:
 @dataclass(frozen=True, slots=True)
 class Plan:
     lists: tuple[Items, ...]
-    parts_T3: torch.Tensor
-    """int32: partial results of each token, the first one's row, the step to the next."""
     part_rows: int
     """Capacity for partial results; 0 = no row is split."""
 
@@ -117,20 +115,14 @@ class Triton(AttentionBackend):
         self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...], writes: _Writes | None
     ) -> Bundle:
         tokens, columns = q.shape[0], layer.heads * layer.head_dim
-        wanted = plan_emit(emit)
         out_TC = q.new_empty(tokens, columns)
-        target = Target.allocate(wanted.fused, tokens, columns, q.dtype, q.device)
         if tokens:
             plan = self._plan(layer, ctx, q)
             parts = q.new_empty(plan.part_rows, columns, dtype=torch.float32)
             lse = q.new_empty(plan.part_rows, layer.heads, dtype=torch.float32)
-            # Encoding a row needs all its heads, and joins their ranges on the way.
-            join = wanted.fused is None
             for items in plan.lists:
-                self._attend(layer, ctx.meta, q, items, out_TC, parts, lse, join, writes)
-            if not join:
-                _finish(layer, plan, target, wanted.plain, out_TC, parts, lse)
-        return collect(emit, wanted.rest, out_TC, target)
+                self._attend(layer, ctx.meta, q, items, out_TC, parts, lse, writes)
+        return encode(out_TC, emit)
 
     def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> Plan:
         kv_dtype = self.pools[layer.group].planes["k"].dtype
@@ -148,7 +140,6 @@ class Triton(AttentionBackend):
         out_TC: torch.Tensor,
         parts: torch.Tensor,
         lse: torch.Tensor,
-        join: bool,
         writes: _Writes | None,
     ) -> None:
         tile, dim = items.tile, layer.head_dim
@@ -191,7 +182,6 @@ class Triton(AttentionBackend):
             PRECISION="ieee" if compute == torch.float32 else "tf32",
             HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
             SPLIT=items.split,
-            JOIN=join,
             ONE_LOOP=tile.block_m <= 32,
             TMA=tile.tma,
             PAIRS=pairs,
@@ -200,6 +190,7 @@ class Triton(AttentionBackend):
             LARGEST=torch.finfo(k.dtype).max if k.dtype in FLOAT8 else None,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **dependent(q),
         )
 
 
@@ -214,7 +205,6 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
         launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]), scarce)))
     if decode < rows:
         launches.append((decode, rows - decode, tiles.prefill(shape, tokens)))
-    parts_T3 = torch.empty(tokens, 3, dtype=torch.int32, device=device)
     lists, part_rows = [], 0
     for first_row, count, tile in launches:
         queries = tile.block_m // shape.group
@@ -230,7 +220,6 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
             meta.row_start_B1,
             meta.kv_len_B,
             items,
-            parts_T3,
             first_row,
             count,
             tokens,
@@ -251,39 +240,7 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
         counts = torch.zeros(capacity * kv_heads, dtype=torch.int32, device=device) if split else None
         lists.append(Items(tile, items, split, counts))
         part_rows += capacity * queries if split else 0
-    return Plan(tuple(lists), parts_T3, part_rows)
-
-
-def _finish(
-    layer: AttentionLayer,
-    plan: Plan,
-    target: Target,
-    plain: bool,
-    out_TC: torch.Tensor,
-    parts: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    tokens, columns = out_TC.shape
-    block = target.block(columns)
-    if target.fmt is None or target.fmt.group != "token":
-        # More programs: joining a token's parts is not the work of a few multiprocessors.
-        group = target.fmt.group if target.fmt is not None and isinstance(target.fmt.group, int) else 1
-        block = min(block, max(256, group))
-    finish[tokens, triton.cdiv(columns, block)](
-        out_TC,
-        parts,
-        lse,
-        plan.parts_T3,
-        columns,
-        **target.arguments(block),
-        H=layer.heads,
-        D=layer.head_dim,
-        JOIN=plan.part_rows > 0,
-        STORE=plain,
-        SPLITS=8,
-        BLOCK=block,
-        num_warps=max(2, warps(block)),
-    )
+    return Plan(tuple(lists), part_rows)
 
 
 def _tensor_map(plane: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:

@@ -1,9 +1,9 @@
-"""The attention kernel, the kernel that cuts a step into its work items, and the one that joins split rows.
+"""The attention kernel, and the kernel that cuts a step into its work items.
 
 Items. A work item is a tile of one row's queries over a range of its keys; `plan_items` makes them on the device from
 exact lengths, so the host launches a grid that depends on capacities alone. Long rows are cut into ranges of keys
 (FlashDecoding, Dao et al. 2023) of about equal work over the whole batch; their partial results are joined by
-log-sum-exp in `finish`. Tokens that belong to no row become items without keys, which write zeros.
+log-sum-exp by the last program to arrive. Tokens that belong to no row become items without keys, which write zeros.
 
 Tiles. The query heads that share a kv head stand beside the query tokens as rows of one matrix tile (GQA packing), so
 a kv head is read once for all of them. Softmax is online (FlashAttention, Dao et al. 2022), in base 2.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dovetail.core.ops.kernels.formats import encode_row
+from dovetail.core.ops.kernels.launch import announce, wait
 
 ITEM = tl.constexpr(11)
 """int32 fields of an item: row (-1: unused), first token, tokens, index of the first token's key, first key that one of
@@ -32,7 +32,6 @@ def plan_items(
     row_start_ptr,
     kv_len_ptr,
     items_ptr,
-    parts_ptr,
     first_row,
     rows,
     tokens,
@@ -52,7 +51,6 @@ def plan_items(
     """Items of rows [first_row, first_row + rows); with PADDING also of the tokens past the last row.
 
     Program r < rows writes the items of one row, program `rows` those of the padding; the last one marks the unused.
-    parts_T3 gets each token's (number of partial results, first partial row, step between them).
     """
     mine = tl.program_id(0)
     row = tl.arange(0, ROWS)
@@ -127,16 +125,6 @@ def plan_items(
         tl.store(to + 8, my_length, mask=ok)
         tl.store(to + 9, my_splits + tl.zeros((BLOCK,), tl.int32), mask=ok)
         tl.store(to + 10, my_first + index - index % tl.maximum(my_splits, 1), mask=ok)
-
-    if mine <= rows:
-        for i in range(0, my_count, BLOCK):
-            query = i + tl.arange(0, BLOCK)
-            ok = query < my_count
-            item = my_first + (my_tiles - 1 - query // QUERIES) * my_splits
-            to = parts_ptr + (my_start + query) * 3
-            tl.store(to, my_splits + tl.zeros((BLOCK,), tl.int32), mask=ok)
-            tl.store(to + 1, first_part + item * QUERIES + query % QUERIES, mask=ok)
-            tl.store(to + 2, tl.full((BLOCK,), QUERIES, tl.int32), mask=ok)
 
 
 @triton.jit
@@ -334,13 +322,13 @@ def attend_items(
     PRECISION: tl.constexpr,
     HEAD_SCALES: tl.constexpr,
     SPLIT: tl.constexpr,
-    JOIN: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr,
     PAIRS: tl.constexpr,
     WRITES: tl.constexpr,
     HALF: tl.constexpr,
     LARGEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (kv head, item). ONE_LOOP masks every block; otherwise blocks that all queries see whole are not masked.
 
@@ -352,6 +340,8 @@ def attend_items(
     WRITES > 0: q_ptr holds q|k|v of rows of at most so many tokens, before norm and rotary. A program turns its queries
     itself, and first writes those new keys and values that its range holds.
     """
+    announce(PDL)
+    wait(PDL)
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * ITEM
     row = tl.load(item)
@@ -464,7 +454,7 @@ def attend_items(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
     elif part < 0:
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
-    elif JOIN:
+    else:
         # The last of a tile's programs to arrive joins all its ranges, in their order.
         tl.debug_barrier()
         count_ptr += first_item * K + kv_head
@@ -486,72 +476,3 @@ def attend_items(
                 m = new_m
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def finish(
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    parts_ptr,
-    C,
-    values_ptr,
-    scale_ptr,
-    static_ptr,
-    pre_ptr,
-    scale_st,
-    scale_sg,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    JOIN: tl.constexpr,
-    STORE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ENCODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program (token, block of columns): joins partial results, rounds to the model's dtype, encodes.
-
-    Tokens that were not split lie in `out` already. SPLITS partial results are read at a time.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * BLOCK
-    cols = start + tl.arange(0, BLOCK)
-    inside = cols < C
-    dtype = out_ptr.dtype.element_ty
-    if JOIN:
-        parts = tl.load(parts_ptr + token * 3)
-        if ENCODE is None:
-            if parts == 1:
-                return
-        first = tl.load(parts_ptr + token * 3 + 1)
-        step = tl.load(parts_ptr + token * 3 + 2)
-        y = tl.zeros((BLOCK,), tl.float32)
-        if parts > 1:
-            m = tl.full((BLOCK,), LOW, tl.float32)
-            total = tl.zeros((BLOCK,), tl.float32)
-            head = cols // D
-            for i in range(0, parts, SPLITS):
-                index = i + tl.arange(0, SPLITS)
-                ok = (index < parts)[:, None] & inside[None, :]
-                rows = (first + index * step).to(tl.int64)
-                lse = tl.load(lse_ptr + (rows * H)[:, None] + head[None, :], mask=ok, other=float("-inf"))
-                x = tl.load(part_ptr + (rows * C)[:, None] + cols[None, :], mask=ok, other=0.0)
-                new_m = tl.maximum(m, tl.max(lse, axis=0))
-                weight = tl.exp2(lse - new_m[None, :])
-                alpha = tl.exp2(m - new_m)
-                total = total * alpha + tl.sum(weight, axis=0)
-                y = y * alpha + tl.sum(weight * x, axis=0)
-                m = new_m
-            y = y / tl.where(total > 0, total, 1.0)
-            if STORE:
-                tl.store(out_ptr + token * C + cols, y.to(dtype), mask=inside)
-        else:
-            y = tl.load(out_ptr + token * C + cols, mask=inside, other=0.0).to(tl.float32)
-    else:
-        y = tl.load(out_ptr + token * C + cols, mask=inside, other=0.0).to(tl.float32)
-    if ENCODE is not None:
-        y = y.to(dtype).to(tl.float32)
-        encode_row(
-            y, token, start, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK
-        )
