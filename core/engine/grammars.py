@@ -57,6 +57,8 @@ class _Followed:
     """Set by a mask thread when the mask is that of the matcher's state, cleared by the engine's."""
     asked: float = 0.0
     """time.perf_counter() when it was cleared."""
+    empty: bool = False
+    """No token may follow, nor end the output. Written by a mask thread."""
     error: str = ""
     """Why there is no mask. Written by a mask thread."""
 
@@ -211,7 +213,7 @@ class Grammars:
                 continue
             if each.error:
                 ended.append(Ended(uid, FinishReason.REJECTED, each.error))
-            elif each.mask_W.any():
+            elif not each.empty:
                 masks[uid] = each.mask_W
             elif each.matcher.accepting:
                 ended.append(Ended(uid, FinishReason.STOP))
@@ -233,6 +235,7 @@ class Grammars:
                 followed.mask_W &= self._not_eos_W
                 if followed.matcher.accepting:
                     followed.mask_W |= followed.stops_W
+                followed.empty = not followed.mask_W.any()
             except Exception as error:  # a plugin's method may raise anything; it concerns this request alone
                 followed.error = _words(error)
             followed.ready.set()

@@ -21,7 +21,7 @@ from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
 from dovetail.core.engine.graphs import DecodeGraph, DecodeGraphs, draws_in_graph
 from dovetail.core.engine.host import detect_host
-from dovetail.core.engine.rehearsal import rehearsal
+from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
 from dovetail.core.engine.sampling_step import (
     Sampled,
     advance_chunks,
@@ -210,7 +210,9 @@ class Runner:
             tokens = min(engine.token_budget, self.max_len - 1)
             for rows in (1, engine.max_seqs):
                 self.bind({group.id: page_count(group, tokens) for group in self.groups})
-                self.execute(*rehearsal(tokens, rows, self.groups))
+                plan, blobs = rehearsal(tokens, rows, self.groups)
+                self.execute(plan, blobs)
+                self.complete(rehearsed_masks(plan, self.spec.vocab))
                 self._pending.clear()
                 del self.pools, self.state
                 self.attention.bind({})

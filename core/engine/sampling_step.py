@@ -100,10 +100,11 @@ def upload_masks(late: LateInputs, batch: Batch, device: torch.device) -> Masks:
     masked = [place[row] * batch.width for row in late.rows]
     lacking = [r for row, r in place.items() if batch.rows[row].flags & RowFlag.LATE and row not in given]
     bits = late.masks_MW.view(np.int32)
-    host = torch.from_numpy(np.concatenate((bits.reshape(-1), np.array([*masked, *lacking], np.int32))))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    sent, rows_M, lacking_X = host.to(device, non_blocking=True).split((bits.size, len(masked), len(lacking)))
+    sizes = bits.size, len(masked), len(lacking)
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host.numpy()[: bits.size] = bits.reshape(-1)
+    host.numpy()[bits.size :] = [*masked, *lacking]
+    sent, rows_M, lacking_X = host.to(device, non_blocking=True).split(sizes)
     return Masks(sent.view(bits.shape), rows_M.long(), lacking_X.long() if lacking else None)
 
 

@@ -17,6 +17,9 @@ class LLGuidanceConfig(Config):
 
     max_characters: int = Field(1 << 18, ge=1)
     """Longest grammar, characters."""
+    preload: bool = True
+    """Read the tokenizer at start-up, about a second for 128 000 tokens; false: at the first grammar, while running
+    requests wait."""
     timeout: float = Field(30.0, gt=0)
     """Seconds that a compilation may take; then the request is refused."""
     json_whitespace: int = Field(32, ge=0)

@@ -6,16 +6,15 @@ import json
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
-from tokenizers import Tokenizer
 
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher, Vocabulary
 from dovetail.plugins.grammar.config import LLGuidanceConfig
 
 if TYPE_CHECKING:
-    import numpy as np
     from llguidance._lib import JsonCompileOptions
     from numpy.typing import NDArray
 
@@ -34,6 +33,8 @@ class LLGuidance(GrammarCompiler):
         )
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        if config.preload and vocabulary.tokenizer is not None:
+            self._tokens()
 
     def compile(self, grammar: Grammar) -> Matcher:
         size = len(grammar.value) if isinstance(grammar.value, str) else sum(map(len, grammar.value))
@@ -41,15 +42,14 @@ class LLGuidance(GrammarCompiler):
             raise RequestError(
                 f"grammar: {grammar.kind} of {size} characters; grammar.max_characters={self.config.max_characters}"
             )
-        matcher = _LLMatcher(grammar.kind, self._new(self._text(grammar)))
+        tokenizer = self._tokens()
+        inner = LLMatcher(tokenizer, self._text(grammar), log_level=0, limits=self._limits)
+        matcher = _LLMatcher(grammar.kind, inner, -(-tokenizer.vocab_size // 32))
         matcher.check()
         return matcher
 
-    def _new(self, text: str) -> LLMatcher:
-        return LLMatcher(self._tokens(), text, log_level=0, limits=self._limits)
-
     def _tokens(self) -> LLTokenizer:
-        """Made for the first grammar: a second or so for a large vocabulary."""
+        """Making it holds the interpreter all the while."""
         with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = _load(self.vocabulary)
@@ -84,16 +84,19 @@ class LLGuidance(GrammarCompiler):
 
 
 class _LLMatcher(Matcher):
-    def __init__(self, kind: str, matcher: LLMatcher) -> None:
-        self._kind, self._matcher = kind, matcher
+    def __init__(self, kind: str, matcher: LLMatcher, words: int) -> None:
+        """`words`: those of llguidance's own mask, which may be more than the model's."""
+        self._kind, self._matcher, self._words = kind, matcher, words
 
     def check(self) -> None:
         if self._matcher.is_error():
             raise _refusal(self._kind, self._matcher.get_error())
 
     def mask(self, out: NDArray[np.uint32]) -> None:
-        self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+        own = out if len(out) == self._words else np.empty(self._words, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
         self.check()
+        out[:] = own[: len(out)]
 
     def advance(self, token: int) -> None:
         if not self._matcher.consume_token(token):
@@ -108,17 +111,20 @@ class _LLMatcher(Matcher):
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def fork(self) -> Matcher:
-        return _LLMatcher(self._kind, self._matcher.deep_copy())
+        return _LLMatcher(self._kind, self._matcher.deep_copy(), self._words)
 
 
 def _load(vocabulary: Vocabulary) -> LLTokenizer:
     if vocabulary.tokenizer is None:
         raise RequestError("grammar: this model has no tokenizer.json, and a grammar is about the text of tokens")
-    tokenizer = Tokenizer.from_file(str(vocabulary.tokenizer))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    eos = list(vocabulary.eos_ids) or None
-    return LLTokenizer(tokenizer.to_str(), n_vocab=vocabulary.size, eos_token=eos)
+    data = json.loads(vocabulary.tokenizer.read_text(encoding="utf-8"))
+    known = data["model"]["vocab"]
+    ids = known.values() if isinstance(known, dict) else range(len(known))
+    # llguidance takes no fewer than the tokenizer has, be they without logits.
+    size = max([vocabulary.size - 1, *ids, *(token["id"] for token in data["added_tokens"])]) + 1
+    # What fills or cuts prompts of a batch has no place in the spelling of a word.
+    text = json.dumps(data | {"padding": None, "truncation": None}, ensure_ascii=False)
+    return LLTokenizer(text, n_vocab=size, eos_token=list(vocabulary.eos_ids) or None)
 
 
 def _refusal(kind: str, reason: str) -> RequestError:

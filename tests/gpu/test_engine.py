@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail import LLM, SamplingParams
+from dovetail import LLM, Grammar, SamplingParams
 
 PROMPTS = [
     "def fibonacci(n):\n",
@@ -129,3 +129,27 @@ def test_no_step_waits_for_the_device(attention: str, quant: str) -> None:
 
         runner.execute = strict
         llm.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engine.depth=1", "engine.cuda_graphs=false"],
+        ["engine.depth=2"],
+        ["engine.depth=2", "spec_decode=ngram"],
+        ["engine.depth=4", "engine.mask_wait=0"],
+    ],
+)
+def test_grammars(overrides: list[str]) -> None:
+    """The same tokens as on the CPU, beside rows without a grammar; some rows sit steps out."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, grammar=grammar)
+        for grammar in (None, Grammar(kind="regex", value="[a-z]{3,30}!"), Grammar(kind="json_schema", value=schema))
+        for _ in range(2)
+    ]
+    got = []
+    for device in (["engine.device=cpu"], ["engine.device=cuda", "attention=triton", *overrides]):
+        with LLM("tiny", overrides=["engine.dtype=float32", "engine.max_seqs=8", *device]) as llm:
+            got.append([g.token_ids for g in llm.generate(PROMPTS, params)])
+    assert got[0] == got[1]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import Grammar, GrammarCompiler, Vocabulary
 from dovetail.core.testing.grammar import GrammarContract, vocabulary
+from dovetail.plugins.grammar import guidance
 from dovetail.plugins.grammar.config import LLGuidanceConfig, NoneConfig
 from dovetail.plugins.grammar.guidance import LLGuidance
 from dovetail.plugins.grammar.none import NoGrammars
@@ -61,6 +64,37 @@ def test_a_model_without_a_tokenizer_refuses(tmp_path: Path) -> None:
     compiler = LLGuidance(LLGuidanceConfig(), Vocabulary(10, (0,), None))
     with pytest.raises(RequestError, match="no tokenizer"):
         compiler.compile(Grammar(kind="json_object"))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    """Special ones were added to it and have no logits."""
+    whole, _ = vocabulary()
+    tokenizer = Tokenizer.from_file(str(whole.tokenizer))
+    tokenizer.add_special_tokens([f"<added-{i}>" for i in range(64)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() > whole.size + 32
+
+    class Suite(TestLLGuidance):
+        def make(self, vocabulary: Vocabulary) -> GrammarCompiler:
+            return super().make(replace(vocabulary, tokenizer=tmp_path / "tokenizer.json"))
+
+    suite = Suite()
+    suite.test_what_fits_can_be_written()
+    suite.test_whatever_is_written_fits()
+    suite.test_special_tokens_and_spare_ids_are_never_allowed()
+
+
+def test_the_tokenizer_is_read_once_and_when_it_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Vocabulary] = []
+    load = guidance._load
+    monkeypatch.setattr(guidance, "_load", lambda vocabulary: (loaded.append(vocabulary), load(vocabulary))[1])
+    compiler = llguidance(preload=False)
+    assert not loaded
+    for _ in range(2):
+        compiler.compile(Grammar(kind="json_object"))
+    assert len(loaded) == 1
+    llguidance()
+    assert len(loaded) == 2
 
 
 def test_the_suite_must_be_given_a_compiler() -> None:
