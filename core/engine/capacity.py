@@ -19,9 +19,11 @@ MOST_GPUS = 16
 def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> None:
     """CapacityError if the weights alone exceed what the engine may take of a device. Silent where a model cannot count
     its parameters or a quantizer does not state its `weight_bits`: then allocating them tells."""
+    if spec.parameters is None or not host.memory_bytes:
+        return
     weights, quant = _Weights(composition, spec, host), composition.part("quant")
     bits = 8.0 * weights.size if quant.name == "none" else _weight_bits(quant, host)
-    if spec.parameters is None or bits is None or not host.memory_bytes:
+    if bits is None:
         return
     missing = weights.missing(bits, composition.engine.tp, composition.engine.memory_fraction)
     if missing > 0:
