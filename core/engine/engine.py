@@ -121,7 +121,9 @@ class Engine:
         try:
             info = self.info = self.executor.start(progress)
             self.kv = composition.build("kv_cache", groups=info.groups, num_pages=info.num_pages)
-            self.limits = SchedulerLimits(engine.token_budget, engine.max_seqs, info.max_len, info.lookahead)
+            self.limits = SchedulerLimits(
+                engine.token_budget, engine.max_seqs, info.max_len, info.lookahead, engine.depth
+            )
             self.scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
             self.cost = bind_cost(composition, info.spec, info.device)
             self._host_drafter = self._build_host_drafter()

@@ -172,7 +172,7 @@ class PolicyScheduler(Scheduler):
         if seq.known_len >= self.limits.max_len:
             limit = self.limits.max_len
             return f"prompt of {seq.known_len} tokens leaves no room in a context of {limit} (engine.max_len)"
-        for group, pages in self.kv.pages_needed(seq.limit).items():
+        for group, pages in self.kv.pages_needed(seq.limit, self.limits.ahead).items():
             have = self.kv.num_pages[group]
             if pages > have:
                 return (
@@ -193,7 +193,7 @@ class PolicyScheduler(Scheduler):
                 self._decode(seq, step, ctx)
         for seq in feeding:
             if step.budget and seq.status is Status.RUNNING:
-                self._chunk(seq, self.chunk(seq, step.budget, ctx), step)
+                self._feed(seq, step, ctx)
 
     def _decode(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> None:
         room = seq.limit - seq.max_len
@@ -208,8 +208,14 @@ class PolicyScheduler(Scheduler):
             seq.inflight += 1
             step.add(Row(seq.slot, seq.uid, seq.epoch, 1 + draft, seq.computed, draft, DECODE))
 
+    def _feed(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> None:
+        """The next chunk. Only window groups may need pages: the others took theirs when the sequence entered."""
+        count = min(self.chunk(seq, step.budget, ctx), seq.remaining, step.budget)
+        if count > 0 and self._reserve(seq, seq.computed + count, step, ctx):
+            self._chunk(seq, count, step)
+
     def _chunk(self, seq: Sequence, count: int, step: _Step) -> None:
-        """Its pages were reserved when it entered."""
+        """Its pages are reserved."""
         count = min(count, seq.remaining, step.budget)
         if count <= 0:
             return
@@ -223,6 +229,8 @@ class PolicyScheduler(Scheduler):
         """Make room, preempting others not yet in this plan; the sequence itself goes when it is the victim."""
         while (made := self.kv.reserve(seq, upto)) is None:
             candidates = [other for other in self.running.values() if other.uid not in step.uids]
+            if not candidates:
+                return False  # It has joined in this plan, and gets its first chunk in the next one.
             chosen = self.victim(candidates, ctx)
             self._preempt(chosen)
             if chosen is seq:
@@ -247,14 +255,15 @@ class PolicyScheduler(Scheduler):
         while (seq := next(iter(self._candidates(step, ctx, 1)), None)) is not None:
             if self._turned_away(seq, ctx):
                 continue
-            if self.chunk(seq, step.budget, ctx) <= 0 or not self.admit(seq, ctx):
+            count = self.chunk(seq, step.budget, ctx)
+            if count <= 0 or not self.admit(seq, ctx):
                 return
             while seq.status is not Status.RUNNING:
                 candidates = [other for other in self.running.values() if other.uid not in step.uids]
                 chosen = self.gives_way(seq, candidates, ctx) if candidates else None
                 if chosen is None:
                     return
-                if not self._free_slots or not self._join(seq, step, ctx):
+                if not self._free_slots or not self._join(seq, count, step, ctx):
                     self._preempt(chosen)
 
     def _turned_away(self, seq: Sequence, ctx: SchedulerContext) -> bool:
@@ -321,13 +330,14 @@ class PolicyScheduler(Scheduler):
         """Join, and the first chunk. False = no room."""
         count = self.chunk(seq, step.budget, ctx)
         if count > 0:
-            if not self._join(seq, step, ctx):
+            if not self._join(seq, count, step, ctx):
                 return False
             self._chunk(seq, count, step)
         return True
 
-    def _join(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> bool:
-        """Give the sequence a slot, its cached prefix and room for every known token."""
+    def _join(self, seq: Sequence, count: int, step: _Step, ctx: SchedulerContext) -> bool:
+        """Give the sequence a slot, its cached prefix and room for every known token; in window groups for its first
+        `count` alone."""
         attempt = seq.uid, self.kv.peek(seq), self._departures
         if attempt == self._no_room:
             return False
@@ -336,10 +346,11 @@ class PolicyScheduler(Scheduler):
             hit = self.kv.fork(parent, seq, seq.prompt_len - 1)
         else:
             hit = self.kv.acquire(seq, reuse=seq.request.params.prompt_logprobs is None)
-        made = self.kv.reserve(seq, seq.known_len)
+        made = self.kv.reserve(seq, min(hit.tokens + count, seq.known_len), ahead=seq.known_len)
         if made is None:
             self.kv.release(seq)
-            self._no_room = attempt
+            # Windows that slide give pages back though nobody leaves.
+            self._no_room = None if any(group.window for group in self.kv.groups) else attempt
             return False
         if seq.preemptions == 0:
             seq.cached = hit.tokens

@@ -48,7 +48,7 @@ from dovetail.core.interfaces import (
     TokenLogprobs,
 )
 from dovetail.core.memory.pools import apply_page_ops, make_pools
-from dovetail.core.memory.sizing import measure_pages, page_count
+from dovetail.core.memory.sizing import measure_pages, page_count, wanted_tokens
 from dovetail.core.ops import notes
 from dovetail.core.ops.unfused import note
 
@@ -221,7 +221,13 @@ class Runner:
             self.groups,
             self.device,
             fraction=engine.memory_fraction,
-            wanted_tokens=engine.max_seqs * self.max_len,
+            wanted=wanted_tokens(
+                self.groups,
+                sequences=engine.max_seqs,
+                max_len=self.max_len,
+                ahead=engine.depth * (1 + self.drafter.lookahead),
+                budget=engine.token_budget,
+            ),
             rehearse=rehearse,
         )
 

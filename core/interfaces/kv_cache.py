@@ -43,13 +43,22 @@ class KVGroup:
     planes: tuple[Plane, ...] = field(default=())
     kind: Literal["full", "window", "mla"] = "full"
     window: int = 0
-    """Tokens a window group looks back, the current one included; pages wholly behind it may be freed."""
+    """Tokens a window group looks back, the current one included. Pages wholly behind it are given back."""
     page_tokens: int = 16
 
     @property
     def bytes_per_page(self) -> int:
         """Over all layers and planes."""
         return self.page_tokens * len(self.layers) * sum(p.bytes_per_token for p in self.planes)
+
+    def pages_behind(self, position: int) -> int:
+        """Leading pages of a table that no token at `position` or later looks back at; 0 without a window."""
+        return max(position - self.window + 1, 0) // self.page_tokens if self.window else 0
+
+    def tokens_held(self, tokens: int, ahead: int) -> int:
+        """Token slots in the pages that a sequence of so many tokens holds at once at most, when plans write up to
+        `ahead` tokens past what is published."""
+        return min(tokens, self.window + ahead + self.page_tokens - 1) if self.window else tokens
 
 
 class KVSequence(Protocol):
@@ -122,6 +131,11 @@ class KVAllocator(ABC):
     A sequence is known from its first acquire, fork or reserve until release. Every call is atomic over all groups:
     it succeeds in all or changes nothing. Calls cost O(pages touched), never O(pages cached). publish, trim and fork's
     parent must be known (ValueError). seq.tokens only grows, except past what trim gave.
+
+    In a window group a sequence owns no page that lies wholly behind the window of every token still to be fed:
+    publish(upto) gives back the first group.pages_behind(upto - 1) pages of its table, and a hit of n tokens has
+    entries only from group.pages_behind(n) on. Plans in flight may still read them: whoever gets them writes in a later
+    plan. An allocator that cannot do without these pages may treat a window group like any other; pages_needed says so.
     """
 
     def __init__(self, config: object, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
@@ -140,8 +154,11 @@ class KVAllocator(ABC):
         """
 
     @abstractmethod
-    def reserve(self, seq: KVSequence, upto: int) -> Reservation | None:
+    def reserve(self, seq: KVSequence, upto: int, ahead: int = 0) -> Reservation | None:
         """Make room for tokens [0, upto): absolute and idempotent. None = not enough pages, and nothing changed.
+
+        Groups without a window take room for [0, ahead) at once, so that a prompt fed in chunks does not run out
+        half-way; a window group need not, since its pages come back.
 
         It may also put cached pages in place of the sequence's own that hold the same tokens. Pages in [written so far,
         upto) that are shared are replaced by private copies (COPY ops): the sequence is about
@@ -151,13 +168,15 @@ class KVAllocator(ABC):
     @abstractmethod
     def publish(self, seq: KVSequence, upto: int) -> None:
         """Tokens [0, upto) are written (the writing plan is enqueued) and their ids are in seq.tokens: others may share
-        their pages. The contract of order: any plan launched later sees the pages written."""
+        their pages. The contract of order: any plan launched later sees the pages written. It may feed the last of
+        these tokens once more (where a grammar's mask came late), and none before it."""
 
     @abstractmethod
     def trim(self, seq: KVSequence, length: int) -> None:
         """Give back the pages that lie wholly past `length` tokens (rejected drafts, a shorter bound).
 
-        Lowers "written so far" to `length`: what lay past it may be written anew, with other tokens.
+        Lowers "written so far" to `length`: what lay past it may be written anew, with other tokens. ValueError where
+        the token at `length` would look back at pages of a window group that were given back.
         """
 
     @abstractmethod
@@ -166,7 +185,7 @@ class KVAllocator(ABC):
 
         No copying yet: that is reserve's when either of them writes to a shared page. A copy runs before its plan's
         forward, so the plan that writes [0, upto) must be launched before the one that child joins; these tokens count
-        as written for parent too.
+        as written for parent too. Where the parent's window has passed what child would read, this is acquire(child).
         """
 
     @abstractmethod
@@ -174,8 +193,9 @@ class KVAllocator(ABC):
         """Give up the sequence. Published pages may stay cached; idempotent for unknown sequences."""
 
     @abstractmethod
-    def pages_needed(self, tokens: int) -> dict[int, int]:
-        """Pages per group that a sequence of so many tokens owns when nothing is shared."""
+    def pages_needed(self, tokens: int, ahead: int | None = None) -> dict[int, int]:
+        """Pages per group that a sequence of so many tokens owns when nothing is shared: reserved at once, or with
+        `ahead` at most while it grows and plans write up to so many tokens past what is published."""
 
     @abstractmethod
     def stats(self) -> KVStats: ...

@@ -28,6 +28,14 @@ class SchedulerLimits:
     """Tokens of one sequence, prompt and output."""
     lookahead: int = 0
     """Draft tokens the drafter can offer per step; 0 = no speculation."""
+    depth: int = 1
+    """Plans in flight at most."""
+
+    @property
+    def ahead(self) -> int:
+        """Tokens of one sequence that plans write at most before any of them is published: a chunk, or decode rows in
+        flight."""
+        return max(self.token_budget, self.depth * (1 + self.lookahead))
 
 
 @dataclass(frozen=True, slots=True)

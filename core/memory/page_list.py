@@ -13,11 +13,11 @@ class PageList:
     Free pages are a stack, lowest id on top at first, so that equal calls hand out equal pages.
     """
 
-    __slots__ = ("free", "group", "page_tokens", "refs", "total")
+    __slots__ = ("behind", "free", "group", "page_tokens", "refs", "total", "window")
 
     def __init__(self, group: KVGroup, total: int) -> None:
         self.group = group.id
-        self.page_tokens = group.page_tokens
+        self.page_tokens, self.window, self.behind = group.page_tokens, group.window, group.pages_behind
         self.total = total
         self.refs = [0] * (total + 1)
         """Sequences that own each page. Read by PageTables, written here."""

@@ -3,13 +3,15 @@
 A subclass says what becomes of pages (its PageList) and what acquire and publish find.
 
 Legend: a table is the list of page ids of one sequence in one group. Pages at and past ceil(written / page_tokens) are
-private, and so is the page that `written` lies inside once reserve has let the sequence write there.
+private, and so is the page that `written` lies inside once reserve has let the sequence write there. In a window group
+the first `behind` entries are 0: those pages were given back, or never needed.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from dovetail.core.interfaces import (
@@ -33,13 +35,23 @@ class SequencePages:
     """What one sequence owns. Written by its PageTables alone."""
 
     tables: list[list[int]]
-    """One per group, ceil(length / page_tokens) pages each, or more if the allocator takes ahead."""
+    """One per group, of as many pages as `length` fills, without a window as max(length, ahead) fills; or more if the
+    allocator takes ahead of that."""
     length: int = 0
     """Tokens reserved."""
+    ahead: int = 0
+    """Tokens reserved in groups without a window, if more than length."""
     written: int = 0
     """Tokens known to be written: by publish, acquire or fork; lowered by trim."""
     room: int = 0
     """reserve(upto <= room) changes nothing but length."""
+    behind: list[int] = field(default_factory=list)
+    """Leading entries that are 0, one number per group."""
+    slides_at: int = 0
+    """publish(upto <= slides_at) gives no page back."""
+
+    def __post_init__(self) -> None:
+        self.behind = [0] * len(self.tables)
 
 
 Pages = TypeVar("Pages", bound=PageList)
@@ -49,8 +61,12 @@ State = TypeVar("State", bound=SequencePages)
 class PageTables(KVAllocator, Generic[Pages, State]):
     takes_ahead = False
     """Whether tables may be longer than reserve asked for."""
+    slides = True
+    """Whether pages behind a window are given back. False: a window group is treated like one without a window."""
 
     def __init__(self, config: object, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
+        if not self.slides:
+            groups = [replace(group, kind="full", window=0) for group in groups]
         super().__init__(config, groups, num_pages)
         ids = [group.id for group in self.groups]
         if not ids or len(set(ids)) != len(ids) or set(ids) != set(self.num_pages):
@@ -88,30 +104,35 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         self._register(seq)
         return Hit()
 
-    def reserve(self, seq: KVSequence, upto: int) -> Reservation | None:
+    def reserve(self, seq: KVSequence, upto: int, ahead: int = 0) -> Reservation | None:
         state = self._states.get(seq.uid)
-        if state is None or upto > state.room:
-            return self._grow(seq, upto)
+        if state is None or upto > state.room or ahead > state.ahead:
+            return self._grow(seq, upto, ahead)
         if upto > state.length:
             state.length = upto
         return UNCHANGED
 
-    def _grow(self, seq: KVSequence, upto: int) -> Reservation | None:
+    def _grow(self, seq: KVSequence, upto: int, ahead: int) -> Reservation | None:
         if upto < 0:
             raise ValueError(f"upto is {upto}")
         state = self._states.get(seq.uid)
         if state is None:
             state = self._new_state(seq)
-        elif upto <= state.written:
+        elif max(upto, ahead) <= state.written:
             return UNCHANGED
-        shared = [self._shared_index(pages, table, state.written, upto) for pages, table in self._by_group(state)]
-        for (pages, table), index in zip(self._by_group(state), shared, strict=True):
-            missing = max(pages.count(upto) - len(table), 0)
+        ahead = max(upto, ahead)
+        targets = [upto if pages.window else ahead for pages in self._pages]
+        shared = [
+            self._shared_index(pages, table, state.written, target)
+            for (pages, table), target in zip(self._by_group(state), targets, strict=True)
+        ]
+        for (pages, table), index, target in zip(self._by_group(state), shared, targets, strict=True):
+            missing = max(pages.count(target) - len(table), 0)
             if missing + (index is not None) > pages.available:
                 return None
         entries: list[PageEntry] = []
         ops: list[PageOp] = []
-        for (pages, table), index in zip(self._by_group(state), shared, strict=True):
+        for (pages, table), index, target in zip(self._by_group(state), shared, targets, strict=True):
             if index is not None:
                 old, table[index] = table[index], pages.take()
                 pages.drop(old)
@@ -119,16 +140,18 @@ class PageTables(KVAllocator, Generic[Pages, State]):
                 ops.append(PageOp(PageOpKind.COPY, pages.group, old, table[index]))
             elif inside := state.written % pages.page_tokens:
                 pages.overwrite(table[(state.written - inside) // pages.page_tokens])
-            for new in range(len(table), pages.count(upto)):
+            for new in range(len(table), pages.count(target)):
                 table.append(pages.take())
                 entries.append((pages.group, new, table[new]))
         self._states[seq.uid] = state
-        state.length = max(state.length, upto)
+        state.length, state.ahead = max(state.length, upto), max(state.ahead, ahead)
         state.room = self._capacity(state)
         return Reservation(tuple(entries), tuple(ops)) if entries else UNCHANGED
 
     def publish(self, seq: KVSequence, upto: int) -> None:
-        self._mark_written(seq, upto)
+        state = self._mark_written(seq, upto)
+        if upto > state.slides_at:
+            self._slide(state, upto - 1)
 
     def _mark_written(self, seq: KVSequence, upto: int) -> State:
         state = self._known(seq)
@@ -139,18 +162,33 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             state.written = upto
         return state
 
+    def _slide(self, state: State, position: int) -> None:
+        """Give back the pages that no token from `position` on looks back at."""
+        state.slides_at = sys.maxsize
+        for number, (pages, table) in enumerate(self._by_group(state)):
+            if not pages.window:
+                continue
+            kept = state.behind[number]
+            gone = state.behind[number] = max(pages.behind(position), kept)
+            for index in reversed(range(kept, gone)):
+                pages.drop(table[index])
+                table[index] = 0
+            state.slides_at = min(state.slides_at, (gone + 1) * pages.page_tokens + pages.window - 1)
+
     def trim(self, seq: KVSequence, length: int) -> None:
         state = self._known(seq)
         if length < 0:
             raise ValueError(f"length is {length}")
-        if length >= self._capacity(state):
+        if length >= max(self._capacity(state), state.ahead):
             return
+        if any(pages.behind(length) < gone for pages, gone in zip(self._pages, state.behind, strict=True)):
+            raise ValueError(f"cannot trim sequence {seq.uid} to {length} tokens: pages behind its window are gone")
         for pages, table in self._by_group(state):
             keep = pages.count(length)
             for page in reversed(table[keep:]):
                 pages.drop(page)
             del table[keep:]
-        state.length = min(state.length, length)
+        state.length, state.ahead = min(state.length, length), min(state.ahead, length)
         if length < state.written:
             # The page it lies in may be shared, so the next reserve has to look.
             state.written = state.room = length
@@ -161,13 +199,18 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         source = self._known(parent)
         if not 0 <= upto <= source.length:
             raise ValueError(f"cannot fork {upto} tokens of sequence {parent.uid}: it has {source.length}")
+        behind = [pages.behind(upto) for pages in self._pages]
+        if any(gone > needed for gone, needed in zip(source.behind, behind, strict=True)):
+            return self.acquire(child)
         state = self._register(child)
+        state.behind = behind
         entries: list[PageEntry] = []
-        for (pages, table), own in zip(self._by_group(source), state.tables, strict=True):
-            own.extend(table[: pages.count(upto)])
-            for index, page in enumerate(own):
-                pages.share(page)
-                entries.append((pages.group, index, page))
+        for (pages, table), own, first in zip(self._by_group(source), state.tables, behind, strict=True):
+            own.extend([0] * first)
+            for index in range(first, pages.count(upto)):
+                own.append(table[index])
+                pages.share(table[index])
+                entries.append((pages.group, index, table[index]))
         state.length = state.written = state.room = upto
         # Forked tokens are written, whether or not the parent has published them; its last page may be shared now.
         source.written = max(source.written, upto)
@@ -178,13 +221,14 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         state = self._states.pop(seq.uid, None)
         if state is None:
             return
-        for pages, table in self._by_group(state):
+        for (pages, table), behind in zip(self._by_group(state), state.behind, strict=True):
             # Last page first: the start of a prefix is of use to more sequences, so it should be evicted later.
-            for page in reversed(table):
+            for page in reversed(table[behind:]):
                 pages.drop(page)
 
-    def pages_needed(self, tokens: int) -> dict[int, int]:
-        return {pages.group: pages.count(tokens) for pages in self._pages}
+    def pages_needed(self, tokens: int, ahead: int | None = None) -> dict[int, int]:
+        held = (tokens if ahead is None else group.tokens_held(tokens, ahead) for group in self.groups)
+        return {pages.group: pages.count(slots) for pages, slots in zip(self._pages, held, strict=True)}
 
     def stats(self) -> KVStats:
         """O(sequences)."""
@@ -202,14 +246,20 @@ class PageTables(KVAllocator, Generic[Pages, State]):
     def check(self) -> None:
         for position, pages in enumerate(self._pages):
             tables = {uid: state.tables[position] for uid, state in self._states.items()}
-            pages.check(page for table in tables.values() for page in table)
+            pages.check(page for uid, table in tables.items() for page in table[self._states[uid].behind[position] :])
             for uid, table in tables.items():
                 state = self._states[uid]
                 where = f"sequence {uid}, group {pages.group}"
-                count = pages.count(state.length)
+                reserved = self._reserved(pages, state)
+                count = pages.count(reserved)
                 expect(
                     len(table) == count or self.takes_ahead and len(table) > count,
-                    f"{where}: {len(table)} pages for {state.length} tokens of {pages.page_tokens} a page",
+                    f"{where}: {len(table)} pages for {reserved} tokens of {pages.page_tokens} a page",
+                )
+                behind = state.behind[position]
+                expect(
+                    not any(table[:behind]) and behind <= pages.behind(state.length),
+                    f"{where}: {behind} pages behind a window of {pages.window} tokens, table {table[: behind + 1]}",
                 )
                 expect(state.written <= state.length, f"{where}: {state.written} written of {state.length} reserved")
                 shared = [page for page in table[pages.count(state.written) :] if not pages.private(page)]
@@ -222,6 +272,10 @@ class PageTables(KVAllocator, Generic[Pages, State]):
 
     def _by_group(self, state: SequencePages) -> zip[tuple[Pages, list[int]]]:
         return zip(self._pages, state.tables, strict=True)
+
+    @staticmethod
+    def _reserved(pages: PageList, state: SequencePages) -> int:
+        return state.length if pages.window else max(state.length, state.ahead)
 
     def _capacity(self, state: SequencePages) -> int:
         return min(len(table) * pages.page_tokens for pages, table in self._by_group(state))
@@ -237,16 +291,17 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         unused = 0
         shared: dict[int, int] = {}
         for state in self._states.values():
-            table, count = state.tables[position], pages.count(state.length)
+            table, reserved = state.tables[position], self._reserved(pages, state)
+            count = pages.count(reserved)
             unused += (len(table) - count) * pages.page_tokens
-            gap = count * pages.page_tokens - state.length
+            gap = count * pages.page_tokens - reserved
             if gap and pages.refs[table[count - 1]] == 1:
                 unused += gap
             elif gap:
                 shared[table[count - 1]] = count - 1
         for page, index in shared.items():
             lengths = [
-                state.length
+                self._reserved(pages, state)
                 for state in self._states.values()
                 if index < len(state.tables[position]) and state.tables[position][index] == page
             ]

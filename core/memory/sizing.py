@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -16,18 +17,41 @@ def page_count(group: KVGroup, tokens: int) -> int:
     return -(-tokens // group.page_tokens)
 
 
+def wanted_tokens(
+    groups: Sequence[KVGroup], *, sequences: int, max_len: int, ahead: int, budget: int
+) -> dict[int, int]:
+    """Token slots per group that so many sequences of max_len tokens hold at once. `ahead`: tokens of one sequence that
+    decode steps write before they are published; `budget`: tokens of all sequences in one step."""
+    return {
+        group.id: sequences * group.tokens_held(max_len, ahead) + (budget if group.window else 0) for group in groups
+    }
+
+
+def share_tokens(groups: Sequence[KVGroup], budget: float, most: Mapping[int, int]) -> dict[int, int]:
+    """Token slots per group in so many bytes: equally many in each, but no more than `most` where it says; the bytes
+    that such a group leaves go to the others."""
+    tokens: dict[int, int] = {}
+    rest = sorted(groups, key=lambda group: most.get(group.id, math.inf))
+    while rest:
+        share = max(int(budget / sum(group.bytes_per_page / group.page_tokens for group in rest)), 0)
+        group = rest.pop(0)
+        tokens[group.id] = min(share, most.get(group.id, share))
+        budget -= tokens[group.id] * group.bytes_per_page / group.page_tokens
+    return tokens
+
+
 def measure_pages(
     groups: Sequence[KVGroup],
     device: torch.device,
     *,
     fraction: float,
-    wanted_tokens: int,
+    wanted: Mapping[int, int],
     rehearse: Callable[[], None],
 ) -> dict[int, int]:
     """Pages per group. On CUDA `rehearse` runs the most expensive step and the rest of `fraction` goes to KV; on a CPU
-    the cache takes what wanted_tokens need, bounded by half of `fraction` of free memory, since other ranks live there
-    too."""
-    bytes_per_token = sum(group.bytes_per_page / group.page_tokens for group in groups)
+    the cache takes what the `wanted` tokens need, bounded by half of `fraction` of free memory, since other ranks live
+    there too. Beside groups without a window, window groups take no more than wanted."""
+    full = any(not group.window for group in groups)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         rehearse()
@@ -37,15 +61,16 @@ def measure_pages(
         free, total = torch.cuda.mem_get_info(device)
         foreign = total - free - torch.cuda.memory_reserved(device)
         budget = total * fraction - peak - foreign
-        tokens = int(budget / bytes_per_token)
+        most = {group.id: wanted[group.id] for group in groups if group.window and full}
         gib = 2**30
         where = f"{total / gib:.1f} GiB x engine.memory_fraction={fraction}, of it {peak / gib:.1f} GiB for the model"
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = free * fraction / 2
-        tokens = min(wanted_tokens, int(budget / bytes_per_token))
+        most = dict(wanted)
         where = f"half of {free / 2**30:.1f} GiB free memory x engine.memory_fraction={fraction}"
-    pages = {group.id: tokens // group.page_tokens for group in groups}
+    tokens = share_tokens(groups, budget, most)
+    pages = {group.id: tokens[group.id] // group.page_tokens for group in groups}
     if min(pages.values()) < 1:
         missing = int(max(group.bytes_per_page for group in groups) - budget)
         raise CapacityError(

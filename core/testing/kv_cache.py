@@ -18,6 +18,7 @@ from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, PageOpKind, Rese
 from dovetail.core.testing.kv_machine import make_kv_state_machine
 from dovetail.core.testing.kv_model import (
     LAYOUTS,
+    SLIDING,
     Layout,
     TokenSequence,
     layout,
@@ -31,6 +32,7 @@ from dovetail.core.testing.suite import lines_run
 
 __all__ = ["KVAllocatorContract", "make_kv_state_machine"]
 
+each_sliding = pytest.mark.parametrize("layout", tuple(SLIDING.values()), ids=tuple(SLIDING))
 each_layout = pytest.mark.parametrize("layout", tuple(LAYOUTS.values()), ids=tuple(LAYOUTS))
 
 
@@ -42,6 +44,8 @@ class KVAllocatorContract:
     contiguous = False
     """Whether a sequence's pages follow each other. Then reserve may move all of them, takes pages ahead up to the
     sequence's limit, and fails where no free run is long enough."""
+    slides = True
+    """Whether pages behind a window are given back. False: a window group is treated like one without a window."""
     machine_settings = settings(
         max_examples=100,
         stateful_step_count=50,
@@ -389,6 +393,65 @@ class KVAllocatorContract:
         intact = copied == {group.id for group in layout.groups}
         assert kv.acquire(other).tokens <= (2 * layout.stride if intact else layout.stride + 1)
 
+    # Sliding windows
+
+    @each_sliding
+    def test_pages_behind_the_window_are_given_back(self, layout: Layout) -> None:
+        if not self.slides:
+            pytest.skip("pages behind a window are kept")
+        kv, seq = self._make(layout), sequence(1, 12 * layout.stride)
+        limits = {group.id: kv.pages_needed(len(seq.tokens), ahead=3)[group.id] for group in layout.groups}
+        for group in layout.groups:
+            assert limits[group.id] <= -(-(group.window + 3 + 2 * group.page_tokens) // group.page_tokens) or (
+                not group.window and limits[group.id] == len(seq.tokens) // group.page_tokens
+            )
+        kv = self.make(layout.groups, limits)
+        kv.acquire(seq)
+        for start in range(0, len(seq.tokens), 3):
+            upto = min(start + 3, len(seq.tokens))
+            assert kv.reserve(seq, upto) is not None, f"{upto} tokens do not fit into {limits} pages: {kv.stats()}"
+            kv.publish(seq, upto)
+            held = sum(-(-upto // group.page_tokens) - group.pages_behind(upto - 1) for group in layout.groups)
+            assert kv.stats().owned == held, f"{kv.stats().owned} pages owned at {upto} tokens, {held} needed"
+            kv.check()
+        with pytest.raises(ValueError):
+            kv.trim(seq, 1)
+        kv.release(seq)
+        assert kv.stats().owned == 0
+        kv.check()
+
+    @each_sliding
+    def test_only_groups_without_a_window_take_room_ahead(self, layout: Layout) -> None:
+        kv = self._make(layout)
+        pages = owned_pages(reserve(kv, sequence(1, 20), 3, ahead=20))
+        for group in layout.groups:
+            upto = 3 if group.window and self.slides else 20
+            assert len(pages[group.id]) == -(-upto // group.page_tokens)
+        kv.check()
+
+    @each_sliding
+    def test_a_hit_has_the_windows_pages_alone(self, layout: Layout) -> None:
+        kv, first, second = self._make(layout), sequence(1, 3 * layout.stride), sequence(2, 3 * layout.stride + 1)
+        write(kv, first)
+        kv.release(first)
+        hit = kv.acquire(second)
+        assert hit.tokens == (3 * layout.stride if self.reuses else 0)
+        for group in layout.groups if hit.tokens else ():
+            indices = [index for group_id, index, _ in hit.entries if group_id == group.id]
+            behind = group.pages_behind(hit.tokens) if self.slides else 0
+            assert indices == list(range(behind, hit.tokens // group.page_tokens))
+        kv.check()
+
+    @each_sliding
+    def test_a_fork_behind_the_window_is_an_acquire(self, layout: Layout) -> None:
+        if not self.slides:
+            pytest.skip("pages behind a window are kept")
+        kv, parent, child = self._make(layout), sequence(1, 3 * layout.stride), sequence(2, layout.stride + 1)
+        write(kv, parent)
+        found = kv.peek(child)
+        assert kv.fork(parent, child, layout.stride).tokens == found
+        kv.check()
+
     # Whole behaviour
 
     @each_layout
@@ -416,7 +479,7 @@ class KVAllocatorContract:
         assert costs[1] <= costs[0] * 1.5, f"{costs[0]} lines with 20 cached pages, {costs[1]} with 2000"
 
     def test_state_machine(self) -> None:
-        machine = make_kv_state_machine(self.make, contiguous=self.contiguous)
+        machine = make_kv_state_machine(self.make, contiguous=self.contiguous, slides=self.slides)
         run_state_machine_as_test(machine, settings=self.machine_settings)
 
     def _make(self, layout: Layout) -> KVAllocator:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dovetail.core.interfaces import KVAllocator, KVGroup
-from dovetail.core.testing.kv_model import GARBAGE, LAYOUTS, Layout, Prefixes, ShadowMemory, TokenSequence
+from dovetail.core.testing.kv_model import GARBAGE, LAYOUTS, SLIDING, Layout, Prefixes, ShadowMemory, TokenSequence
 
 Factory = Callable[[Sequence[KVGroup], Mapping[int, int]], KVAllocator]
 
@@ -62,12 +62,17 @@ class Call:
 
 
 def make_kv_state_machine(
-    factory: Factory, layouts: Sequence[Layout] = tuple(LAYOUTS.values()), *, contiguous: bool = False
+    factory: Factory,
+    layouts: Sequence[Layout] = (*LAYOUTS.values(), *SLIDING.values()),
+    *,
+    contiguous: bool = False,
+    slides: bool = True,
 ) -> type[KVMachine]:
     """The machine for one kind of allocator; `.TestCase` of it is a test class, run_state_machine_as_test runs it.
 
-    contiguous: pages of a sequence must follow each other, and reserve may fail for want of a run."""
-    body = {"factory": staticmethod(factory), "layouts": tuple(layouts), "contiguous": contiguous}
+    contiguous: pages of a sequence must follow each other, and reserve may fail for want of a run.
+    slides: pages behind a window must be given back; otherwise they must be kept."""
+    body = {"factory": staticmethod(factory), "layouts": tuple(layouts), "contiguous": contiguous, "slides": slides}
     return type("KVMachine", (KVMachine,), body)
 
 
@@ -75,8 +80,9 @@ class KVMachine(RuleBasedStateMachine):
     factory: Factory
     layouts: tuple[Layout, ...]
     contiguous: bool
+    slides: bool
 
-    @initialize(number=st.integers(0, 7), prompts=st.lists(PROMPT, min_size=1, max_size=4))
+    @initialize(number=st.integers(0, 5), prompts=st.lists(PROMPT, min_size=1, max_size=4))
     def start(self, number: int, prompts: list[list[int]]) -> None:
         self.layout = self.layouts[number % len(self.layouts)]
         self.kv = self.factory(self.layout.groups, self.layout.num_pages)
@@ -159,11 +165,13 @@ class KVMachine(RuleBasedStateMachine):
         tokens = [*parent.seq.tokens[:upto], token]
         child = Run(self._sequence(tokens, parent.seq.salt), list(tokens), running=True)
         before = self.kv.stats()
+        passed = upto < self.memory.shortest(parent.seq.uid)
+        expected = self.kv.peek(child.seq) if passed else upto
         hit = self._call("fork", parent.seq, child.seq, upto=upto)
-        assert hit.tokens == upto, f"fork({upto}) gave {hit.tokens} tokens"
-        assert self.kv.stats().owned == before.owned, "fork took pages"
+        assert hit.tokens == expected, f"fork({upto}) gave {hit.tokens} tokens, expected {expected}"
+        assert passed or self.kv.stats().owned == before.owned, "fork took pages"
         self.memory.apply(child.seq.uid, hit.entries, hit.ops)
-        child.fed = child.bound = child.reserved = child.written = upto
+        child.fed = child.bound = child.reserved = child.written = hit.tokens
         self.runs.append(child)
 
     @precondition(lambda self: any(run.running for run in self.runs))
@@ -177,7 +185,7 @@ class KVMachine(RuleBasedStateMachine):
     def roll_back(self, pick: int, cut: int, token: int) -> None:
         """Throw tokens away and go on with another one."""
         run = self._pick(pick, lambda run: run.running and run.fed > 0 and not run.late)
-        length = max(run.fed - cut, 1)
+        length = max(run.fed - cut, 1, self.memory.shortest(run.seq.uid))
         self._trim(run, length)
         run.seq.tokens[length:] = [token]
         run.true[length:] = [token]
@@ -299,6 +307,8 @@ class KVMachine(RuleBasedStateMachine):
 
     def _publish(self, run: Run, upto: int) -> None:
         self._call("publish", run.seq, upto=upto)
+        if self.slides:
+            self.memory.slide(run.seq.uid, upto - 1)
         run.written = max(run.written, upto)
 
     def _reserve(self, run: Run, upto: int) -> bool:
@@ -362,6 +372,8 @@ class KVMachine(RuleBasedStateMachine):
                 continue
             for group in self.layout.groups:
                 for index, page in enumerate(self.memory.tables[run.seq.uid][group.id]):
+                    if not page:
+                        continue
                     slots = min(run.reserved - index * group.page_tokens, group.page_tokens)
                     used[group.id, page] = max(used.get((group.id, page), 0), slots)
         return sum(used.values())

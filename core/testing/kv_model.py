@@ -38,16 +38,24 @@ class Layout:
         return min(self.num_pages[group.id] * group.page_tokens for group in self.groups)
 
 
-def layout(**pages: tuple[int, int]) -> Layout:
-    """layout(a=(page_tokens, pages), b=...): groups 0, 1, ... of one layer each."""
-    groups = tuple(KVGroup(id=i, layers=(i,), page_tokens=size) for i, (size, _) in enumerate(pages.values()))
-    return Layout(groups, {i: count for i, (_, count) in enumerate(pages.values())})
+def layout(**pages: tuple[int, ...]) -> Layout:
+    """layout(a=(page_tokens, pages), b=(page_tokens, pages, window)): groups 0, 1, ... of one layer each."""
+    groups = tuple(
+        KVGroup(id=i, layers=(i,), kind="window" if window else "full", window=sum(window), page_tokens=size)
+        for i, (size, _, *window) in enumerate(pages.values())
+    )
+    return Layout(groups, {i: count for i, (_, count, *_) in enumerate(pages.values())})
 
 
 LAYOUTS = {
     "one_group": layout(a=(4, 12)),
     "uneven_pages": layout(a=(4, 14), b=(4, 9)),
     "mixed_page_sizes": layout(a=(4, 13), b=(8, 6)),
+}
+SLIDING = {
+    "one_window": layout(a=(4, 8, 6)),
+    "full_and_window": layout(a=(4, 14), b=(4, 9, 5)),
+    "two_windows_and_page_sizes": layout(a=(4, 8, 9), b=(8, 8), c=(4, 9, 1)),
 }
 
 
@@ -84,13 +92,17 @@ class ShadowMemory:
     def apply(self, uid: int, entries: Iterable[PageEntry], ops: Iterable[PageOp]) -> None:
         """Entries must name usable pages and extend or replace the table without a hole."""
         tables = self.tables.setdefault(uid, {group.id: [] for group in self.layout.groups})
+        windows = {group.id: group.window for group in self.layout.groups}
         for group, index, page in entries:
             table = tables[group]
             assert 1 <= page <= self.layout.num_pages[group], f"group {group} was given page {page}"
+            if windows[group] and not table:
+                table += [0] * index
             assert 0 <= index <= len(table), f"group {group}: entry {index} of a table with {len(table)}"
             table[index : index + 1] = [page]
         for group, table in tables.items():
-            assert len(set(table)) == len(table), f"group {group}: sequence {uid} has a page twice: {table}"
+            owned = [page for page in table if page]
+            assert len(set(owned)) == len(owned), f"group {group}: sequence {uid} has a page twice: {table}"
         for kind, group, src, dst in ops:
             assert 0 not in (src, dst), f"a page operation of group {group} touches page 0"
             reads, writes = {
@@ -107,19 +119,33 @@ class ShadowMemory:
             table = self.tables[uid][group.id]
             for position, value in enumerate(contents, start):
                 page, slot = table[position // group.page_tokens], position % group.page_tokens
+                assert page, f"group {group.id}: sequence {uid} writes position {position}, whose page was given back"
                 self._device.setdefault((group.id, page), [None] * group.page_tokens)[slot] = value
 
     def expect(self, uid: int, contents: list[int]) -> None:
-        """The sequence must read these contents from position 0 on, in every group."""
+        """The sequence must read these contents, in every group as far back as the next token looks."""
         for group in self.layout.groups:
             table, size = self.tables[uid][group.id], group.page_tokens
             read: list[int | None] = []
             for page in table[: -(-len(contents) // size)]:
                 read += self._device.get((group.id, page), [None] * size)
-            bad = next((p for p, value in enumerate(contents) if p >= len(read) or read[p] != value), None)
+            first = max(len(contents) - group.window + 1, 0) if group.window else 0
+            bad = next((p for p in range(first, len(contents)) if p >= len(read) or read[p] != contents[p]), None)
             assert bad is None, (
                 f"group {group.id}: sequence {uid} does not read its own token at position {bad} (page table {table})"
             )
+
+    def slide(self, uid: int, position: int) -> None:
+        """Give back what no token from `position` on looks back at."""
+        for group in self.layout.groups:
+            table = self.tables[uid][group.id]
+            behind = group.pages_behind(position)
+            table[:behind] = [0] * len(table[:behind])
+
+    def shortest(self, uid: int) -> int:
+        """The least length that the sequence may be trimmed to, or forked at."""
+        gone = {group: self.tables[uid][group.id].count(0) for group in self.layout.groups}
+        return max(n * group.page_tokens + group.window - 1 if n else 0 for group, n in gone.items())
 
     def trim(self, uid: int, length: int) -> None:
         for group in self.layout.groups:
@@ -130,7 +156,7 @@ class ShadowMemory:
 
     def owners(self, group: int) -> Counter[int]:
         """Page -> sequences that have it in their table."""
-        return Counter(page for tables in self.tables.values() for page in tables[group])
+        return Counter(page for tables in self.tables.values() for page in tables[group] if page)
 
 
 def sequence(uid: int, tokens: int, *, first: int = 0, salt: str = "") -> TokenSequence:
@@ -138,8 +164,8 @@ def sequence(uid: int, tokens: int, *, first: int = 0, salt: str = "") -> TokenS
     return TokenSequence(uid, list(range(first, first + tokens)), salt)
 
 
-def reserve(kv: KVAllocator, seq: TokenSequence, upto: int) -> Reservation:
-    made = kv.reserve(seq, upto)
+def reserve(kv: KVAllocator, seq: TokenSequence, upto: int, ahead: int = 0) -> Reservation:
+    made = kv.reserve(seq, upto, ahead)
     assert made is not None, f"reserve({upto}) failed: {kv.stats()}"
     return made
 

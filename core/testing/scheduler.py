@@ -104,9 +104,13 @@ class SchedulerContract:
         max_len: int = 64,
         delay: int = 0,
         mask_wait: float = 1.0,
+        window_pages: int = 0,
     ) -> Engine:
-        groups = (KVGroup(0, (0,), page_tokens=PAGE), KVGroup(1, (1,), page_tokens=2 * PAGE))
+        groups = [KVGroup(0, (0,), page_tokens=PAGE), KVGroup(1, (1,), page_tokens=2 * PAGE)]
         num_pages = {0: pages, 1: pages // 2}
+        if window_pages:
+            groups.append(KVGroup(2, (2,), kind="window", window=7, page_tokens=PAGE))
+            num_pages[2] = window_pages
         device = ToyDevice(groups, num_pages, max_seqs=max_seqs, max_len=max_len, lookahead=lookahead, delay=delay)
         config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
         engine = Engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
@@ -180,6 +184,19 @@ class SchedulerContract:
             engine = self.engine(pages=24, depth=depth, lookahead=3, delay=depth - 1, mask_wait=wait)
             self.check_outputs(engine, load, self.run(engine, load))
             assert any(plan.late for plan in engine.executor.plans)
+            engine.shutdown()
+
+    @pytest.mark.parametrize("lookahead", [0, 2])
+    def test_a_window_group_that_holds_one_sequence(self, lookahead: int) -> None:
+        """Prompts are longer than what it holds: they go in chunks, and are preempted between two of them."""
+        options = {"budget": 9, "depth": 3, "lookahead": lookahead, "delay": 2}
+        large = self.engine(**options, window_pages=60)
+        least = large.kv.pages_needed(large.limits.max_len, large.limits.ahead)[2]
+        large.shutdown()
+        for seed in range(4):
+            load = random_load(seed, grammars=seed > 1)
+            engine = self.engine(**options, window_pages=least + seed % 2, mask_wait=0.0)
+            self.check_outputs(engine, load, self.run(engine, load))
             engine.shutdown()
 
     def test_equal_calls_give_equal_plans(self) -> None:

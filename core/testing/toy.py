@@ -256,7 +256,8 @@ class ToyDevice(Executor):
         slot = self.slots[row.slot]
         known = slot.tokens + slot.drafts[: row.draft]
         for group in self.groups:
-            for i in range(min(start + row.count, len(known))):
+            first = max(start - group.window + 1, 0) if group.window else 0
+            for i in range(first, min(start + row.count, len(known))):
                 page, offset = divmod(i, group.page_tokens)
                 held = self.memory[group.id, slot.tables[group.id][page]].get(offset)
                 assert held == known[i], (

@@ -71,10 +71,12 @@ class PageRuns(PageList):
 class ContiguousAllocator(PageTables[PageRuns, SequencePages]):
     """A sequence that outgrows its run goes on behind it where pages are free, or else moves and is copied whole.
 
-    It shares no page it writes to or behind: a fork that grows moves to a run of its own, prompt included.
+    It shares no page it writes to or behind: a fork that grows moves to a run of its own, prompt included. A run keeps
+    its pages behind a window.
     """
 
     takes_ahead = True
+    slides = False
 
     def _page_list(self, group: KVGroup, total: int) -> PageRuns:
         return PageRuns(group, total)
@@ -82,9 +84,10 @@ class ContiguousAllocator(PageTables[PageRuns, SequencePages]):
     def _new_state(self, seq: KVSequence) -> SequencePages:
         return SequencePages([[] for _ in self.groups])
 
-    def _grow(self, seq: KVSequence, upto: int) -> Reservation | None:
+    def _grow(self, seq: KVSequence, upto: int, ahead: int) -> Reservation | None:
         if upto < 0:
             raise ValueError(f"upto is {upto}")
+        upto = max(upto, ahead)
         state = self._states.get(seq.uid) or self._new_state(seq)
         if upto <= state.written and seq.uid in self._states:
             return UNCHANGED

@@ -69,8 +69,16 @@ class KeyedPages(CachedPages):
         self._offer(page, depth, parent)
 
     def find(self, chain: KeyChain, tokens: list[int], limit: int) -> int:
-        """Pages of the longest cached prefix, at most limit."""
+        """Pages of the longest prefix, at most limit, of which all are cached that a token behind it looks back at."""
         index, keys = self.index, chain.keys
+        if self.window:
+            chain.extend(tokens, limit)
+            depth = limit - 1
+            while depth >= self.behind(limit * self.page_tokens):
+                if keys[depth] not in index:
+                    limit = depth
+                depth -= 1
+            return limit
         for depth in range(limit):
             if depth == len(keys):
                 chain.extend(tokens, depth + 1)
@@ -105,11 +113,7 @@ class HashedPages(SequencePages):
 
 
 class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
-    """Hits are multiples of every group's page size and as long as in the group that has least.
-
-    A window group is treated like a full one: all pages of a prefix must be there, although the last `window` tokens
-    would do.
-    """
+    """Hits are multiples of every group's page size, and of a window group they need the window's pages alone."""
 
     config: PrefixHashConfig
 
@@ -117,6 +121,8 @@ class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
         self._policy = load_policy(config.eviction)
         super().__init__(config, groups, num_pages)
         self._stride = math.lcm(*(group.page_tokens for group in self.groups))
+        # Groups without a window first: they bound what is looked for in the others.
+        self._search = sorted(range(len(self.groups)), key=lambda number: self.groups[number].window > 0)
         self._waiting: dict[int, tuple[list[int], list[KeyChain]]] = {}
         """By uid, for sequences that are only peeked at: the token list that was hashed, and its keys."""
 
@@ -132,10 +138,13 @@ class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
         if not hit:
             return Hit()
         entries: list[PageEntry] = []
-        for (pages, table), chain in zip(self._by_group(state), state.chains, strict=True):
-            table.extend(pages.index[key] for key in chain.keys[: hit // pages.page_tokens])
-            for index, page in enumerate(table):
+        state.behind = [pages.behind(hit) for pages in self._pages]
+        for (pages, table), chain, behind in zip(self._by_group(state), state.chains, state.behind, strict=True):
+            table.extend([0] * behind)
+            for index in range(behind, hit // pages.page_tokens):
+                page = pages.index[chain.keys[index]]
                 pages.hit(page)
+                table.append(page)
                 entries.append((pages.group, index, page))
         state.length = state.written = state.room = hit
         self._note_published(state, hit)
@@ -143,8 +152,12 @@ class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
 
     def publish(self, seq: KVSequence, upto: int) -> None:
         state = self._mark_written(seq, upto)
-        if upto < state.next_full:
-            return
+        if upto >= state.next_full:
+            self._offer_full(seq, state, upto)
+        if upto > state.slides_at:
+            self._slide(state, upto - 1)
+
+    def _offer_full(self, seq: KVSequence, state: HashedPages, upto: int) -> None:
         for position, (pages, chain) in enumerate(zip(self._pages, state.chains, strict=True)):
             full, table = upto // pages.page_tokens, state.tables[position]
             chain.extend(seq.tokens, full)
@@ -205,10 +218,15 @@ class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
 
     def _find(self, seq: KVSequence, chains: list[KeyChain]) -> int:
         hit = max(len(seq.tokens) - 1, 0) // self._stride * self._stride
-        for pages, chain in zip(self._pages, chains, strict=True):
-            found = pages.find(chain, seq.tokens, hit // pages.page_tokens) * pages.page_tokens
-            hit = found // self._stride * self._stride
-        return hit
+        while True:
+            longest = hit
+            for number in self._search:
+                pages = self._pages[number]
+                found = pages.find(chains[number], seq.tokens, hit // pages.page_tokens) * pages.page_tokens
+                hit = found // self._stride * self._stride
+            # Part of a prefix that was found is found too, except behind a window.
+            if hit == longest or not pages.window:
+                return hit
 
     def _note_published(self, state: HashedPages, upto: int) -> None:
         state.published = [upto // pages.page_tokens for pages in self._pages]

@@ -241,10 +241,12 @@ class RadixAllocator(PageTables[RadixPages, TreePages]):
     """Hits are exact to the token, and as long as in the group that has least. config.exact = False: whole pages.
 
     Who publishes what another page holds already goes over to that page when reserve next gives it one, or on release:
-    so whoever owns a cached page owns those before it, and what nobody owns can go from the ends of prefixes.
+    so whoever owns a cached page owns those before it, and what nobody owns can go from the ends of prefixes. For the
+    same reason a sequence keeps its pages behind a window.
     """
 
     config: RadixConfig
+    slides = False
 
     def __init__(self, config: RadixConfig, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
         self._policy = load_policy(config.eviction)
@@ -323,8 +325,8 @@ class RadixAllocator(PageTables[RadixPages, TreePages]):
         self._note_offered(state, 0)
         return state
 
-    def _grow(self, seq: KVSequence, upto: int) -> Reservation | None:
-        made = super()._grow(seq, upto)
+    def _grow(self, seq: KVSequence, upto: int, ahead: int) -> Reservation | None:
+        made = super()._grow(seq, upto, ahead)
         state = self._states.get(seq.uid)
         if made is None or state is None or not state.duplicates:
             return made

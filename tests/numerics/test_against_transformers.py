@@ -97,3 +97,24 @@ def test_taps_are_the_hidden_states_between_layers(tmp_path):
         expected = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     for layer in (0, 1):
         torch.testing.assert_close(driver.hidden.taps[layer], expected[layer + 1][0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("variant", "pages"), [("mistral_window", 14), ("qwen2_window", 34)])
+@pytest.mark.parametrize("kv_cache", ["paged", "prefix_hash"])
+def test_a_window_slides_over_few_pages(variant, pages, kv_cache, tmp_path):
+    """Sequences many windows long, prompts and outputs, where only the window's pages fit; then again, with what the
+    prefix cache holds. Same tokens as one at a time with room for everything."""
+    save_random(tmp_path, variant)
+    prompts = [random_tokens(n, seed=n) for n in (150, 40, 7, 90)]
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    base = ["engine.device=cpu", "engine.page_size=8", "engine.max_len=256"]
+
+    def run(*overrides):
+        with LLM(str(tmp_path), overrides=[*base, *overrides]) as llm:
+            rounds = [[g.token_ids for g in llm.generate(prompts, params)] for _ in range(2)]
+            llm.engine.kv.check()
+            return rounds
+
+    few = [f"kv_cache={kv_cache}", f"engine.kv_pages={pages}", "engine.max_seqs=3"]
+    found = run(*few, "engine.depth=2", "engine.token_budget=24")
+    assert found == run("kv_cache=paged", "engine.max_seqs=1")

@@ -19,7 +19,7 @@ from dovetail.core.testing.suite import failures
 from dovetail.plugins.kv_cache import prefix_hash
 from dovetail.plugins.kv_cache.config import PagedConfig, PrefixHashConfig
 from dovetail.plugins.kv_cache.paged import PagedAllocator
-from dovetail.plugins.kv_cache.prefix_hash import KeyChain, KeyedPages, PrefixHashAllocator
+from dovetail.plugins.kv_cache.prefix_hash import HashedPages, KeyChain, KeyedPages, PrefixHashAllocator
 
 
 class Base(PrefixHashAllocator):
@@ -83,8 +83,8 @@ class EvictsOwned(Base):
 
 
 class SucceedsInPart(Base):
-    def _grow(self, seq: KVSequence, upto: int) -> Reservation | None:
-        made = super()._grow(seq, upto)
+    def _grow(self, seq: KVSequence, upto: int, ahead: int) -> Reservation | None:
+        made = super()._grow(seq, upto, ahead)
         state = self._states.get(seq.uid)
         if made is None and state is not None:
             pages = self._pages[0]
@@ -101,9 +101,9 @@ class HandsOutPageZero(Base):
 
 
 class ReservesAgain(Base):
-    def reserve(self, seq: KVSequence, upto: int) -> Reservation | None:
+    def reserve(self, seq: KVSequence, upto: int, ahead: int = 0) -> Reservation | None:
         state = self._states.get(seq.uid)
-        return self._grow(seq, upto if state is None else max(upto, state.length + 1))
+        return self._grow(seq, upto if state is None else max(upto, state.length + 1), ahead)
 
 
 class KeepsOverwrittenPages(Base):
@@ -113,8 +113,8 @@ class KeepsOverwrittenPages(Base):
 
 
 class PublishesOnReserve(Base):
-    def reserve(self, seq: KVSequence, upto: int) -> Reservation | None:
-        made = super().reserve(seq, upto)
+    def reserve(self, seq: KVSequence, upto: int, ahead: int = 0) -> Reservation | None:
+        made = super().reserve(seq, upto, ahead)
         if made is not None:
             self.publish(seq, min(upto, len(seq.tokens)))
         return made
@@ -184,6 +184,27 @@ class ForgetsNothingOnReset(Base):
         pass
 
 
+class KeepsWhatIsBehindTheWindow(Base):
+    def _slide(self, state: HashedPages, position: int) -> None:
+        pass
+
+
+class GivesBackWhatTheWindowReaches(Base):
+    def _slide(self, state: HashedPages, position: int) -> None:
+        for pages in self._pages:
+            pages.behind = KVGroup(0, (0,), window=max(pages.window - 1, 0), page_tokens=pages.page_tokens).pages_behind
+        super()._slide(state, position)
+
+
+class WantsWholePrefixes(Base):
+    """Finds a window group's pages as if there were no window."""
+
+    def __init__(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
+        super().__init__(groups, num_pages)
+        for pages in self._pages:
+            pages.behind = lambda position: 0
+
+
 class IsNotKnown(Base):
     def _register(self, seq: KVSequence) -> Any:
         self.release(seq)
@@ -209,6 +230,9 @@ BROKEN = {
     RollsDice: "test_state_machine",
     ForgetsNothingOnReset: "test_reset_forgets_cached_pages_alone",
     IsNotKnown: "test_a_sequence_is_known_until_release",
+    KeepsWhatIsBehindTheWindow: "test_pages_behind_the_window_are_given_back",
+    GivesBackWhatTheWindowReaches: "test_state_machine",
+    WantsWholePrefixes: "test_a_hit_has_the_windows_pages_alone",
 }
 UNSEEN_BY_MACHINE = (LooksAtEveryCachedPage, IsNotKnown, KeepsOverwrittenPages)
 """Two that no state shows; one that needs a rare interleaving, and comes up with some versions of hypothesis only."""

@@ -24,6 +24,7 @@ class TestPaged(KVAllocatorContract):
 class TestContiguous(KVAllocatorContract):
     reuses = False
     contiguous = True
+    slides = False
 
     def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
         return ContiguousAllocator(ContiguousConfig(), groups, num_pages)
@@ -42,12 +43,16 @@ class TestPrefixHashCost(KVAllocatorContract):
 
 
 class TestRadix(KVAllocatorContract):
+    slides = False
+
     def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
         return RadixAllocator(RadixConfig(), groups, num_pages)
 
 
 class TestRadixOfWholePages(KVAllocatorContract):
     machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=30)
+
+    slides = False
 
     def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
         return RadixAllocator(RadixConfig(exact=False, eviction="cost"), groups, num_pages)
