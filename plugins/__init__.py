@@ -17,6 +17,7 @@ _KINDS = (
     "kv_cache",
     "logits",
     "model",
+    "observer",
     "quant",
     "reasoning_parser",
     "scheduler",

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -313,12 +313,12 @@ def random_text(grammar: Grammar, seed: int) -> str:
     """One text that the grammar allows, byte by byte; blanks that JSON allows between tokens are taken rarely."""
     import llguidance
 
-    compile = {
+    forms: dict[str, Any] = {
         "lark": llguidance.LLMatcher.grammar_from_lark,
         "json_schema": llguidance.LLMatcher.grammar_from_json_schema,
         "regex": llguidance.LLMatcher.grammar_from_regex,
-    }[grammar.kind]
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), compile(grammar.value))
+    }
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), forms[grammar.kind](grammar.value))
     assert not matcher.is_error(), f"{matcher.get_error()} in\n{grammar.value}"
     rng, out = random.Random(seed), bytearray()
     while not matcher.is_stopped() and len(out) < 4000:

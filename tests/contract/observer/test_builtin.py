@@ -1,4 +1,4 @@
-"""The contract suite over a plain observer, and the engine's side of the contract."""
+"""The contract suite over built-in observers and a plain one, and the engine's side of the contract."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from dovetail.core.interfaces import Observer, StepRecord
 from dovetail.core.testing.observer import ObserverContract, observed_engine, serve
+from dovetail.plugins.observer.config import PrometheusConfig
+from dovetail.plugins.observer.prometheus import Prometheus
 
 
 class Recorder(Observer):
@@ -43,6 +45,11 @@ class FailsToClose(Recorder):
 class TestRecorder(ObserverContract):
     def make(self) -> Observer:
         return Recorder()
+
+
+class TestPrometheus(ObserverContract):
+    def make(self) -> Observer:
+        return Prometheus(PrometheusConfig(port=0))
 
 
 def test_the_suite_must_be_given_an_observer() -> None:

@@ -1,0 +1,182 @@
+"""What a server and an engine tell Prometheus. Plain classes that hold no engine: who sees something reports it.
+
+Names follow the field's habits. Times are seconds, shares lie between 0 and 1.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from dovetail.core.interfaces import StepRecord
+
+SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Of the time between tokens."""
+LONG = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+"""Of requests."""
+STEP = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1.0)
+POWERS = tuple(float(2**n) for n in range(18))
+"""Of token counts."""
+
+
+class EngineCounters(Protocol):
+    """Counts since an engine started, and its state of the moment. Counts that fall belong to a new engine."""
+
+    running: int
+    waiting: int
+    preemptions: int
+    steps: int
+    prompt_tokens: int
+    output_tokens: int
+    drafted: int
+    accepted: int
+    decode_rows: int
+    prefix_queries: int
+    prefix_hits: int
+    evictions: int
+
+    @property
+    def kv_usage(self) -> float: ...
+
+
+COUNTED = {
+    "steps": ("engine_steps", "Steps that the engine has finished."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests, once for each prompt."),
+    "output_tokens": ("generation_tokens", "Output tokens sampled."),
+    "preemptions": ("num_preemptions", "Sequences that lost their KV pages to others and are recomputed."),
+    "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Of those, tokens found."),
+    "evictions": ("kv_cache_evictions", "Cached KV pages given up for new ones."),
+    "drafted": ("spec_decode_num_draft_tokens", "Draft tokens verified."),
+    "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+    "decode_rows": ("spec_decode_num_drafts", "Rows that could verify drafts: 1 + accepted / drafts is the length."),
+}
+"""Field of EngineCounters -> metric and its help."""
+
+
+class Metrics:
+    """A server's. One model a registry."""
+
+    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._model = model
+        self._last = dict.fromkeys(COUNTED, 0)
+        ProcessCollector(registry=self.registry)
+        self._running = self._gauge("num_requests_running", "Samples that own KV pages.")
+        self._waiting = self._gauge("num_requests_waiting", "Samples that wait for their first or next step.")
+        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV pages that running samples own.")
+        self._counters = {field: self._counter(name, about) for field, (name, about) in COUNTED.items()}
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LONG)
+        self._itl = self._histogram(
+            "inter_token_latency_seconds",
+            "Between two deliveries of a sample, divided by its new tokens.",
+            SHORT,
+        )
+        self._tpot = self._histogram(
+            "time_per_output_token_seconds", "Mean over a request's tokens after the first.", SHORT
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the last token.", LONG)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a finished request.", POWERS)
+        self._output = self._histogram("request_generation_tokens", "Output tokens of a finished request.", POWERS)
+        self._finished = Counter(
+            "dovetail:request_success",
+            "Samples that ended, by reason: stop, length, abort.",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "dovetail:request_errors",
+            "Requests that ended with an error, by HTTP status.",
+            ("model_name", "status"),
+            registry=self.registry,
+        )
+        self._restarts = self._counter("engine_restarts", "Engines started in place of one that died.")
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(f"dovetail:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, about: str) -> Counter:
+        return Counter(f"dovetail:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        labels = ("model_name",)
+        return Histogram(f"dovetail:{name}", about, labels, buckets=buckets, registry=self.registry).labels(self._model)
+
+    # What happened.
+
+    def engine(self, counters: EngineCounters) -> None:
+        """The engine's counters as they stand, a few times a second."""
+        self._running.set(counters.running)
+        self._waiting.set(counters.waiting)
+        self._kv_usage.set(counters.kv_usage)
+        for field, counter in self._counters.items():
+            now, before = getattr(counters, field), self._last[field]
+            counter.inc(now - before if now >= before else now)
+            self._last[field] = now
+
+    def first_token(self, seconds: float) -> None:
+        """Since the request arrived."""
+        self._ttft.observe(seconds)
+
+    def more_tokens(self, seconds: float, tokens: int) -> None:
+        """A sample, not for the first time, got so many tokens, so long after those before."""
+        if tokens:
+            self._itl.observe(seconds / tokens)
+
+    def request(self, *, seconds: float, decode_seconds: float, prompt_tokens: int, output_tokens: int) -> None:
+        """A request is complete, `seconds` after it arrived and `decode_seconds` after its first token. Output tokens
+        are those of all its samples."""
+        self._e2e.observe(seconds)
+        self._prompt.observe(prompt_tokens)
+        self._output.observe(output_tokens)
+        if output_tokens > 1:
+            self._tpot.observe(decode_seconds / (output_tokens - 1))
+
+    def sample_ended(self, reason: str) -> None:
+        self._finished.labels(self._model, reason).inc()
+
+    def error(self, status: int) -> None:
+        self._refused.labels(self._model, str(status)).inc()
+
+    def engine_restarted(self) -> None:
+        self._restarts.inc()
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The page that Prometheus reads, and its content type; `accept` is the header of that name."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+
+class StepMetrics:
+    """Of every step, from an engine's own records. Names begin with `dovetail:step_`, so that nothing is counted twice
+    where a server's metrics are read as well."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"dovetail:step_{name}", about, buckets=buckets, registry=registry)
+
+        self._rows = histogram("rows", "Rows of a plan.", POWERS[:12])
+        self._tokens = histogram("tokens", "Tokens fed in a step, drafts included.", POWERS)
+        self._sampled = Counter("dovetail:step_output_tokens", "Output tokens gained.", registry=registry)
+        self._drafted = Counter("dovetail:step_draft_tokens", "Draft tokens verified at most.", registry=registry)
+        self._accepted = Counter("dovetail:step_accepted_tokens", "Draft tokens accepted.", registry=registry)
+        self._schedule = histogram("schedule_seconds", "Host time spent on a plan.", STEP)
+        self._device = histogram("device_seconds", "Time on the device, where the executor can tell.", STEP)
+        self._running = Gauge("dovetail:step_running", "Running sequences after a step.", registry=registry)
+        self._waiting = Gauge("dovetail:step_waiting", "Waiting sequences after a step.", registry=registry)
+        self._kv_usage = Gauge("dovetail:step_kv_usage_ratio", "Share of KV pages that are owned.", registry=registry)
+
+    def step(self, record: StepRecord) -> None:
+        self._rows.observe(record.rows)
+        self._tokens.observe(record.tokens)
+        self._sampled.inc(record.sampled)
+        self._drafted.inc(record.drafted)
+        self._accepted.inc(record.accepted)
+        self._schedule.observe(record.schedule_seconds)
+        if record.device_seconds:
+            self._device.observe(record.device_seconds)
+        self._running.set(record.running)
+        self._waiting.set(record.waiting)
+        self._kv_usage.set(record.kv_used)

@@ -1,0 +1,77 @@
+"""One OpenTelemetry span a request, with the field's attribute names. Needs the extra: pip install 'dovetail[otel]'."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dovetail.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+
+class Traces:
+    """Spans leave in batches, from a thread of their own. Nothing of a prompt or an output is in them."""
+
+    def __init__(self, model: str, endpoint: str | None = None, exporter: SpanExporter | None = None) -> None:
+        """`endpoint`: where an OTLP collector listens over HTTP, such as http://localhost:4318/v1/traces. Without one,
+        OpenTelemetry's own environment variables say it. `exporter`: takes the spans in its place."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError(f"traces need OpenTelemetry ({error}): pip install 'dovetail[otel]'") from None
+        self._model = model
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "dovetail"}))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("dovetail")
+        self._propagator = TraceContextTextMapPropagator()
+        # Times come from perf_counter, spans want the time of day.
+        self._epoch_ns = time.time_ns() - time.perf_counter_ns()
+
+    def request(
+        self,
+        name: str,
+        *,
+        arrival: float,
+        finished: float,
+        scheduled: float | None = None,
+        first_token: float | None = None,
+        attributes: Mapping[str, str | int | float] | None = None,
+        error: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """A request that is over. Times are of time.perf_counter; None: never came so far. `headers` of the request may
+        name the trace that it belongs to (W3C traceparent)."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        span = self._tracer.start_span(
+            name,
+            context=self._propagator.extract(dict(headers or {})),
+            kind=SpanKind.SERVER,
+            start_time=self._ns(arrival),
+            attributes={"gen_ai.system": "dovetail", "gen_ai.response.model": self._model, **(attributes or {})},
+        )
+        span.add_event("queued", timestamp=self._ns(arrival))
+        if scheduled is not None:
+            span.add_event("prefill", timestamp=self._ns(scheduled))
+            span.set_attribute("gen_ai.latency.time_in_queue", scheduled - arrival)
+        if first_token is not None:
+            span.add_event("decode", timestamp=self._ns(first_token))
+            span.set_attribute("gen_ai.latency.time_to_first_token", first_token - arrival)
+        span.set_attribute("gen_ai.latency.e2e", finished - arrival)
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(self._ns(finished))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+    def _ns(self, seconds: float) -> int:
+        return int(seconds * 1e9) + self._epoch_ns
