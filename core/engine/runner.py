@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.core.checkpoint import open_weights
-from dovetail.core.compose import Selected
+from dovetail.core.compose import Host, Selected
 from dovetail.core.engine.batch import Batch, build_batch, row_starts
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
@@ -171,20 +171,22 @@ class Runner:
             return "there is no CUDA device"
         if not self.engine.cuda_graphs:
             return "engine.cuda_graphs=false"
-        attention = self.composition.part("attention")
-        if not self._captures(attention.name):
-            can = [name for name in self.composition.registry.options("attention") if self._captures(name)]
+        host = detect_host("cuda")
+        attention, collective = self.composition.part("attention"), self.composition.part("collective")
+        if not attention.capabilities(host).provides.get("graphs"):
+            can = self._capturing("attention", "graphs", host)
             return f"attention={attention.name} cannot be captured ({', '.join(can) or 'no backend'} can)"
-        if self.size > 1:
-            return "collectives are not captured yet"
+        if self.size > 1 and not collective.capabilities(host).provides.get("graph_safe"):
+            can = self._capturing("collective", "graph_safe", host)
+            return f"collective={collective.name} cannot be captured ({', '.join(can) or 'none'} can)"
         return None
 
-    def _captures(self, attention: str) -> bool:
-        part = self.composition.part("attention")
-        if attention != part.name:
-            registered = self.composition.registry.get("attention", attention)
-            part = Selected(registered, registered.component.config())
-        return bool(part.capabilities(detect_host("cuda")).provides.get("graphs"))
+    def _capturing(self, kind: str, fact: str, host: Host) -> list[str]:
+        """Options of a kind, with their default settings, that state the fact."""
+        registry = self.composition.registry
+        parts = (registry.get(kind, name) for name in registry.options(kind))
+        selected = (Selected(part, part.component.config()) for part in parts)
+        return [part.name for part in selected if part.capabilities(host).provides.get(fact)]
 
     def _load_weights(self, source: ModelSource, progress: Progress) -> None:
         progress("load weights", 0.0)

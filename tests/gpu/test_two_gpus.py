@@ -28,7 +28,15 @@ def tokens(*overrides: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "overrides", [["collective=nccl"], ["collective=ordered"], ["engine.depth=2", "spec_decode=ngram"]], ids=str
+    "overrides",
+    [
+        ["collective=nccl"],
+        ["collective=ordered"],
+        ["engine.depth=2", "spec_decode=ngram"],
+        ["attention=triton", "engine.depth=2", "engine.max_seqs=8"],
+        ["attention=triton", "engine.depth=2", "engine.max_seqs=8", "engine.cuda_graphs=false"],
+    ],
+    ids=str,
 )
 def test_two_gpus_equal_one_cpu(overrides: list[str]) -> None:
     assert tokens(*TP2, *overrides) == tokens("engine.device=cpu", "engine.max_len=256")
