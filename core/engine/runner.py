@@ -123,6 +123,9 @@ class Runner:
         self.max_len = min(engine.max_len or spec.max_len, spec.max_len)
         self.attention = composition.build("attention")
         self.drafter = composition.build("spec_decode")
+        quantizer, source = composition.build("quant"), model_class.source(selected.config)
+        if spec.hf is not None and not source.dummy:
+            quantizer.read_checkpoint(spec.hf)
         build = BuildContext(
             spec=spec,
             device=device,
@@ -130,14 +133,14 @@ class Runner:
             kv_dtype=resolve_kv_dtype(engine.kv_dtype, self.dtype),
             page_tokens=engine.page_size,
             max_len=self.max_len + 2 * self.drafter.lookahead + 1,
-            quantizer=composition.build("quant"),
+            quantizer=quantizer,
             attention=self.attention,
             collective=self.collective,
         )
         progress("build model", None)
         self.model = model_class(selected.config, build)
         clock = phase("build model", clock)
-        self._load_weights(model_class.source(selected.config), progress)
+        self._load_weights(source, progress)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         clock = phase("load weights", clock)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ class LinearShape:
     """Which dimension tensor parallelism split."""
     dtype: torch.dtype | None = None
     """Of the model: dtype of outputs and of unquantized weights."""
+    names: tuple[str, ...] = ()
+    """Checkpoint prefix of each part, for instance "model.layers.3.mlp.down_proj"."""
 
 
 class LinearMethod(ABC):
@@ -55,8 +59,22 @@ class LinearMethod(ABC):
 class Quantizer(ABC):
     """Chooses a method per layer."""
 
+    kv_scale_tensors: tuple[str, ...] = ()
+    """Checkpoint names of K's and V's scale after the attention layer's prefix, as ("k_scale", "v_scale"); () = the
+    checkpoint has none, and kv_scales says them."""
+
     def __init__(self, config: object) -> None:
         self.config = config
+
+    def read_checkpoint(self, hf: Mapping[str, Any]) -> None:
+        """config.json of the checkpoint that the weights come from: called once, before `linear`, unless weights are
+        dummies. `quantization_config` says what was quantized already; the default refuses it. Raises ConfigError."""
+        if (said := hf.get("quantization_config")) is not None:
+            method = said.get("quant_method") if isinstance(said, Mapping) else said
+            raise ConfigError(
+                f"config.json: the checkpoint is quantized already (quant_method {method!r}), and "
+                f"{type(self).__name__} takes plain weights. Choose a quantizer that reads it, or another checkpoint"
+            )
 
     @abstractmethod
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:

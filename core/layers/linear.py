@@ -65,6 +65,7 @@ class Linear:
             parts=tuple(part.size for part in parts),
             shard=shard,
             dtype=build.dtype,
+            names=tuple(part.name for part in parts),
         )
         self.method = build.quantizer.linear(path, self.shape)
         self.params = self.method.create(self.shape, build.device)

@@ -34,6 +34,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.layers import (
     ColumnParallel,
+    KVScales,
     LayerNorm,
     Linear,
     LMHead,
@@ -82,7 +83,8 @@ class Attention:
         ]
         self.qk_norm = QKNorm(self.norms[0].weight, self.norms[1].weight, layout.eps) if self.norms else None
         self.backend, self.rope = build.attention, rope
-        k_scale, v_scale = build.quantizer.kv_scales(index)
+        attention = f"{prefix}.{names.o.rpartition('.')[0]}"
+        self.kv_scales = KVScales(attention, index, build, spec.kv_heads, self.qkv.kv_heads)
         self.layer = AttentionLayer(
             index=index,
             group=group.id,
@@ -92,8 +94,8 @@ class Attention:
             head_dim=spec.head_dim,
             scale=spec.head_dim**-0.5,
             window=group.window,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            k_scale=self.kv_scales.k,
+            v_scale=self.kv_scales.v,
         )
 
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
@@ -230,7 +232,8 @@ class Llama(Model):
 
     def _weights(self) -> Iterator[Weight]:
         norms = (norm for block in self.blocks for norm in (*block.norms, *block.attention.norms))
-        for layer in (*self.tables, self.head, *norms, self.norm, *self._linears()):
+        scales = (block.attention.kv_scales for block in self.blocks)
+        for layer in (*self.tables, self.head, *norms, self.norm, *scales, *self._linears()):
             yield from layer.weights()
 
 

@@ -1,20 +1,23 @@
-"""quant=fp8: W8A8 in E4M3, weights quantized while they load.
+"""quant=fp8: W8A8 in E4M3, from plain weights quantized while they load or from a checkpoint in FP8.
 
 Shapes: T tokens, I input, O output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 
-from dovetail.core.errors import CapabilityError
+from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Quantizer
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.ops import scaled_matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.plugins.quant.config import FP8Config
+from dovetail.plugins.quant.fp8.checkpoint import KV_TENSORS, Stored, read_stored
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, quantize_rows
 
 MULTIPLE = 16
@@ -23,9 +26,19 @@ MULTIPLE = 16
 
 class FP8(Quantizer):
     config: FP8Config
+    stored: Stored | None = None
+
+    def read_checkpoint(self, hf: Mapping[str, Any]) -> None:
+        self.stored = read_stored(hf)
+        if self.stored is not None and self.config.skip:
+            raise ConfigError("quant.skip keeps layers plain, and this checkpoint has them in FP8: set quant.skip=[]")
+        if self.stored is not None and self.stored.kv_scales:
+            self.kv_scale_tensors = KV_TENSORS
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         if any(fnmatch(path, pattern) for pattern in self.config.skip):
+            return PlainLinear()
+        if self.stored is not None and self.stored.skips(shape.names, path):
             return PlainLinear()
         if shape.inp % MULTIPLE or shape.out % MULTIPLE:
             raise CapabilityError(
@@ -34,6 +47,8 @@ class FP8(Quantizer):
                     f"Set quant.skip=['{path}'], quant=none, or another engine.tp"
                 ]
             )
+        if self.stored is not None:
+            return StoredFP8Linear(path, self.stored.input_scales, self.config.fast_accum)
         return FP8Linear(self.config.fast_accum)
 
 
@@ -60,3 +75,32 @@ class FP8Linear(LinearMethod):
         return scaled_matmul(
             x.values, params["weight"], x.scale, params["scale"], bias, self.dtype, params["counts"], self.fast_accum
         )
+
+
+class StoredFP8Linear(FP8Linear):
+    """Weights in E4M3 as the checkpoint has them, with one scale a matrix or one a row of it.
+
+    Parts of a merged layer keep scales of their own. Static `input_scale`s are read past: scales by token, made as the
+    input is written, are nearer to it and cost no pass.
+    """
+
+    def __init__(self, path: str, input_scales: bool, fast_accum: bool) -> None:
+        super().__init__(fast_accum)
+        self.path = path
+        self.tensors = ("weight", "weight_scale", "input_scale") if input_scales else ("weight", "weight_scale")
+
+    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
+        if name == "weight":
+            if tensor.dtype is not E4M3:
+                raise ConfigError(
+                    f"{self.path}: its weight is {tensor.dtype} in the checkpoint; config.json makes it {E4M3}"
+                )
+            params["weight"][part] = tensor
+        elif name == "weight_scale":
+            scale = tensor.float().flatten()
+            if len(scale) not in (1, part.stop - part.start) or not (scale.isfinite() & (scale > 0)).all():
+                raise ConfigError(
+                    f"{self.path}: weight_scale must be one positive number, or one for each of its "
+                    f"{part.stop - part.start} rows; it is {tuple(tensor.shape)}, from {scale.min():g}"
+                )
+            params["scale"][part] = scale

@@ -1,0 +1,179 @@
+"""Checkpoints that are in FP8 already, in the layouts that compressed-tensors and AutoFP8 write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail import LLM
+from dovetail.core.checkpoint import open_weights
+from dovetail.core.errors import ConfigError
+from dovetail.core.testing.model_driver import build_context
+from dovetail.plugins.model.config import LlamaConfig
+from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.quant.config import FP8Config, NoneConfig
+from dovetail.plugins.quant.fp8.checkpoint import read_stored
+from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
+from dovetail.plugins.quant.fp8.quantizer import FP8
+from dovetail.plugins.quant.none import Unquantized
+
+from .checkpoints import random_tokens, save_random
+from .driver import Driver
+
+TOKENS = random_tokens(60, seed=8)
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}},
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+def quantize(folder: Path, config: dict, *, tensor: bool = False, kept: tuple[str, ...] = (), extra=None) -> None:
+    """Rewrite a plain checkpoint in place: linear layers in E4M3, by row or by tensor."""
+    tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    for name in [
+        n
+        for n in tensors
+        if n.endswith(("_proj.weight", "fc_in.weight", "fc_out.weight")) and not n.startswith(kept or ("-",))
+    ]:
+        weight = tensors[name]
+        if tensor:
+            scale = weight.abs().max() / LARGEST
+            tensors[name], tensors[f"{name}_scale"] = (weight / scale).to(E4M3), scale
+        else:
+            tensors[name], tensors[f"{name}_scale"] = quantize_rows(weight)
+        if config.get("activation_scheme") == "static":
+            tensors[name.replace("weight", "input_scale")] = torch.tensor(0.02)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file({**tensors, **(extra or {})}, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+
+
+def load(folder: Path, quantizer=None, kv_dtype: torch.dtype = torch.float32) -> Llama:
+    quantizer, config = quantizer or FP8(FP8Config()), LlamaConfig(path=str(folder))
+    spec = Llama.spec(config)
+    quantizer.read_checkpoint(spec.hf)
+    model = Llama(config, replace(build_context(spec, quantizer=quantizer), kv_dtype=kv_dtype))
+    model.load(open_weights(str(folder)))
+    return model
+
+
+def logits(folder: Path, quantizer=None) -> torch.Tensor:
+    return Driver(load(folder, quantizer)).step([("a", TOKENS)])[0]
+
+
+@pytest.mark.parametrize("variant", ["gqa", "biases", "gptj"])
+def test_rows_as_we_would_have_quantized_them(variant, tmp_path):
+    """Quantized by a script or while loading: the same numbers, rows that the layer reorders included."""
+    save_random(tmp_path, variant, hidden_size=128)
+    expected = logits(tmp_path)
+    quantize(tmp_path, CHANNEL)
+    assert torch.equal(logits(tmp_path), expected)
+
+
+def test_one_scale_a_matrix_and_static_inputs(tmp_path):
+    """Merged parts keep scales of their own: q, k and v are of very different size here."""
+    save_random(tmp_path, "gqa", hidden_size=128)
+    plain = logits(tmp_path, Unquantized(NoneConfig()))
+    on_the_fly = logits(tmp_path)
+    quantize(tmp_path, STATIC, tensor=True)
+    got = logits(tmp_path)
+    assert not torch.equal(got, on_the_fly)
+    assert (got - plain).norm() < 1.5 * (on_the_fly - plain).norm()
+
+
+def test_layers_left_plain(tmp_path):
+    save_random(tmp_path, "gqa", hidden_size=128)
+    expected = logits(tmp_path, FP8(FP8Config(skip=("layers.1.*", "layers.*.mlp.down"))))
+    kept = ("model.layers.1.", *(f"model.layers.{i}.mlp.down" for i in range(3)))
+    quantize(tmp_path, {**CHANNEL, "ignore": ["lm_head", r"re:.*layers\.1\.", r"re:.*down_proj$"]}, kept=kept)
+    assert torch.equal(logits(tmp_path), expected)
+
+
+def test_kv_scales_reach_attention(tmp_path):
+    """One for all heads, or one each. Caches that are not in 8 bits are not scaled."""
+    save_random(tmp_path, "gqa", hidden_size=128)
+    scales = {}
+    for layer in range(3):
+        scales[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.5 + layer)
+        scales[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor([0.25, 0.75], dtype=torch.bfloat16)
+    quantize(tmp_path, {**CHANNEL, "kv_cache_scheme": KV}, extra=scales)
+    for layer, block in enumerate(load(tmp_path, kv_dtype=E4M3).blocks):
+        assert block.attention.layer.k_scale.tolist() == [0.5 + layer] * 2
+        assert block.attention.layer.v_scale.tolist() == [0.25, 0.75]
+    assert load(tmp_path).blocks[1].attention.layer.k_scale == 1.0
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.tensor(float("nan")), torch.ones(3)], ids=str)
+def test_wrong_scales_are_refused(wrong, tmp_path):
+    save_random(tmp_path, "gqa", hidden_size=128)
+    names = [f"model.layers.{i}.self_attn.{x}_scale" for i in range(3) for x in "kv"]
+    quantize(tmp_path, {**CHANNEL, "kv_cache_scheme": KV}, extra={name: torch.tensor(1.0) for name in names})
+    whole = load_file(tmp_path / "model.safetensors")
+    for name in ("model.layers.1.self_attn.v_scale", "model.layers.1.self_attn.q_proj.weight_scale"):
+        save_file({**whole, name: wrong}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=r"layers\.1\.(self_attn\.v_scale|attn\.qkv).* one positive number"):
+            load(tmp_path)
+
+
+def changed(path: str, value: object) -> dict:
+    config = json.loads(json.dumps(CHANNEL))
+    *way, last = path.split("/")
+    at = config
+    for key in way:
+        at = at[key]
+    at[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("fp8", "must be an object"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'.*quant=fp8 reads"),
+        (changed("format", "pack-quantized"), "format is 'pack-quantized'"),
+        (changed("config_groups", {}), "config_groups"),
+        (changed("config_groups/group_0/targets", ["Attention"]), "targets"),
+        (changed("config_groups/group_0/weights/num_bits", 4), "weights.num_bits is 4: there are 8"),
+        (changed("config_groups/group_0/weights/type", "int"), "weights.type is 'int'"),
+        (changed("config_groups/group_0/weights/strategy", "block"), "weights.strategy is 'block'"),
+        (changed("config_groups/group_0/input_activations", None), "input_activations is None"),
+        (changed("kv_cache_scheme", {**KV, "num_bits": 4}), "kv_cache_scheme.num_bits is 4"),
+        (changed("ignore", "lm_head"), "ignore is 'lm_head'"),
+        (changed("ignore", ["re:(a+)+$"]), "not repeated"),
+        ({**STATIC, "weight_block_size": [128, 128]}, r"weight_block_size is \[128, 128\]"),
+        ({**STATIC, "activation_scheme": None}, "activation_scheme is None"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_named(config, named):
+    with pytest.raises(ConfigError, match=named):
+        read_stored({"quantization_config": config})
+
+
+def test_half_a_merged_layer_cannot_stay_plain():
+    stored = read_stored({"quantization_config": {**CHANNEL, "ignore": ["model.layers.0.self_attn.q_proj"]}})
+    names = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
+    with pytest.raises(ConfigError, match=r"leaves model\.layers\.0\.self_attn\.q_proj unquantized.*attn\.qkv"):
+        stored.skips(names, "layers.0.attn.qkv")
+    assert not stored.skips(("model.layers.1.mlp.down_proj",), "layers.1.mlp.down")
+
+
+def test_other_quantizers_refuse_it_before_weights_load(tmp_path):
+    save_random(tmp_path, "gqa", hidden_size=128)
+    quantize(tmp_path, CHANNEL)
+    with pytest.raises(ConfigError, match=r"quantized already.*compressed-tensors.*Unquantized takes plain weights"):
+        LLM(str(tmp_path), overrides=["engine.device=cpu"])
