@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,20 @@ from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from dovetail.core.errors import ConfigError
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A byte that no token of a SentencePiece vocabulary holds."""
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """The printable characters that stand for bytes in byte-level BPE (GPT-2, Radford et al. 2019)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shown = {chr(byte): bytes([byte]) for byte in printable}
+    return shown | {chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
 
 
 class Tokenizer:
@@ -22,6 +37,9 @@ class Tokenizer:
                 "(transformers' AutoTokenizer.save_pretrained writes tokenizer.json)"
             )
         self._tokenizer = _Tokenizer.from_file(str(file))
+        self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
+        self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
+        self._bytes: dict[int, bytes] = {}
 
     @property
     def vocab(self) -> int:
@@ -33,6 +51,24 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token stands for, be it part of a character. Special tokens: their name."""
+        if token not in self._bytes:
+            self._bytes[token] = self._spell(token)
+        return self._bytes[token]
+
+    def _spell(self, token: int) -> bytes:
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self._added:
+            return piece.encode()
+        if self._byte_level:
+            return b"".join(_BYTES[c] if c in _BYTES else c.encode() for c in piece)
+        if byte := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        return piece.replace("\u2581", " ").encode()
 
     def stream(self) -> Detokenizer:
         return Detokenizer(self._tokenizer)

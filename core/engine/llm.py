@@ -222,7 +222,7 @@ class LLM:
                 answer.put(error)
                 return
             for job, sequences in zip(jobs, added, strict=True):
-                watches = [StopWatch(seq.request, self._tokenizer) for seq in sequences]
+                watches = [StopWatch(job.params, self._tokenizer) for seq in sequences]
                 stream = _Stream(sequences, watches, job.timing, job.put, {seq.sample for seq in sequences})
                 for seq in sequences:
                     self._streams[seq.uid] = stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dovetail.core.interfaces import FinishReason, Request, TokenLogprobs
+from dovetail.core.interfaces import FinishReason, SamplingParams, TokenLogprobs
 from dovetail.core.tokenizer import Detokenizer, Tokenizer
 
 
@@ -72,8 +72,7 @@ class Generation:
 class StopWatch:
     """One sample's text so far. Finds stop strings and holds back text that may become one."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        params = request.params
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.stop, self.include = params.stop, params.include_stop
         self._detokenizer: Detokenizer | None = tokenizer.stream() if tokenizer else None
         self._held = ""

@@ -32,7 +32,7 @@ CONTROL = b""
 
 def main(control_fd: int, parent: int) -> None:
     """Entry of the process, which runs until it is told to end, or the parent is gone."""
-    _die_with(parent)
+    die_with(parent)
     # Ctrl-C is the parent's to handle; it then ends the workers in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
@@ -44,7 +44,7 @@ def main(control_fd: int, parent: int) -> None:
         # Nobody is left to tell.
         os._exit(1)
     except BaseException as error:
-        _report(control, error)
+        report(control, error)
         os._exit(1)
     sys.stdout.flush()
     # Threads of collectives and allocators have nothing left to do, and some of them take seconds to say so.
@@ -144,7 +144,8 @@ def load_class(reference: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _report(control: Channel, error: BaseException) -> None:
+def report(control: Channel, error: BaseException) -> None:
+    """The last words of a process; on stderr where nobody listens any more."""
     known = isinstance(error, DovetailError)
     text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
     try:
@@ -153,7 +154,7 @@ def _report(control: Channel, error: BaseException) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Linux ends this process with the parent, even while it is stuck in a collective. Elsewhere the socket tells."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -7,14 +7,11 @@ One thread starts them, hears them and watches them. It lives as long as they do
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import selectors
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +22,10 @@ from typing import Any
 from dovetail.core.errors import DovetailError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import Failure, describe_exit, first_cause
+from dovetail.core.parallel.process import start_process
 
 log = logging.getLogger(__name__)
 
-_BOOT = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from dovetail.core.parallel.worker import main
-main(int(sys.argv[2]), int(sys.argv[3]))
-"""
 _GATHER_SECONDS = 0.3
 """After the first sign of death: how long to listen for an earlier one."""
 _ABORT_SECONDS = 0.2
@@ -203,21 +195,11 @@ class Workers:
                 self._listen(selector, None)
 
     def _launch(self, rank: int) -> _Process:
-        ours, theirs = socket.socketpair()
         environment = dict(os.environ)
         # Ranks on a CPU share its cores; each would otherwise start a thread for every one of them.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._size)))
-        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
-        with theirs:
-            popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, path, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(), *self._inherited),
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                # Ctrl-C in a terminal then reaches rank 0 alone, which ends the others in order.
-                process_group=0,
-            )
-        process = _Process(rank, popen, Channel(ours))
+        popen, channel = start_process("dovetail.core.parallel.worker:main", self._inherited, environment)
+        process = _Process(rank, popen, channel)
         process.channel.send({**self._order, "rank": rank})
         return process
 

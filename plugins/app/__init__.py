@@ -5,6 +5,7 @@ from dovetail.plugins.app.bench.config import BenchConfig
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plugins.config import PluginsConfig
+from dovetail.plugins.app.serve.config import ServeConfig
 
 COMPONENTS: tuple[Component, ...] = (
     Component(
@@ -33,6 +34,13 @@ COMPONENTS: tuple[Component, ...] = (
         name="plugins",
         config=PluginsConfig,
         target="dovetail.plugins.app.plugins.app:PluginsApp",
+        api="app/0.1",
+    ),
+    Component(
+        kind="app",
+        name="serve",
+        config=ServeConfig,
+        target="dovetail.plugins.app.serve.app:ServeApp",
         api="app/0.1",
     ),
 )

@@ -27,6 +27,9 @@ NOT_RUN = {
     "python benchmarks/compare.py vllm": "needs vLLM and a GPU",
     "python benchmarks/compare.py transformers": "tests/unit/benchmarks/test_compare.py runs it",
     "python run.py app=bench bench.url": "needs a server; tests/unit/app/test_bench.py has one",
+    "python run.py app=serve": "runs until it is stopped; tests/server has one",
+    "curl ": "needs a server; tests/server/test_openai.py has one",
+    "printf ": "makes a key; tests/server/test_limits.py has one",
     "python benchmarks/profile_step.py": "needs a GPU",
 }
 """Commands that begin like this -> why they are not run."""

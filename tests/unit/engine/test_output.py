@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.core.engine.output import StopWatch
-from dovetail.core.interfaces import Request, SamplingParams
+from dovetail.core.interfaces import SamplingParams
 
 
 class Letters:
@@ -23,7 +23,7 @@ class Letters:
 
 
 def watch(pieces: list[str], **params: object) -> StopWatch:
-    return StopWatch(Request(0, (1,), SamplingParams(**params)), Letters(pieces))  # type: ignore[arg-type]
+    return StopWatch(SamplingParams(**params), Letters(pieces))  # type: ignore[arg-type]
 
 
 @given(

@@ -1,0 +1,305 @@
+"""The engine's process: the step loop and its two sockets, in one thread."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from dovetail.core.engine.engine import Counters, Engine, SequenceEvent
+from dovetail.core.engine.output import REASONS
+from dovetail.core.errors import RequestError
+from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence, TokenLogprobs
+from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.worker import die_with, recompose, report
+from dovetail.core.serving.protocol import (
+    Abort,
+    Add,
+    Batch,
+    Command,
+    Control,
+    EngineInfo,
+    EngineStats,
+    Finish,
+    LogprobWire,
+    News,
+    Output,
+    Reply,
+)
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+_STATS_SECONDS = 0.25
+
+
+def main(control_fd: int, parent: int) -> None:
+    """Entry of the process, which runs until it is told to stop, or the front-end is gone."""
+    die_with(parent)
+    # Ctrl-C and SIGTERM are the front-end's to handle; it then ends this process in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    control = Channel(socket.socket(fileno=control_fd))
+    engine = None
+    try:
+        order, _ = control.recv()
+        composition = recompose(order["overrides"], order["identity"])
+        engine = Engine(composition)
+        began = time.perf_counter()
+        engine.start(lambda phase, share: control.send({"op": "progress", "phase": phase, "share": share}))
+        _warm_up(engine)
+        loop = StepLoop(engine, control, order["commands"], order["outputs"])
+        info = _describe(composition, engine, time.perf_counter() - began)
+        control.send({"op": "ready", "info": msgspec.to_builtins(info)})
+        # What was loaded stays: the collector need not walk it again and again.
+        gc.collect()
+        gc.freeze()
+        loop.run()
+    except ChannelClosed:
+        # The front-end is gone: nobody is left to tell.
+        _end(engine, 1)
+    except BaseException as error:
+        report(control, error)
+        _end(engine, 1)
+    _end(engine, 0)
+
+
+def _end(engine: Engine | None, status: int) -> None:
+    try:
+        if engine is not None:
+            engine.shutdown()
+        sys.stdout.flush()
+    finally:
+        # Threads of collectives and allocators have nothing left to do, and some of them take seconds to say so.
+        os._exit(status)
+
+
+def _warm_up(engine: Engine) -> None:
+    """A request of our own before the first user's: kernels and libraries load when they are first used."""
+    token = next(iter(engine.info.spec.eos_ids), 0)
+    engine.add([token] * 2, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    engine.counters = Counters()
+
+
+def _describe(composition: Composition, engine: Engine, seconds: float) -> EngineInfo:
+    model = composition.part("model")
+    folder = model.target().source(model.config).folder
+    info = engine.info
+    return EngineInfo(
+        model=model.name if folder is None else folder.resolve().name,
+        folder=None if folder is None else str(folder.resolve()),
+        vocab=info.spec.vocab,
+        max_len=info.max_len,
+        max_seqs=composition.engine.max_seqs,
+        device=str(info.device),
+        start_seconds=seconds,
+        notes=list(info.notes),
+    )
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request in the engine."""
+
+    id: int
+    sequences: list[Sequence]
+    left: int
+    """Samples that still run."""
+
+
+class StepLoop:
+    """Takes commands between two steps; sends what each step brought as one message."""
+
+    def __init__(self, engine: Engine, control: Channel, commands: str, outputs: str) -> None:
+        self.engine, self._control = engine, control
+        context = zmq.Context()
+        self._commands = context.socket(zmq.PULL)
+        self._outputs = context.socket(zmq.PUSH)
+        for sock, address in ((self._commands, commands), (self._outputs, outputs)):
+            sock.set_hwm(0)
+            sock.linger = 1000
+            sock.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._commands, zmq.POLLIN)
+        self._poller.register(control.fileno(), zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._requests: dict[int, _Running] = {}
+        self._by_uid: dict[int, _Running] = {}
+        self._stats_due = 0.0
+        self._news: list[News] = []
+
+    def run(self) -> None:
+        engine = self.engine
+        while self._take_commands():
+            if engine.has_work:
+                for event in engine.step():
+                    self._note(event)
+            self._publish()
+
+    def _take_commands(self) -> bool:
+        """Carry out what arrived; sleeps only while the engine has nothing to do. False = stop."""
+        idle = not self.engine.has_work
+        if idle and self._stats_due:
+            # The last word before silence, so that gauges do not stay where they were.
+            self._send(Batch(self._news, self._stats()))
+            self._news, self._stats_due = [], 0.0
+        for source, _ in self._poller.poll(None if idle else 0):
+            if source is not self._commands:
+                message, _ = self._control.recv()
+                return bool(message["op"] != "stop")
+        while True:
+            try:
+                data = self._commands.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._obey(self._decoder.decode(data))
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Add():
+                self._add(command)
+            case Abort():
+                if running := self._requests.pop(command.id, None):
+                    self._drop(running)
+            case Finish():
+                if (running := self._requests.get(command.id)) is not None:
+                    seq = running.sequences[command.sample]
+                    self.engine.finish(seq.uid, seq.prompt_len + command.tokens, FinishReason.STOP)
+                    self._ended(running, seq.uid)
+            case Control():
+                self._send(self._answer(command))
+
+    def _add(self, command: Add) -> None:
+        clock = time.perf_counter()
+        try:
+            sequences = self.engine.add(
+                command.prompt_ids,
+                SamplingParams(**command.params),
+                priority=command.priority,
+                deadline=None if command.deadline is None else clock + command.deadline,
+                user=command.user,
+                cache_salt=command.cache_salt,
+                hints=command.hints,
+            )
+        except (RequestError, TypeError, ValueError) as error:
+            self._reject(command.id, str(error), getattr(error, "status", 400))
+            return
+        running = self._requests[command.id] = _Running(command.id, sequences, len(sequences))
+        for seq in sequences:
+            self._by_uid[seq.uid] = running
+
+    def _reject(self, id: int, detail: str, status: int) -> None:
+        self._news.append(News(id, 0, [], REASONS[FinishReason.REJECTED], detail=detail, status=status))
+
+    def _drop(self, running: _Running) -> None:
+        for seq in running.sequences:
+            if self._by_uid.pop(seq.uid, None) is not None:
+                self.engine.abort(seq.uid)
+
+    def _ended(self, running: _Running, uid: int) -> None:
+        if self._by_uid.pop(uid, None) is None:
+            return
+        running.left -= 1
+        if not running.left:
+            self._requests.pop(running.id, None)
+
+    def _note(self, event: SequenceEvent) -> None:
+        running = self._by_uid.get(event.uid)
+        if running is None:
+            return
+        sample = event.uid & 0xFF
+        seq = running.sequences[sample]
+        if event.reason is FinishReason.REJECTED:
+            del self._requests[running.id]
+            self._drop(running)
+            self._reject(running.id, event.detail, 400)
+            return
+        tokens = event.tokens
+        stop = event.reason is FinishReason.STOP
+        hidden = stop and not seq.request.params.include_stop and tokens[-1] in seq.request.stop_ids
+        self._news.append(
+            News(
+                running.id,
+                sample,
+                list(tokens),
+                REASONS[event.reason] if event.reason else None,
+                hidden,
+                _wire(event.logprobs),
+                _wire(event.prompt_logprobs),
+                running.sequences[0].cached,
+            )
+        )
+        if event.reason is not None:
+            self._ended(running, event.uid)
+
+    def _publish(self) -> None:
+        if not self._news:
+            return
+        now = time.perf_counter()
+        stats = None
+        if now >= self._stats_due:
+            stats, self._stats_due = self._stats(), now + _STATS_SECONDS
+        self._send(Batch(self._news, stats))
+        self._news = []
+
+    def _send(self, message: Output) -> None:
+        self._outputs.send(self._encoder.encode(message))
+
+    def _stats(self) -> EngineStats:
+        scheduler, kv, counters = self.engine.scheduler.stats(), self.engine.kv.stats(), self.engine.counters
+        return EngineStats(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            preemptions=scheduler.preemptions,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            output_tokens=counters.output_tokens,
+            drafted=counters.drafted,
+            accepted=counters.accepted,
+            decode_rows=counters.decode_rows,
+            pages=kv.pages,
+            pages_owned=kv.owned,
+            pages_cached=kv.cached,
+            prefix_queries=counters.entered_tokens,
+            prefix_hits=counters.cached_tokens,
+            evictions=kv.evictions,
+        )
+
+    def _answer(self, command: Control) -> Reply:
+        operation = _OPERATIONS.get(command.op)
+        if operation is None:
+            return Reply(command.id, error=f"no operation {command.op!r}; there are {', '.join(_OPERATIONS)}")
+        try:
+            return Reply(command.id, operation(self, **command.arguments))
+        except Exception as error:
+            return Reply(command.id, error=f"{type(error).__name__}: {error}")
+
+
+def _wire(logprobs: Iterable[TokenLogprobs]) -> list[LogprobWire]:
+    return [(entry.logprob, list(entry.top)) for entry in logprobs]
+
+
+def _check(loop: StepLoop) -> dict[str, Any]:
+    loop.engine.kv.check()
+    return msgspec.to_builtins(msgspec.structs.asdict(loop._stats()))
+
+
+def _reset_cache(loop: StepLoop) -> None:
+    loop.engine.kv.reset()
+
+
+_OPERATIONS = {"check": _check, "reset_cache": _reset_cache}

@@ -1,0 +1,135 @@
+"""What the front-end and the engine process say to each other: msgpack, typed, without pickle.
+
+Both ends come from one installation and are compared before they speak (`identity`), so the messages carry no version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+LogprobWire = tuple[float, list[tuple[int, float]]]
+"""Of one token, and of the most likely ones."""
+
+
+class Add(msgspec.Struct, array_like=True, tag=0):
+    """Queue a request."""
+
+    id: int
+    """The front-end's, rising."""
+    prompt_ids: list[int]
+    params: dict[str, Any]
+    """SamplingParams, what was set of it."""
+    priority: int = 0
+    deadline: float | None = None
+    """Seconds from now by which it should be complete."""
+    user: str = ""
+    cache_salt: str = ""
+    hints: dict[str, float] = {}
+
+
+class Abort(msgspec.Struct, array_like=True, tag=1):
+    """The client is gone."""
+
+    id: int
+
+
+class Finish(msgspec.Struct, array_like=True, tag=2):
+    """A stop string ended one sample after so many output tokens."""
+
+    id: int
+    sample: int
+    tokens: int
+
+
+class Control(msgspec.Struct, array_like=True, tag=3):
+    """Anything rare; answered by a Reply."""
+
+    id: int
+    op: str
+    arguments: dict[str, Any] = {}
+
+
+Command = Add | Abort | Finish | Control
+
+
+class News(msgspec.Struct, array_like=True):
+    """What a step brought for one sample."""
+
+    id: int
+    sample: int
+    tokens: list[int]
+    reason: str | None = None
+    """"stop", "length", "abort", "rejected"; None while it runs."""
+    hidden: bool = False
+    """The last token ended the output and is no part of its text."""
+    logprobs: list[LogprobWire] = []
+    prompt_logprobs: list[LogprobWire] = []
+    cached: int = 0
+    """Prompt tokens found in the prefix cache."""
+    detail: str = ""
+    """Why it was rejected."""
+    status: int = 0
+    """HTTP status of a rejection."""
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Counters since the engine started, and the state of the moment."""
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    decode_rows: int = 0
+    pages: int = 0
+    pages_owned: int = 0
+    """By running sequences."""
+    pages_cached: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens of requests that entered."""
+    prefix_hits: int = 0
+    """Of those, found in the prefix cache."""
+    evictions: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV pages that running sequences own."""
+        return self.pages_owned / self.pages if self.pages else 0.0
+
+
+class Batch(msgspec.Struct, array_like=True, tag=0):
+    """One step's news; `stats` rides along a few times a second."""
+
+    news: list[News]
+    stats: EngineStats | None = None
+
+
+class Reply(msgspec.Struct, array_like=True, tag=1):
+    id: int
+    value: Any = None
+    error: str = ""
+
+
+Output = Batch | Reply
+
+
+class EngineInfo(msgspec.Struct):
+    """What a front-end needs to know of an engine that is ready to serve."""
+
+    model: str
+    """The name of the model's folder, or of its component where it has none."""
+    folder: str | None
+    """Where tokenizer and chat template lie."""
+    vocab: int
+    max_len: int
+    """Tokens of a sequence, prompt and output."""
+    max_seqs: int
+    device: str
+    start_seconds: float
+    notes: list[str]
+    """Slower paths that were chosen."""

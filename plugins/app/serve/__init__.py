@@ -1,0 +1,1 @@
+"""The app `serve`: an OpenAI-compatible server."""

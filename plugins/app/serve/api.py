@@ -1,0 +1,78 @@
+"""The ASGI application: endpoints, errors, limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+import dovetail
+from dovetail.plugins.app.serve import chat, completions, errors, meta, responses
+from dovetail.plugins.app.serve.keys import Keys
+from dovetail.plugins.app.serve.service import Service
+from dovetail.plugins.app.serve.transport import Gate, Left, left
+
+_STATIC = Path(__file__).parent / "static"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STATUSES = {
+    400: "The request is wrong; the message says what.",
+    401: "No valid API key.",
+    404: "No such model or endpoint.",
+    413: "The body is too long.",
+    429: "The queue is full: try again after Retry-After seconds.",
+    500: "A defect of the server.",
+    503: "The engine starts, or has died, or the server stops.",
+    504: "The request's time is up.",
+}
+
+
+def build(service: Service, keys: Keys) -> ASGIApp:
+    answers: dict[int | str, dict[str, Any]] = {
+        status: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
+        for status, text in _STATUSES.items()
+    }
+    app = FastAPI(title="Dovetail", version=dovetail.__version__, responses=answers, docs_url=None, redoc_url=None)
+    errors.install(app)
+
+    async def departed(request: Request, error: Exception) -> Response:
+        return left()
+
+    app.add_exception_handler(Left, departed)
+    for part in (completions, chat, responses, meta):
+        app.include_router(part.router(service))
+    if service.config.page:
+        app.mount("/static", StaticFiles(directory=_STATIC), name="static")
+
+        @app.get("/", include_in_schema=False)
+        async def page() -> Response:
+            return FileResponse(_STATIC / "index.html")
+
+    gate: ASGIApp = Gate(
+        app, keys=keys, max_body_bytes=service.config.max_body_bytes, log_requests=service.config.log_requests
+    )
+    if service.config.cors_origins:
+        # Outermost, so that refusals reach the scripts too.
+        gate = CORSMiddleware(
+            gate, allow_origins=list(service.config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return gate

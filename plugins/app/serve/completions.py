@@ -1,0 +1,152 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from dovetail.core.engine.output import Delta
+from dovetail.plugins.app.serve import output
+from dovetail.plugins.app.serve.errors import FieldError
+from dovetail.plugins.app.serve.schemas import CompletionRequest
+from dovetail.plugins.app.serve.service import Job, Service
+from dovetail.plugins.app.serve.transport import DONE, EventStream, after, event, json_response, while_connected
+
+_DEFAULT_TOKENS = 16
+"""OpenAI's."""
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _Completion(service, body, request).answer()
+
+    return routes
+
+
+class _Completion:
+    def __init__(self, service: Service, body: CompletionRequest, request: Request) -> None:
+        self.service, self.body, self.request = service, body, request
+        self.n = body.n or 1
+        self.samples = max(self.n, body.best_of or 0)
+        self.prompt_only = body.max_tokens == 0
+        self.head = {
+            "id": output.new_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model(body.model),
+        }
+
+    def _check(self) -> None:
+        body = self.body
+        if body.suffix:
+            raise FieldError("suffix: this server cannot fill in the middle", "suffix")
+        if body.best_of is not None and body.best_of < self.n:
+            raise FieldError(f"best_of={body.best_of} is less than n={self.n}", "best_of")
+        if body.stream and self.samples > self.n:
+            raise FieldError("best_of: which samples are best is known at the end; not with stream", "best_of")
+        if body.stream_options is not None and not body.stream:
+            raise FieldError("stream_options goes with stream=true alone", "stream_options")
+        if self.prompt_only and not body.echo:
+            raise FieldError("max_tokens=0 asks for nothing without echo=true", "max_tokens")
+
+    async def answer(self) -> Response:
+        self._check()
+        body, service = self.body, self.service
+        one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+        given: list[Any] = [body.prompt] if one else list(body.prompt)
+        if len(given) > service.config.max_prompts:
+            raise FieldError(f"{len(given)} prompts, of at most {service.config.max_prompts}", "prompt")
+        self.prompts = [await service.encode(p) if isinstance(p, str) else p for p in given]
+        self.texts = [p if isinstance(p, str) else service.tokenizer.decode(p) for p in given] if body.echo else []
+        wants_logprobs = body.logprobs if body.logprobs is not None else (0 if self.samples > self.n else None)
+        max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+        params = service.params(
+            body,
+            n=self.samples,
+            max_tokens=max_tokens,
+            logprobs=wants_logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        jobs = service.submit(self.request, body, "completions", self.prompts, params)
+        if body.stream:
+            chunks = self._chunks(jobs)
+            try:
+                # The first one before the status: what is refused has a status of its own.
+                first = await while_connected(self.request, anext(chunks))
+            except BaseException:
+                output.close(jobs)
+                raise
+            return EventStream(after(first, chunks), lambda: output.close(jobs))
+        try:
+            choices = await while_connected(self.request, output.collect(jobs, self.samples))
+            return json_response(self._whole(jobs, choices))
+        finally:
+            output.close(jobs)
+
+    def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for at in range(len(jobs)):
+            drawn = outputs[at * self.samples : (at + 1) * self.samples]
+            if self.samples > self.n:
+                drawn = sorted(drawn, key=output.mean_logprob, reverse=True)[: self.n]
+            for delta in drawn:
+                choices.append(self._choice(len(choices), at, delta, self._logprobs()))
+        return {**self.head, "choices": choices, "usage": output.usage(jobs)}
+
+    def _logprobs(self) -> output.CompletionLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        return output.CompletionLogprobs(self.service.tokenizer)
+
+    def _choice(
+        self, index: int, at: int, delta: Delta, logprobs: output.CompletionLogprobs | None, *, first: bool = True
+    ) -> dict[str, Any]:
+        text = "" if self.prompt_only else delta.text
+        if self.body.echo and first:
+            text = self.texts[at] + text
+        found = None
+        if logprobs is not None:
+            if self.body.echo and delta.prompt_logprobs:
+                ids = self.prompts[at]
+                known = len(delta.prompt_logprobs)
+                logprobs.add(ids[:1], [None])
+                logprobs.add(ids[1 : 1 + known], delta.prompt_logprobs[: len(ids) - 1])
+            if not self.prompt_only:
+                logprobs.add(delta.token_ids, delta.logprobs)
+            found = logprobs.take()
+        return {"index": index, "text": text, "logprobs": found, "finish_reason": delta.finish_reason}
+
+    async def _chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        every = options is not None and options.continuous_usage_stats
+        begun: dict[int, output.CompletionLogprobs | None] = {}
+        # Chunks of a long prompt bring its logprobs bit by bit, and only the first sample's: they wait for a token.
+        waiting: dict[int, list[Delta]] = {}
+        async for items in output.news(jobs, self.n):
+            piece = b""
+            for index, delta in items:
+                if not delta.token_ids and delta.finish_reason is None:
+                    waiting.setdefault(index, []).append(delta)
+                    continue
+                delta = output.join([*waiting.pop(index, []), delta])
+                at = index // self.n
+                first = index not in begun
+                if first:
+                    begun[index] = self._logprobs()
+                chunk = {**self.head, "choices": [self._choice(index, at, delta, begun[index], first=first)]}
+                if every:
+                    chunk["usage"] = output.usage(jobs)
+                piece += event(chunk)
+            if piece:
+                yield piece
+        tail = b""
+        if options is not None and options.include_usage:
+            tail = event({**self.head, "choices": [], "usage": output.usage(jobs)})
+        yield tail + DONE

@@ -1,0 +1,73 @@
+"""Options of the app `serve`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from dovetail.core.compose import AppConfig
+
+
+class ServeConfig(AppConfig):
+    """Serve the OpenAI API over HTTP. The engine runs in a process of its own."""
+
+    needs: ClassVar[tuple[str, ...]] = (
+        "engine",
+        "model",
+        "scheduler",
+        "kv_cache",
+        "attention",
+        "quant",
+        "spec_decode",
+        "executor",
+        "collective",
+        "cost",
+        "logits",
+        "grammar",
+        "observer",
+    )
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface (set api_key_file too)."""
+    port: int = Field(8000, ge=0, le=65535)
+    """0: a free one, which the log names."""
+    model_names: tuple[str, ...] = ()
+    """What requests may call the model; the first stands in answers. Empty: the name of its folder or component."""
+    chat_template: str | None = None
+    """File with a Jinja chat template; null: the one in the model's folder."""
+
+    max_waiting: int = Field(1024, ge=0)
+    """Samples that may wait beyond those that run (engine.max_seqs); more get 429 with Retry-After."""
+    max_body_bytes: int = Field(8 << 20, ge=1024)
+    """Bytes of a request's body at most; more get 413."""
+    max_prompts: int = Field(256, ge=1)
+    """Prompts in one request at most."""
+    timeout: float | None = Field(None, gt=0)
+    """Seconds that a request may take, from its arrival; then it ends with 504. A request's own `timeout` can only
+    shorten it. null: no limit."""
+    grace: float = Field(30.0, ge=0)
+    """Seconds after SIGTERM in which running requests may finish; new ones are refused."""
+
+    on_engine_failure: Literal["restart", "exit"] = "restart"
+    """When the engine or one of its ranks dies: start it again, or end the server with exit code 1."""
+    max_restarts: int = Field(5, ge=1)
+    """Restarts within an hour; one more failure ends the server."""
+
+    api_key_file: str | None = None
+    """File of accepted API keys, one a line as `name:hash` or `hash`: SHA-256 in hex. The environment variable
+    DOVETAIL_API_KEYS holds keys themselves, separated by commas. Neither: no key is needed."""
+    cache_isolation: Literal["key", "salt"] = "key"
+    """Who shares cached prefixes: key = only requests with the same API key and `cache_salt`; salt = all requests with
+    the same `cache_salt`."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of pages whose scripts may call the server; "*" is any. Empty: none but its own."""
+
+    page: bool = True
+    """The page at / : chat, composition and live charts."""
+    debug: bool = False
+    """POST /debug/check: the KV allocator's own integrity check."""
+    log_requests: bool = False
+    """One log line a request: endpoint, status, times, token counts. Never its text."""
+    log_format: Literal["text", "json"] = "text"
+    """json: one object a line."""

@@ -1,0 +1,93 @@
+"""Errors as OpenAI writes them, and which status each of ours has."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from dovetail.core.errors import RequestError
+from dovetail.core.serving.client import EngineDown
+
+log = logging.getLogger(__name__)
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+
+
+class ServerError(Exception):
+    """An answer that is no fault of the request's form."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, retry_after: int | None = None) -> None:
+        self.status, self.message, self.code, self.retry_after = status, message, code, retry_after
+        super().__init__(message)
+
+
+class FieldError(RequestError):
+    """A request is refused because of one of its fields."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
+        self.param, self.code = param, code
+        super().__init__(message, status=status)
+
+
+def body_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers. What is no error of ours is a 500 that says nothing of its cause."""
+    param = code = retry_after = None
+    if isinstance(error, EngineDown):
+        status, message, code, retry_after = 503, str(error), "engine_unavailable", 1
+    elif isinstance(error, ServerError):
+        status, message, code, retry_after = error.status, error.message, error.code, error.retry_after
+    elif isinstance(error, RequestError):
+        status, message = error.status, str(error)
+        param, code = getattr(error, "param", None), getattr(error, "code", None)
+    else:
+        status, message = 500, "the server failed on this request; its log says why"
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    headers = {"retry-after": str(retry_after)} if retry_after is not None else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
+
+
+def respond(error: Exception) -> Response:
+    status, body, headers = body_of(error)
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def install(app: FastAPI) -> None:
+    async def known(request: Request, error: Exception) -> Response:
+        return respond(error)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return respond(_field_error(error))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = respond(FieldError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        return respond(error)
+
+    app.add_exception_handler(RequestError, known)
+    app.add_exception_handler(ServerError, known)
+    app.add_exception_handler(EngineDown, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unknown)
+
+
+def _field_error(error: RequestValidationError) -> FieldError:
+    """The first mistake, by field. The value itself may be a prompt and is not repeated."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    # Of a union's alternatives, pydantic names each that failed: the field is what the user wrote.
+    path = ".".join(where) or None
+    return FieldError(f"{path or 'body'}: {first['msg']}", path.split(".")[0] if path else None)

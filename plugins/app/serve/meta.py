@@ -1,0 +1,130 @@
+"""Everything that generates nothing: models, tokens, health, metrics, live figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+import dovetail
+from dovetail.plugins.app.serve.errors import FieldError, ServerError
+from dovetail.plugins.app.serve.output import spell
+from dovetail.plugins.app.serve.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from dovetail.plugins.app.serve.service import Service
+from dovetail.plugins.app.serve.transport import json_response
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+    client = service.client
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model(service, name) for name in service.model_names]})
+
+    @routes.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        return json_response(_model(service, service.model(model)))
+
+    @routes.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest) -> Response:
+        name = service.model(body.model)
+        raise FieldError(f"the model {name} generates text and has no embeddings", "model")
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        service.model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise FieldError("give one of prompt and messages", "prompt")
+        if body.messages is not None:
+            ids = await service.encode(await service.render(body.messages), special=False, param="messages")
+        else:
+            tokenizer = service.tokenizer
+            ids = await service.threaded(tokenizer.encode, body.prompt, special=body.add_special_tokens)
+        answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": client.info.max_len}
+        if body.return_token_strs:
+            answer["token_strs"] = [spell(service.tokenizer, token) for token in ids]
+        return json_response(answer)
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.model(body.model)
+        if wrong := [token for token in body.tokens if token >= client.info.vocab]:
+            raise FieldError(f"token id {wrong[0]} is not in the model's vocabulary of {client.info.vocab}", "tokens")
+        text = await service.threaded(service.tokenizer.decode, body.tokens, skip_special=False)
+        return json_response({"prompt": text})
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """Whether the process should live: 200 unless the engine is gone for good."""
+        status = 503 if client.state == "failed" else 200
+        return json_response({"status": client.state}, status)
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """Whether requests should come here."""
+        if service.ready:
+            return json_response({"status": "ready"})
+        status = "draining" if service.draining else client.state
+        return json_response({"status": status, "phase": client.phase, "failure": client.failure}, 503)
+
+    @routes.get("/version")
+    async def version() -> Response:
+        return json_response({"version": dovetail.__version__})
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(service.monitor.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.get("/stats")
+    async def stats() -> Response:
+        """Figures of the moment, for the page at / and for people."""
+        return json_response({**service.monitor.live(), "samples": client.samples, "state": client.state})
+
+    @routes.get("/composition")
+    async def composition() -> Response:
+        """Which component is chosen at each seam."""
+        info = client.info
+        return json_response(
+            {
+                "version": dovetail.__version__,
+                "models": service.model_names,
+                "device": info.device,
+                "max_len": info.max_len,
+                "parts": _parts(service),
+                "slower_paths": info.notes,
+            }
+        )
+
+    if service.config.debug:
+
+        @routes.post("/debug/check")
+        async def check() -> Response:
+            """The allocator's own integrity check, between two steps."""
+            try:
+                return json_response(await client.control("check"))
+            except dovetail.RequestError as error:
+                raise ServerError(500, str(error), code="integrity") from None
+
+    return routes
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "dovetail",
+        "root": service.client.info.model,
+        "max_model_len": service.client.info.max_len,
+    }
+
+
+def _parts(service: Service) -> dict[str, list[dict[str, str]]]:
+    found = {}
+    for kind, part in service.composition.parts.items():
+        some = list(part.values()) if isinstance(part, dict) else [part]
+        found[kind] = [{"name": one.name, "package": str(one.package)} for one in some]
+    return found

@@ -1,0 +1,113 @@
+"""What the server tells about itself: one record a request, the engine's counters, and whoever listens to them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from dovetail.core.serving.protocol import EngineStats
+
+log = logging.getLogger(__name__)
+
+_WINDOW = 60.0
+"""Seconds that live figures look back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One prompt's way through the server. Times in seconds."""
+
+    endpoint: str
+    """"completions", "chat", "responses"."""
+    outcome: str
+    """"stop", "length"; "abort" (the client left, or time was up), "error"."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    arrival: float
+    """time.perf_counter()."""
+    ttft: float
+    """Arrival to first token; 0 where none came."""
+    duration: float
+    """Arrival to end."""
+
+    @property
+    def tpot(self) -> float:
+        """Per output token after the first; 0 where there are fewer than two."""
+        later = self.output_tokens - 1
+        return (self.duration - self.ttft) / later if later > 0 and self.ttft else 0.0
+
+
+class Listener(Protocol):
+    """Metrics and the like. Called in the event loop: be quick."""
+
+    def request(self, record: RequestRecord) -> None: ...
+
+    def stats(self, stats: EngineStats) -> None: ...
+
+
+class Monitor:
+    """`registry` is what /metrics shows; listeners fill it."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.listeners: list[Listener] = []
+        self.latest = EngineStats()
+        self._samples: deque[tuple[float, EngineStats]] = deque()
+        self._ttft: deque[tuple[float, float]] = deque()
+
+    def request(self, record: RequestRecord) -> None:
+        now = time.perf_counter()
+        if record.ttft:
+            self._ttft.append((now, record.ttft))
+        for listener in self.listeners:
+            listener.request(record)
+
+    def stats(self, stats: EngineStats) -> None:
+        now = time.perf_counter()
+        self.latest = stats
+        self._samples.append((now, stats))
+        for listener in self.listeners:
+            listener.stats(stats)
+
+    def live(self) -> dict[str, float | int | None]:
+        """Figures of the last second or two (rates) and the last minute (TTFT, prefix hits)."""
+        now = time.perf_counter()
+        for recent in (self._samples, self._ttft):
+            while recent and recent[0][0] < now - _WINDOW:
+                recent.popleft()
+        stats = self.latest
+        return {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "kv_usage": stats.kv_usage,
+            "tokens_per_second": self._rate(now),
+            "ttft_median": self._median(),
+            "prefix_hit_rate": self._hit_rate(),
+            "preemptions": stats.preemptions,
+            "acceptance_length": 1 + stats.accepted / stats.decode_rows if stats.drafted else None,
+            "output_tokens": stats.output_tokens,
+            "prompt_tokens": stats.prompt_tokens,
+        }
+
+    def _rate(self, now: float) -> float:
+        recent = [(at, stats.output_tokens) for at, stats in self._samples if at >= now - 2.0]
+        if len(recent) < 2 or recent[-1][0] == recent[0][0]:
+            return 0.0
+        return max(0.0, (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0]))
+
+    def _median(self) -> float | None:
+        values = sorted(ttft for _, ttft in self._ttft)
+        return values[len(values) // 2] if values else None
+
+    def _hit_rate(self) -> float | None:
+        if not self._samples:
+            return None
+        oldest, newest = self._samples[0][1], self._samples[-1][1]
+        queries = newest.prefix_queries - oldest.prefix_queries
+        return (newest.prefix_hits - oldest.prefix_hits) / queries if queries > 0 else None

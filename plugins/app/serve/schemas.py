@@ -1,0 +1,249 @@
+"""Bodies of requests. Unknown fields are refused, and so are fields of OpenAI's that ask for what is not served."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, StringConstraints(max_length=16 << 20)]
+Label = Annotated[str, StringConstraints(max_length=512)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    """End the stream with a chunk of token counts."""
+    include_obfuscation: bool = False
+    """Accepted and without effect."""
+    continuous_usage_stats: bool = False
+    """Token counts in every chunk."""
+
+
+class JsonSchema(Body):
+    name: Label = ""
+    description: Text | None = None
+    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Common(Body):
+    """What every generating endpoint takes. Dovetail's own fields go into `extra_body` of the OpenAI client."""
+
+    model: Label | None = None
+    """One of /v1/models; null: the only one."""
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    user: Label | None = None
+    """Reaches the scheduler (scheduler=fair shares between users)."""
+    stream: bool | None = None
+    metadata: dict[str, JsonValue] | None = None
+    """Accepted and without effect."""
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    """As cache_salt, where that is not given."""
+
+    top_k: int | None = Field(None, ge=-1)
+    """Keep the k most likely tokens; 0 or -1: all."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    """Keep the stop string in the output."""
+    regex: Text | None = None
+    """The whole output matches this regular expression."""
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    """The output is one of these strings."""
+    grammar: Text | None = None
+    """The output follows this grammar, in llguidance's dialect of Lark."""
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """Lower runs first (scheduler=priority)."""
+    cache_salt: Label | None = None
+    """Prefix pages are shared only between requests of equal salt."""
+    hints: dict[Label, float] | None = None
+    """Numbers that schedulers may read, for instance the expected output length."""
+    extra: dict[Label, JsonValue] | None = None
+    """Parameters of logits processors from plugins."""
+    timeout: float | None = Field(None, gt=0)
+    """Seconds from arrival after which the request ends."""
+
+
+class Penalised(Common):
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionRequest(Penalised):
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    )
+    """Text or token ids; several prompts as a list."""
+    max_tokens: int | None = Field(None, ge=0)
+    """16 where nothing is said. 0 with echo: the prompt alone."""
+    n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1, le=128)
+    """Samples drawn, of which the n with the highest mean log-probability come back. Not with stream."""
+    echo: bool | None = None
+    """The prompt comes first in the text."""
+    logprobs: int | None = Field(None, ge=0, le=20)
+    suffix: Text | None = None
+    """Not served: refused unless empty."""
+
+
+class ContentPart(BaseModel):
+    """A part of a message; text is all this server reads."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: Text | None = None
+
+
+class FunctionCall(Body):
+    name: Label
+    arguments: Text
+
+
+class ToolCall(Body):
+    id: Label
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | list[ContentPart] | None = None
+    name: Label | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Label | None = None
+    reasoning_content: Text | None = None
+    refusal: Text | None = None
+
+
+class FunctionDefinition(Body):
+    name: Label
+    description: Text | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    name: Label
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Penalised):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    """The older name of max_completion_tokens. Neither: until the context is full."""
+    n: int | None = Field(None, ge=1, le=128)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Label | None = None
+    """Handed to the chat template."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Variables for the chat template."""
+    add_generation_prompt: bool = True
+    """Let the template open the assistant's turn."""
+    continue_final_message: bool = False
+    """Go on with the last message in place of a new turn."""
+    store: Literal[False] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class ResponseItem(BaseModel):
+    """A message of the input. Items of other types are refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Text | list[ContentPart] | None = None
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Label = ""
+    description: Text | None = None
+    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Label | None = None
+
+
+class ResponsesRequest(Common):
+    input: Text | Annotated[list[ResponseItem], Field(min_length=1)]
+    instructions: Text | None = None
+    """Goes before the input as a system message."""
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    store: bool | None = None
+    """Nothing is ever stored."""
+    previous_response_id: Label | None = None
+    """Not served, as nothing is stored: send the whole conversation."""
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[str], Field(max_length=0)] | None = None
+    reasoning: dict[str, JsonValue] | None = None
+    """Accepted and without effect."""
+
+
+class EmbeddingRequest(Body):
+    model: Label | None = None
+    input: Text | list[Text] | list[Token] | list[list[Token]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    user: Label | None = None
+
+
+class TokenizeRequest(Body):
+    model: Label | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    """In place of prompt: as the chat template renders them."""
+    add_special_tokens: bool = True
+    """Of a prompt: let the tokenizer add its own (a leading BOS, as a rule)."""
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    model: Label | None = None
+    tokens: list[Token]

@@ -1,0 +1,287 @@
+"""The server behind its endpoints: what may enter, what it asks of the engine, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from dovetail.core.chat_template import ChatTemplate
+from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.interfaces import SamplingParams
+from dovetail.core.serving.client import EngineClient, Stream
+from dovetail.core.tokenizer import Tokenizer
+from dovetail.plugins.app.serve.config import ServeConfig
+from dovetail.plugins.app.serve.errors import FieldError, ServerError
+from dovetail.plugins.app.serve.monitor import Monitor, RequestRecord
+from dovetail.plugins.app.serve.schemas import Common, Message, Penalised
+from dovetail.plugins.app.serve.structured import grammar_of
+from dovetail.plugins.app.serve.transport import KEY
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+_THREADS = 4
+_INLINE_CHARACTERS = 256
+"""Shorter prompts are tokenized faster than a thread would be woken."""
+_MASK63 = 2**63 - 1
+
+
+class Job:
+    """One prompt on its way through the engine."""
+
+    def __init__(self, service: Service, stream: Stream, endpoint: str, prompt_tokens: int) -> None:
+        self._service, self.stream, self.endpoint = service, stream, endpoint
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = 0
+        """Written by whoever takes from the stream."""
+        self.outcome = ""
+        self.timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """The answer is out, or nobody wants it any more. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.timer is not None:
+            self.timer.cancel()
+        self._service.client.abort(self.stream)
+        timing = self.stream.timing
+        now = time.perf_counter()
+        self._service.finished(
+            RequestRecord(
+                endpoint=self.endpoint,
+                outcome=self.outcome or "abort",
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=self.stream.cached,
+                output_tokens=self.output_tokens,
+                arrival=timing.arrival,
+                ttft=timing.ttft if timing.first_token else 0.0,
+                duration=(timing.finished or now) - timing.arrival,
+            )
+        )
+
+
+class Service:
+    """One server's state. Belongs to the event loop."""
+
+    def __init__(self, config: ServeConfig, composition: Composition) -> None:
+        self.config, self.composition = config, composition
+        self.monitor = Monitor()
+        restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
+        self.client = EngineClient(composition, max_restarts=restarts, on_stats=self.monitor.stats)
+        self.started = int(time.time())
+        self.draining = False
+        """Written by the server when it is told to stop."""
+        self.was_ready = False
+        """The engine has been ready once. Written by the server."""
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dovetail-text")
+        self._template: ChatTemplate | None = None
+        self._template_known = False
+        self._ends: deque[float] = deque(maxlen=64)
+        if config.chat_template is not None and not Path(config.chat_template).expanduser().is_file():
+            raise ConfigError(f"serve.chat_template={config.chat_template}: no such file")
+
+    @property
+    def ready(self) -> bool:
+        return self.client.state == "ready" and not self.draining
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # Names.
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.config.model_names or (self.client.info.model,)
+
+    def model(self, asked: str | None) -> str:
+        """The name that the answer states."""
+        names = self.model_names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            raise FieldError(
+                f"the model {asked!r} does not exist; there is {', '.join(names)}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+        return asked
+
+    # Text.
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.client.tokenizer
+
+    async def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
+        tokenizer = self.tokenizer
+        if len(text) <= _INLINE_CHARACTERS:
+            ids = tokenizer.encode(text, special=special)
+        else:
+            ids = await self.threaded(tokenizer.encode, text, special=special)
+        if not ids:
+            raise FieldError(f"{param}: empty, and this model has no token that begins a text", param)
+        return ids
+
+    async def threaded(self, function: Any, *arguments: Any, **named: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: function(*arguments, **named))
+
+    async def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Through the model's chat template."""
+        return await self.threaded(self._render, [plain(message) for message in messages], variables)
+
+    def _render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        if not self._template_known:
+            folder, file = self.client.info.folder, self.config.chat_template
+            if folder is not None or file is not None:
+                path = None if file is None else Path(file).expanduser()
+                self._template = ChatTemplate.load(Path(folder or "."), path)
+            self._template_known = True
+        if self._template is None:
+            raise RequestError(
+                f"the model {self.client.info.model} has no chat template: use /v1/completions, or start the server "
+                "with serve.chat_template=FILE"
+            )
+        return self._template.render(messages, **variables)
+
+    # Requests.
+
+    def params(self, body: Common, **chosen: Any) -> SamplingParams:
+        """What the body asks for; None means the default. `chosen`: what the endpoint works out itself."""
+        given: dict[str, Any] = {
+            name: value
+            for name in ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "extra")
+            if (value := getattr(body, name)) is not None
+        }
+        if body.top_k is not None:
+            given["top_k"] = max(body.top_k, 0)
+        given |= {
+            to: value
+            for name, to in (
+                ("stop_token_ids", "stop_token_ids"),
+                ("ignore_eos", "ignore_eos"),
+                ("include_stop_str_in_output", "include_stop"),
+            )
+            if (value := getattr(body, name)) is not None
+        }
+        if isinstance(body, Penalised):
+            for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
+                if (value := getattr(body, name)) is not None:
+                    given[name] = value
+            if body.stop:
+                given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+            if body.seed is not None:
+                given["seed"] = body.seed & _MASK63
+        if (grammar := grammar_of(body)) is not None:
+            given["grammar"] = grammar
+        given |= {name: value for name, value in chosen.items() if value is not None}
+        if "max_tokens" not in given:
+            given["max_tokens"] = None
+        try:
+            return SamplingParams(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = str(first["loc"][0]) if first["loc"] else None
+            raise FieldError(f"{field + ': ' if field else ''}{first['msg']}", field) from None
+
+    def submit(
+        self, request: Request, body: Common, endpoint: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[Job]:
+        """Queue every prompt, or none."""
+        self._admit(len(prompts) * params.n)
+        limit = self.client.info.max_len
+        for ids in prompts:
+            if len(ids) >= limit:
+                raise FieldError(
+                    f"the prompt has {len(ids)} tokens and the context is {limit} (engine.max_len): shorten it",
+                    "messages" if endpoint == "chat" else "prompt",
+                    code="context_length_exceeded",
+                )
+        seconds = min((s for s in (self.config.timeout, body.timeout) if s is not None), default=None)
+        jobs: list[Job] = []
+        try:
+            for ids in prompts:
+                stream = self.client.submit(
+                    ids,
+                    params,
+                    priority=body.priority or 0,
+                    deadline=seconds,
+                    user=body.user or "",
+                    cache_salt=self._salt(request, body),
+                    hints=body.hints,
+                )
+                job = Job(self, stream, endpoint, len(ids))
+                jobs.append(job)
+                if seconds is not None:
+                    job.timer = asyncio.get_running_loop().call_later(seconds, self._expire, job, seconds)
+        except BaseException:
+            for job in jobs:
+                job.close()
+            raise
+        return jobs
+
+    def _salt(self, request: Request, body: Common) -> str:
+        salt = body.cache_salt if body.cache_salt is not None else body.prompt_cache_key or ""
+        key = request.scope.get(KEY)
+        return f"{key}\x00{salt}" if key and self.config.cache_isolation == "key" else salt
+
+    def _admit(self, samples: int) -> None:
+        if self.draining:
+            raise ServerError(503, "the server is about to stop", code="shutting_down", retry_after=1)
+        capacity = self.client.info.max_seqs + self.config.max_waiting
+        if samples > capacity:
+            raise FieldError(
+                f"{samples} samples in one request, and the server takes {capacity} "
+                "(engine.max_seqs + serve.max_waiting)",
+                "n",
+            )
+        if self.client.samples + samples > capacity:
+            raise ServerError(
+                429,
+                f"{self.client.samples} samples run or wait, of at most {capacity}: try again later",
+                code="queue_full",
+                retry_after=self._retry_after(),
+            )
+
+    def _retry_after(self) -> int:
+        """Seconds until a place is free, at the pace at which requests ended lately."""
+        if len(self._ends) < 2:
+            return 1
+        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return max(1, min(60, round(pace * self.config.max_waiting / 2)))
+
+    def _expire(self, job: Job, seconds: float) -> None:
+        self.client.abort(job.stream)
+        job.stream.fail(ServerError(504, f"the request was not complete after {seconds:g} s", code="timeout"))
+
+    def finished(self, record: RequestRecord) -> None:
+        self._ends.append(time.perf_counter())
+        self.monitor.request(record)
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """As chat templates expect a message: its content is text."""
+    found = message.model_dump(exclude_none=True)
+    role = "system" if message.role == "developer" else message.role
+    return {**found, "role": role, "content": text_of(message.content)}
+
+
+def text_of(content: Any) -> str:
+    """Of a message whose parts are all text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+            raise FieldError(f"a content part of type {part.type!r}: this server reads text alone", "messages")
+    return "\n".join(part.text for part in content)

@@ -1,0 +1,189 @@
+"""HTTP beneath the endpoints: limits and keys before a body is read, streams that notice when their client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dovetail.plugins.app.serve.errors import FieldError, body_of, respond
+from dovetail.plugins.app.serve.keys import Keys
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json"})
+"""Need no key: they say nothing of anybody's requests."""
+KEY = "dovetail.key"
+"""In the scope: the name of the request's API key."""
+_CLIENT_LEFT = 499
+
+
+class Left(Exception):
+    """The client has closed its connection."""
+
+
+class Gate:
+    """Refuses a request without an accepted key, and a body that is too long, before anything reads it."""
+
+    def __init__(self, app: ASGIApp, *, keys: Keys, max_body_bytes: int, log_requests: bool) -> None:
+        self._app, self._keys, self._limit, self._log = app, keys, max_body_bytes, log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._log:
+            send = self._logged(scope, send)
+        headers = dict(scope["headers"])
+        path: str = scope["path"]
+        if self._keys and path not in OPEN_PATHS and not path.startswith("/static/") and scope["method"] != "OPTIONS":
+            scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+            name = self._keys.name(key.strip()) if scheme.lower() == "bearer" else None
+            if name is None:
+                error = FieldError("no valid API key: send `Authorization: Bearer KEY`", status=401)
+                error.code = "invalid_api_key"
+                await respond(error)(scope, receive, send)
+                return
+            scope[KEY] = name
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._limit:
+            await respond(self._too_long())(scope, receive, send)
+            return
+        await self._bounded(scope, receive, send)
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A body that comes in chunks states no length: it is counted."""
+        taken, started = 0, False
+
+        async def counted() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._limit:
+                raise _TooLong
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, watched)
+        except _TooLong:
+            if not started:
+                await respond(self._too_long())(scope, receive, send)
+
+    def _too_long(self) -> FieldError:
+        return FieldError(f"the body is longer than {self._limit} bytes (serve.max_body_bytes)", status=413)
+
+    def _logged(self, scope: Scope, send: Send) -> Send:
+        began = time.perf_counter()
+        status = 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                taken = time.perf_counter() - began
+                log.info("%s %s %d %.1f ms", scope["method"], scope["path"], status, taken * 1e3)
+
+        return noting
+
+
+class _TooLong(BaseException):
+    """Passes through whatever reads the body: FastAPI turns an Exception there into its own answer."""
+
+
+def json_response(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
+    """The result of `work`, which is cancelled when the client leaves; then Left is raised."""
+    task: asyncio.Future[_T] = asyncio.ensure_future(work)
+    listener = asyncio.ensure_future(_departure(request.receive))
+    try:
+        await asyncio.wait((task, listener), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Left
+        return task.result()
+    finally:
+        for future in (task, listener):
+            future.cancel()
+        if not task.done():
+            await asyncio.wait((task,))
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def left() -> Response:
+    """Nobody reads it; the log shows the status."""
+    return Response(status_code=_CLIENT_LEFT)
+
+
+class EventStream(Response):
+    """Server-sent events. While the client is slow to read, what came meanwhile is gathered by whoever makes the
+    pieces, and goes out in one write."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, pieces: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._pieces, self._on_end = pieces, on_end
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.ensure_future(self._pump(send))
+        listener = asyncio.ensure_future(_departure(receive))
+        try:
+            await asyncio.wait((pump, listener), return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        finally:
+            for future in (pump, listener):
+                future.cancel()
+            self._on_end()
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except Exception as error:
+            # The status is long gone: the error is an event.
+            status, body, _ = body_of(error)
+            if status == 500:
+                log.exception("a stream failed")
+            await send({"type": "http.response.body", "body": event(body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+_encoder = msgspec.json.Encoder()
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: object, name: str | None = None) -> bytes:
+    head = b"data: " if name is None else b"event: " + name.encode() + b"\ndata: "
+    return head + _encoder.encode(data) + b"\n\n"
+
+
+async def after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The stream again, of which the first piece was taken."""
+    yield first
+    async for piece in rest:
+        yield piece

@@ -1,0 +1,111 @@
+"""A real server with the bundled model: one for the session, and more for tests that break theirs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_START_SECONDS = 90.0
+
+
+class Server:
+    def __init__(self, *overrides: str, **environment: str) -> None:
+        words = ("app=serve", "+preset=tiny_cpu", "serve.port=0", "serve.debug=true", *overrides)
+        self.process = subprocess.Popen(
+            [sys.executable, "run.py", *words],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self.wait_log(r"listening on (http://\S+);")[1]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+
+    def wait_log(self, pattern: str) -> re.Match[str]:
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            for line in list(self.log):
+                if found := re.search(pattern, line):
+                    return found
+            assert self.process.poll() is None and time.monotonic() < deadline, "".join(self.log)
+            time.sleep(0.02)
+
+    def wait_ready(self) -> Server:
+        deadline = time.monotonic() + _START_SECONDS
+        while httpx.get(f"{self.url}/ready").status_code != 200:
+            assert time.monotonic() < deadline, "".join(self.log)
+            time.sleep(0.05)
+        return self
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def stats(self) -> dict[str, float]:
+        """After the allocator's own integrity check."""
+        answer = httpx.post(f"{self.url}/debug/check")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def engine_pid(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/task/{self._thread()}/children").read_text().split()[0])
+
+    def _thread(self) -> int:
+        """The one that started the engine."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return next(int(task.name) for task in tasks.iterdir() if (task / "children").read_text().strip())
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        status = self.process.wait(30)
+        self._reader.join(5)
+        return status
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    started = Server("serve.max_waiting=256", "serve.max_body_bytes=1000000").wait_ready()
+    yield started
+    assert started.stop() == 0, "".join(started.log)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def begin(*overrides: str, **environment: str) -> Server:
+        started.append(Server(*overrides, **environment))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
