@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_COMPILING = 2
+_COMPILING = 4
 """Threads."""
 _MASKING = min(8, os.cpu_count() or 1)
 """Threads."""
@@ -186,8 +186,8 @@ class Grammars:
         followed = self._followed[uid]
         try:
             followed.matcher.advance(token)
-        except RequestError as error:
-            return Ended(uid, FinishReason.REJECTED, str(error))
+        except Exception as error:  # a plugin's method may raise anything; it concerns this request alone
+            return Ended(uid, FinishReason.REJECTED, _words(error))
         if followed.matcher.finished:
             return Ended(uid, FinishReason.STOP)
         followed.ready.clear()
@@ -236,7 +236,7 @@ class Grammars:
                 if followed.matcher.accepting:
                     followed.mask_W |= followed.stops_W
                 followed.empty = not followed.mask_W.any()
-            except Exception as error:  # a plugin's method may raise anything; it concerns this request alone
+            except Exception as error:  # as in advance
                 followed.error = _words(error)
             followed.ready.set()
 

@@ -27,7 +27,7 @@ class LLGuidanceConfig(Config):
     coerce_one_of: bool = False
     """Read `oneOf` in a JSON schema as `anyOf`: outputs may then match several branches. false: such a schema is
     refused unless its branches exclude each other."""
-    max_lexer_states: int = Field(250_000, ge=1)
+    max_lexer_states: int = Field(50_000, ge=1)
     """States of one grammar's lexer, 1 to 2 kB each."""
     step_items: int = Field(50_000, ge=1)
     """Earley items in one step of a parser, about 20 in a microsecond."""
