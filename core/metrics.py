@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.exposition import choose_encoder
 
 from dovetail.core.interfaces import StepRecord
 
@@ -38,7 +37,30 @@ class EngineCounters(Protocol):
     evictions: int
 
     @property
-    def kv_usage(self) -> float: ...
+    def kv_usage(self) -> float:
+        """Share of KV pages that running samples own."""
+
+
+class FinishedRequest(Protocol):
+    """One prompt that is over, whatever became of it. Seconds."""
+
+    @property
+    def outcome(self) -> str: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def ttft(self) -> float:
+        """Arrival to first token; 0 where none came."""
+
+    @property
+    def duration(self) -> float:
+        """Arrival to end."""
+
+    @property
+    def tpot(self) -> float:
+        """Per output token after the first; 0 where there are fewer than two."""
 
 
 COUNTED = {
@@ -81,14 +103,14 @@ class Metrics:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a finished request.", POWERS)
         self._output = self._histogram("request_generation_tokens", "Output tokens of a finished request.", POWERS)
         self._finished = Counter(
-            "dovetail:request_success",
-            "Samples that ended, by reason: stop, length, abort.",
-            ("model_name", "finished_reason"),
+            "dovetail:requests_finished",
+            "Requests that were run, by what became of them: stop, length, abort, error.",
+            ("model_name", "outcome"),
             registry=self.registry,
         )
         self._refused = Counter(
             "dovetail:request_errors",
-            "Requests that ended with an error, by HTTP status.",
+            "Requests that were answered with an error, by HTTP status.",
             ("model_name", "status"),
             registry=self.registry,
         )
@@ -106,47 +128,36 @@ class Metrics:
 
     # What happened.
 
-    def engine(self, counters: EngineCounters) -> None:
+    def stats(self, stats: EngineCounters) -> None:
         """The engine's counters as they stand, a few times a second."""
-        self._running.set(counters.running)
-        self._waiting.set(counters.waiting)
-        self._kv_usage.set(counters.kv_usage)
+        self._running.set(stats.running)
+        self._waiting.set(stats.waiting)
+        self._kv_usage.set(stats.kv_usage)
         for field, counter in self._counters.items():
-            now, before = getattr(counters, field), self._last[field]
+            now, before = getattr(stats, field), self._last[field]
             counter.inc(now - before if now >= before else now)
             self._last[field] = now
 
-    def first_token(self, seconds: float) -> None:
-        """Since the request arrived."""
-        self._ttft.observe(seconds)
+    def request(self, record: FinishedRequest) -> None:
+        self._finished.labels(self._model, record.outcome).inc()
+        if not record.output_tokens:
+            return
+        self._ttft.observe(record.ttft)
+        self._e2e.observe(record.duration)
+        self._prompt.observe(record.prompt_tokens)
+        self._output.observe(record.output_tokens)
+        if record.tpot:
+            self._tpot.observe(record.tpot)
 
     def more_tokens(self, seconds: float, tokens: int) -> None:
         """A sample, not for the first time, got so many tokens, so long after those before."""
-        if tokens:
-            self._itl.observe(seconds / tokens)
-
-    def request(self, *, seconds: float, decode_seconds: float, prompt_tokens: int, output_tokens: int) -> None:
-        """A request is complete, `seconds` after it arrived and `decode_seconds` after its first token. Output tokens
-        are those of all its samples."""
-        self._e2e.observe(seconds)
-        self._prompt.observe(prompt_tokens)
-        self._output.observe(output_tokens)
-        if output_tokens > 1:
-            self._tpot.observe(decode_seconds / (output_tokens - 1))
-
-    def sample_ended(self, reason: str) -> None:
-        self._finished.labels(self._model, reason).inc()
+        self._itl.observe(seconds / tokens)
 
     def error(self, status: int) -> None:
         self._refused.labels(self._model, str(status)).inc()
 
     def engine_restarted(self) -> None:
         self._restarts.inc()
-
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The page that Prometheus reads, and its content type; `accept` is the header of that name."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
 
 
 class StepMetrics:
