@@ -31,6 +31,12 @@ NOT_RUN = {
     "curl ": "needs a server; tests/server/test_openai.py has one",
     "printf ": "makes a key; tests/server/test_limits.py has one",
     "python benchmarks/profile_step.py": "needs a GPU",
+    "docker ": "needs Docker",
+    "GRAFANA_PASSWORD=... ": "needs Docker",
+    "kubectl ": "needs a cluster",
+    "sudo ": "changes the machine",
+    "python -m venv /opt/dovetail": "changes the machine",
+    "/opt/dovetail/bin/pip": "changes the machine",
 }
 """Commands that begin like this -> why they are not run."""
 
