@@ -12,6 +12,9 @@ from dovetail.core.engine.device_state import DeviceState
 from dovetail.core.interfaces import AttentionBackend, AttnCtx, BatchMeta, HostBounds, KVGroup, Row, RowFlag
 from dovetail.core.ops.step import TokenLayout, lay_out_pages, lay_out_tokens
 
+DECODE, SAMPLE = int(RowFlag.DECODE), int(RowFlag.SAMPLE)
+"""Plain integers: an IntFlag takes microseconds, and there are hundreds of rows."""
+
 
 @dataclass(slots=True)
 class Batch:
@@ -29,7 +32,7 @@ class Batch:
 
 
 def sampled_rows(rows: Seq[Row]) -> list[int]:
-    return [i for i, row in enumerate(rows) if row.flags & RowFlag.SAMPLE]
+    return [i for i, row in enumerate(rows) if row.flags & SAMPLE]
 
 
 def row_starts(rows: Seq[Row]) -> list[int]:
@@ -47,7 +50,7 @@ def build_batch(
 ) -> Batch:
     """slots_B and row_start_B1 (int64) are the rows' own, on the device."""
     counts = tuple(row.count for row in rows)
-    decodes = sum(1 for row in rows if row.flags & RowFlag.DECODE)
+    decodes = sum(1 for row in rows if row.flags & DECODE)
     host = HostBounds(counts, tuple(row.bound for row in rows), decodes)
     tokens, attn = lay_out(slots_B, row_start_B1.int(), host, state, groups, attention)
     return make_batch(rows, tokens, attn)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dovetail.core.engine.batch import Batch, lay_out, make_batch
+from dovetail.core.engine.batch import DECODE, Batch, lay_out, make_batch
 from dovetail.core.engine.device_state import DeviceState
 from dovetail.core.engine.sampling_step import Sampled
 from dovetail.core.interfaces import (
@@ -26,7 +26,6 @@ from dovetail.core.interfaces import (
     Model,
     Progress,
     Row,
-    RowFlag,
     SamplingParams,
 )
 from dovetail.core.ops.step import TokenLayout, accept, draw
@@ -128,7 +127,7 @@ class DecodeGraphs:
 
     def pick(self, rows: Seq[Row]) -> DecodeGraph | None:
         """For decode rows alone. Rows with fewer drafts than the graph's width feed padding."""
-        if len(rows) > self.sizes[-1] or not all(row.flags & RowFlag.DECODE for row in rows):
+        if len(rows) > self.sizes[-1] or not all(row.flags & DECODE for row in rows):
             return None
         return self._graphs[next(size for size in self.sizes if size >= len(rows))]
 

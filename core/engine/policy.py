@@ -33,6 +33,7 @@ from dovetail.core.interfaces import (
 
 SAMPLE = int(RowFlag.SAMPLE)
 DECODE = int(RowFlag.SAMPLE | RowFlag.DECODE)
+FEEDS_DRAFTS = int(RowFlag.DECODE)
 
 
 class PolicyScheduler(Scheduler):
@@ -127,7 +128,7 @@ class PolicyScheduler(Scheduler):
         self._leaves = []
         for row in plan.rows:
             seq = self._sequences[row.uid]
-            if not row.flags & RowFlag.DECODE:
+            if not row.flags & FEEDS_DRAFTS:
                 self.kv.publish(seq, min(seq.computed, seq.known_len))
         self._launched.append(plan)
         return plan
@@ -398,7 +399,7 @@ class _Step:
         self.ops: list[PageOp] = []
 
     def add(self, row: Row) -> None:
-        (self.decodes if row.flags & RowFlag.DECODE else self.chunks).append(row)
+        (self.decodes if row.flags & FEEDS_DRAFTS else self.chunks).append(row)
         self.uids.add(row.uid)
         self.budget -= row.count
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.core.engine.batch import Batch
+from dovetail.core.engine.batch import DECODE, SAMPLE, Batch
 from dovetail.core.engine.device_state import DeviceState
 from dovetail.core.engine.sampler import SampleParams, probabilities, sample
 from dovetail.core.engine.verify import verify_rejection
@@ -54,8 +54,8 @@ def sampling_section(rows: Seq[Row], starts: Seq[int]) -> list[int]:
     row's first token."""
     section: list[int] = []
     for row, first in zip(rows, starts, strict=False):
-        if row.flags & RowFlag.SAMPLE:
-            offset = 0 if row.flags & RowFlag.DECODE else row.count - 1
+        if row.flags & SAMPLE:
+            offset = 0 if row.flags & DECODE else row.count - 1
             section += (first + offset, row.slot, row.draft)
     return section
 
@@ -182,7 +182,7 @@ def _verify(
 
 def chunk_section(rows: Seq[Row]) -> list[int]:
     """(slot, tokens) of the rows that do not sample: `advance_chunks` moves their computed length alone."""
-    return [n for row in rows if not row.flags & RowFlag.SAMPLE for n in (row.slot, row.count)]
+    return [n for row in rows if not row.flags & SAMPLE for n in (row.slot, row.count)]
 
 
 def advance_chunks(section: torch.Tensor, state: DeviceState) -> None:
