@@ -51,6 +51,8 @@ class PolicyScheduler(Scheduler):
         self._launched: deque[StepPlan] = deque()
         self._free_slots = list(range(limits.max_seqs))
         self._leaves: list[int] = []
+        self._ops: list[PageOp] = []
+        """For the next plan, in the order in which the allocator gave them: it counts on them whoever they were for."""
         self._rejected: list[tuple[int, str]] = []
         self._preemptions = 0
         self._ranked: list[tuple[Any, int, int, Sequence]] = []
@@ -122,10 +124,10 @@ class PolicyScheduler(Scheduler):
         self._schedule_running(step, ctx)
         self._schedule_waiting(step, ctx)
         if not step.decodes and not step.chunks:
-            # Leaves stay until a plan carries them; page operations cannot exist without a row.
+            # Leaves and page operations stay until a plan carries them.
             return None
-        plan = step.plan(self._leaves)
-        self._leaves = []
+        plan = step.plan(self._leaves, self._ops)
+        self._leaves, self._ops = [], []
         for row in plan.rows:
             seq = self._sequences[row.uid]
             if not row.flags & FEEDS_DRAFTS:
@@ -236,7 +238,8 @@ class PolicyScheduler(Scheduler):
             self._preempt(chosen)
             if chosen is seq:
                 return False
-        step.take(seq.slot, made.entries, made.ops)
+        self._ops += made.ops
+        step.take(seq.slot, made.entries)
         return True
 
     def _schedule_waiting(self, step: _Step, ctx: SchedulerContext) -> None:
@@ -347,6 +350,7 @@ class PolicyScheduler(Scheduler):
             hit = self.kv.fork(parent, seq, seq.prompt_len - 1)
         else:
             hit = self.kv.acquire(seq, reuse=seq.request.params.prompt_logprobs is None)
+        self._ops += hit.ops
         made = self.kv.reserve(seq, min(hit.tokens + count, seq.known_len), ahead=seq.known_len)
         if made is None:
             self.kv.release(seq)
@@ -360,8 +364,9 @@ class PolicyScheduler(Scheduler):
         self.running[seq.uid] = seq
         seq.status, seq.slot, seq.computed = Status.RUNNING, heapq.heappop(self._free_slots), hit.tokens
         step.joins.append(Join(seq.slot, seq.uid, seq.epoch, hit.tokens))
-        step.take(seq.slot, hit.entries, hit.ops)
-        step.take(seq.slot, made.entries, made.ops)
+        self._ops += made.ops
+        step.take(seq.slot, hit.entries)
+        step.take(seq.slot, made.entries)
         step.uids.add(seq.uid)
         self.entered(seq, ctx)
         return True
@@ -396,19 +401,17 @@ class _Step:
         """Who has a row or has joined: not to be preempted any more."""
         self.joins: list[Join] = []
         self.pages: list[PageDelta] = []
-        self.ops: list[PageOp] = []
 
     def add(self, row: Row) -> None:
         (self.decodes if row.flags & FEEDS_DRAFTS else self.chunks).append(row)
         self.uids.add(row.uid)
         self.budget -= row.count
 
-    def take(self, slot: int, entries: Iterable[PageEntry], ops: Iterable[PageOp]) -> None:
+    def take(self, slot: int, entries: Iterable[PageEntry]) -> None:
         for group, index, page in entries:
             self.pages.append(PageDelta(group, slot, index, page))
-        self.ops.extend(ops)
 
-    def plan(self, leaves: list[int]) -> StepPlan:
+    def plan(self, leaves: list[int], ops: list[PageOp]) -> StepPlan:
         self.decodes.sort()
         self.chunks.sort()
-        return StepPlan(self.step, self.decodes + self.chunks, self.joins, leaves, self.pages, self.ops)
+        return StepPlan(self.step, self.decodes + self.chunks, self.joins, leaves, self.pages, ops)

@@ -47,7 +47,7 @@ from dovetail.core.interfaces import (
     TargetView,
     TokenLogprobs,
 )
-from dovetail.core.memory.pools import apply_page_ops, make_pools
+from dovetail.core.memory.pools import apply_page_ops, make_host_pools, make_pools
 from dovetail.core.memory.sizing import measure_pages, page_count, wanted_tokens
 from dovetail.core.ops import notes
 from dovetail.core.ops.unfused import note
@@ -152,6 +152,9 @@ class Runner:
         for processor in self.processors.values():
             processor.allocate(engine.max_seqs + 1, spec.vocab, device)
         self.groups = (*self.model.kv_groups, *self.drafter.kv_groups())
+        kv_cache = self.composition.part("kv_cache")
+        host_pages = kv_cache.target().host_pages(kv_cache.config, self.groups)
+        self.host_pools = make_host_pools(self.groups, host_pages, device)
         progress("measure memory", None)
         pages = self._measure_pages()
         phase("measure memory", clock)
@@ -311,7 +314,7 @@ class Runner:
         for join, info in zip(plan.joins, joined, strict=True):
             for processor in self.processors.values():
                 processor.join(join.slot, info.blob.request)
-        apply_page_ops(self.pools, plan.ops)
+        apply_page_ops(self.pools, plan.ops, self.host_pools)
         for draft in plan.drafts:
             state.set_drafts(draft.slot, draft.tokens)
         if graph is not None:

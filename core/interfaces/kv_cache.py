@@ -89,7 +89,8 @@ class Hit:
     reserve copies that one, as after fork."""
     entries: tuple[PageEntry, ...] = ()
     ops: tuple[PageOp, ...] = ()
-    """LOADs that bring host or remote pages in before they are read."""
+    """LOADs that bring host or remote pages in before they are read, and STOREs of what gave way to them. They must
+    run, in order of calls, even if the sequence is released before it runs: others may find these pages by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,12 @@ class KVStats:
     """Token slots in owned pages."""
     evictions: int = 0
     """Cached pages forgotten to make room, since start. (What was found, the engine counts.)"""
+    host_pages: int = 0
+    """Pages with contents in host memory."""
+    loads: int = 0
+    """Pages brought back from host memory, since start."""
+    stores: int = 0
+    """Pages copied to host memory, since start."""
 
     @property
     def waste(self) -> float:
@@ -206,6 +213,11 @@ class KVAllocator(ABC):
 
         Raises AssertionError that prints the numbers. May be slow; tests and idle integrity checks call it.
         """
+
+    @classmethod
+    def host_pages(cls, config: object, groups: Sequence[KVGroup]) -> dict[int, int]:
+        """Pages 1 .. n of host memory per group that its LOADs and STOREs use; the executor allocates them."""
+        return {}
 
     def reset(self) -> None:
         """Forget every cached (unowned) page; for benchmarks between runs."""

@@ -87,16 +87,24 @@ class CachedPages(PageList):
         """Forget every evictable page. No eviction: nobody needed the room."""
         evictions = self.evictions
         while self._evictable:
-            self._evict()
+            self._withdraw(self._victim())
         self.evictions = evictions
 
     def _evict(self) -> None:
+        page = self._victim()
+        self._save(page)
+        self._withdraw(page)
+
+    def _victim(self) -> int:
         page = self.policy.victim()
         if self.refs[page] or not self._published[page]:
             policy = type(self.policy)
             package = policy.__module__.partition(".")[0]
             raise PluginError(package, f"{policy.__name__}.victim() chose page {page}, which is not evictable")
-        self._withdraw(page)
+        return page
+
+    def _save(self, page: int) -> None:
+        """A page is about to be evicted, its contents still there."""
 
     def _check_unowned(self, free: set[int], owned: set[int]) -> None:
         published = {page for page, flag in enumerate(self._published) if flag}

@@ -95,6 +95,10 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             raise ValueError(f"sequence {seq.uid} is not known; acquire, fork or reserve comes first")
         return state
 
+    def _moves(self) -> tuple[PageOp, ...]:
+        """LOADs and STOREs since the last call, in order."""
+        return ()
+
     # Contract.
 
     def peek(self, seq: KVSequence) -> int:
@@ -131,13 +135,13 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             if missing + (index is not None) > pages.available:
                 return None
         entries: list[PageEntry] = []
-        ops: list[PageOp] = []
+        copies: list[PageOp] = []
         for (pages, table), index, target in zip(self._by_group(state), shared, targets, strict=True):
             if index is not None:
                 old, table[index] = table[index], pages.take()
                 pages.drop(old)
                 entries.append((pages.group, index, table[index]))
-                ops.append(PageOp(PageOpKind.COPY, pages.group, old, table[index]))
+                copies.append(PageOp(PageOpKind.COPY, pages.group, old, table[index]))
             elif inside := state.written % pages.page_tokens:
                 pages.overwrite(table[(state.written - inside) // pages.page_tokens])
             for new in range(len(table), pages.count(target)):
@@ -146,7 +150,8 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         self._states[seq.uid] = state
         state.length, state.ahead = max(state.length, upto), max(state.ahead, ahead)
         state.room = self._capacity(state)
-        return Reservation(tuple(entries), tuple(ops)) if entries else UNCHANGED
+        # A page is stored before anything is copied over it.
+        return Reservation(tuple(entries), (*self._moves(), *copies)) if entries else UNCHANGED
 
     def publish(self, seq: KVSequence, upto: int) -> None:
         state = self._mark_written(seq, upto)

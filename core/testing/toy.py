@@ -146,6 +146,8 @@ class ToyDevice(Executor):
         self.max_seqs, self.max_len, self.lookahead, self.delay = max_seqs, max_len, lookahead, delay
         self.memory: dict[tuple[int, int], dict[int, int]] = {}
         """(group, page) -> offset -> the token whose KV stands there."""
+        self.host: dict[tuple[int, int], dict[int, int]] = {}
+        """The same of host pages."""
         self.slots: dict[int, _Slot] = {}
         self.plans: list[StepPlan] = []
         """Every plan submitted, for assertions."""
@@ -214,8 +216,12 @@ class ToyDevice(Executor):
             assert 1 <= delta.page <= self.num_pages[delta.group], f"page {delta.page} of group {delta.group}"
             self.slots[delta.slot].tables[delta.group][delta.index] = delta.page
         for op in plan.ops:
-            assert op.kind == PageOpKind.COPY, f"the toy device has no host memory: {op}"
-            self.memory[op.group, op.dst] = dict(self.memory.get((op.group, op.src), {}))
+            read = self.host if op.kind == PageOpKind.LOAD else self.memory
+            written = self.host if op.kind == PageOpKind.STORE else self.memory
+            assert op.kind == PageOpKind.COPY or (op.group, op.src) in read, (
+                f"step {plan.step}: {op} of a page without KV"
+            )
+            written[op.group, op.dst] = dict(read.get((op.group, op.src), {}))
         # As layers do: every row writes before any row reads.
         fed = {row.slot: self._write(plan, row) for row in plan.rows}
         late = self._late.pop(plan.step, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field, model_validator
 
 from dovetail.core.compose import Config
 
@@ -43,6 +43,17 @@ class RadixConfig(Config):
 class PrefixHashConfig(Config):
     """Paged, and full pages of equal prefixes are shared, found by a chained hash (as in vLLM)."""
 
+    host_pages: int = Field(0, ge=0)
+    """Pages of host memory in each KV group that hold what the device evicts and give it back on a hit. 0 = none."""
+    host_gib: float = Field(0, ge=0)
+    """The same in GiB on each rank, over all groups; instead of host_pages."""
+
     eviction: Eviction = "lru"
     """Which unowned page goes first: lru, fifo, lfu, cost (cheapest to recompute), or "package.module:Class" of an
     EvictionPolicy."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> PrefixHashConfig:
+        if self.host_pages and self.host_gib:
+            raise ValueError(f"host_pages={self.host_pages} and host_gib={self.host_gib}: give one of them")
+        return self

@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from dovetail.core.interfaces import Hit, KVGroup, KVSequence, KVStats, PageEntry
+from dovetail.core.interfaces import Hit, KVGroup, KVSequence, KVStats, PageEntry, PageOp
 from dovetail.core.memory.cached_pages import CachedPages
 from dovetail.core.memory.eviction import EvictionPolicy, load_policy
+from dovetail.core.memory.host_tier import HostTier
 from dovetail.core.memory.page_list import expect
 from dovetail.core.memory.page_tables import PageTables, SequencePages
 from dovetail.plugins.kv_cache.config import PrefixHashConfig
@@ -52,10 +53,11 @@ class KeyChain:
 class KeyedPages(CachedPages):
     """Published pages are found by their keys."""
 
-    __slots__ = ("index", "keys")
+    __slots__ = ("host", "index", "keys")
 
-    def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy) -> None:
+    def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy, host: HostTier) -> None:
         super().__init__(group, total, policy)
+        self.host = host
         self.index: dict[bytes, int] = {}
         """Key -> page, owned or evictable."""
         self.keys: list[bytes | None] = [None] * (total + 1)
@@ -70,21 +72,58 @@ class KeyedPages(CachedPages):
 
     def find(self, chain: KeyChain, tokens: list[int], limit: int) -> int:
         """Pages of the longest prefix, at most limit, of which all are cached that a token behind it looks back at."""
-        index, keys = self.index, chain.keys
+        index, host, keys = self.index, self.host, chain.keys
         if self.window:
             chain.extend(tokens, limit)
             depth = limit - 1
             while depth >= self.behind(limit * self.page_tokens):
-                if keys[depth] not in index:
+                if keys[depth] not in index and keys[depth] not in host:
                     limit = depth
                 depth -= 1
             return limit
         for depth in range(limit):
             if depth == len(keys):
                 chain.extend(tokens, depth + 1)
-            if keys[depth] not in index:
+            if keys[depth] not in index and keys[depth] not in host:
                 return depth
         return limit
+
+    def loadable(self, keys: list[bytes], pages: int) -> int:
+        """Of so many pages that were found, as many as the device has room for beside those it has."""
+        if not len(self.host):
+            return pages
+        first = self.behind(pages * self.page_tokens)
+        loads = [depth for depth in range(first, pages) if keys[depth] not in self.index]
+        if not loads:
+            return pages
+        kept = sum(self.refs[page] == 0 for key in keys[first:pages] if (page := self.index.get(key)))
+        room = max(self.available - kept, 0)
+        return loads[room] if len(loads) > room else pages
+
+    def pin(self, keys: list[bytes], first: int) -> list[int]:
+        """The pages of a prefix's last keys, from number `first` on, for one more owner each."""
+        self.host.pin(keys[first:])
+        pages = [self.index.get(key, 0) for key in keys[first:]]
+        for page in pages:
+            if page:
+                self.hit(page)
+        for number, page in enumerate(pages):
+            if not page:
+                page = pages[number] = self.take()
+                depth = first + number
+                self.host.load(keys[depth], page)
+                parent = self.index.get(keys[depth - 1], 0) if depth else 0
+                self.publish(page, keys[depth], depth, parent)
+        return pages
+
+    def _save(self, page: int) -> None:
+        key = self.keys[page]
+        if key is not None and self.host.total:
+            self.host.store(key, page)
+
+    def reset(self) -> None:
+        super().reset()
+        self.host.reset()
 
     def _withdraw(self, page: int) -> None:
         key = self.keys[page]
@@ -141,14 +180,12 @@ class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
         state.behind = [pages.behind(hit) for pages in self._pages]
         for (pages, table), chain, behind in zip(self._by_group(state), state.chains, state.behind, strict=True):
             table.extend([0] * behind)
-            for index in range(behind, hit // pages.page_tokens):
-                page = pages.index[chain.keys[index]]
-                pages.hit(page)
+            for page in pages.pin(chain.keys[: hit // pages.page_tokens], behind):
+                entries.append((pages.group, len(table), page))
                 table.append(page)
-                entries.append((pages.group, index, page))
         state.length = state.written = state.room = hit
         self._note_published(state, hit)
-        return Hit(hit, tuple(entries))
+        return Hit(hit, tuple(entries), self._moves())
 
     def publish(self, seq: KVSequence, upto: int) -> None:
         state = self._mark_written(seq, upto)
@@ -189,14 +226,38 @@ class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
         super().release(seq)
 
     def stats(self) -> KVStats:
-        return replace(super().stats(), evictions=sum(pages.evictions for pages in self._pages))
+        tiers = [pages.host for pages in self._pages]
+        return replace(
+            super().stats(),
+            evictions=sum(pages.evictions for pages in self._pages),
+            host_pages=sum(len(tier) for tier in tiers),
+            loads=sum(tier.loads for tier in tiers),
+            stores=sum(tier.stores for tier in tiers),
+        )
+
+    def check(self) -> None:
+        super().check()
+        for pages in self._pages:
+            pages.host.check()
+
+    @classmethod
+    def host_pages(cls, config: PrefixHashConfig, groups: Sequence[KVGroup]) -> dict[int, int]:  # type: ignore[override]
+        pages = config.host_pages
+        if config.host_gib:
+            pages = int(config.host_gib * 2**30 / sum(group.bytes_per_page for group in groups))
+        return {group.id: pages for group in groups}
+
+    def _moves(self) -> tuple[PageOp, ...]:
+        return tuple(op for pages in self._pages for op in pages.host.take_ops())
 
     def reset(self) -> None:
         for pages in self._pages:
             pages.reset()
 
     def _page_list(self, group: KVGroup, total: int) -> KeyedPages:
-        return KeyedPages(group, total, self._policy())
+        return KeyedPages(
+            group, total, self._policy(), HostTier(group.id, self.host_pages(self.config, self.groups)[group.id])
+        )
 
     def _new_state(self, seq: KVSequence) -> HashedPages:
         chains = self._waiting_chains(seq)
@@ -222,8 +283,9 @@ class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
             longest = hit
             for number in self._search:
                 pages = self._pages[number]
-                found = pages.find(chains[number], seq.tokens, hit // pages.page_tokens) * pages.page_tokens
-                hit = found // self._stride * self._stride
+                chain = chains[number]
+                found = pages.loadable(chain.keys, pages.find(chain, seq.tokens, hit // pages.page_tokens))
+                hit = found * pages.page_tokens // self._stride * self._stride
             # Part of a prefix that was found is found too, except behind a window.
             if hit == longest or not pages.window:
                 return hit

@@ -87,3 +87,22 @@ def test_the_variants_do_what_their_names_say() -> None:
         llm.generate(PROMPTS[1], PARAMS[0])
         again = llm.generate(PROMPTS[2], PARAMS[0])
         assert again[0].cached_tokens >= 16, "the common prefix was computed twice"
+
+
+def test_evicted_prefixes_come_back_from_the_host() -> None:
+    """Prompts take turns on a device that holds one of them."""
+    turns = [PROMPTS[n] for n in (0, 1, 3, 5, 0, 1, 3, 5, 0)]
+
+    def run(*overrides: str) -> tuple[list[list[int]], int, int]:
+        with LLM("tiny", overrides=[*BASE, "engine.kv_pages=7", "engine.depth=2", *overrides]) as llm:
+            found = [llm.generate(prompt, PARAMS[0])[0] for prompt in turns]
+            llm.engine.kv.check()
+            cached = sum(generation.cached_tokens for generation in found)
+            return [generation.token_ids for generation in found], cached, llm.engine.kv.stats().loads
+
+    plain, _, none = run("kv_cache=paged")
+    _, few, _ = run()
+    found, cached, loads = run("kv_cache.host_pages=60")
+    assert found == plain
+    assert loads > none == 0
+    assert cached > few

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, KVSequence, Reservation
+from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, KVSequence, PageOp, PageOpKind, Reservation
+from dovetail.core.memory.host_tier import HostTier
 from dovetail.core.memory.page_list import PageList
 from dovetail.core.testing.kv_cache import KVAllocatorContract, make_kv_state_machine
 from dovetail.core.testing.kv_model import TokenSequence
@@ -29,7 +30,7 @@ class Base(PrefixHashAllocator):
         super().__init__(PrefixHashConfig(), groups, num_pages)
 
     def _page_list(self, group: KVGroup, total: int) -> KeyedPages:
-        return self.pages(group, total, self._policy())
+        return self.pages(group, total, self._policy(), HostTier(group.id, 0))
 
     def check(self) -> None:
         pass
@@ -205,6 +206,16 @@ class WantsWholePrefixes(Base):
             pages.behind = lambda position: 0
 
 
+class LosesStores(Base):
+    """Pages come back from the host that never went there."""
+
+    def _page_list(self, group: KVGroup, total: int) -> KeyedPages:
+        return KeyedPages(group, total, self._policy(), HostTier(group.id, 9))
+
+    def _moves(self) -> tuple[PageOp, ...]:
+        return tuple(op for op in super()._moves() if op.kind != PageOpKind.STORE)
+
+
 class IsNotKnown(Base):
     def _register(self, seq: KVSequence) -> Any:
         self.release(seq)
@@ -230,6 +241,7 @@ BROKEN = {
     RollsDice: "test_state_machine",
     ForgetsNothingOnReset: "test_reset_forgets_cached_pages_alone",
     IsNotKnown: "test_a_sequence_is_known_until_release",
+    LosesStores: "test_state_machine",
     KeepsWhatIsBehindTheWindow: "test_pages_behind_the_window_are_given_back",
     GivesBackWhatTheWindowReaches: "test_state_machine",
     WantsWholePrefixes: "test_a_hit_has_the_windows_pages_alone",

@@ -42,6 +42,11 @@ class TestPrefixHashCost(KVAllocatorContract):
         return PrefixHashAllocator(PrefixHashConfig(eviction="cost"), groups, num_pages)
 
 
+class TestPrefixHashWithHostPages(KVAllocatorContract):
+    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
+        return PrefixHashAllocator(PrefixHashConfig(host_pages=9), groups, num_pages)
+
+
 class TestRadix(KVAllocatorContract):
     slides = False
 

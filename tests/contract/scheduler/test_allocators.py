@@ -10,6 +10,8 @@ from dovetail.core.interfaces import KVAllocator, KVGroup, Scheduler, SchedulerL
 from dovetail.core.testing.reference import build
 from dovetail.core.testing.scheduler import SchedulerContract
 from dovetail.plugins.kv_cache import COMPONENTS
+from dovetail.plugins.kv_cache.config import PrefixHashConfig
+from dovetail.plugins.kv_cache.prefix_hash import PrefixHashAllocator
 from dovetail.plugins.scheduler.config import FCFSConfig, PriorityConfig
 from dovetail.plugins.scheduler.fcfs import FCFSScheduler
 from dovetail.plugins.scheduler.priority import PriorityScheduler
@@ -25,6 +27,14 @@ class OnAllocator(SchedulerContract):
     def make_kv(self, groups: Seq[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
         made: KVAllocator = build("kv_cache", self.allocator, groups=groups, num_pages=num_pages)
         return made
+
+
+class TestFCFSWithHostPages(SchedulerContract):
+    def make_kv(self, groups: Seq[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
+        return PrefixHashAllocator(PrefixHashConfig(host_pages=20), groups, num_pages)
+
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return FCFSScheduler(FCFSConfig(), limits, kv)
 
 
 class TestFCFS(OnAllocator):

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.core.errors import CapabilityError
+from dovetail.core.errors import CapabilityError, CapacityError
 from dovetail.core.interfaces import KVGroup, PageOp, PageOpKind, Plane
-from dovetail.core.memory.pools import apply_page_ops, make_pools, pool_bytes
+from dovetail.core.memory.pools import apply_page_ops, make_host_pools, make_pools, pool_bytes
 
 CPU = torch.device("cpu")
 GROUPS = (
@@ -26,26 +26,38 @@ def test_pools_have_a_scratch_page_and_no_garbage():
 
 
 ops = st.lists(
-    st.builds(PageOp, st.just(int(PageOpKind.COPY)), st.sampled_from([0, 3]), st.integers(1, 5), st.integers(1, 5))
+    st.builds(PageOp, st.sampled_from([0, 1, 2]), st.sampled_from([0, 3]), st.integers(1, 5), st.integers(1, 5))
 )
 
 
 @given(ops)
-def test_copies_equal_running_them_one_after_another(ops):
-    pools, expected = make_pools(GROUPS, PAGES, CPU), make_pools(GROUPS, PAGES, CPU)
+def test_page_ops_equal_running_them_one_after_another(ops):
+    pools, host = make_pools(GROUPS, PAGES, CPU), make_host_pools(GROUPS, PAGES, CPU)
+    expected = {}
     for id, pool in pools.items():
         for name, plane in pool.planes.items():
             plane.copy_(torch.arange(plane.numel()).view(plane.shape))
-            expected[id].planes[name].copy_(plane)
+            host[id][name].copy_(-torch.arange(plane.numel()).view(host[id][name].shape))
+            expected[id, name] = plane.clone(), host[id][name].clone()
 
-    apply_page_ops(pools, ops)
+    apply_page_ops(pools, ops, host)
 
     for op in ops:
-        for plane in expected[op.group].planes.values():
-            plane[:, op.dst] = plane[:, op.src].clone()
-    for id, pool in pools.items():
-        for name, plane in pool.planes.items():
-            assert torch.equal(plane, expected[id].planes[name])
+        for (id, _), (device_plane, host_plane) in expected.items():
+            if id == op.group and op.kind == PageOpKind.COPY:
+                device_plane[:, op.dst] = device_plane[:, op.src].clone()
+            elif id == op.group and op.kind == PageOpKind.LOAD:
+                device_plane[:, op.dst] = host_plane[op.src]
+            elif id == op.group:
+                host_plane[op.dst] = device_plane[:, op.src]
+    for (id, name), (device_plane, host_plane) in expected.items():
+        assert torch.equal(pools[id].planes[name], device_plane)
+        assert torch.equal(host[id][name], host_plane)
+
+
+def test_more_host_pages_than_memory_are_refused():
+    with pytest.raises(CapacityError, match="host tier.*half of the free memory"):
+        make_host_pools(GROUPS, {0: 10**12}, CPU)
 
 
 def test_host_pages_are_refused_in_words():
