@@ -93,7 +93,7 @@ class _Worker:
                     )
                 blobs[uid, epoch] = blob
             self.runner.execute(plan, blobs)
-            if plan.late:
+            if mirror.waiting is not None:
                 late = decode_late(self.blobs.recv(self._idle))
                 mirror.complete(late)
                 self.runner.complete(late)
