@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from dovetail.core.interfaces import Quantizer
+from dovetail.core.interfaces import LinearMethod, Quantizer
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.plugins.quant.config import FP8Config, Int8Config, NoneConfig
+from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int8.quantizer import Int8
 from dovetail.plugins.quant.none import Unquantized
@@ -29,6 +31,44 @@ class TestFP8(QuantizerContract):
 
     def make(self) -> Quantizer:
         return FP8(FP8Config())
+
+
+class TestFP8ByTensor(QuantizerContract):
+    """As AutoFP8 stores it: one scale a matrix, static scales of inputs."""
+
+    error = 0.06
+
+    def make(self) -> Quantizer:
+        quantizer = FP8(FP8Config())
+        quantizer.read_checkpoint({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}})
+        return quantizer
+
+    def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = weight_OI.float().abs().max() / LARGEST
+        values = (weight_OI.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+        return {"weight": values, "weight_scale": scale, "input_scale": torch.ones(1)}
+
+
+class TestFP8ByRow(QuantizerContract):
+    """As compressed-tensors stores it: a scale an output channel."""
+
+    error = 0.06
+
+    def make(self) -> Quantizer:
+        eight = {"num_bits": 8, "type": "float", "symmetric": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**eight, "strategy": "channel", "dynamic": False},
+            "input_activations": {**eight, "strategy": "token", "dynamic": True},
+        }
+        said = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+        quantizer = FP8(FP8Config())
+        quantizer.read_checkpoint({"quantization_config": said})
+        return quantizer
+
+    def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        values, scale_O1 = quantize_rows(weight_OI.float())
+        return {"weight": values, "weight_scale": scale_O1}
 
 
 def test_the_suite_must_be_given_a_quantizer() -> None:
