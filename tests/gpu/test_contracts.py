@@ -34,7 +34,7 @@ TINY = LlamaConfig(
 
 class TestSDPA(AttentionContract):
     device = "cuda"
-    kv_dtypes = (torch.bfloat16, torch.float16)
+    kv_dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
     def make(self) -> AttentionBackend:
         return SDPA(SDPAConfig())

@@ -24,6 +24,7 @@ from dovetail.core.interfaces import (
     HostBounds,
 )
 from dovetail.core.ops import encode
+from dovetail.core.ops.kv_write import FLOAT8
 
 
 @dataclass(slots=True)
@@ -84,10 +85,24 @@ class SDPA(AttentionBackend):
         for rows in ctx.state:
             # Stale pages may hold anything, NaN included, which no mask takes out of a sum.
             reached = rows.reached_BL(layer.window)[:, :, None, None]
-            k_BLKD, v_BLKD = (torch.where(reached, plane[rows.keys_BL], 0).to(q.dtype) for plane in (k_SKD, v_SKD))
+            k_BLKD, v_BLKD = (
+                torch.where(reached, _read(plane, rows.keys_BL, scale, q.dtype), 0)
+                for plane, scale in ((k_SKD, layer.k_scale), (v_SKD, layer.v_scale))
+            )
             out_BNHD = _attend(layer, rows, q[rows.gather_BN], k_BLKD, v_BLKD)
             out_THD[rows.tokens] = out_BNHD.flatten(0, 1)[rows.scatter_T]
         return encode(out_THD.flatten(1), emit)
+
+
+def _read(
+    plane_SKD: torch.Tensor, slots_BL: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """[B, L, K, D] in `dtype`; what is stored in 8 bits is multiplied by its scale, one number or one per head."""
+    if plane_SKD.dtype not in FLOAT8:
+        return plane_SKD[slots_BL].to(dtype)
+    # Indexing knows no 8-bit floats; their bytes it does.
+    stored = plane_SKD.view(torch.uint8)[slots_BL].view(plane_SKD.dtype).float()
+    return (stored * (scale[:, None] if isinstance(scale, torch.Tensor) else scale)).to(dtype)
 
 
 def _plan_rows(meta: BatchMeta, host: HostBounds, first: int, last: int) -> RowBatch:

@@ -1,11 +1,11 @@
-"""What the reference backend can do: every head dim, page size and mask, in float KV dtypes."""
+"""What the reference backend can do: every head dim, page size, mask and KV dtype."""
 
 from __future__ import annotations
 
 from dovetail.core.compose.capabilities import Capabilities, Host, Requires
 from dovetail.plugins.attention.config import SDPAConfig
 
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")
 
 
 def capabilities(config: SDPAConfig, host: Host) -> Capabilities:
@@ -17,7 +17,5 @@ def capabilities(config: SDPAConfig, host: Host) -> Capabilities:
             "tree": True,
             "graphs": False,
         },
-        requires=(
-            Requires(kind="engine", key="kv_dtype", allowed=KV_DTYPES, reason="it reads pages as unscaled floats"),
-        ),
+        requires=(Requires(kind="engine", key="kv_dtype", allowed=KV_DTYPES, reason="it reads these"),),
     )

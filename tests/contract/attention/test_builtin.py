@@ -12,7 +12,7 @@ from dovetail.plugins.attention.sdpa.backend import SDPA
 
 
 class TestSDPA(AttentionContract):
-    kv_dtypes = (torch.bfloat16, torch.float16)
+    kv_dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
     def make(self) -> AttentionBackend:
         return SDPA(SDPAConfig())
