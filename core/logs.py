@@ -34,7 +34,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(form: Literal["text", "json"], *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Log to `stream` (stderr) in this form, in place of what the root logger has: Dovetail's own lines from `level` on,
+    """Log to `stream` (stderr) in this form, in place of what the root logger has: Dovetail's lines from `level` on,
     others from warnings on. For programs, not libraries."""
     handler = logging.StreamHandler(stream or sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")

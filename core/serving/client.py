@@ -68,6 +68,8 @@ class Stream:
         """Samples that still run. Written by the output thread."""
         self.ended = False
         """Everything came, or it failed, or it was aborted. Written by the event loop."""
+        self.latest: dict[int, float] = {}
+        """Sample -> time.perf_counter() when it got tokens last. Written by the event loop."""
         self._loop = loop
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
@@ -114,11 +116,13 @@ class EngineClient:
         *,
         max_restarts: int = 0,
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
+        on_more: Callable[[float, int], None] = lambda seconds, tokens: None,
     ) -> None:
         """`max_restarts`: how often within an hour a dead engine is replaced; then the state is "failed".
-        `on_stats` is called a few times a second while the engine works."""
+        `on_stats` is called a few times a second while the engine works, `on_more` when a sample, not for the first
+        time, gets tokens: seconds since those before, and how many."""
         self.composition = composition
-        self.max_restarts, self._on_stats = max_restarts, on_stats
+        self.max_restarts, self._on_stats, self._on_more = max_restarts, on_stats, on_more
         self.state: State = "stopped"
         self.failure = ""
         """Why the engine died last."""
@@ -238,6 +242,7 @@ class EngineClient:
             self._ready.set()
 
     def on_outcomes(self, outcomes: Iterable[tuple[Stream, Delta | RequestError, bool]]) -> None:
+        now = time.perf_counter()
         for stream, item, last in outcomes:
             if stream.ended:
                 continue
@@ -246,6 +251,10 @@ class EngineClient:
             if isinstance(item, RequestError):
                 stream.fail(item)
             else:
+                if item.token_ids:
+                    if before := stream.latest.get(item.sample):
+                        self._on_more(now - before, len(item.token_ids))
+                    stream.latest[item.sample] = now
                 stream.put(item, last)
 
     def on_counters(self, stats: EngineStats) -> None:

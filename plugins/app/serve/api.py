@@ -68,7 +68,11 @@ def build(service: Service, keys: Keys) -> ASGIApp:
             return FileResponse(_STATIC / "index.html")
 
     gate: ASGIApp = Gate(
-        app, keys=keys, max_body_bytes=service.config.max_body_bytes, log_requests=service.config.log_requests
+        app,
+        keys=keys,
+        max_body_bytes=service.config.max_body_bytes,
+        log_requests=service.config.log_requests,
+        on_status=service.monitor.answered,
     )
     if service.config.cors_origins:
         # Outermost, so that refusals reach the scripts too.

@@ -126,6 +126,7 @@ async def _until_failed(service: Service, server: _Server) -> None:
             info = await service.client.wait_ready()
         except EngineDown:
             break
+        service.monitor.engine_ready(service.model_names[0])
         if not service.was_ready:
             log.info("ready: %s on %s, engine started in %.1f s", info.model, info.device, info.start_seconds)
             for note in info.notes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from fastapi import APIRouter, Request
+from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
 import dovetail
@@ -75,8 +75,9 @@ def router(service: Service) -> APIRouter:
         return json_response({"version": dovetail.__version__})
 
     @routes.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(service.monitor.registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(service.monitor.registry), headers={"content-type": content_type})
 
     @routes.get("/stats")
     async def stats() -> Response:

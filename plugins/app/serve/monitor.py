@@ -10,6 +10,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
+from dovetail.core.metrics import Metrics
 from dovetail.core.serving.protocol import EngineStats
 
 log = logging.getLogger(__name__)
@@ -56,10 +57,28 @@ class Monitor:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.metrics: Metrics | None = None
+        """Once the model's name is known, which labels them."""
         self.listeners: list[Listener] = []
         self.latest = EngineStats()
         self._samples: deque[tuple[float, EngineStats]] = deque()
         self._ttft: deque[tuple[float, float]] = deque()
+
+    def engine_ready(self, model: str) -> None:
+        """The first engine, or one in place of one that died."""
+        if self.metrics is None:
+            self.metrics = Metrics(model, self.registry)
+            self.listeners.append(self.metrics)
+        else:
+            self.metrics.engine_restarted()
+
+    def more(self, seconds: float, tokens: int) -> None:
+        if self.metrics is not None:
+            self.metrics.more_tokens(seconds, tokens)
+
+    def answered(self, status: int) -> None:
+        if status >= 400 and self.metrics is not None:
+            self.metrics.error(status)
 
     def request(self, record: RequestRecord) -> None:
         now = time.perf_counter()

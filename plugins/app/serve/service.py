@@ -77,7 +77,9 @@ class Service:
         self.config, self.composition = config, composition
         self.monitor = Monitor()
         restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
-        self.client = EngineClient(composition, max_restarts=restarts, on_stats=self.monitor.stats)
+        self.client = EngineClient(
+            composition, max_restarts=restarts, on_stats=self.monitor.stats, on_more=self.monitor.more
+        )
         self.started = int(time.time())
         self.draining = False
         """Written by the server when it is told to stop."""

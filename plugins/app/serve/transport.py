@@ -19,6 +19,8 @@ from dovetail.plugins.app.serve.keys import Keys
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+PROBES = frozenset({"/health", "/ready"})
+"""Say 503 in the course of things."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json"})
 """Need no key: they say nothing of anybody's requests."""
 KEY = "dovetail.key"
@@ -33,13 +35,19 @@ class Left(Exception):
 class Gate:
     """Refuses a request without an accepted key, and a body that is too long, before anything reads it."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, max_body_bytes: int, log_requests: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: Keys, max_body_bytes: int, log_requests: bool, on_status: Callable[[int], None]
+    ) -> None:
+        """`on_status` hears the status of every answer but those of probes."""
         self._app, self._keys, self._limit, self._log = app, keys, max_body_bytes, log_requests
+        self._on_status = on_status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"] not in PROBES:
+            send = self._counted(send)
         if self._log:
             send = self._logged(scope, send)
         headers = dict(scope["headers"])
@@ -84,6 +92,14 @@ class Gate:
 
     def _too_long(self) -> FieldError:
         return FieldError(f"the body is longer than {self._limit} bytes (serve.max_body_bytes)", status=413)
+
+    def _counted(self, send: Send) -> Send:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._on_status(message["status"])
+            await send(message)
+
+        return counting
 
     def _logged(self, scope: Scope, send: Send) -> Send:
         began = time.perf_counter()
