@@ -50,14 +50,12 @@ class DecodeGraph:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then steps that waste at most a quarter of the rows."""
-    sizes = [n for n in (1, 2, 4, 8, 12, 16, 20, 24, 28, 32) if n < most]
-    step, n = 8, 40
-    while n < most:
-        sizes.append(n)
-        step = max(8, n // 8 // 8 * 8)
-        n += step
-    return [*sizes, most]
+    """Steps that waste at most a third of the rows up to 32, then a quarter; above 128 multiples of what a product's
+    tiles hold, since one row past a tile costs as much as a whole one."""
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+    return [*(size for size in sizes if size < most), most]
 
 
 class DecodeGraphs:
