@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as _Tokenizer
@@ -70,16 +70,25 @@ class Tokenizer:
             return bytes([int(byte[1], 16)])
         return piece.replace("\u2581", " ").encode()
 
-    def stream(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer)
+    def stream(self, keep: Collection[str] = ()) -> Detokenizer:
+        """keep: special tokens whose text is part of the output. Others never are."""
+        special = {
+            token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        kept = special.keys() & set(keep)
+        skip = frozenset(id for text, id in special.items() if text not in kept) if kept else None
+        return Detokenizer(self._tokenizer, skip)
 
 
 class Detokenizer:
     """Text of a growing output, piece by piece; holds bytes back until they form whole characters."""
 
-    def __init__(self, tokenizer: _Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, tokenizer: _Tokenizer, skip: frozenset[int] | None = None) -> None:
+        """skip: the tokens that have no text; None: every special one."""
+        self._tokenizer, self._skip = tokenizer, skip
+        self._stream = DecodeStream(skip_special_tokens=skip is None)
 
     def push(self, token: int) -> str:
+        if self._skip is not None and token in self._skip:
+            return ""
         return self._stream.step(self._tokenizer, token) or ""

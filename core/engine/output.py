@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.core.interfaces import FinishReason, SamplingParams, TokenLogprobs
@@ -72,9 +72,10 @@ class Generation:
 class StopWatch:
     """One sample's text so far. Finds stop strings and holds back text that may become one."""
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None, keep: Collection[str] = ()) -> None:
+        """keep: special tokens whose text is part of the output."""
         self.stop, self.include = params.stop, params.include_stop
-        self._detokenizer: Detokenizer | None = tokenizer.stream() if tokenizer else None
+        self._detokenizer: Detokenizer | None = tokenizer.stream(keep) if tokenizer else None
         self._held = ""
         self.tokens = 0
         """Output tokens pushed."""

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -190,13 +190,16 @@ class EngineClient:
         user: str = "",
         cache_salt: str = "",
         hints: Mapping[str, float] | None = None,
+        keep: Collection[str] = (),
     ) -> Stream:
-        """deadline: seconds from now, which schedulers may read. A refusal comes out of the stream as RequestError."""
+        """keep: special tokens whose text is part of the output.
+
+        deadline: seconds from now, which schedulers may read. A refusal comes out of the stream as RequestError."""
         if self.state != "ready" or self._process is None:
             raise EngineDown(f"the engine is {self.state}{f': {self.failure}' if self.failure else ''}")
         tokenizer = self.tokenizer if params.stop else self._tokenizer
         id = next(self._ids)
-        stream = Stream(id, [StopWatch(params, tokenizer) for _ in range(params.n)], self._loop)
+        stream = Stream(id, [StopWatch(params, tokenizer, keep) for _ in range(params.n)], self._loop)
         chosen = params.model_dump(exclude_unset=True)
         add = Add(id, list(prompt_ids), chosen, priority, deadline, user, cache_salt, dict(hints or {}))
         self._streams[id] = stream

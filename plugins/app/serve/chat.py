@@ -12,6 +12,7 @@ from starlette.responses import Response
 from dovetail.core.engine.output import Delta
 from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
+from dovetail.plugins.app.serve.reading import Choice, offered
 from dovetail.plugins.app.serve.schemas import ChatRequest
 from dovetail.plugins.app.serve.service import Job, Service
 from dovetail.plugins.app.serve.transport import DONE, EventStream, after, event, json_response, while_connected
@@ -43,10 +44,7 @@ class _Chat:
             raise FieldError("top_logprobs goes with logprobs=true alone", "top_logprobs")
         if body.stream_options is not None and not body.stream:
             raise FieldError("stream_options goes with stream=true alone", "stream_options")
-        if body.tool_choice not in (None, "none", "auto") and not body.tools:
-            raise FieldError("tool_choice: there are no tools to choose from", "tool_choice")
-        if body.tools and body.tool_choice != "none":
-            raise FieldError("tools: this version finds no tool calls in the model's text", "tools")
+        offered(body)
 
     async def answer(self) -> Response:
         self._check()
@@ -54,12 +52,16 @@ class _Chat:
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
+        # tool_choice=none: the model is not told of them either.
+        tools = [] if body.tool_choice == "none" else [t.model_dump(exclude_none=True) for t in body.tools or ()]
         text = await service.render(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=tools or None,
             **_free(variables),
         )
+        self.reading = service.parsers.reading(body, service.template, text)
         # The template has written the special tokens itself.
         ids = await service.encode(text, special=False, param="messages")
         params = service.params(
@@ -67,8 +69,9 @@ class _Chat:
             n=self.n,
             max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            grammar=self.reading.grammar(),
         )
-        jobs = service.submit(self.request, body, "chat", [ids], params)
+        jobs = service.submit(self.request, body, "chat", [ids], params, self.reading.special)
         if body.stream:
             chunks = self._chunks(jobs)
             try:
@@ -87,15 +90,18 @@ class _Chat:
         return output.chat_logprobs(self.service.tokenizer, delta) if self.body.logprobs else None
 
     def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
-                "logprobs": self._logprobs(delta),
-                "finish_reason": delta.finish_reason,
-            }
-            for index, delta in enumerate(outputs)
-        ]
+        choices = []
+        for index, delta in enumerate(outputs):
+            choice = self.reading.choice()
+            choice.take(delta.text, delta.finish_reason)
+            choices.append(
+                {
+                    "index": index,
+                    "message": choice.message(),
+                    "logprobs": self._logprobs(delta),
+                    "finish_reason": choice.reason(delta.finish_reason),
+                }
+            )
         return {**self.head, "object": "chat.completion", "choices": choices, "usage": output.usage(jobs)}
 
     async def _chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
@@ -110,16 +116,22 @@ class _Chat:
                 whole["usage"] = output.usage(jobs)
             return event(whole)
 
-        begun: set[int] = set()
+        begun: dict[int, Choice] = {}
         async for items in output.news(jobs, self.n):
             piece = b""
             for index, delta in items:
                 if index not in begun:
-                    begun.add(index)
+                    begun[index] = self.reading.choice()
                     piece += chunk(index, {"role": "assistant", "content": ""})
-                content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-                piece += chunk(index, content, self._logprobs(delta), delta.finish_reason)
-            yield piece
+                choice, logprobs = begun[index], self._logprobs(delta)
+                for news in choice.take(delta.text, delta.finish_reason) or [{}]:
+                    if news or logprobs is not None:
+                        piece += chunk(index, news, logprobs)
+                    logprobs = None
+                if delta.finish_reason is not None:
+                    piece += chunk(index, {}, None, choice.reason(delta.finish_reason))
+            if piece:
+                yield piece
         tail = b""
         if options is not None and options.include_usage:
             tail = event({**head, "choices": [], "usage": output.usage(jobs)})

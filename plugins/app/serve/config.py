@@ -26,6 +26,8 @@ class ServeConfig(AppConfig):
         "logits",
         "grammar",
         "observer",
+        "tool_parser",
+        "reasoning_parser",
     )
 
     host: str = "127.0.0.1"
@@ -36,6 +38,12 @@ class ServeConfig(AppConfig):
     """What requests may call the model; the first stands in answers. Empty: the name of its folder or component."""
     chat_template: str | None = None
     """File with a Jinja chat template; null: the one in the model's folder."""
+
+    tool_parser: str = "auto"
+    """Format of tool calls in outputs, by name; auto: the first that fits the chat template. A request's own
+    `tool_parser` goes before it."""
+    reasoning_parser: str = "auto"
+    """The same for reasoning; none leaves it in the content."""
 
     max_waiting: int = Field(1024, ge=0)
     """Samples that may wait beyond those that run (engine.max_seqs); more get 429 with Retry-After."""

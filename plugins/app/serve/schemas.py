@@ -169,9 +169,14 @@ class ChatRequest(Penalised):
     n: int | None = Field(None, ge=1, le=128)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[ToolDefinition] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    """false: a forced call is exactly one."""
+    tool_parser: Label | None = None
+    """Format of tool calls in the output; null: serve.tool_parser."""
+    reasoning_parser: Label | None = None
+    """Format of reasoning in the output; null: serve.reasoning_parser."""
     reasoning_effort: Label | None = None
     """Handed to the chat template."""
     chat_template_kwargs: dict[str, JsonValue] | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.monitor import Monitor, RequestRecord
+from dovetail.plugins.app.serve.reading import Parsers
 from dovetail.plugins.app.serve.schemas import Common, Message, Penalised
 from dovetail.plugins.app.serve.structured import grammar_of
 from dovetail.plugins.app.serve.transport import KEY
@@ -75,6 +77,7 @@ class Service:
 
     def __init__(self, config: ServeConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
+        self.parsers = Parsers(config, composition)
         self.monitor = Monitor()
         restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
         self.client = EngineClient(
@@ -157,6 +160,11 @@ class Service:
             )
         return self._template.render(messages, **variables)
 
+    @property
+    def template(self) -> str:
+        """Source of the chat template, once something was rendered."""
+        return "" if self._template is None else self._template.source
+
     # Requests.
 
     def params(self, body: Common, **chosen: Any) -> SamplingParams:
@@ -187,6 +195,8 @@ class Service:
                 given["seed"] = body.seed & _MASK63
         if (grammar := grammar_of(body)) is not None:
             given["grammar"] = grammar
+            if chosen.get("grammar") is not None:
+                raise FieldError("tool_choice: a forced call has a form of its own; give no other", "tool_choice")
         given |= {name: value for name, value in chosen.items() if value is not None}
         if "max_tokens" not in given:
             given["max_tokens"] = None
@@ -198,9 +208,15 @@ class Service:
             raise FieldError(f"{field + ': ' if field else ''}{first['msg']}", field) from None
 
     def submit(
-        self, request: Request, body: Common, endpoint: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        request: Request,
+        body: Common,
+        endpoint: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        keep: Collection[str] = (),
     ) -> list[Job]:
-        """Queue every prompt, or none."""
+        """Queue every prompt, or none. keep: special tokens whose text is part of the output."""
         self._admit(len(prompts) * params.n)
         limit = self.client.info.max_len
         for ids in prompts:
@@ -222,6 +238,7 @@ class Service:
                     user=body.user or "",
                     cache_salt=self._salt(request, body),
                     hints=body.hints,
+                    keep=keep,
                 )
                 job = Job(self, stream, endpoint, len(ids))
                 jobs.append(job)
@@ -276,7 +293,17 @@ def plain(message: Message) -> dict[str, Any]:
     """As chat templates expect a message: its content is text."""
     found = message.model_dump(exclude_none=True)
     role = "system" if message.role == "developer" else message.role
+    for call in found.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return {**found, "role": role, "content": text_of(message.content)}
+
+
+def _arguments(text: str) -> Any:
+    """Templates write arguments as JSON themselves. What is none, as a model may have written it, stays text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def text_of(content: Any) -> str:

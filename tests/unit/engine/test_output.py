@@ -15,7 +15,7 @@ class Letters:
     def __init__(self, pieces: list[str]) -> None:
         self.pieces = pieces
 
-    def stream(self) -> Letters:
+    def stream(self, keep=()) -> Letters:
         return self
 
     def push(self, token: int) -> str:
