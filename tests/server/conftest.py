@@ -81,6 +81,7 @@ class Server:
     def wait(self) -> int:
         status = self.process.wait(30)
         self._reader.join(5)
+        assert not any("did not end" in line for line in self.log), "".join(self.log)
         return status
 
 
