@@ -28,7 +28,6 @@ from dovetail.core.serving.protocol import (
     Abort,
     Add,
     Batch,
-    Command,
     Control,
     EngineInfo,
     EngineStats,
@@ -139,6 +138,7 @@ class EngineClient:
         self._ready = asyncio.Event()
         self._info: EngineInfo | None = None
         self._tokenizer: Tokenizer | None = None
+        self._encoder = msgspec.msgpack.Encoder()
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -202,23 +202,29 @@ class EngineClient:
         stream = Stream(id, [StopWatch(params, tokenizer, keep) for _ in range(params.n)], self._loop)
         chosen = params.model_dump(exclude_unset=True)
         add = Add(id, list(prompt_ids), chosen, priority, deadline, user, cache_salt, dict(hints or {}))
+        try:
+            message = self._encoder.encode(add)
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:
+            # Numbers past 64 bits, half of a surrogate pair, a nest too deep: JSON has them, a message has not.
+            raise RequestError(f"a value cannot be sent to the engine: {error}") from None
         self._streams[id] = stream
         self.samples += params.n
-        self._process.send(add)
+        self._process.send(message)
         return stream
 
     def abort(self, stream: Stream) -> None:
         """Idempotent; a complete stream is left alone."""
         if self._forget(stream) and self._process is not None:
-            self._process.send(Abort(stream.id))
+            self._process.send(self._encoder.encode(Abort(stream.id)))
 
     async def control(self, op: str, **arguments: Any) -> Any:
         """`check`: the allocator's own integrity check, then the counters. `reset_cache`: forget cached prefixes."""
         if self._process is None or self.state != "ready":
             raise EngineDown(f"the engine is {self.state}")
         id = next(self._ids)
+        message = self._encoder.encode(Control(id, op, arguments))
         answer = self._replies[id] = self._loop.create_future()
-        self._process.send(Control(id, op, arguments))
+        self._process.send(message)
         return await answer
 
     async def close(self) -> None:
@@ -332,7 +338,7 @@ class EngineClient:
         if stopped:
             tokens = tokens[: watch.tokens - before]
             if reason is None and (process := self._process) is not None:
-                process.send(Finish(news.id, news.sample, watch.tokens))
+                process.send(self._encoder.encode(Finish(news.id, news.sample, watch.tokens)))
             reason = "stop"
         elif reason is not None:
             text += watch.flush()
@@ -359,7 +365,6 @@ class _EngineProcess:
     def __init__(self, client: EngineClient) -> None:
         self._client, self._loop = client, client._loop
         self._sending = threading.Lock()
-        self._encoder = msgspec.msgpack.Encoder()
         self._commands: zmq.Socket[bytes] | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
@@ -372,11 +377,11 @@ class _EngineProcess:
     def pid(self) -> int | None:
         return None if self._popen is None else self._popen.pid
 
-    def send(self, command: Command) -> None:
-        """From any thread. To a dead process: nothing happens, its death is on the way to whoever waits."""
+    def send(self, command: bytes) -> None:
+        """A Command, encoded; from any thread. To a dead process nothing is sent: its death is on the way."""
         with self._sending:
             if self._commands is not None:
-                self._commands.send(self._encoder.encode(command))
+                self._commands.send(command)
 
     def stop(self) -> None:
         """Blocks until the process is gone."""

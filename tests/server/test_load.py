@@ -56,7 +56,10 @@ def test_no_page_is_lost_by_mixed_requests_and_aborts(server):
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         chance = random.random()
-        body: dict = {"prompt": f"def f{number % 40}(x):\n" * random.randint(1, 12), "max_tokens": random.randint(1, 24)}
+        body: dict = {
+            "prompt": f"def f{number % 40}(x):\n" * random.randint(1, 12),
+            "max_tokens": random.randint(1, 24),
+        }
         if chance < 0.2:
             async with client.stream(
                 "POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 600, "ignore_eos": True}

@@ -15,13 +15,21 @@ from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.reading import Choice, offered
 from dovetail.plugins.app.serve.schemas import ChatRequest
 from dovetail.plugins.app.serve.service import Job, Service
-from dovetail.plugins.app.serve.transport import DONE, EventStream, after, event, json_response, while_connected
+from dovetail.plugins.app.serve.transport import (
+    DONE,
+    STREAMS,
+    EventStream,
+    after,
+    event,
+    json_response,
+    while_connected,
+)
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await _Chat(service, body, request).answer()
 

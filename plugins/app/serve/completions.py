@@ -14,7 +14,15 @@ from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import CompletionRequest
 from dovetail.plugins.app.serve.service import Job, Service
-from dovetail.plugins.app.serve.transport import DONE, EventStream, after, event, json_response, while_connected
+from dovetail.plugins.app.serve.transport import (
+    DONE,
+    STREAMS,
+    EventStream,
+    after,
+    event,
+    json_response,
+    while_connected,
+)
 
 _DEFAULT_TOKENS = 16
 """OpenAI's."""
@@ -23,7 +31,7 @@ _DEFAULT_TOKENS = 16
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/completions")
+    @routes.post("/v1/completions", responses=STREAMS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _Completion(service, body, request).answer()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client.exposition import choose_encoder
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 import dovetail
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
@@ -74,7 +74,7 @@ def router(service: Service) -> APIRouter:
     async def version() -> Response:
         return json_response({"version": dovetail.__version__})
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(service.monitor.registry), headers={"content-type": content_type})

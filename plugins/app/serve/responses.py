@@ -14,13 +14,13 @@ from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import Message, ResponsesRequest
 from dovetail.plugins.app.serve.service import Job, Service, text_of
-from dovetail.plugins.app.serve.transport import EventStream, after, event, json_response, while_connected
+from dovetail.plugins.app.serve.transport import STREAMS, EventStream, after, event, json_response, while_connected
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/responses")
+    @routes.post("/v1/responses", responses=STREAMS)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await _Response(service, body, request).answer()
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+MOST = 2**31 - 1
+Token = Annotated[int, Field(ge=0, le=MOST)]
 Text = Annotated[str, StringConstraints(max_length=16 << 20)]
 Label = Annotated[str, StringConstraints(max_length=512)]
 
@@ -53,11 +54,11 @@ class Common(Body):
     prompt_cache_key: Label | None = None
     """As cache_salt, where that is not given."""
 
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, le=MOST)
     """Keep the k most likely tokens; 0 or -1: all."""
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(None, ge=0, le=MOST)
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -76,7 +77,7 @@ class Common(Body):
     """Numbers that schedulers may read, for instance the expected output length."""
     extra: dict[Label, JsonValue] | None = None
     """Parameters of logits processors from plugins."""
-    timeout: float | None = Field(None, gt=0)
+    timeout: float | None = Field(None, gt=0, le=1e6)
     """Seconds from arrival after which the request ends."""
 
 
@@ -98,7 +99,7 @@ class CompletionRequest(Penalised):
         | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
     )
     """Text or token ids; several prompts as a list."""
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, le=MOST)
     """16 where nothing is said. 0 with echo: the prompt alone."""
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
@@ -163,8 +164,8 @@ class NamedTool(Body):
 
 class ChatRequest(Penalised):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
+    max_tokens: int | None = Field(None, ge=1, le=MOST)
     """The older name of max_completion_tokens. Neither: until the context is full."""
     n: int | None = Field(None, ge=1, le=128)
     logprobs: bool | None = None
@@ -216,7 +217,7 @@ class ResponsesRequest(Common):
     input: Text | Annotated[list[ResponseItem], Field(min_length=1)]
     instructions: Text | None = None
     """Goes before the input as a system message."""
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=MOST)
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
     store: bool | None = None
@@ -235,7 +236,7 @@ class EmbeddingRequest(Body):
     model: Label | None = None
     input: Text | list[Text] | list[Token] | list[list[Token]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: int | None = Field(None, ge=1, le=MOST)
     user: Label | None = None
 
 

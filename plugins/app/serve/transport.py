@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -149,6 +149,12 @@ async def _departure(receive: Receive) -> None:
 def left() -> Response:
     """Nobody reads it; the log shows the status."""
     return Response(status_code=_CLIENT_LEFT)
+
+
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer, or its events."}
+}
+"""Of the schema, for endpoints that answer with an EventStream where the request says stream."""
 
 
 class EventStream(Response):

@@ -1,0 +1,96 @@
+"""Deaths, and the end of the server itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LONG = dict(model="tiny", prompt="x = 1\n", max_tokens=2000, stream=True, extra_body={"ignore_eos": True})
+SHORT = dict(model="tiny", prompt="x = 1\n", max_tokens=4)
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def test_a_dead_rank_fails_its_requests_and_the_engine_comes_back_then_it_stops_in_order(start):
+    server = start("executor=multiproc", "engine.tp=2", "serve.grace=1.5").wait_ready()
+    client, engine = server.client(), server.engine_pid()
+    (rank,) = children(engine)
+    with pytest.raises(openai.APIError, match="rank 1 was killed by SIGKILL"):
+        for number, _ in enumerate(client.completions.create(**LONG)):
+            if number == 3:
+                os.kill(rank, signal.SIGKILL)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(**SHORT)
+    assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert sum("rank 1 was killed" in line and "started again" in line for line in server.log) == 1
+    server.wait_ready()
+    assert server.engine_pid() != engine and not Path(f"/proc/{engine}").exists()
+    assert client.completions.create(**SHORT).choices[0].text
+    assert server.stats()["pages_owned"] == 0
+
+    # Told to stop: what can finish in time does, the rest is told, nobody new is let in.
+    ended: dict[str, object] = {}
+
+    def follow(name: str, tokens: int) -> None:
+        try:
+            count = sum(1 for _ in client.completions.create(**{**LONG, "max_tokens": tokens}))
+            ended[name] = count
+        except openai.APIError as error:
+            ended[name] = str(error)
+
+    threads = [threading.Thread(target=follow, args=job) for job in (("short", 60), ("long", 2000))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while httpx.get(f"{server.url}/stats").json()["running"] < 2 and threads[0].is_alive():
+        assert time.monotonic() < deadline
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.4)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{server.url}/ready")
+    assert server.wait() == 0
+    assert time.monotonic() - began < 15
+    for thread in threads:
+        thread.join(5)
+    assert ended["short"] == 60 and "the server stops" in str(ended["long"]), ended
+
+
+def test_exit_on_failure(start):
+    server = start("serve.on_engine_failure=exit").wait_ready()
+    with pytest.raises(openai.APIError, match="SIGKILL"):
+        for _ in server.client().completions.create(**LONG):
+            os.kill(server.engine_pid(), signal.SIGKILL)
+    assert server.wait() == 1
+    assert sum("SIGKILL" in line for line in server.log) == 1, server.log
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.path=/nowhere", "/nowhere"),
+        ("serve.host=203.0.113.1", "serve.host=203.0.113.1"),
+        ("serve.chat_template=/nowhere.jinja", "serve.chat_template"),
+        ("attention=triton", "triton"),
+    ],
+)
+def test_what_cannot_start_says_why(override, said):
+    words = ["run.py", "app=serve", "+preset=tiny_cpu", "serve.port=0", *override.split()]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr.splitlines()[-1] or said in done.stderr.partition("dovetail: ")[2]
+    assert "Traceback" not in done.stderr
