@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 
+_SEND_SECONDS = 3.0
+"""Retries included. A server that stops waits for it once."""
+
+
 class Traces:
     """Spans leave in batches, from a thread of their own. Nothing of a prompt or an output is in them."""
 
-    def __init__(self, model: str, endpoint: str | None = None, exporter: SpanExporter | None = None) -> None:
+    def __init__(self, endpoint: str | None = None, exporter: SpanExporter | None = None) -> None:
         """`endpoint`: where an OTLP collector listens over HTTP, such as http://localhost:4318/v1/traces. Without one,
         OpenTelemetry's own environment variables say it. `exporter`: takes the spans in its place."""
         try:
@@ -26,9 +30,9 @@ class Traces:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ConfigError(f"traces need OpenTelemetry ({error}): pip install 'dovetail[otel]'") from None
-        self._model = model
         self._provider = TracerProvider(resource=Resource.create({"service.name": "dovetail"}))
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
+        exporter = exporter or OTLPSpanExporter(endpoint=endpoint, timeout=_SEND_SECONDS)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("dovetail")
         self._propagator = TraceContextTextMapPropagator()
         # Times come from perf_counter, spans want the time of day.
@@ -44,18 +48,18 @@ class Traces:
         first_token: float | None = None,
         attributes: Mapping[str, str | int | float] | None = None,
         error: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        traceparent: str = "",
     ) -> None:
-        """A request that is over. Times are of time.perf_counter; None: never came so far. `headers` of the request may
-        name the trace that it belongs to (W3C traceparent)."""
+        """A request that is over. Times are of time.perf_counter; None: it never came so far. `traceparent`: the W3C
+        header of that name, which says whose trace this belongs to."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         span = self._tracer.start_span(
             name,
-            context=self._propagator.extract(dict(headers or {})),
+            context=self._propagator.extract({"traceparent": traceparent} if traceparent else {}),
             kind=SpanKind.SERVER,
             start_time=self._ns(arrival),
-            attributes={"gen_ai.system": "dovetail", "gen_ai.response.model": self._model, **(attributes or {})},
+            attributes={"gen_ai.system": "dovetail", **(attributes or {})},
         )
         span.add_event("queued", timestamp=self._ns(arrival))
         if scheduled is not None:

@@ -77,5 +77,8 @@ class ServeConfig(AppConfig):
     """POST /debug/check: the KV allocator's own integrity check."""
     log_requests: bool = False
     """One log line a request: endpoint, status, times, token counts. Never its text."""
+    traces: str | None = None
+    """Where an OpenTelemetry collector takes spans over HTTP, such as http://localhost:4318/v1/traces: one a request,
+    with times and token counts, never its text. Needs the extra `otel`."""
     log_format: Literal["text", "json"] = "text"
     """json: one object a line."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.core.metrics import Metrics
 from dovetail.core.serving.protocol import EngineStats
+from dovetail.core.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class RequestRecord:
     """Arrival to first token; 0 where none came."""
     duration: float
     """Arrival to end."""
+    traceparent: str = ""
+    """The client's header of that name."""
 
     @property
     def tpot(self) -> float:
@@ -50,6 +54,37 @@ class Listener(Protocol):
     def request(self, record: RequestRecord) -> None: ...
 
     def stats(self, stats: EngineStats) -> None: ...
+
+
+class Tracer:
+    """A span for every request."""
+
+    def __init__(self, endpoint: str, model: Callable[[], str]) -> None:
+        self._traces, self._model = Traces(endpoint), model
+
+    def request(self, record: RequestRecord) -> None:
+        self._traces.request(
+            record.endpoint,
+            arrival=record.arrival,
+            first_token=record.arrival + record.ttft if record.ttft else None,
+            finished=record.arrival + record.duration,
+            attributes={
+                "gen_ai.response.model": self._model(),
+                "gen_ai.response.finish_reasons": record.outcome,
+                "gen_ai.usage.input_tokens": record.prompt_tokens,
+                "gen_ai.usage.output_tokens": record.output_tokens,
+                "gen_ai.usage.cached_tokens": record.cached_tokens,
+            },
+            error=record.outcome if record.outcome == "error" else None,
+            traceparent=record.traceparent,
+        )
+
+    def stats(self, stats: EngineStats) -> None:
+        """Metrics are for these."""
+
+    def close(self) -> None:
+        """Send what is left; takes seconds where nobody listens."""
+        self._traces.close()
 
 
 class Monitor:

@@ -21,7 +21,7 @@ from dovetail.core.serving.client import EngineClient, Stream
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
-from dovetail.plugins.app.serve.monitor import Monitor, RequestRecord
+from dovetail.plugins.app.serve.monitor import Monitor, RequestRecord, Tracer
 from dovetail.plugins.app.serve.reading import Parsers
 from dovetail.plugins.app.serve.schemas import Common, Message, Penalised
 from dovetail.plugins.app.serve.structured import grammar_of
@@ -39,9 +39,11 @@ _MASK63 = 2**63 - 1
 class Job:
     """One prompt on its way through the engine."""
 
-    def __init__(self, service: Service, stream: Stream, endpoint: str, prompt_tokens: int) -> None:
+    def __init__(
+        self, service: Service, stream: Stream, endpoint: str, prompt_tokens: int, traceparent: str = ""
+    ) -> None:
         self._service, self.stream, self.endpoint = service, stream, endpoint
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens, self._traceparent = prompt_tokens, traceparent
         self.output_tokens = 0
         """Written by whoever takes from the stream."""
         self.outcome = ""
@@ -68,6 +70,7 @@ class Job:
                 arrival=timing.arrival,
                 ttft=timing.ttft if timing.first_token else 0.0,
                 duration=(timing.finished or now) - timing.arrival,
+                traceparent=self._traceparent,
             )
         )
 
@@ -79,6 +82,10 @@ class Service:
         self.config, self.composition = config, composition
         self.parsers = Parsers(config, composition)
         self.monitor = Monitor()
+        self._tracer: Tracer | None = None
+        if config.traces is not None:
+            self._tracer = Tracer(config.traces, lambda: self.model_names[0])
+            self.monitor.listeners.append(self._tracer)
         restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
         self.client = EngineClient(
             composition, max_restarts=restarts, on_stats=self.monitor.stats, on_more=self.monitor.more
@@ -100,6 +107,8 @@ class Service:
         return self.client.state == "ready" and not self.draining
 
     def close(self) -> None:
+        if self._tracer is not None:
+            self._tracer.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # Names.
@@ -240,7 +249,7 @@ class Service:
                     hints=body.hints,
                     keep=keep,
                 )
-                job = Job(self, stream, endpoint, len(ids))
+                job = Job(self, stream, endpoint, len(ids), request.headers.get("traceparent", ""))
                 jobs.append(job)
                 if seconds is not None:
                     job.timer = asyncio.get_running_loop().call_later(seconds, self._expire, job, seconds)

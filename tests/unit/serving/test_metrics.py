@@ -105,7 +105,7 @@ def test_a_request_is_a_span_in_the_trace_of_its_caller() -> None:
         "opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="needs the otel extra"
     )
     exporter = memory.InMemorySpanExporter()
-    traces = Traces("tiny", exporter=exporter)
+    traces = Traces(exporter=exporter)
     now = time.perf_counter()
     caller = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     traces.request(
@@ -115,7 +115,7 @@ def test_a_request_is_a_span_in_the_trace_of_its_caller() -> None:
         first_token=now - 2,
         finished=now,
         attributes={"gen_ai.usage.output_tokens": 5},
-        headers={"traceparent": caller},
+        traceparent=caller,
     )
     traces.request("chat", arrival=now - 1, finished=now, error="the engine died")
     traces._provider.force_flush()
