@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 
@@ -13,7 +14,8 @@ import pytest
 from dovetail import LLM, SamplingParams
 
 STREAMS = 64
-MIXED = 500
+MIXED = int(os.environ.get("DOVETAIL_MIXED", "400"))
+"""Requests, with 20 % aborts; .ci/nightly sends 10 000."""
 
 
 def prompts() -> list[str]:

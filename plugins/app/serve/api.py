@@ -18,6 +18,8 @@ from dovetail.plugins.app.serve.service import Service
 from dovetail.plugins.app.serve.transport import Gate, Left, left
 
 _STATIC = Path(__file__).parent / "static"
+_POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
+"""Of the page: nothing from elsewhere, and no script in its text."""
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -65,7 +67,7 @@ def build(service: Service, keys: Keys) -> ASGIApp:
 
         @app.get("/", include_in_schema=False)
         async def page() -> Response:
-            return FileResponse(_STATIC / "index.html")
+            return FileResponse(_STATIC / "index.html", headers={"content-security-policy": _POLICY})
 
     gate: ASGIApp = Gate(
         app,
