@@ -15,12 +15,14 @@ TPOT = (time of the run - time of a run with one output token) / (output tokens 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -126,7 +128,8 @@ def _jobs(composition: Composition, name: str, rounds: int, folder: Path) -> Ite
     model = composition.part("model")
     spec: ModelSpec = model.facts() or model.target().spec(model.config)
     max_len = min(composition.engine.max_len or spec.max_len, spec.max_len)
-    seeds = iter(range(2 * rounds + 1))
+    # Of the workload's own: two that differ in their number of requests alone would share the first ones.
+    seeds = itertools.count(zlib.crc32(name.encode()))
 
     def requests() -> Sequence[TimedRequest]:
         ctx = WorkloadContext(spec.vocab, max_len, next(seeds), workload.rates()[0])

@@ -111,6 +111,9 @@ def test_what_vllm_is_asked_for(compare: ModuleType, tmp_path: Path, monkeypatch
         def __init__(self, **args: Any) -> None:
             asked.update(args)
 
+        def reset_prefix_cache(self) -> None:
+            asked["forgot"] = True
+
         def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
             assert not use_tqdm and all(p["ignore_eos"] and p["temperature"] == 0.0 for p in params)
             assert prompts == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
@@ -124,6 +127,7 @@ def test_what_vllm_is_asked_for(compare: ModuleType, tmp_path: Path, monkeypatch
     with peer.load(settings | {"engine_args": {"quantization": "fp8", "max_num_seqs": 7}}) as (run, about):
         told = run([([1, 2], 5), ([3], 2)])
     assert told["output_tokens"] == 7 and told["seconds"] > 0 and about["engine"] == "vllm 0"
+    assert asked.pop("forgot"), "the next run would find the prompts of the last"
     assert asked == {
         "model": settings["model"],
         "load_format": "auto",
