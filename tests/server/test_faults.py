@@ -25,7 +25,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_a_dead_rank_fails_its_requests_and_the_engine_comes_back_then_it_stops_in_order(start):
-    server = start("executor=multiproc", "engine.tp=2", "serve.grace=1.5").wait_ready()
+    server = start("executor=multiproc", "engine.tp=2", "serve.grace=6").wait_ready()
     client, engine = server.client(), server.engine_pid()
     (rank,) = children(engine)
     with pytest.raises(openai.APIError, match="rank 1 was killed by SIGKILL"):
@@ -64,7 +64,7 @@ def test_a_dead_rank_fails_its_requests_and_the_engine_comes_back_then_it_stops_
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{server.url}/ready")
     assert server.wait() == 0
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
     for thread in threads:
         thread.join(5)
     assert ended["short"] == 60 and "the server stops" in str(ended["long"]), ended
