@@ -23,23 +23,29 @@ from dovetail.core.interfaces import (
 EPOCH = -1
 
 
-def rehearsal(tokens: int, rows: int, groups: Sequence[KVGroup]) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
-    """One step of `tokens` prompt tokens over `rows` sequences that all sample with top-p (the sort is the costly part)
-    and wait for their masks."""
+def rehearsal(
+    tokens: int, rows: int, groups: Sequence[KVGroup], decodes: int = 0
+) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
+    """One step of `tokens` tokens over `rows` sequences, the first `decodes` of them decode rows, the others prompts.
+    All sample with top-p (the sort is the costly part) and wait for their masks."""
     rows = min(rows, tokens)
-    share = tokens // rows
+    decodes = min(decodes, rows - 1)
+    share, more = divmod(tokens - decodes, rows - decodes)
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
     plan = StepPlan(step=-1, rows=[])
     blobs = {}
     for slot in range(rows):
-        count = share + (tokens - share * rows if slot == 0 else 0)
-        request = Request(uid=slot, prompt_ids=(0,) * count, params=params)
-        plan.joins.append(Join(slot, slot, EPOCH, 0))
-        plan.rows.append(Row(slot, slot, EPOCH, count, count, 0, int(RowFlag.SAMPLE | RowFlag.LATE)))
+        decode = slot < decodes
+        count = 1 if decode else share + (more if slot == decodes else 0)
+        length = 2 if decode else count
+        flags = RowFlag.SAMPLE | RowFlag.LATE | (RowFlag.DECODE if decode else RowFlag(0))
+        request = Request(uid=slot, prompt_ids=(0,) * length, params=params)
+        plan.joins.append(Join(slot, slot, EPOCH, length - count))
+        plan.rows.append(Row(slot, slot, EPOCH, count, length, 0, int(flags)))
         blobs[slot, EPOCH] = JoinBlob(request.prompt_ids, request, 0)
         for group in groups:
             # Rows may share pages here: only the cost counts.
-            plan.pages += [PageDelta(group.id, slot, i, i + 1) for i in range(-(-count // group.page_tokens))]
+            plan.pages += [PageDelta(group.id, slot, i, i + 1) for i in range(-(-length // group.page_tokens))]
     return plan, blobs
 
 

@@ -214,11 +214,18 @@ class Runner:
             return dict.fromkeys((group.id for group in self.groups), engine.kv_pages)
 
         def rehearse() -> None:
-            """The most expensive steps: a full token budget in one chunk, and every slot sampling."""
-            tokens = min(engine.token_budget, self.max_len - 1)
-            for rows in (1, engine.max_seqs):
+            """The most expensive steps: a full token budget in one chunk, and every slot sampling. Then the mixed ones,
+            so that no request waits for their kernels to be compiled: few and many decode rows, short and long
+            chunks."""
+            most, tokens = engine.max_seqs, min(engine.token_budget, self.max_len - 1)
+            for size, rows, decodes in (
+                (tokens, 1, 0),
+                (tokens, most, 0),
+                (min(tokens, 512), 2, 1),
+                (tokens, most, most),
+            ):
                 self.bind({group.id: page_count(group, tokens) for group in self.groups})
-                plan, blobs = rehearsal(tokens, rows, self.groups)
+                plan, blobs = rehearsal(size, rows, self.groups, decodes)
                 self.execute(plan, blobs)
                 self.complete(rehearsed_masks(plan, self.spec.vocab))
                 self._pending.clear()

@@ -18,7 +18,7 @@ from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
 from dovetail.core.engine.runner import Runner
-from dovetail.core.interfaces import FinishReason, KVGroup
+from dovetail.core.interfaces import FinishReason, KVGroup, RowFlag
 from dovetail.core.testing.executor import small_composition
 from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.toy import (
@@ -335,11 +335,13 @@ def test_a_compiler_that_takes_too_long(engine: Engine, monkeypatch: pytest.Monk
     assert "0.05 s" in event.detail
 
 
-def test_the_rehearsal_has_masks() -> None:
+@pytest.mark.parametrize("decodes", [0, 1, 4])
+def test_the_rehearsal_has_masks(decodes: int) -> None:
     """It runs where memory is measured, on a GPU: here by hand."""
     runner = Runner(small_composition())
     runner.bind(runner.load(lambda phase, share: None).num_pages)
-    plan, blobs = rehearsal(30, 4, runner.groups)
+    plan, blobs = rehearsal(30, 4, runner.groups, decodes)
+    assert plan.num_tokens == 30 and sum(row.flags & RowFlag.DECODE > 0 for row in plan.rows) == min(decodes, 3)
     runner.execute(plan, blobs)
     runner.complete(rehearsed_masks(plan, runner.spec.vocab))
     assert all(len(row.tokens) == 1 for row in runner.collect().rows)
