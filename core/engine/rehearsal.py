@@ -27,7 +27,7 @@ def rehearsal(
     tokens: int, rows: int, groups: Sequence[KVGroup], decodes: int = 0
 ) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
     """One step of `tokens` tokens over `rows` sequences, the first `decodes` of them decode rows, the others prompts.
-    All sample with top-p (the sort is the costly part) and wait for their masks."""
+    All sample with top-p and log-probabilities, which cost most, and wait for their masks."""
     rows = min(rows, tokens)
     decodes = min(decodes, rows - 1)
     share, more = divmod(tokens - decodes, rows - decodes)

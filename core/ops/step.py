@@ -85,10 +85,65 @@ def lay_out_pages_reference(
     return PageLayout(table_SP[slots_B], page_T * page_tokens + tokens.positions_T % page_tokens)
 
 
-def draw(
-    logits_NV: torch.Tensor, position_N: torch.Tensor, temperature_N: torch.Tensor, key_N: torch.Tensor, random: bool
+def least_kept(
+    logits_NV: torch.Tensor,
+    temperature_N: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
 ) -> torch.Tensor:
-    """One token id of each row, int64 [N]: the arg-max where temperature is 0, else a draw by the Gumbel maximum.
+    """float32 [N]: the least of each row's logits / temperature that top-k, top-p and min-p keep; -inf = all.
+
+    In Hugging Face's order: the k largest, of these the fewest that hold top_p of their probability, and none less
+    likely than min_p times the first. Logits equal to the last one kept stay, too, so that no order among equals is
+    needed, and no sort: on a GPU the bound is found by bisection. Rows of temperature 0 keep all.
+    """
+    filters = temperature_N, top_k_N, top_p_N, min_p_N
+    if logits_NV.is_cuda:
+        from dovetail.core.ops.kernels.filters import least_kept_triton
+
+        return least_kept_triton(logits_NV, *filters)
+    return least_kept_reference(logits_NV, *filters)
+
+
+def least_kept_reference(
+    logits_NV: torch.Tensor,
+    temperature_N: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+) -> torch.Tensor:
+    vocab = logits_NV.shape[1]
+    random_N = temperature_N > 0
+    ordered_NV = scaled(logits_NV, temperature_N).sort(dim=-1, descending=True).values
+    k_N = torch.where(top_k_N > 0, top_k_N.clamp_max(vocab), vocab)
+    least_N = ordered_NV.gather(1, k_N[:, None] - 1).squeeze(1)
+    probs_NV = ordered_NV.masked_fill(ordered_NV < least_N[:, None], float("-inf")).softmax(-1)
+    # The first place where what came so far reaches top_p.
+    reached_N = (probs_NV.cumsum(-1) < top_p_N[:, None]).sum(-1).clamp_max(vocab - 1)
+    by_p_N = ordered_NV.gather(1, reached_N[:, None]).squeeze(1)
+    least_N = torch.where(top_p_N < 1, torch.maximum(least_N, by_p_N), least_N)
+    by_min_p_N = ordered_NV[:, 0] + min_p_N.clamp_min(1e-38).log()
+    least_N = torch.where(min_p_N > 0, torch.maximum(least_N, by_min_p_N), least_N)
+    filtered_N = random_N & ((top_k_N > 0) | (top_p_N < 1) | (min_p_N > 0))
+    return torch.where(filtered_N, least_N, float("-inf"))
+
+
+def scaled(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
+    """float32 logits / temperature; rows of temperature 0 as they are."""
+    return logits_NV.float() / torch.where(temperature_N > 0, temperature_N, 1.0)[:, None]
+
+
+def draw(
+    logits_NV: torch.Tensor,
+    position_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    key_N: torch.Tensor,
+    random: bool,
+    least_N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token id of each row, int64 [N]: the arg-max where temperature is 0, else a draw by the Gumbel maximum from
+    those whose logit / temperature is at least least_N.
 
     `random` = some temperature is not 0. position_N counts the tokens before the one drawn. Of equal logits the first
     wins. Logits may be of any float dtype and are compared in float32.
@@ -96,19 +151,26 @@ def draw(
     if logits_NV.is_cuda:
         from dovetail.core.ops.kernels.step import draw_triton
 
-        return draw_triton(logits_NV, position_N, temperature_N, key_N, random)
-    return draw_reference(logits_NV, position_N, temperature_N, key_N, random)
+        return draw_triton(logits_NV, position_N, temperature_N, key_N, random, least_N)
+    return draw_reference(logits_NV, position_N, temperature_N, key_N, random, least_N)
 
 
 def draw_reference(
-    logits_NV: torch.Tensor, position_N: torch.Tensor, temperature_N: torch.Tensor, key_N: torch.Tensor, random: bool
+    logits_NV: torch.Tensor,
+    position_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    key_N: torch.Tensor,
+    random: bool,
+    least_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     logits_NV = logits_NV.float()
     greedy_N = logits_NV.argmax(-1)
     if not random:
         return greedy_N
     noise_NV = gumbel(key_N, position_N, Purpose.SAMPLE, logits_NV.shape[-1])
-    scaled_NV = logits_NV / torch.where(temperature_N > 0, temperature_N, 1.0)[:, None]
+    scaled_NV = scaled(logits_NV, temperature_N)
+    if least_N is not None:
+        scaled_NV = scaled_NV.masked_fill(scaled_NV < least_N[:, None], float("-inf"))
     return torch.where(temperature_N > 0, (scaled_NV + noise_NV).argmax(-1), greedy_N)
 
 

@@ -158,6 +158,7 @@ def _draw_parts(
     position_ptr,
     temperature_ptr,
     key_ptr,
+    least_ptr,
     value_ptr,
     index_ptr,
     V,
@@ -181,6 +182,9 @@ def _draw_parts(
         a = _mix(_mix(low) ^ place)
         b = _mix(_mix(high ^ 0x5BD1E995) + place)
     divisor = tl.where(temperature > 0, temperature, 1.0)
+    least = float("-inf")
+    if least_ptr is not None:
+        least = tl.load(least_ptr + row)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     at = tl.full((BLOCK,), 2147483647, tl.int32)
     for i in range(begin, end, BLOCK):
@@ -192,7 +196,10 @@ def _draw_parts(
             bits = _mix(_mix(a + column.to(tl.uint32) * 0x9E3779B9) ^ b)
             uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
             noise = -tl.log(-tl.log(uniform))
-            x = tl.where(temperature > 0, x / divisor + noise, x)
+            # Division as in core.ops.kernels.filters, or the bound would miss its own logit.
+            y = tl.div_rn(x, divisor + tl.zeros_like(x))
+            y = tl.where(y >= least, y + noise, float("-inf"))
+            x = tl.where(temperature > 0, y, x)
         better = ok & ((x > best) | (at == 2147483647))
         best = tl.where(better, x, best)
         at = tl.where(better, column, at)
@@ -212,7 +219,12 @@ def _draw_join(value_ptr, index_ptr, out_ptr, PARTS, BLOCK: tl.constexpr):
 
 
 def draw_triton(
-    logits_NV: torch.Tensor, position_N: torch.Tensor, temperature_N: torch.Tensor, key_N: torch.Tensor, random: bool
+    logits_NV: torch.Tensor,
+    position_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    key_N: torch.Tensor,
+    random: bool,
+    least_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     logits_NV = logits_NV.contiguous()
     rows, vocab = logits_NV.shape
@@ -229,6 +241,7 @@ def draw_triton(
         position_N.contiguous(),
         temperature_N.contiguous(),
         key_N.contiguous(),
+        least_N,
         value,
         index,
         vocab,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dovetail.core.engine.sampler import SampleParams, filter_logits, probabilities, sample
+from dovetail.core.engine.sampler import SampleParams, probabilities, sample
 
 
 def make(n: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SampleParams:
@@ -51,13 +51,19 @@ def kept_by_hand(logits: torch.Tensor, temperature: float, top_k: int, top_p: fl
 )
 def test_filters_keep_what_they_should(options: dict[str, float]) -> None:
     logits = torch.randn(20, 11) * 2
-    filtered = filter_logits(logits, make(20, **options))  # type: ignore[arg-type]
+    probs = probabilities(logits, make(20, **options))  # type: ignore[arg-type]
     full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | options
-    for row, got in zip(logits, filtered, strict=True):
-        kept = set(torch.isfinite(got).nonzero().flatten().tolist())
+    for row, got in zip(logits, probs, strict=True):
+        kept = set(got.nonzero().flatten().tolist())
         assert kept == kept_by_hand(row, **full)  # type: ignore[arg-type]
         index = sorted(kept)
-        assert torch.allclose(got[index], row[index] / full["temperature"])
+        assert torch.allclose(got[index], (row[index] / full["temperature"]).softmax(0))
+
+
+def test_equals_of_the_last_one_kept_stay() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
+    for options in ({"top_k": 2}, {"top_p": 0.7}):
+        assert (probabilities(logits, make(1, **options)) > 0).tolist() == [[True, True, True, False]]  # type: ignore[arg-type]
 
 
 def test_greedy_and_random_rows_share_a_batch() -> None:

@@ -12,6 +12,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+from dovetail.core.ops.kernels.filters import least_kept_triton  # noqa: E402
 from dovetail.core.ops.kernels.step import (  # noqa: E402
     accept_triton,
     draw_triton,
@@ -24,6 +25,7 @@ from dovetail.core.ops.step import (  # noqa: E402
     draw_reference,
     lay_out_pages_reference,
     lay_out_tokens_reference,
+    least_kept_reference,
 )
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -81,6 +83,42 @@ def test_random_draws_are_the_reference_s():
     gap = score.gather(1, want[:, None]) - score.gather(1, got[:, None])
     assert gap.abs().max() < 1e-4
     assert (got == want).sum() >= rows - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_least_logit_kept(dtype):
+    """Of each filter and of all, beside rows without any; bf16 logits have many equals."""
+    rows, vocab = 8, 5003
+    logits = (torch.randn(rows, vocab, device=DEVICE) * 3).to(dtype)
+    logits[:, 7] = float("-inf")
+    temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 0.0, 1.0, 2.0, 1.0], device=DEVICE)
+    top_k = torch.tensor([40, 0, 0, 5000, 3, 0, 12, vocab * 2], device=DEVICE)
+    top_p = torch.tensor([1.0, 0.9, 1.0, 0.5, 0.5, 1.0, 0.8, 0.999], device=DEVICE)
+    min_p = torch.tensor([0.0, 0.0, 0.05, 0.0, 0.5, 0.0, 0.01, 0.0], device=DEVICE)
+    got = least_kept_triton(logits, temperature, top_k, top_p, min_p)
+    want = least_kept_reference(logits, temperature, top_k, top_p, min_p)
+    # Sums in another order may end one logit further where they meet top_p.
+    kept = [(scaled_rows(logits, temperature) >= least[:, None]).sum(1) for least in (got, want)]
+    assert ((kept[0] - kept[1]).abs() <= (kept[1] * 1e-3).clamp_min(1)).all()
+    exact = top_p == 1
+    assert torch.equal(got[exact & (min_p == 0)], want[exact & (min_p == 0)])
+    assert torch.allclose(got[exact], want[exact], rtol=1e-6)
+
+
+def scaled_rows(logits, temperature):
+    return logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+def test_a_filtered_draw_is_one_of_those_kept():
+    rows, vocab = 6, 3000
+    logits = torch.randn(rows, vocab, device=DEVICE)
+    one, zero = torch.ones(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
+    least = least_kept_triton(logits, one, (zero + 3).long(), one, zero)
+    best = logits.topk(3, dim=-1).indices
+    for position in range(4):
+        at = torch.full((rows,), position, device=DEVICE)
+        got = draw_triton(logits, at, one, torch.arange(rows, device=DEVICE) * 7919, True, least)
+        assert (best == got[:, None]).any(1).all()
 
 
 @pytest.mark.parametrize("width", [1, 2, 5])
