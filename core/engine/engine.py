@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -50,8 +50,7 @@ DECODE, SAMPLE, LATE = int(RowFlag.DECODE), int(RowFlag.SAMPLE), int(RowFlag.LAT
 """Plain numbers: `&` of an enum costs half a microsecond, and a step asks every row."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceEvent:
+class SequenceEvent(NamedTuple):
     """News of one sequence after a step."""
 
     uid: int
@@ -402,28 +401,26 @@ class Engine:
     def _extend(self, seq: Sequence, row: RowResult) -> SequenceEvent:
         """Append what came; the event shows what stands up to the first token that ends the sequence (`finish` drops
         the rest)."""
-        request, stop_ids = seq.request, seq.request.stop_ids
-        params = request.params
-        kept: list[int] = []
-        reason, detail = None, ""
-        for token in row.tokens:
-            kept.append(token)
-            length = seq.known_len + len(kept)
-            if token in stop_ids and length - seq.prompt_len > params.min_tokens:
+        request, tokens = seq.request, row.tokens
+        params, stop_ids = request.params, request.stop_ids
+        length, unstoppable = len(seq.tokens), seq.prompt_len + params.min_tokens
+        reason, detail, kept = None, "", tokens
+        for i, token in enumerate(tokens, 1):
+            length += 1
+            if token in stop_ids and length > unstoppable:
                 reason = FinishReason.STOP
             elif params.grammar is not None and (over := self._grammars.advance(seq.uid, token)) is not None:
                 reason, detail = over.reason, over.detail
             elif length >= seq.limit:
                 reason = FinishReason.LENGTH
             if reason is not None:
+                kept = tokens[:i]
                 break
-        seq.tokens += row.tokens
-        prompt_logprobs = self._new_prompt_logprobs(row)
-        return SequenceEvent(seq.uid, tuple(kept), row.logprobs[: len(kept)], prompt_logprobs, reason, detail)
+        seq.tokens += tokens
+        prompt_logprobs = self._new_prompt_logprobs(row) if row.prompt_logprobs else ()
+        return SequenceEvent(seq.uid, kept, row.logprobs[: len(kept)], prompt_logprobs, reason, detail)
 
     def _new_prompt_logprobs(self, row: RowResult) -> tuple[TokenLogprobs, ...]:
-        if not row.prompt_logprobs:
-            return ()
         epoch, position, reported = self._prompt_logprobs.get(row.uid, (row.epoch, 0, 0))
         if epoch != row.epoch:
             position = 0

@@ -51,7 +51,7 @@ class LastInFirstOut(Sound):
 class ForgetsTheEpoch(Sound):
     def collect(self) -> StepResult:
         result = super().collect()
-        return replace(result, rows=tuple(replace(row, epoch=1) for row in result.rows))
+        return replace(result, rows=tuple(row._replace(epoch=1) for row in result.rows))
 
 
 class NumbersRowsBySlot(Sound):
