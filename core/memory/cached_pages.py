@@ -1,22 +1,29 @@
-"""A group's pages where some outlive their owners: what allocators that reuse prefixes share."""
+"""Pages that outlive their owners, on the device and then on the host: what allocators that reuse prefixes share."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
 from dovetail.core.errors import PluginError
-from dovetail.core.interfaces import KVGroup
-from dovetail.core.memory.eviction import EvictionPolicy
+from dovetail.core.interfaces import KVGroup, KVStats, PageOp
+from dovetail.core.memory.eviction import EvictionPolicy, load_policy
+from dovetail.core.memory.host_tier import HostTier
 from dovetail.core.memory.page_list import PageList, expect
+from dovetail.core.memory.page_tables import PageTables, State
 
 
 class CachedPages(PageList):
     """Each page is free, owned, or unowned and evictable. A subclass says how published pages are found, and forgets
-    them when `_withdraw` says so."""
+    them when `_withdraw` says so. What is evicted goes to the host under its key; `host.load` brings it back."""
 
-    __slots__ = ("_evictable", "_published", "evictions", "policy")
+    __slots__ = ("_evictable", "_published", "evictions", "host", "policy")
 
-    def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy) -> None:
+    def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy, host: HostTier) -> None:
         super().__init__(group, total)
         self.policy = policy
+        self.host = host
         self.evictions = 0
         self._evictable = 0
         self._published = bytearray(total + 1)
@@ -31,6 +38,11 @@ class CachedPages(PageList):
 
     def _withdraw(self, page: int) -> None:
         """A published page's contents go: nobody may find it any more. `_unpublish` it, and others that go along."""
+        raise NotImplementedError
+
+    def _leaving(self, page: int) -> Iterable[tuple[Hashable, int]]:
+        """An evictable page is about to be withdrawn: it and the unowned ones that go along, with what names their
+        contents. Those worth least come first. Asked only where there are host pages."""
         raise NotImplementedError
 
     def _unpublish(self, page: int) -> None:
@@ -89,10 +101,13 @@ class CachedPages(PageList):
         while self._evictable:
             self._withdraw(self._victim())
         self.evictions = evictions
+        self.host.reset()
 
     def _evict(self) -> None:
         page = self._victim()
-        self._save(page)
+        if self.host.total:
+            for key, leaving in self._leaving(page):
+                self.host.store(key, leaving)
         self._withdraw(page)
 
     def _victim(self) -> int:
@@ -102,9 +117,6 @@ class CachedPages(PageList):
             package = policy.__module__.partition(".")[0]
             raise PluginError(package, f"{policy.__name__}.victim() chose page {page}, which is not evictable")
         return page
-
-    def _save(self, page: int) -> None:
-        """A page is about to be evicted, its contents still there."""
 
     def _check_unowned(self, free: set[int], owned: set[int]) -> None:
         published = {page for page, flag in enumerate(self._published) if flag}
@@ -116,3 +128,66 @@ class CachedPages(PageList):
             f"{self._evictable} counted as evictable",
         )
         expect(not free & published, f"{where}: free pages {sorted(free & published)[:8]} can be found")
+
+
+class CacheConfig(Protocol):
+    """The options that CachedTables reads."""
+
+    @property
+    def eviction(self) -> str: ...
+    @property
+    def host_pages(self) -> int: ...
+    @property
+    def host_gib(self) -> float: ...
+
+
+Pages = TypeVar("Pages", bound=CachedPages)
+
+
+class CachedTables(PageTables[Pages, State]):
+    """PageTables over CachedPages: makes each group's policy and host tier, and hands out what the tiers move.
+
+    A subclass builds its pages by `_cached_pages`, and gives `_moves()` as the ops of a Hit that loads.
+    """
+
+    config: CacheConfig
+
+    def __init__(self, config: CacheConfig, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
+        self._policy = load_policy(config.eviction)
+        super().__init__(config, groups, num_pages)
+
+    def _cached_pages(self, group: KVGroup, total: int, policy: EvictionPolicy, host: HostTier) -> Pages:
+        raise NotImplementedError
+
+    def _page_list(self, group: KVGroup, total: int) -> Pages:
+        host = HostTier(group.id, self.host_pages(self.config, self.groups)[group.id])
+        return self._cached_pages(group, total, self._policy(), host)
+
+    @classmethod
+    def host_pages(cls, config: Any, groups: Sequence[KVGroup]) -> dict[int, int]:
+        pages = config.host_pages
+        if config.host_gib:
+            pages = int(config.host_gib * 2**30 / sum(group.bytes_per_page for group in groups))
+        return {group.id: pages for group in groups}
+
+    def _moves(self) -> tuple[PageOp, ...]:
+        return tuple(op for pages in self._pages for op in pages.host.take_ops())
+
+    def stats(self) -> KVStats:
+        tiers = [pages.host for pages in self._pages]
+        return replace(
+            super().stats(),
+            evictions=sum(pages.evictions for pages in self._pages),
+            host_pages=sum(len(tier) for tier in tiers),
+            loads=sum(tier.loads for tier in tiers),
+            stores=sum(tier.stores for tier in tiers),
+        )
+
+    def check(self) -> None:
+        super().check()
+        for pages in self._pages:
+            pages.host.check()
+
+    def reset(self) -> None:
+        for pages in self._pages:
+            pages.reset()

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from hashlib import blake2b
 
 from dovetail.core.interfaces import PageOp, PageOpKind
 from dovetail.core.memory.page_list import expect
+
+
+def page_key(parent: bytes, tokens: bytes) -> bytes:
+    """Names a page's contents: its token ids as bytes, behind the key of the page before (a first page: the salt)."""
+    return blake2b(parent + tokens, digest_size=16).digest()
 
 
 class HostTier:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -30,18 +30,8 @@ def _names_a_policy(value: str) -> str:
 Eviction = Annotated[str, AfterValidator(_names_a_policy)]
 
 
-class RadixConfig(Config):
-    """Paged, and prefixes are shared to the token, found in a radix tree (RadixAttention, Zheng et al. 2023)."""
-
-    exact: bool = True
-    """Whether a hit may end inside a page, which is then copied on the device; false: hits are whole pages."""
-    eviction: Eviction = "lru"
-    """Which unowned page goes first: lru, fifo, lfu, cost (cheapest to recompute), or "package.module:Class" of an
-    EvictionPolicy."""
-
-
-class PrefixHashConfig(Config):
-    """Paged, and full pages of equal prefixes are shared, found by a chained hash (as in vLLM)."""
+class CachingConfig(Config):
+    """Which pages stay when nobody owns them any more, and where."""
 
     host_pages: int = Field(0, ge=0)
     """Pages of host memory in each KV group that hold what the device evicts and give it back on a hit. 0 = none."""
@@ -53,7 +43,18 @@ class PrefixHashConfig(Config):
     EvictionPolicy."""
 
     @model_validator(mode="after")
-    def _one_size(self) -> PrefixHashConfig:
+    def _one_size(self) -> Self:
         if self.host_pages and self.host_gib:
             raise ValueError(f"host_pages={self.host_pages} and host_gib={self.host_gib}: give one of them")
         return self
+
+
+class RadixConfig(CachingConfig):
+    """Paged, and prefixes are shared to the token, found in a radix tree (RadixAttention, Zheng et al. 2023)."""
+
+    exact: bool = True
+    """Whether a hit may end inside a page, which is then copied on the device; false: hits are whole pages."""
+
+
+class PrefixHashConfig(CachingConfig):
+    """Paged, and full pages of equal prefixes are shared, found by a chained hash (as in vLLM)."""

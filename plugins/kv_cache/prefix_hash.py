@@ -11,24 +11,20 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from dovetail.core.interfaces import Hit, KVGroup, KVSequence, KVStats, PageEntry, PageOp
-from dovetail.core.memory.cached_pages import CachedPages
-from dovetail.core.memory.eviction import EvictionPolicy, load_policy
-from dovetail.core.memory.host_tier import HostTier
+from dovetail.core.interfaces import Hit, KVGroup, KVSequence, PageEntry
+from dovetail.core.memory.cached_pages import CachedPages, CachedTables
+from dovetail.core.memory.eviction import EvictionPolicy
+from dovetail.core.memory.host_tier import HostTier, page_key
 from dovetail.core.memory.page_list import expect
-from dovetail.core.memory.page_tables import PageTables, SequencePages
+from dovetail.core.memory.page_tables import SequencePages
 from dovetail.plugins.kv_cache.config import PrefixHashConfig
 
 WAITING_CHAINS = 8192
 """Sequences peeked at and not acquired whose keys are kept; the oldest is dropped, and hashed anew if it comes back."""
-
-
-def page_key(parent: bytes, tokens: list[int]) -> bytes:
-    return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
 class KeyChain:
@@ -46,18 +42,17 @@ class KeyChain:
         size, keys = self.page_tokens, self.keys
         parent = keys[-1] if keys else self.root
         for start in range(len(keys) * size, pages * size, size):
-            parent = page_key(parent, tokens[start : start + size])
+            parent = page_key(parent, array("i", tokens[start : start + size]).tobytes())
             keys.append(parent)
 
 
 class KeyedPages(CachedPages):
     """Published pages are found by their keys."""
 
-    __slots__ = ("host", "index", "keys")
+    __slots__ = ("index", "keys")
 
     def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy, host: HostTier) -> None:
-        super().__init__(group, total, policy)
-        self.host = host
+        super().__init__(group, total, policy, host)
         self.index: dict[bytes, int] = {}
         """Key -> page, owned or evictable."""
         self.keys: list[bytes | None] = [None] * (total + 1)
@@ -116,14 +111,8 @@ class KeyedPages(CachedPages):
                 self.publish(page, keys[depth], depth, parent)
         return pages
 
-    def _save(self, page: int) -> None:
-        key = self.keys[page]
-        if key is not None and self.host.total:
-            self.host.store(key, page)
-
-    def reset(self) -> None:
-        super().reset()
-        self.host.reset()
+    def _leaving(self, page: int) -> Iterable[tuple[Hashable, int]]:
+        return ((self.keys[page], page),)
 
     def _withdraw(self, page: int) -> None:
         key = self.keys[page]
@@ -151,13 +140,12 @@ class HashedPages(SequencePages):
     """publish(upto < next_full) completes no page."""
 
 
-class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
+class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
     """Hits are multiples of every group's page size, and of a window group they need the window's pages alone."""
 
     config: PrefixHashConfig
 
     def __init__(self, config: PrefixHashConfig, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
-        self._policy = load_policy(config.eviction)
         super().__init__(config, groups, num_pages)
         self._stride = math.lcm(*(group.page_tokens for group in self.groups))
         # Groups without a window first: they bound what is looked for in the others.
@@ -225,39 +213,8 @@ class PrefixHashAllocator(PageTables[KeyedPages, HashedPages]):
         self._waiting.pop(seq.uid, None)
         super().release(seq)
 
-    def stats(self) -> KVStats:
-        tiers = [pages.host for pages in self._pages]
-        return replace(
-            super().stats(),
-            evictions=sum(pages.evictions for pages in self._pages),
-            host_pages=sum(len(tier) for tier in tiers),
-            loads=sum(tier.loads for tier in tiers),
-            stores=sum(tier.stores for tier in tiers),
-        )
-
-    def check(self) -> None:
-        super().check()
-        for pages in self._pages:
-            pages.host.check()
-
-    @classmethod
-    def host_pages(cls, config: PrefixHashConfig, groups: Sequence[KVGroup]) -> dict[int, int]:  # type: ignore[override]
-        pages = config.host_pages
-        if config.host_gib:
-            pages = int(config.host_gib * 2**30 / sum(group.bytes_per_page for group in groups))
-        return {group.id: pages for group in groups}
-
-    def _moves(self) -> tuple[PageOp, ...]:
-        return tuple(op for pages in self._pages for op in pages.host.take_ops())
-
-    def reset(self) -> None:
-        for pages in self._pages:
-            pages.reset()
-
-    def _page_list(self, group: KVGroup, total: int) -> KeyedPages:
-        return KeyedPages(
-            group, total, self._policy(), HostTier(group.id, self.host_pages(self.config, self.groups)[group.id])
-        )
+    def _cached_pages(self, group: KVGroup, total: int, policy: EvictionPolicy, host: HostTier) -> KeyedPages:
+        return KeyedPages(group, total, policy, host)
 
     def _new_state(self, seq: KVSequence) -> HashedPages:
         chains = self._waiting_chains(seq)

@@ -6,20 +6,24 @@ page each. Leaves end with a page. A hit is exact to the token: the page it ends
 
 Runs are compared as bytes, node by node; single tokens matter where two runs differ. A lookup costs the prompt's own
 length, whatever is cached. Host memory: 4 bytes a cached token.
+
+The tree has what is on the device. With host pages, each page of it has a key, too: the hash of its tokens and its
+parent's key. Where the tree ends, whole pages are looked for on the host by key; those that come back join the tree.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from dovetail.core.interfaces import Hit, KVGroup, KVSequence, KVStats, PageEntry, Reservation
-from dovetail.core.memory.cached_pages import CachedPages
-from dovetail.core.memory.eviction import EvictionPolicy, load_policy
+from dovetail.core.interfaces import Hit, KVGroup, KVSequence, PageEntry, Reservation
+from dovetail.core.memory.cached_pages import CachedPages, CachedTables
+from dovetail.core.memory.eviction import EvictionPolicy
+from dovetail.core.memory.host_tier import HostTier, page_key
 from dovetail.core.memory.page_list import expect
-from dovetail.core.memory.page_tables import PageTables, SequencePages
+from dovetail.core.memory.page_tables import SequencePages
 from dovetail.plugins.kv_cache.config import RadixConfig
 
 WIDTH = array("i").itemsize
@@ -52,18 +56,62 @@ class Node:
 class RadixPages(CachedPages):
     """One group's pages and the tree that finds them."""
 
-    __slots__ = ("number_of", "node_of", "roots")
+    __slots__ = ("keys", "node_of", "number_of", "roots")
 
-    def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy) -> None:
-        super().__init__(group, total, policy)
+    def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy, host: HostTier) -> None:
+        super().__init__(group, total, policy, host)
         self.roots: dict[bytes, Node] = {}
         """By salt."""
         self.node_of: list[Node | None] = [None] * (total + 1)
         self.number_of = [0] * (total + 1)
         """Where in its prefix a published page is."""
+        self.keys = [b""] * (total + 1 if host.total else 0)
+        """What names a published page's contents on the host."""
 
     def find(self, salt: bytes, data: bytearray, limit: int) -> tuple[int, list[int]]:
-        """Tokens of the longest cached prefix, at most limit, and the pages that hold them."""
+        """Tokens of the longest cached prefix, at most limit, and the pages that hold them: 0 for one on the host."""
+        at, pages = self._find_on_device(salt, data, limit)
+        if not len(self.host):
+            return at, pages
+        whole = at // self.page_tokens
+        loads = self._find_on_host(salt, data, pages[:whole], limit // self.page_tokens)
+        if loads:
+            kept = sum(self.refs[page] == 0 for page in pages[:whole])
+            loads = loads[: max(self.available - kept, 0)]
+        if not loads:
+            return at, pages
+        return (whole + len(loads)) * self.page_tokens, pages[:whole] + [0] * len(loads)
+
+    def pin(self, salt: bytes, data: bytearray, pages: list[int]) -> None:
+        """One more owner for pages that were found; those on the host get pages of their own and join the tree."""
+        first = pages.index(0) if 0 in pages else len(pages)
+        for page in pages[:first]:
+            self.hit(page)
+        if first == len(pages):
+            return
+        keys = self._find_on_host(salt, data, pages[:first], len(pages))
+        self.host.pin(keys)
+        for number, key in enumerate(keys, first):
+            pages[number] = self.take()
+            self.host.load(key, pages[number])
+        self.publish(salt, pages, first, data, len(pages))
+
+    def _find_on_host(self, salt: bytes, data: bytearray, pages: list[int], limit: int) -> list[bytes]:
+        """Keys of the host's pages that follow on pages of the tree, up to page `limit`."""
+        found: list[bytes] = []
+        key = self.keys[pages[-1]] if pages else page_key(salt, b"")
+        for number in range(len(pages), limit):
+            key = self._key(key, data, number)
+            if key not in self.host:
+                break
+            found.append(key)
+        return found
+
+    def _key(self, parent: bytes, data: bytearray, number: int) -> bytes:
+        size = self.page_tokens * WIDTH
+        return page_key(parent, bytes(data[number * size : (number + 1) * size]))
+
+    def _find_on_device(self, salt: bytes, data: bytearray, limit: int) -> tuple[int, list[int]]:
         root = self.roots.get(salt)
         if root is None:
             return 0, []
@@ -116,6 +164,10 @@ class RadixPages(CachedPages):
         for number in range(known, end):
             page = table[number]
             self.node_of[page], self.number_of[page] = node, number
+            if self.keys:
+                self.keys[page] = self._key(
+                    self.keys[table[number - 1]] if number else page_key(salt, b""), data, number
+                )
             self._offer(page, number, table[number - 1] if number else 0)
         return end
 
@@ -154,16 +206,7 @@ class RadixPages(CachedPages):
 
     def _withdraw(self, page: int) -> None:
         """With what is cached behind it: nobody could find that any more."""
-        node = self.node_of[page]
-        assert node is not None, f"page {page} is published and in no node"
-        size = self.page_tokens
-        at = max(self.number_of[page] * size, node.start)
-        gone = node.pages[at // size - node.start // size :]
-        below = list(node.children.values())
-        while below:
-            other = below.pop()
-            gone += other.pages
-            below += other.children.values()
+        node, at, gone = self._from(page)
         node.children = {}
         self._shorten(node, at)
         for each in gone:
@@ -171,6 +214,24 @@ class RadixPages(CachedPages):
             if each != page and not self.refs[each]:
                 self.policy.on_hit(each)
             self._unpublish(each)
+
+    def _leaving(self, page: int) -> Iterable[tuple[Hashable, int]]:
+        return [(self.keys[each], each) for each in reversed(self._from(page)[2])]
+
+    def _from(self, page: int) -> tuple[Node, int, list[int]]:
+        """A page's node, the first token there that goes with it, and the page with all behind it, each after those
+        before it."""
+        node = self.node_of[page]
+        assert node is not None, f"page {page} is published and in no node"
+        size = self.page_tokens
+        at = max(self.number_of[page] * size, node.start)
+        pages = node.pages[at // size - node.start // size :]
+        below = list(node.children.values())
+        while below:
+            other = below.pop()
+            pages += other.pages
+            below += other.children.values()
+        return node, at, pages
 
     def _shorten(self, node: Node, end: int) -> None:
         """End a node without children at a page, and its parents where that leaves nothing of it."""
@@ -237,7 +298,7 @@ class TreePages(SequencePages):
     """Whether some page's contents are cached in another page."""
 
 
-class RadixAllocator(PageTables[RadixPages, TreePages]):
+class RadixAllocator(CachedTables[RadixPages, TreePages]):
     """Hits are exact to the token, and as long as in the group that has least. config.exact = False: whole pages.
 
     Who publishes what another page holds already goes over to that page when reserve next gives it one, or on release:
@@ -249,7 +310,6 @@ class RadixAllocator(PageTables[RadixPages, TreePages]):
     slides = False
 
     def __init__(self, config: RadixConfig, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
-        self._policy = load_policy(config.eviction)
         super().__init__(config, groups, num_pages)
         self._stride = 1 if config.exact else math.lcm(*(group.page_tokens for group in self.groups))
         self._waiting: dict[int, tuple[list[int], bytearray]] = {}
@@ -269,13 +329,12 @@ class RadixAllocator(PageTables[RadixPages, TreePages]):
         entries: list[PageEntry] = []
         for (pages, table), shared in zip(self._by_group(state), found, strict=True):
             table.extend(shared[: pages.count(hit)])
-            for index, page in enumerate(table):
-                pages.hit(page)
-                entries.append((pages.group, index, page))
+            pages.pin(seq.salt.encode(), state.data, table)
+            entries += [(pages.group, index, page) for index, page in enumerate(table)]
         state.length = state.written = state.room = hit
         state.known = [hit // pages.page_tokens for pages in self._pages]
         self._note_offered(state, hit)
-        return Hit(hit, tuple(entries))
+        return Hit(hit, tuple(entries), self._moves())
 
     def publish(self, seq: KVSequence, upto: int) -> None:
         state = self._mark_written(seq, upto)
@@ -308,15 +367,8 @@ class RadixAllocator(PageTables[RadixPages, TreePages]):
             self._adopt(seq, state)
         super().release(seq)
 
-    def stats(self) -> KVStats:
-        return replace(super().stats(), evictions=sum(pages.evictions for pages in self._pages))
-
-    def reset(self) -> None:
-        for pages in self._pages:
-            pages.reset()
-
-    def _page_list(self, group: KVGroup, total: int) -> RadixPages:
-        return RadixPages(group, total, self._policy())
+    def _cached_pages(self, group: KVGroup, total: int, policy: EvictionPolicy, host: HostTier) -> RadixPages:
+        return RadixPages(group, total, policy, host)
 
     def _new_state(self, seq: KVSequence) -> TreePages:
         data = self._waiting_data(seq)

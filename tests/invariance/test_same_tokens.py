@@ -89,7 +89,8 @@ def test_the_variants_do_what_their_names_say() -> None:
         assert again[0].cached_tokens >= 16, "the common prefix was computed twice"
 
 
-def test_evicted_prefixes_come_back_from_the_host() -> None:
+@pytest.mark.parametrize("allocator", ["prefix_hash", "radix"])
+def test_evicted_prefixes_come_back_from_the_host(allocator: str) -> None:
     """Prompts take turns on a device that holds one of them."""
     turns = [PROMPTS[n] for n in (0, 1, 3, 5, 0, 1, 3, 5, 0)]
 
@@ -101,8 +102,8 @@ def test_evicted_prefixes_come_back_from_the_host() -> None:
             return [generation.token_ids for generation in found], cached, llm.engine.kv.stats().loads
 
     plain, _, none = run("kv_cache=paged")
-    _, few, _ = run()
-    found, cached, loads = run("kv_cache.host_pages=60")
+    _, few, _ = run(f"kv_cache={allocator}")
+    found, cached, loads = run(f"kv_cache={allocator}", "kv_cache.host_pages=60")
     assert found == plain
     assert loads > none == 0
     assert cached > few

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -12,12 +13,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, KVSequence, PageOp, PageOpKind, Reservation
-from dovetail.core.memory.host_tier import HostTier
+from dovetail.core.memory.host_tier import HostTier, page_key
 from dovetail.core.memory.page_list import PageList
 from dovetail.core.testing.kv_cache import KVAllocatorContract, make_kv_state_machine
 from dovetail.core.testing.kv_model import TokenSequence
 from dovetail.core.testing.suite import failures
-from dovetail.plugins.kv_cache import prefix_hash
 from dovetail.plugins.kv_cache.config import PagedConfig, PrefixHashConfig
 from dovetail.plugins.kv_cache.paged import PagedAllocator
 from dovetail.plugins.kv_cache.prefix_hash import HashedPages, KeyChain, KeyedPages, PrefixHashAllocator
@@ -140,7 +140,8 @@ class LooseChain(KeyChain):
 
     def extend(self, tokens: list[int], pages: int) -> None:
         for start in range(len(self.keys) * self.page_tokens, pages * self.page_tokens, self.page_tokens):
-            self.keys.append(prefix_hash.page_key(self.root, tokens[start : start + self.page_tokens]))
+            page = array("i", tokens[start : start + self.page_tokens])
+            self.keys.append(page_key(self.root, page.tobytes()))
 
 
 class FindsOneGroupAlone(Base):

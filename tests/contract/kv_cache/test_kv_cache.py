@@ -63,6 +63,13 @@ class TestRadixOfWholePages(KVAllocatorContract):
         return RadixAllocator(RadixConfig(exact=False, eviction="cost"), groups, num_pages)
 
 
+class TestRadixWithHostPages(KVAllocatorContract):
+    slides = False
+
+    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
+        return RadixAllocator(RadixConfig(host_pages=9), groups, num_pages)
+
+
 def test_the_suite_must_be_given_an_allocator() -> None:
     with pytest.raises(NotImplementedError):
         KVAllocatorContract().make((), {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -9,13 +11,15 @@ from pydantic import ValidationError
 from dovetail.core.interfaces import KVGroup, PageOp, PageOpKind, Plane
 from dovetail.core.memory.host_tier import HostTier
 from dovetail.core.testing.kv_model import layout, reserve, sequence, write
-from dovetail.plugins.kv_cache.config import PrefixHashConfig
+from dovetail.plugins.kv_cache.config import PrefixHashConfig, RadixConfig
 from dovetail.plugins.kv_cache.prefix_hash import PrefixHashAllocator
+from dovetail.plugins.kv_cache.radix import RadixAllocator
 
 
-def test_a_prefix_goes_to_the_host_and_comes_back() -> None:
+@pytest.mark.parametrize(("made", "config"), [(PrefixHashAllocator, PrefixHashConfig), (RadixAllocator, RadixConfig)])
+def test_a_prefix_goes_to_the_host_and_comes_back(made: Any, config: Any) -> None:
     small = layout(a=(4, 3))
-    kv = PrefixHashAllocator(PrefixHashConfig(host_pages=4), small.groups, small.num_pages)
+    kv = made(config(host_pages=4), small.groups, small.num_pages)
     first, other, again = sequence(1, 8), sequence(2, 12, first=100), sequence(3, 9)
     write(kv, first)
     kv.release(first)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import pydantic
 import pytest
 
@@ -29,8 +31,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     page_key = prefix_hash.page_key
 
-    def spy(parent: bytes, tokens: list[int]) -> bytes:
-        seen.append(tokens)
+    def spy(parent: bytes, tokens: bytes) -> bytes:
+        seen.append(array("i", tokens).tolist())
         return page_key(parent, tokens)
 
     monkeypatch.setattr(prefix_hash, "page_key", spy)
