@@ -1,8 +1,7 @@
-"""Verification of drafts: which of them the target would have produced itself. R rows, W = K + 1 positions, V
-vocabulary.
+"""Verification of drafts that come with probabilities; those that are certain go through core.ops.step.accept. Both
+leave the output distribution exactly the target's. R rows, W = K + 1 positions, V vocabulary.
 
-Position w of a row holds the target's logits after the last token and the first w drafts. Both functions leave the
-output distribution exactly the target's.
+Position w of a row holds the target's logits after the last token and the first w drafts.
 """
 
 from __future__ import annotations
@@ -21,18 +20,6 @@ class Verdict:
     """int64: accepted drafts, then one token of the target's own; entries past accepted_R are meaningless."""
     accepted_R: torch.Tensor
     """int64: drafts accepted, 0 .. K."""
-
-
-def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor) -> Verdict:
-    """Accept drafts as long as they equal the token the target drew at that position.
-
-    For greedy rows this is the usual rule. For random rows whose drafter is certain of its guess (q a point mass) it is
-    min(1, p/q) as well: the draw equals the guess with probability p(guess), and given that it does not, it is
-    distributed as the residual. The draws are those of plain sampling, so a seeded request gives the same text
-    with and without drafts.
-    """
-    agree = target_RW[:, : draft_RK.shape[1]] == draft_RK
-    return Verdict(target_RW, leading(agree, count_R))
 
 
 def verify_rejection(

@@ -195,6 +195,11 @@ def accept(
 ) -> Accepted:
     """Accept each row's drafts as long as they equal the target's draws, then write the outcome into the device state.
 
+    For greedy rows this is the usual rule. For random rows whose drafter is certain of its guess (q a point mass) it is
+    min(1, p/q) as well: the draw equals the guess with probability p(guess), and given that it does not, it is
+    distributed as the residual. The draws are those of plain sampling, so a seeded request gives the same text
+    with and without drafts.
+
     Position base_R + w of a row holds draft w (as int32) before and token w after. limit_R bounds the drafts verified.
     Rows of the last slot are padding and change nothing.
     """

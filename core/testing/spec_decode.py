@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from dovetail.core.engine.sampler import SampleParams, sample
-from dovetail.core.engine.verify import Verdict, verify_match, verify_rejection
+from dovetail.core.engine.verify import Verdict, verify_rejection
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, ModelSpec, TargetView
+from dovetail.core.ops.step import accept
 from dovetail.core.testing.host_sync import NoHostSync
 
 HIDDEN = 8
@@ -375,3 +376,15 @@ def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> V
     )
     target = sample(p_WV.log().repeat(rows, 1), position_RW.reshape(-1), params)
     return verify_match(target.view(rows, width), draft_RK, count_R)
+
+
+def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor) -> Verdict:
+    """By the engine's `accept`, over a device state that holds nothing but the drafts."""
+    rows, width = target_RW.shape
+    tokens_SL = torch.zeros(rows + 1, width, dtype=torch.int32)
+    tokens_SL[:rows, : width - 1] = draft_RK
+    computed_S = torch.zeros(rows + 1, dtype=torch.int64)
+    drafts_S = torch.nn.functional.pad(count_R, (0, 1))
+    slots_R, base_R = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+    accepted = accept(target_RW, slots_R, base_R, count_R, tokens_SL, computed_S, drafts_S)
+    return Verdict(target_RW, accepted.accepted_R)

@@ -9,8 +9,9 @@ import torch
 from scipy import stats
 
 from dovetail.core.engine.sampler import SampleParams, sample
-from dovetail.core.engine.verify import Verdict, verify_match, verify_rejection
+from dovetail.core.engine.verify import Verdict, verify_rejection
 from dovetail.core.ops.random import Purpose, gumbel
+from dovetail.core.testing.spec_decode import verify_match
 
 V, K, N = 6, 2, 40_000
 Verify = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Verdict]
