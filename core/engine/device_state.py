@@ -5,7 +5,7 @@ it, so the host need not know them. S slots (one more as scratch for padding), L
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,16 @@ class SlotInfo:
     uid: int
     epoch: int
     blob: JoinBlob
+    random: bool = field(init=False)
+    """Not greedy."""
+    plain: bool = field(init=False)
+    """Drawn by its logits and temperature alone, as captured draws are."""
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.random = params.temperature > 0
+        filtered = self.random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self.plain = not (filtered or self.processors or params.logprobs is not None)
 
     @property
     def params(self) -> SamplingParams:

@@ -26,7 +26,6 @@ from dovetail.core.interfaces import (
     Model,
     Progress,
     Row,
-    SamplingParams,
 )
 from dovetail.core.ops.step import TokenLayout, accept, draw
 
@@ -50,8 +49,8 @@ class DecodeGraph:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Steps that waste at most a third of the rows up to 32, then a quarter; above 128 multiples of what a product's
-    tiles hold, since one row past a tile costs as much as a whole one."""
+    """Less than two fifths of a graph's rows are spare, and less than a third above 8. Above 128 they are multiples of
+    what a product's tiles hold, since one row past a tile costs as much as a whole one."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
@@ -136,13 +135,7 @@ class DecodeGraphs:
         return make_batch(rows, graph.tokens, {}), graph.hidden
 
     def sample(self, graph: DecodeGraph, rows: int, random: bool) -> Sampled:
-        """After `forward`, for rows that `draws` allows."""
+        """After `forward`, for rows that are all `plain` (SlotInfo)."""
         captured, out = graph.sample[random]
         captured.replay()
         return Sampled(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
-
-
-def draws_in_graph(params: SamplingParams) -> bool:
-    """Whether a row needs no more than temperature: neither filters nor log-probabilities."""
-    plain = params.top_k == 0 and params.top_p == 1 and params.min_p == 0
-    return params.logprobs is None and (plain or params.temperature == 0)

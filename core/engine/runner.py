@@ -19,7 +19,7 @@ from dovetail.core.compose import Host, Selected
 from dovetail.core.engine.batch import Batch, build_batch, row_starts
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
-from dovetail.core.engine.graphs import DecodeGraph, DecodeGraphs, draws_in_graph
+from dovetail.core.engine.graphs import DecodeGraph, DecodeGraphs
 from dovetail.core.engine.host import detect_host
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
 from dovetail.core.engine.sampling_step import (
@@ -341,9 +341,9 @@ class Runner:
                 drafter.observe(self._draft_context(batch, None), hidden.states, hidden.taps)
             return None
         infos = [state.slots[row.slot] for row in batch.rows]
-        random = any(info.params.temperature > 0 for info in infos)
+        random = any(info.random for info in infos)
         captured = step.graph is not None and late is None and not (random and state.draft_probs_SKV is not None)
-        if captured and all(draws_in_graph(info.params) and not info.processors for info in infos):
+        if captured and all(info.plain for info in infos):
             sampled = self.graphs.sample(step.graph, len(infos), random)
         else:
             at = locate(batch, step.sampling)
