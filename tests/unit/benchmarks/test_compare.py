@@ -103,6 +103,17 @@ def test_shapes_get_the_model_type_that_others_go_by(compare: ModuleType, model:
     assert found["model_type"] == known_as
 
 
+def test_workloads_share_no_prompts(compare: ModuleType, tmp_path: Path) -> None:
+    """They run in one engine: prompts of the run before would stand in its prefix cache."""
+    jobs = compare.make_jobs(["model=llama3_8b", "engine.max_len=1024"], ["latency", "batch64"], 1, tmp_path)
+    seen: set[str] = set()
+    for runs in jobs.values():
+        for job in runs:
+            prompts = {str(json.loads(line)["prompt_ids"]) for line in job.path.read_text().splitlines()}
+            assert seen.isdisjoint(prompts), (job.workload, job.purpose)
+            seen |= prompts
+
+
 def test_what_vllm_is_asked_for(compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a stand-in with the names of vLLM's offline API."""
     asked: dict[str, Any] = {}
