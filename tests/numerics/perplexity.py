@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import fractions
+import heapq
 import inspect
 import json.decoder
 import math
+import statistics
 import textwrap
 
 from dovetail import LLM, SamplingParams
 
-TEXTS = [inspect.getsource(module)[:3000] for module in (textwrap, json.decoder)]
+MODULES = (textwrap, json.decoder, argparse, fractions, statistics, heapq)
+TEXTS = [inspect.getsource(module)[:3000] for module in MODULES]
 
 
 def perplexity(*overrides: str) -> float:
