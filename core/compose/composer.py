@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def compose(
         app_part=nodes[draft.app],
         parts={kind: nodes[kind] for kind in KINDS if kind in nodes and kind != draft.app},
         engine_config=nodes.get("engine"),
-        config_dirs=tuple(config_dirs),
+        config_dirs=tuple(map(os.path.abspath, config_dirs)),
     )
 
 

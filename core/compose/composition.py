@@ -28,7 +28,7 @@ class Composition:
     engine_config: EngineConfig | None
     """None for an app that does not read it."""
     config_dirs: tuple[str, ...] = ()
-    """Folders of the user's own presets and variants."""
+    """Folders of the user's own presets and variants, absolute: a worker or a replica composes the same again."""
 
     @property
     def app(self) -> str:

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.compose import compose
@@ -58,7 +59,7 @@ class _Worker:
         self.phase = ""
         self.plans = RingReader(order["plan_fd"], self.rank - 1)
         self.blobs = RingReader(order["blob_fd"], self.rank - 1)
-        self.composition = recompose(order["overrides"], order["identity"])
+        self.composition = recompose(order)
         runner_class = load_class(order["runner"])
         self.runner = runner_class(self.composition, rank=self.rank, size=order["size"], address=order["address"])
 
@@ -122,8 +123,18 @@ def identity(composition: Composition) -> dict[str, str]:
     return {"registry": composition.registry.fingerprint(), "config": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-def recompose(overrides: list[str], wanted: dict[str, str]) -> Composition:
-    composition = compose(overrides)
+def order_for(composition: Composition) -> dict[str, Any]:
+    """What another process of this machine composes the same from: for `recompose`."""
+    return {
+        "overrides": list(composition.overrides),
+        "config_dirs": list(composition.config_dirs),
+        "identity": identity(composition),
+    }
+
+
+def recompose(order: Mapping[str, Any]) -> Composition:
+    wanted: dict[str, str] = order["identity"]
+    composition = compose(order["overrides"], config_dirs=order["config_dirs"])
     found = identity(composition)
     if found["registry"] != wanted["registry"]:
         raise ConfigError(
@@ -132,8 +143,8 @@ def recompose(overrides: list[str], wanted: dict[str, str]) -> Composition:
         )
     if found != wanted:
         raise ConfigError(
-            f"composing {' '.join(overrides)} again gave other options than rank 0 has: it reads configs that only "
-            "rank 0 finds"
+            f"composing {' '.join(order['overrides'])} again gave other options than rank 0 has: it reads configs that "
+            "only rank 0 finds"
         )
     return composition
 

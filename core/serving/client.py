@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import subprocess
-import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,15 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import zmq
 
 from dovetail.core.engine.output import Delta, StopWatch, Timing
 from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import SamplingParams, TokenLogprobs
-from dovetail.core.parallel.channel import Channel, ChannelClosed
-from dovetail.core.parallel.failure import describe_exit
-from dovetail.core.parallel.process import start_process
-from dovetail.core.parallel.worker import identity
+from dovetail.core.serving.process import EngineProcess
 from dovetail.core.serving.protocol import (
     Abort,
     Add,
@@ -34,7 +27,6 @@ from dovetail.core.serving.protocol import (
     Finish,
     LogprobWire,
     News,
-    Output,
     Reply,
 )
 from dovetail.core.tokenizer import Tokenizer
@@ -45,7 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "failed", "stopped"]
-_STOP_SECONDS = 10.0
 _HOUR = 3600.0
 
 
@@ -143,7 +134,7 @@ class EngineClient:
         self._streams: dict[int, Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._deaths: deque[float] = deque()
-        self._process: _EngineProcess | None = None
+        self._process: EngineProcess | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -236,21 +227,21 @@ class EngineClient:
         if process is not None:
             await asyncio.to_thread(process.stop)
 
-    # From the engine's process, in the event loop.
+    # In the event loop.
 
     def _launch(self) -> None:
         self.state = "starting"
-        self._process = _EngineProcess(self)
-        self._process.thread.start()
+        self._process = EngineProcess(self.composition, self)
+        self._process.start()
 
-    def on_ready(self, process: _EngineProcess, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+    def _on_ready(self, process: EngineProcess, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         if process is self._process:
             self._info, self._tokenizer = info, tokenizer
             self.state = "ready"
             self.down.clear()
             self._ready.set()
 
-    def on_outcomes(self, outcomes: Iterable[tuple[Stream, Delta | RequestError, bool]]) -> None:
+    def _on_outcomes(self, outcomes: Iterable[tuple[Stream, Delta | RequestError, bool]]) -> None:
         now = time.perf_counter()
         for stream, item, last in outcomes:
             if stream.ended:
@@ -266,11 +257,11 @@ class EngineClient:
                     stream.latest[item.sample] = now
                 stream.put(item, last)
 
-    def on_counters(self, stats: EngineStats) -> None:
+    def _on_counters(self, stats: EngineStats) -> None:
         self.stats = stats
         self._on_stats(stats)
 
-    def on_reply(self, reply: Reply) -> None:
+    def _on_reply(self, reply: Reply) -> None:
         answer = self._replies.pop(reply.id, None)
         if answer is not None and not answer.done():
             if reply.error:
@@ -278,7 +269,7 @@ class EngineClient:
             else:
                 answer.set_result(reply.value)
 
-    def on_death(self, process: _EngineProcess, cause: str) -> None:
+    def _on_death(self, process: EngineProcess, cause: str) -> None:
         if process is not self._process:
             return
         was, self.failure = self.state, cause
@@ -316,9 +307,35 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(error)
 
-    # In the output thread.
+    # From the engine's process, in its output thread.
 
-    def translate(self, batch: Batch) -> list[tuple[Stream, Delta | RequestError, bool]]:
+    def on_progress(self, process: EngineProcess, phase: str) -> None:
+        self.phase = phase
+
+    def on_ready(self, process: EngineProcess, info: EngineInfo) -> None:
+        folder = None if info.folder is None else Path(info.folder)
+        has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
+        self._call(self._on_ready, process, info, Tokenizer(folder) if folder and has_tokenizer else None)
+
+    def on_message(self, process: EngineProcess, message: Batch | Reply) -> None:
+        if isinstance(message, Reply):
+            self._call(self._on_reply, message)
+            return
+        if message.stats is not None:
+            self._call(self._on_counters, message.stats)
+        if message.news and (outcomes := self._translate(message)):
+            self._call(self._on_outcomes, outcomes)
+
+    def on_death(self, process: EngineProcess, cause: str) -> None:
+        self._call(self._on_death, process, cause)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            log.debug("the event loop is closed: %s came too late", function.__name__)
+
+    def _translate(self, batch: Batch) -> list[tuple[Stream, Delta | RequestError, bool]]:
         """Tokens to text. Each: the stream, its news, and whether that was all."""
         outcomes: list[tuple[Stream, Delta | RequestError, bool]] = []
         for news in batch.news:
@@ -357,132 +374,3 @@ class EngineClient:
 
 def _read(logprobs: Sequence[LogprobWire]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(logprob, tuple(top)) for logprob, top in logprobs)
-
-
-class _EngineProcess:
-    """One life of the engine's process. A thread starts it, hears it and sees it die."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client, self._loop = client, client._loop
-        self._sending = threading.Lock()
-        self._commands: zmq.Socket[bytes] | None = None
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
-        self._stopping = False
-        self._said = ""
-        """Its last words."""
-        self.thread = threading.Thread(target=self._run, name="dovetail-output", daemon=True)
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._popen is None else self._popen.pid
-
-    def send(self, command: bytes) -> None:
-        """A Command, encoded; from any thread. To a dead process nothing is sent: its death is on the way."""
-        with self._sending:
-            if self._commands is not None:
-                self._commands.send(command)
-
-    def stop(self) -> None:
-        """Blocks until the process is gone."""
-        self._stopping = True
-        if self._channel is not None:
-            try:
-                self._channel.send({"op": "stop"})
-            except (ChannelClosed, OSError):
-                pass  # It is dead already.
-        self.thread.join(_STOP_SECONDS)
-        if self.thread.is_alive() and self._popen is not None:
-            log.warning("the engine did not end within %g s and is killed", _STOP_SECONDS)
-            self._popen.kill()
-            self.thread.join()
-
-    def _run(self) -> None:
-        try:
-            # mkdtemp's mode is 0700: nobody else can connect.
-            with tempfile.TemporaryDirectory(prefix="dovetail-") as folder, zmq.Context() as context:
-                cause = self._serve(context, Path(folder))
-        except Exception as error:
-            log.exception("the thread that listens to the engine failed")
-            cause = f"cannot be heard any more: {error!r}"
-        finally:
-            if self._popen is not None and self._popen.poll() is None:
-                self._popen.kill()
-                self._popen.wait()
-        self._call(self._client.on_death, self, cause)
-
-    def _serve(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> str:
-        commands, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        addresses = {"commands": f"ipc://{folder}/commands", "outputs": f"ipc://{folder}/outputs"}
-        try:
-            for sock, address in zip((commands, outputs), addresses.values(), strict=True):
-                sock.linger = 0
-                sock.set_hwm(0)
-                sock.bind(address)
-            composition = self._client.composition
-            self._popen, self._channel = start_process("dovetail.core.serving.engine_process:main")
-            order = {"overrides": list(composition.overrides), "identity": identity(composition), **addresses}
-            self._channel.send(order)
-            if self._stopping:
-                self._channel.send({"op": "stop"})
-            with self._sending:
-                self._commands = commands
-            self._listen(outputs, self._channel)
-            return self._cause(self._popen)
-        finally:
-            with self._sending:
-                self._commands = None
-            commands.close()
-            outputs.close()
-            if self._channel is not None:
-                self._channel.close()
-
-    def _cause(self, popen: subprocess.Popen[bytes]) -> str:
-        try:
-            status = popen.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            popen.kill()
-            status = popen.wait()
-        return self._said or describe_exit(status, "serving" if self._client.state == "ready" else "starting")
-
-    def _listen(self, outputs: zmq.Socket[bytes], channel: Channel) -> None:
-        """Until the process closes its end."""
-        client = self._client
-        decoder = msgspec.msgpack.Decoder(Output)
-        poller = zmq.Poller()
-        poller.register(outputs, zmq.POLLIN)
-        poller.register(channel.fileno(), zmq.POLLIN)
-        while True:
-            for source, _ in poller.poll():
-                if source is not outputs:
-                    try:
-                        self._heard(*channel.recv())
-                    except ChannelClosed:
-                        return
-                    continue
-                message = decoder.decode(outputs.recv())
-                if isinstance(message, Reply):
-                    self._call(client.on_reply, message)
-                    continue
-                if message.stats is not None:
-                    self._call(client.on_counters, message.stats)
-                if message.news and (outcomes := client.translate(message)):
-                    self._call(client.on_outcomes, outcomes)
-
-    def _heard(self, message: dict[str, Any], raw: bytes) -> None:
-        client = self._client
-        if message["op"] == "ready":
-            info = msgspec.convert(message["info"], EngineInfo)
-            folder = None if info.folder is None else Path(info.folder)
-            has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
-            self._call(client.on_ready, self, info, Tokenizer(folder) if folder and has_tokenizer else None)
-        elif message["op"] == "error":
-            self._said = f"failed: {message['text']}"
-        elif message["op"] == "progress":
-            client.phase = message["phase"]
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            log.debug("the event loop is closed: %s came too late", function.__name__)

@@ -54,7 +54,7 @@ def main(control_fd: int, parent: int) -> None:
     engine = None
     try:
         order, _ = control.recv()
-        composition = recompose(order["overrides"], order["identity"])
+        composition = recompose(order)
         engine = Engine(composition)
         began = time.perf_counter()
         engine.start(lambda phase, share: control.send({"op": "progress", "phase": phase, "share": share}))

@@ -24,7 +24,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.ring import RingWriter
-from dovetail.core.parallel.worker import CONTROL, identity, load_class
+from dovetail.core.parallel.worker import CONTROL, load_class, order_for
 from dovetail.core.parallel.workers import Workers
 from dovetail.plugins.executor.config import MultiprocConfig
 
@@ -59,8 +59,7 @@ class MultiprocExecutor(Executor):
             "size": size,
             "address": address,
             "runner": self.runner_class,
-            "overrides": list(self.composition.overrides),
-            "identity": identity(self.composition),
+            **order_for(self.composition),
             "plan_fd": self._plans.fd,
             "blob_fd": self._blobs.fd,
         }

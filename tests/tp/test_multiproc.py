@@ -185,12 +185,33 @@ def test_shutdown_does_not_wait_for_a_worker_that_is_stuck(gone: Gone) -> None:
 def test_another_registry_on_a_worker_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker reads the environment anew; rank 0 has composed already."""
     executor = rank_runners.executor(rank_runners.Runner, composition(2))
-    monkeypatch.setattr(
-        "dovetail.plugins.executor.multiproc.identity", lambda composed: {"registry": "0", "config": "0"}
-    )
+    monkeypatch.setattr("dovetail.core.parallel.worker.identity", lambda composed: {"registry": "0", "config": "0"})
     with pytest.raises(RankError, match="the ranks see different components"):
         executor.start(quiet)
     executor.shutdown()
+
+
+def test_ranks_find_presets_and_variants_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the program has gone since it composed."""
+    for name, text in {
+        "preset/mine.yaml": "# @package _global_\ndefaults:\n  - override /scheduler: chunky\nengine:\n  tp: 2\n",
+        "scheduler/chunky.yaml": "defaults: [fcfs, _self_]\nmax_chunk: 64\n",
+    }.items():
+        file = tmp_path / "conf" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    words = ["app=generate", "+preset=mine", "executor=multiproc"]
+    composed = compose(words, config_dirs=["conf"])
+    assert composed.part("scheduler").config.max_chunk == 64  # type: ignore[attr-defined]
+    executor = rank_runners.executor(rank_runners.Runner, composed)
+    monkeypatch.chdir("/")
+    try:
+        executor.start(quiet)
+        executor.submit(StepPlan(0, []), {})
+        assert executor.collect().step == 0
+    finally:
+        executor.shutdown()
 
 
 @pytest.fixture

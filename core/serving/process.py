@@ -1,0 +1,153 @@
+"""One life of an engine's process: a thread starts it, hears it and sees it die."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import zmq
+
+from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.failure import describe_exit
+from dovetail.core.parallel.process import start_process
+from dovetail.core.parallel.worker import order_for
+from dovetail.core.serving.protocol import Batch, EngineInfo, Output, Reply
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+log = logging.getLogger(__name__)
+
+_STOP_SECONDS = 10.0
+
+
+class Listener(Protocol):
+    """Whoever uses the engine. Each is called in the process's own thread, in the order in which it said so."""
+
+    def on_progress(self, process: EngineProcess, phase: str) -> None: ...
+
+    def on_ready(self, process: EngineProcess, info: EngineInfo) -> None: ...
+
+    def on_message(self, process: EngineProcess, message: Batch | Reply) -> None: ...
+
+    def on_death(self, process: EngineProcess, cause: str) -> None:
+        """The last call. `cause` ends a sentence that begins with the engine."""
+
+
+class EngineProcess:
+    def __init__(self, composition: Composition, listener: Listener) -> None:
+        self._composition, self._listener = composition, listener
+        self._sending = threading.Lock()
+        self._commands: zmq.Socket[bytes] | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._stopping = False
+        self._doing = "starting"
+        self._said = ""
+        """Its last words."""
+        # Linux ends a child with the thread that started it: this one lives as long as the process.
+        self._thread = threading.Thread(target=self._run, name="dovetail-output", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._popen is None else self._popen.pid
+
+    def start(self) -> None:
+        """Returns at once."""
+        self._thread.start()
+
+    def send(self, command: bytes) -> None:
+        """A Command, encoded; from any thread. To a dead process nothing is sent: its death is on the way."""
+        with self._sending:
+            if self._commands is not None:
+                self._commands.send(command)
+
+    def stop(self) -> None:
+        """Blocks until the process is gone."""
+        self._stopping = True
+        if self._channel is not None:
+            try:
+                self._channel.send({"op": "stop"})
+            except (ChannelClosed, OSError):
+                pass  # It is dead already.
+        self._thread.join(_STOP_SECONDS)
+        if self._thread.is_alive() and self._popen is not None:
+            log.warning("the engine did not end within %g s and is killed", _STOP_SECONDS)
+            self._popen.kill()
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            # mkdtemp's mode is 0700: nobody else can connect.
+            with tempfile.TemporaryDirectory(prefix="dovetail-") as folder, zmq.Context() as context:
+                cause = self._serve(context, Path(folder))
+        except Exception as error:
+            log.exception("the thread that listens to the engine failed")
+            cause = f"cannot be heard any more: {error!r}"
+        finally:
+            if self._popen is not None and self._popen.poll() is None:
+                self._popen.kill()
+                self._popen.wait()
+        self._listener.on_death(self, cause)
+
+    def _serve(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> str:
+        commands, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        addresses = {"commands": f"ipc://{folder}/commands", "outputs": f"ipc://{folder}/outputs"}
+        try:
+            for sock, address in zip((commands, outputs), addresses.values(), strict=True):
+                sock.linger = 0
+                sock.set_hwm(0)
+                sock.bind(address)
+            self._popen, self._channel = start_process("dovetail.core.serving.engine_process:main")
+            self._channel.send({**order_for(self._composition), **addresses})
+            if self._stopping:
+                self._channel.send({"op": "stop"})
+            with self._sending:
+                self._commands = commands
+            self._listen(outputs, self._channel)
+            return self._cause(self._popen)
+        finally:
+            with self._sending:
+                self._commands = None
+            commands.close()
+            outputs.close()
+            if self._channel is not None:
+                self._channel.close()
+
+    def _cause(self, popen: subprocess.Popen[bytes]) -> str:
+        try:
+            status = popen.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            status = popen.wait()
+        return self._said or describe_exit(status, self._doing)
+
+    def _listen(self, outputs: zmq.Socket[bytes], channel: Channel) -> None:
+        """Until the process closes its end."""
+        decoder = msgspec.msgpack.Decoder(Output)
+        poller = zmq.Poller()
+        poller.register(outputs, zmq.POLLIN)
+        poller.register(channel.fileno(), zmq.POLLIN)
+        while True:
+            for source, _ in poller.poll():
+                if source is outputs:
+                    self._listener.on_message(self, decoder.decode(outputs.recv()))
+                    continue
+                try:
+                    self._heard(*channel.recv())
+                except ChannelClosed:
+                    return
+
+    def _heard(self, message: dict[str, Any], raw: bytes) -> None:
+        if message["op"] == "ready":
+            self._doing = "serving"
+            self._listener.on_ready(self, msgspec.convert(message["info"], EngineInfo))
+        elif message["op"] == "error":
+            self._said = f"failed: {message['text']}"
+        elif message["op"] == "progress":
+            self._listener.on_progress(self, message["phase"])
