@@ -110,7 +110,9 @@ def _drafts(heads: list[tuple[int, ...]], tokens: list[int]) -> list[HostDraft]:
     return drafts
 
 
-_REQUEST_FIELDS = tuple(f.name for f in dataclasses.fields(Request) if f.name not in ("prompt_ids", "params"))
+_REQUEST_FIELDS = tuple(
+    f.name for f in dataclasses.fields(Request) if f.init and f.name not in ("prompt_ids", "params")
+)
 
 
 def encode_blob(uid: int, epoch: int, blob: JoinBlob) -> bytes:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Generator, Iterable
+from operator import itemgetter
 from typing import Any
 
 from dovetail.core.interfaces import (
     FinishReason,
+    Hit,
     Join,
     KVAllocator,
     PageDelta,
-    PageEntry,
     PageOp,
+    Reservation,
     Row,
     RowFlag,
     Scheduler,
@@ -33,7 +35,9 @@ from dovetail.core.interfaces import (
 
 SAMPLE = int(RowFlag.SAMPLE)
 DECODE = int(RowFlag.SAMPLE | RowFlag.DECODE)
-FEEDS_DRAFTS = int(RowFlag.DECODE)
+
+_new = tuple.__new__
+_SLOT = itemgetter(Row._fields.index("slot"))
 
 
 class PolicyScheduler(Scheduler):
@@ -128,18 +132,18 @@ class PolicyScheduler(Scheduler):
             return None
         plan = step.plan(self._leaves, self._ops)
         self._leaves, self._ops = [], []
-        for row in plan.rows:
+        for row in step.chunks:
             seq = self._sequences[row.uid]
-            if not row.flags & FEEDS_DRAFTS:
-                self.kv.publish(seq, min(seq.computed, seq.known_len))
+            self.kv.publish(seq, min(seq.computed, seq.known_len))
         self._launched.append(plan)
         return plan
 
     def update(self, result: StepResult) -> None:
         plan = self._launched.popleft()
         assert plan.step == result.step, f"result of step {result.step} came, step {plan.step} is the oldest in flight"
+        sequences, publish = self._sequences, self.kv.publish
         for row, outcome in zip(plan.rows, result.rows, strict=True):
-            seq = self._sequences.get(row.uid)
+            seq = sequences.get(row.uid)
             if seq is None:
                 continue
             seq.inflight -= 1
@@ -147,10 +151,12 @@ class PolicyScheduler(Scheduler):
                 continue
             # More than the drafts where a row without its mask sat the step out: its last token is fed again.
             surplus = row.draft + 1 - len(outcome.tokens)
-            seq.max_len -= surplus
-            if row.epoch == seq.epoch:
-                seq.computed -= surplus
-                self.kv.publish(seq, seq.known_len - 1)
+            here = row.epoch == seq.epoch
+            if surplus:
+                seq.max_len -= surplus
+                seq.computed -= surplus if here else 0
+            if here:
+                publish(seq, len(seq.tokens) - 1)
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
         seq = self._sequences.pop(uid, None)
@@ -188,33 +194,45 @@ class PolicyScheduler(Scheduler):
         """Decode rows first: they are cheap and somebody reads along."""
         decoding: list[Sequence] = []
         feeding: list[Sequence] = []
+        joined = {join.uid for join in step.joins}
         for seq in self.running.values():
             # Whoever has just joined has its pages already and gets its first chunk, be it a single token.
-            (decoding if seq.remaining == 1 and seq.uid not in step.uids else feeding).append(seq)
-        for seq in decoding:
-            if step.budget and seq.status is Status.RUNNING:
-                self._decode(seq, step, ctx)
+            (decoding if seq.max_len - seq.computed == 1 and seq.uid not in joined else feeding).append(seq)
+        self._decode(decoding, step, ctx)
         for seq in feeding:
             if step.budget and seq.status is Status.RUNNING:
                 self._feed(seq, step, ctx)
 
-    def _decode(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> None:
-        room = seq.limit - seq.max_len
-        if room <= 0:
-            return  # The plans in flight may complete it.
-        draft = 0
-        if self.limits.lookahead and seq.request.params.grammar is None:
-            draft = min(self.draft_tokens(seq, ctx), room - 1, step.budget - 1)
-        if self._reserve(seq, seq.computed + 1 + draft, step, ctx):
-            seq.computed += 1 + draft
-            seq.max_len += 1 + draft
+    def _decode(self, decoding: list[Sequence], step: _Step, ctx: SchedulerContext) -> None:
+        """A row each. The hottest loop of the host, hence its local names."""
+        reserve, lookahead, running = self.kv.reserve, self.limits.lookahead, Status.RUNNING
+        for seq in decoding:
+            room = seq.limit - seq.max_len
+            # Without room the plans in flight may complete it.
+            if room <= 0 or not step.budget or seq.status is not running:
+                continue
+            draft = 0
+            if lookahead and seq.request.params.grammar is None:
+                draft = min(self.draft_tokens(seq, ctx), room - 1, step.budget - 1)
+            count = 1 + draft
+            upto = seq.computed + count
+            made = reserve(seq, upto)
+            if made is None and (made := self._reserve(seq, upto, step, ctx)) is None:
+                continue
+            if made.entries or made.ops:
+                self._take(seq, made, step)
+            seq.computed = upto
+            seq.max_len += count
             seq.inflight += 1
-            step.add(Row(seq.slot, seq.uid, seq.epoch, 1 + draft, seq.computed, draft, DECODE))
+            # tuple.__new__ skips the Python frame that NamedTuple's constructor costs for each row.
+            step.decodes.append(_new(Row, (seq.slot, seq.uid, seq.epoch, count, upto, draft, DECODE)))
+            step.budget -= count
 
     def _feed(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> None:
         """The next chunk. Only window groups may need pages: the others took theirs when the sequence entered."""
         count = min(self.chunk(seq, step.budget, ctx), seq.remaining, step.budget)
-        if count > 0 and self._reserve(seq, seq.computed + count, step, ctx):
+        if count > 0 and (made := self._reserve(seq, seq.computed + count, step, ctx)) is not None:
+            self._take(seq, made, step)
             self._chunk(seq, count, step)
 
     def _chunk(self, seq: Sequence, count: int, step: _Step) -> None:
@@ -226,21 +244,30 @@ class PolicyScheduler(Scheduler):
         seq.inflight += 1
         last = seq.computed == seq.max_len
         seq.max_len += last
-        step.add(Row(seq.slot, seq.uid, seq.epoch, count, seq.computed, 0, SAMPLE if last else 0))
+        step.chunks.append(Row(seq.slot, seq.uid, seq.epoch, count, seq.computed, 0, SAMPLE if last else 0))
+        step.budget -= count
 
-    def _reserve(self, seq: Sequence, upto: int, step: _Step, ctx: SchedulerContext) -> bool:
+    def _reserve(self, seq: Sequence, upto: int, step: _Step, ctx: SchedulerContext) -> Reservation | None:
         """Make room, preempting others not yet in this plan; the sequence itself goes when it is the victim."""
         while (made := self.kv.reserve(seq, upto)) is None:
-            candidates = [other for other in self.running.values() if other.uid not in step.uids]
+            candidates = self._preemptible(step)
             if not candidates:
-                return False  # It has joined in this plan, and gets its first chunk in the next one.
+                return None  # It has joined in this plan, and gets its first chunk in the next one.
             chosen = self.victim(candidates, ctx)
             self._preempt(chosen)
             if chosen is seq:
-                return False
-        self._ops += made.ops
-        step.take(seq.slot, made.entries)
-        return True
+                return None
+        return made
+
+    def _take(self, seq: Sequence, given: Hit | Reservation, step: _Step) -> None:
+        """Pages of a sequence that has a slot become part of the plan."""
+        self._ops += given.ops
+        step.pages += _deltas(seq, given)
+
+    def _preemptible(self, step: _Step) -> list[Sequence]:
+        """Who has no row yet and has not just joined."""
+        planned = {entry.uid for entries in (step.decodes, step.chunks, step.joins) for entry in entries}
+        return [seq for seq in self.running.values() if seq.uid not in planned]
 
     def _schedule_waiting(self, step: _Step, ctx: SchedulerContext) -> None:
         if not step.budget or not self._free_slots:
@@ -263,7 +290,7 @@ class PolicyScheduler(Scheduler):
             if count <= 0 or not self.admit(seq, ctx):
                 return
             while seq.status is not Status.RUNNING:
-                candidates = [other for other in self.running.values() if other.uid not in step.uids]
+                candidates = self._preemptible(step)
                 chosen = self.gives_way(seq, candidates, ctx) if candidates else None
                 if chosen is None:
                     return
@@ -364,10 +391,8 @@ class PolicyScheduler(Scheduler):
         self.running[seq.uid] = seq
         seq.status, seq.slot, seq.computed = Status.RUNNING, heapq.heappop(self._free_slots), hit.tokens
         step.joins.append(Join(seq.slot, seq.uid, seq.epoch, hit.tokens))
-        self._ops += made.ops
-        step.take(seq.slot, hit.entries)
-        step.take(seq.slot, made.entries)
-        step.uids.add(seq.uid)
+        step.pages += _deltas(seq, hit)
+        self._take(seq, made, step)
         self.entered(seq, ctx)
         return True
 
@@ -397,21 +422,15 @@ class _Step:
         self.step, self.budget = step, budget
         self.decodes: list[Row] = []
         self.chunks: list[Row] = []
-        self.uids: set[int] = set()
-        """Who has a row or has joined: not to be preempted any more."""
         self.joins: list[Join] = []
         self.pages: list[PageDelta] = []
 
-    def add(self, row: Row) -> None:
-        (self.decodes if row.flags & FEEDS_DRAFTS else self.chunks).append(row)
-        self.uids.add(row.uid)
-        self.budget -= row.count
-
-    def take(self, slot: int, entries: Iterable[PageEntry]) -> None:
-        for group, index, page in entries:
-            self.pages.append(PageDelta(group, slot, index, page))
-
     def plan(self, leaves: list[int], ops: list[PageOp]) -> StepPlan:
-        self.decodes.sort()
-        self.chunks.sort()
+        self.decodes.sort(key=_SLOT)
+        self.chunks.sort(key=_SLOT)
         return StepPlan(self.step, self.decodes + self.chunks, self.joins, leaves, self.pages, ops)
+
+
+def _deltas(seq: Sequence, given: Hit | Reservation) -> list[PageDelta]:
+    slot = seq.slot
+    return [PageDelta(group, slot, index, page) for group, index, page in given.entries]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class RowFlag(IntFlag):
 
 
 _LATE = int(RowFlag.LATE)
+"""The highest flag."""
 
 
 class Row(NamedTuple):
@@ -43,6 +45,9 @@ class Row(NamedTuple):
     """Draft tokens verified at most."""
     flags: int
     """RowFlag. What else a rank must know of a row (greedy, penalties, logprobs) came with the join's blob."""
+
+
+_FLAGS = itemgetter(Row._fields.index("flags"))
 
 
 class Join(NamedTuple):
@@ -114,7 +119,7 @@ class StepPlan:
     @property
     def late(self) -> bool:
         """Its second half waits for late inputs."""
-        return any(row.flags & _LATE for row in self.rows)
+        return max(map(_FLAGS, self.rows), default=0) >= _LATE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

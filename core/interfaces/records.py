@@ -124,10 +124,11 @@ class Request:
     processors: tuple[str, ...] = ()
     """Logits processors that it wants. Written by the engine, which asked each of them on arrival."""
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Every token id that ends the output."""
-        return self.eos_ids + self.params.stop_token_ids
+    stop_ids: frozenset[int] = field(init=False, repr=False, compare=False)
+    """Every token id that ends the output."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_ids", frozenset(self.eos_ids + self.params.stop_token_ids))
 
 
 class Status(Enum):

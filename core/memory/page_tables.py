@@ -159,7 +159,8 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             self._slide(state, upto - 1)
 
     def _mark_written(self, seq: KVSequence, upto: int) -> State:
-        state = self._known(seq)
+        # Once a row and step: the frame of _known is spared.
+        state = self._states.get(seq.uid) or self._known(seq)
         if upto > state.length or upto > len(seq.tokens):
             have = f"{state.length} are reserved and {len(seq.tokens)} known"
             raise ValueError(f"cannot publish {upto} tokens of sequence {seq.uid}: {have}")

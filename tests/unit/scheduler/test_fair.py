@@ -61,7 +61,7 @@ def test_what_was_expected_and_not_used_is_given_back(bench):
     b = bench(FairScheduler, FairConfig(quantum=23), max_seqs=1)
     for _ in range(60):
         brief = b.add([9], 40, user="brief")
-        brief.request.params.__dict__["stop_token_ids"] = tuple(range(50))
+        object.__setattr__(brief.request, "stop_ids", frozenset(range(50)))
         b.add([9], 40, user="long")
     b.step(900)
     served = shares(b, ("brief", "long"), 40)
