@@ -31,7 +31,8 @@ class SlotInfo:
         params = self.params
         self.random = params.temperature > 0
         filtered = self.random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self.plain = not (filtered or self.processors or params.logprobs is not None)
+        embeds = self.blob.request.pooling is not None
+        self.plain = not (filtered or self.processors or params.logprobs is not None or embeds)
 
     @property
     def params(self) -> SamplingParams:
@@ -70,16 +71,21 @@ class DeviceState:
         self.draft_probs_SKV: torch.Tensor | None = None
         """Set by the first drafter output that carries probabilities."""
         self.slots: dict[int, SlotInfo] = {}
+        self.pooling: set[int] = set()
+        """Slots whose prompt is embedded."""
 
     def apply(self, plan: StepPlan, joined: Seq[SlotInfo], extra: Seq[Seq[int]] = ()) -> list[torch.Tensor]:
         """Change state as the plan says; `joined` belong to plan.joins. `extra` integers travel with the same copy and
         come back as int64 tensors."""
         for slot in plan.leaves:
             del self.slots[slot]
+            self.pooling.discard(slot)
         scalars: list[int] = []
         for join, info in zip(plan.joins, joined, strict=True):
             self.slots[join.slot] = info
             request, params = info.blob.request, info.params
+            if request.pooling is not None:
+                self.pooling.add(join.slot)
             scalars += (join.slot, join.computed, len(request.prompt_ids))
             scalars += (sequence_key(self.seed, request, info.blob.sample), params.top_k)
             scalars += (float_bits(params.temperature), float_bits(params.top_p), float_bits(params.min_p))

@@ -37,7 +37,7 @@ from dovetail.core.interfaces import (
     StepPlan,
 )
 
-VERSION = 2
+VERSION = 3
 PLAN_MAGIC, BLOB_MAGIC, LATE_MAGIC = b"DVTP", b"DVTB", b"DVTL"
 
 _PREFIX = struct.Struct("<4sHHII")

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from dovetail.core.engine.admission import Admission
 from dovetail.core.engine.capacity import check_weights_fit
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.grammars import Ended, Grammars
+from dovetail.core.engine.pooling import Pooler
 from dovetail.core.errors import CapabilityError, RequestError
 from dovetail.core.interfaces import (
     Drafter,
@@ -28,6 +29,7 @@ from dovetail.core.interfaces import (
     JoinBlob,
     LateInputs,
     Observer,
+    Pooling,
     Progress,
     Request,
     Row,
@@ -45,6 +47,8 @@ from dovetail.core.interfaces import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from dovetail.core.compose import Composition
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,8 @@ DECODE, SAMPLE, LATE = int(RowFlag.DECODE), int(RowFlag.SAMPLE), int(RowFlag.LAT
 """Plain numbers: `&` of an enum costs half a microsecond, and a step asks every row."""
 _DRAFT, _TOKENS = itemgetter(Row._fields.index("draft")), itemgetter(RowResult._fields.index("tokens"))
 _new = tuple.__new__
+_EMBED = SamplingParams(max_tokens=1, temperature=0.0)
+"""Of a prompt that is embedded: to the scheduler it ends with its first token, which is never drawn."""
 
 
 class SequenceEvent(NamedTuple):
@@ -65,6 +71,8 @@ class SequenceEvent(NamedTuple):
     reason: FinishReason | None = None
     detail: str = ""
     """Why a rejected sequence was rejected."""
+    pooled_C: NDArray[np.float32] | None = None
+    """Of a prompt that is embedded; it ends with it."""
 
 
 @dataclass(slots=True)
@@ -114,6 +122,7 @@ class Engine:
         self._launched: deque[_Launched] = deque()
         self._prompt_logprobs: dict[int, tuple[int, int, int]] = {}
         """uid -> (epoch, prompt positions reported in it, positions ever reported): a preempted prompt is fed again."""
+        self._pooler = Pooler()
         self._requests = 0
         self._steps = 0
 
@@ -194,11 +203,16 @@ class Engine:
         user: str = "",
         cache_salt: str = "",
         hints: Mapping[str, float] | None = None,
+        pooling: Pooling | None = None,
     ) -> list[Sequence]:
         """Queue a request; its n sequences. Raises RequestError for what can never run, PluginError where a logits
         processor fails on it. One with a grammar is queued once that is compiled; if it cannot be, the sequences' next
-        events say why."""
-        self._validate(prompt_ids, params)
+        events say why. With `pooling` the prompt is embedded, and nothing of params counts."""
+        if pooling is not None:
+            if pooling not in get_args(Pooling):
+                raise RequestError(f"pooling={pooling!r}: there are {', '.join(get_args(Pooling))}")
+            params = _EMBED
+        self._validate(prompt_ids, params, pooling)
         self._check_hints(hints or {})
         request = Request(
             uid=self._requests,
@@ -211,6 +225,7 @@ class Engine:
             user=user,
             cache_salt=cache_salt,
             hints=hints or {},
+            pooling=pooling,
         )
         request = self._admission.admit(request)
         limit = self.limits.max_len
@@ -224,6 +239,8 @@ class Engine:
             sequences.append(Sequence(uid, request, sample, sequences[0] if sample else None, limit=limit))
         for seq in sequences:
             self._sequences[seq.uid] = seq
+            if pooling is not None:
+                self._pooler.enter(seq.uid)
             if params.grammar is None:
                 self.scheduler.add(seq)
         if params.grammar is not None:
@@ -240,7 +257,7 @@ class Engine:
             if not isinstance(name, str) or not number:
                 raise RequestError(f"hints: {name!r}: {value!r} is not a name with a finite number")
 
-    def _validate(self, prompt_ids: Seq[int], params: SamplingParams) -> None:
+    def _validate(self, prompt_ids: Seq[int], params: SamplingParams, pooling: Pooling | None) -> None:
         vocab, limit = self.info.spec.vocab, self.info.max_len
         if not prompt_ids:
             raise RequestError("the prompt is empty: give at least one token (most models take their BOS token)")
@@ -251,6 +268,8 @@ class Engine:
         outside = [t for t in prompt_ids if not 0 <= t < vocab]
         if outside:
             raise RequestError(f"prompt token id {outside[0]} is not in the model's vocabulary of {vocab}")
+        if pooling is None and not self.info.spec.head:
+            raise RequestError(f"this {self.info.spec.architecture} has no head: it embeds text and generates none")
         if params.grammar is not None and self._grammars is None:
             raise RequestError(f"grammar: app={self.composition.app} was composed without the part `grammar`")
         for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
@@ -273,6 +292,7 @@ class Engine:
         if self._sequences.pop(uid, None) is None:
             return False
         self._prompt_logprobs.pop(uid, None)
+        self._pooler.leave(uid)
         return self._grammars is None or not self._grammars.leave(uid)
 
     @property
@@ -329,6 +349,8 @@ class Engine:
                 for row in plan.rows
                 if row.draft
             ]
+        if self._pooler:
+            self._pooler.silence(plan)
         late = self._mark_late(plan) if self._grammars else {}
         blobs = {}
         for join in plan.joins:
@@ -390,9 +412,16 @@ class Engine:
         sequences = self._sequences
         for row in result.rows:
             seq = sequences.get(row.uid)
-            if seq is None or not (row.tokens or row.prompt_logprobs):
+            if seq is None:
                 continue
-            event = self._extend(seq, row)
+            if row.tokens or row.prompt_logprobs:
+                event = self._extend(seq, row)
+            elif row.pooled_C is not None and (
+                (pooled_C := self._pooler.add(seq, launched.plan.rows[row.row], row)) is not None
+            ):
+                event = SequenceEvent(seq.uid, (), reason=FinishReason.STOP, pooled_C=pooled_C)
+            else:
+                continue
             events.append(event)
             if event.reason is not None:
                 ended.append((seq.uid, seq.known_len - len(row.tokens) + len(event.tokens), event.reason))
@@ -425,7 +454,7 @@ class Engine:
         seq.tokens += tokens
         prompt_logprobs = self._new_prompt_logprobs(row) if row.prompt_logprobs else ()
         # tuple.__new__ skips the Python frame that NamedTuple's constructor costs for each row.
-        return _new(SequenceEvent, (seq.uid, kept, logprobs, prompt_logprobs, reason, detail))
+        return _new(SequenceEvent, (seq.uid, kept, logprobs, prompt_logprobs, reason, detail, None))
 
     def _new_prompt_logprobs(self, row: RowResult) -> tuple[TokenLogprobs, ...]:
         epoch, position, reported = self._prompt_logprobs.get(row.uid, (row.epoch, 0, 0))

@@ -11,13 +11,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine, SequenceEvent
 from dovetail.core.engine.output import REASONS, Completion, Delta, Generation, StopWatch, Timing
+from dovetail.core.engine.pooling import cut
 from dovetail.core.errors import DovetailError, RequestError
-from dovetail.core.interfaces import FinishReason, Progress, SamplingParams, Sequence
+from dovetail.core.interfaces import EmbeddingSpec, FinishReason, Pooling, Progress, SamplingParams, Sequence
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from dovetail.core.compose import Composition
     from dovetail.core.tokenizer import Tokenizer
 
@@ -117,6 +122,41 @@ class LLM:
             for collector in collectors:
                 self._abort(collector.sequences)
             raise
+
+    def embed(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        **request: Any,
+    ) -> NDArray[np.float32]:
+        """One vector a prompt, of the final hidden states: [prompts, dimensions]. What is None is as the checkpoint
+        states it; one that states nothing needs a `pooling`, "last" or "mean". `dimensions` cuts the vectors. `request`
+        as for generate."""
+        stated = self.engine.info.spec.embedding or EmbeddingSpec("last")
+        if pooling is None and self.engine.info.spec.embedding is None:
+            raise RequestError('this checkpoint does not say how it embeds: give pooling="last" or pooling="mean"')
+        size = self.engine.info.spec.hidden
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise ValueError(f"dimensions={dimensions}: this model's embeddings have {size}")
+        jobs = self._jobs(prompts, None)
+        inboxes: list[queue.SimpleQueue[Delta | BaseException | None]] = [queue.SimpleQueue() for _ in jobs]
+        request["pooling"] = pooling or stated.pooling
+        submitted = self._submit(
+            [
+                _Job(self._encode(prompt), params, request, inbox.put)
+                for (prompt, params), inbox in zip(jobs, inboxes, strict=True)
+            ]
+        )
+        try:
+            vectors = np.array([_embedding(inbox) for inbox in inboxes], np.float32).reshape(len(jobs), size)
+        except BaseException:
+            for sequences in submitted:
+                self._abort(sequences)
+            raise
+        return cut(vectors, normalize=stated.normalize if normalize is None else normalize, dimensions=dimensions)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[Delta]:
         """Deltas as they come. Leaving the iteration early aborts the request."""
@@ -318,6 +358,7 @@ class LLM:
                 event.logprobs[: len(tokens)],
                 event.prompt_logprobs,
                 REASONS[reason] if reason else None,
+                event.pooled_C,
             )
         )
         if reason is not None:
@@ -352,6 +393,15 @@ class _Collector:
             _merge(self._generation, item)
         self._generation.cached_tokens = self.sequences[0].cached
         return self._generation
+
+
+def _embedding(inbox: queue.SimpleQueue[Delta | BaseException | None]) -> NDArray[np.float32]:
+    """It comes whole."""
+    delta = inbox.get()
+    if isinstance(delta, BaseException):
+        raise delta
+    assert delta is not None and delta.pooled_C is not None
+    return delta.pooled_C
 
 
 def _blank(prompt: str | None, ids: Seq[int], n: int) -> Generation:

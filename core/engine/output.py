@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dovetail.core.interfaces import FinishReason, SamplingParams, TokenLogprobs
 from dovetail.core.tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,8 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     """"stop", "length" or "abort"; None while it runs."""
+    pooled_C: NDArray[np.float32] | None = None
+    """Of a prompt that is embedded, not yet of length 1."""
 
 
 @dataclass(slots=True)

@@ -376,7 +376,7 @@ class PolicyScheduler(Scheduler):
         if parent is not None and parent.status is Status.RUNNING and seq.known_len == seq.prompt_len:
             hit = self.kv.fork(parent, seq, seq.prompt_len - 1)
         else:
-            hit = self.kv.acquire(seq, reuse=seq.request.params.prompt_logprobs is None)
+            hit = self.kv.acquire(seq, reuse=not seq.request.feeds_all)
         self._ops += hit.ops
         made = self.kv.reserve(seq, min(hit.tokens + count, seq.known_len), ahead=seq.known_len)
         if made is None:

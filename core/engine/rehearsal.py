@@ -24,10 +24,11 @@ EPOCH = -1
 
 
 def rehearsal(
-    tokens: int, rows: int, groups: Sequence[KVGroup], decodes: int = 0
+    tokens: int, rows: int, groups: Sequence[KVGroup], decodes: int = 0, *, embeds: bool = False
 ) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
     """One step of `tokens` tokens over `rows` sequences, the first `decodes` of them decode rows, the others prompts.
-    All sample with top-p and log-probabilities, which cost most, and wait for their masks."""
+    All sample with top-p and log-probabilities, which cost most, and wait for their masks; or with `embeds`, all are
+    embedded."""
     rows = min(rows, tokens)
     decodes = min(decodes, rows - 1)
     share, more = divmod(tokens - decodes, rows - decodes)
@@ -38,8 +39,9 @@ def rehearsal(
         decode = slot < decodes
         count = 1 if decode else share + (more if slot == decodes else 0)
         length = 2 if decode else count
-        flags = RowFlag.SAMPLE | RowFlag.LATE | (RowFlag.DECODE if decode else RowFlag(0))
-        request = Request(uid=slot, prompt_ids=(0,) * length, params=params)
+        flags = RowFlag(0) if embeds else RowFlag.SAMPLE | RowFlag.LATE
+        flags |= RowFlag.DECODE if decode else RowFlag(0)
+        request = Request(uid=slot, prompt_ids=(0,) * length, params=params, pooling="mean" if embeds else None)
         plan.joins.append(Join(slot, slot, EPOCH, length - count))
         plan.rows.append(Row(slot, slot, EPOCH, count, length, 0, int(flags)))
         blobs[slot, EPOCH] = JoinBlob(request.prompt_ids, request, 0)

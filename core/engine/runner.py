@@ -21,6 +21,7 @@ from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
 from dovetail.core.engine.graphs import DecodeGraph, DecodeGraphs
 from dovetail.core.engine.host import detect_host
+from dovetail.core.engine.pooling import pooled_states
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
 from dovetail.core.engine.sampling_step import (
     Sampled,
@@ -65,6 +66,7 @@ class _Pending:
     logprobs_wanted: list[int | None]
     outcome: list[torch.Tensor]
     prompt: dict[int, list[torch.Tensor]]
+    pooled: tuple[list[int], torch.Tensor] | None
     done: torch.cuda.Event | None
     started: float
 
@@ -75,6 +77,8 @@ class _Step:
 
     batch: Batch
     hidden: Hidden
+    starts: list[int]
+    """Index of each row's first token."""
     sampling: torch.Tensor
     """sampling_section, on the device."""
     chunks: torch.Tensor | None
@@ -175,6 +179,8 @@ class Runner:
     def _reason_against_graphs(self) -> str | None:
         if self.device.type != "cuda":
             return "there is no CUDA device"
+        if not self.spec.head:
+            return "the model has no head: it only embeds"
         if not self.engine.cuda_graphs:
             return "engine.cuda_graphs=false"
         host = detect_host("cuda")
@@ -225,9 +231,10 @@ class Runner:
                 (tokens, most, most),
             ):
                 self.bind({group.id: page_count(group, tokens) for group in self.groups})
-                plan, blobs = rehearsal(size, rows, self.groups, decodes)
+                plan, blobs = rehearsal(size, rows, self.groups, decodes, embeds=not self.spec.head)
                 self.execute(plan, blobs)
-                self.complete(rehearsed_masks(plan, self.spec.vocab))
+                if plan.late:
+                    self.complete(rehearsed_masks(plan, self.spec.vocab))
                 self._pending.clear()
                 del self.pools, self.state
                 self.attention.bind({})
@@ -297,7 +304,10 @@ class Runner:
         sampled = self._sample(step, late)
         prompt = self._prompt_logprobs(step)
         if self.rank == 0:
-            self._pending.append(self._copy_out(plan, step.batch, sampled, prompt, started))
+            pooled = None
+            if self.state.pooling:
+                pooled = pooled_states(plan.rows, step.starts, self.state, step.hidden.states)
+            self._pending.append(self._copy_out(plan, step.batch, sampled, prompt, pooled, started))
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         joined = []
@@ -326,11 +336,11 @@ class Runner:
             state.set_drafts(draft.slot, draft.tokens)
         if graph is not None:
             batch, hidden = self.graphs.forward(graph, rows, sent[1])
-            return _Step(batch, hidden, sent[0], None, graph)
+            return _Step(batch, hidden, starts, sent[0], None, graph)
         batch = build_batch(rows, sent[1], sent[2], state, self.groups, self.attention)
         ctx = ForwardContext(batch.tokens.positions_T, batch.attn)
         hidden = self.model.forward(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
-        return _Step(batch, hidden, sent[0], sent[3], None)
+        return _Step(batch, hidden, starts, sent[0], sent[3], None)
 
     def _sample(self, step: _Step, late: LateInputs | None) -> Sampled | None:
         state, drafter, batch, hidden = self.state, self.drafter, step.batch, step.hidden
@@ -379,6 +389,7 @@ class Runner:
         batch: Batch,
         sampled: Sampled | None,
         prompt: dict[int, list[torch.Tensor]],
+        pooled: tuple[list[int], torch.Tensor] | None,
         started: float,
     ) -> _Pending:
         outcome: list[torch.Tensor] = []
@@ -391,6 +402,7 @@ class Runner:
             logprobs_wanted=[self.state.slots[batch.rows[i].slot].params.logprobs for i in batch.sampled],
             outcome=[self._to_host(t) for t in outcome],
             prompt={row: [self._to_host(t) for t in tensors] for row, tensors in prompt.items()},
+            pooled=(pooled[0], self._to_host(pooled[1])) if pooled else None,
             done=None,
             started=started,
         )
@@ -443,8 +455,9 @@ class Runner:
             row: _logprobs([v[0] for v in chosen.tolist()], values.tolist(), ids.tolist(), len(ids[0]))
             for row, (chosen, values, ids) in pending.prompt.items()
         }
+        pooled = dict(zip(pending.pooled[0], pending.pooled[1].numpy(), strict=True)) if pending.pooled else {}
         rows = tuple(
-            RowResult(i, row.uid, row.epoch, tokens.get(i, ()), logprobs.get(i, ()), prompt.get(i, ()))
+            RowResult(i, row.uid, row.epoch, tokens.get(i, ()), logprobs.get(i, ()), prompt.get(i, ()), pooled.get(i))
             for i, row in enumerate(pending.plan.rows)
         )
         return StepResult(pending.plan.step, rows, time.perf_counter() - pending.started)

@@ -30,6 +30,7 @@ from dovetail.core.interfaces.logits import LogitsContext, LogitsProcessor
 from dovetail.core.interfaces.model import (
     MLA,
     BuildContext,
+    EmbeddingSpec,
     ForwardContext,
     Hidden,
     Model,
@@ -65,6 +66,7 @@ from dovetail.core.interfaces.plan import (
 from dovetail.core.interfaces.quant import LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.records import (
     FinishReason,
+    Pooling,
     Request,
     RowResult,
     SamplingParams,
@@ -97,6 +99,7 @@ __all__ = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "EmbeddingSpec",
     "Executor",
     "ExecutorInfo",
     "FinishReason",
@@ -135,6 +138,7 @@ __all__ = [
     "ParserStream",
     "Partial",
     "Plane",
+    "Pooling",
     "Progress",
     "QKNorm",
     "Quantizer",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.collective import Collective
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.quant import Quantizer
+    from dovetail.core.interfaces.records import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,17 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingSpec:
+    """How a checkpoint means its hidden states to become one vector of a text."""
+
+    pooling: Pooling
+    normalize: bool = True
+    """Scale to length 1."""
+    dimensions: tuple[int, ...] | None = ()
+    """Lengths to which it may be cut (Matryoshka, Kusupati et al. 2022); None = any."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Facts every part of the engine may need, read from config.json without weights and without torch."""
 
@@ -102,6 +114,10 @@ class ModelSpec:
     """None = every layer has a plain MLP of `intermediate`."""
     parameters: Parameters | None = None
     """None = the model cannot say without being built."""
+    embedding: EmbeddingSpec | None = None
+    """None = the checkpoint states none."""
+    head: bool = True
+    """It can generate. Without a head `logits` is never called."""
 
     def kv_bytes_per_token(self, dtype_bytes: int, tp: int = 1) -> int:
         """KV cache of one token over all layers, on one of `tp` ranks, before any window slides. Heads are split over

@@ -9,11 +9,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from dovetail.core.interfaces.grammar import Grammar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Pooling = Literal["last", "mean"]
+"""How the hidden states of a prompt become one embedding: those of its last token (E5-Mistral, Wang et al. 2024), or
+their mean."""
 
 
 def _int32_token(token: int) -> int:
@@ -123,6 +131,14 @@ class Request:
     """Numbers from the client or an annotator (for instance expected output length); schedulers may read them."""
     processors: tuple[str, ...] = ()
     """Logits processors that it wants. Written by the engine, which asked each of them on arrival."""
+    pooling: Pooling | None = None
+    """The prompt is embedded: the engine takes SAMPLE from its rows, and the ranks give back pooled states in place of
+    tokens. To a scheduler it is a request for one token. None = it generates."""
+
+    @property
+    def feeds_all(self) -> bool:
+        """Every prompt token must be fed, so that none may come from the prefix cache."""
+        return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     stop_ids: frozenset[int] = field(init=False, repr=False, compare=False)
     """Every token id that ends the output."""
@@ -230,6 +246,8 @@ class RowResult(NamedTuple):
     """One per token, when asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One per prompt token fed by this chunk, of the token that follows it, when asked for."""
+    pooled_C: NDArray[np.float32] | None = None
+    """Final hidden states, where the request has a pooling: of the prompt's last token, or the sum over this row's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ from dovetail.core.layers import (
 )
 from dovetail.core.ops import gelu, silu_and_mul
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama.families import RUNNABLE, Layout, read_model, spec_of
+from dovetail.plugins.model.llama.families import RUNNABLE, Layout, Names, read_model, spec_of
 
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 ACTIVATIONS: dict[str, Callable[..., Bundle]] = {
@@ -174,10 +174,13 @@ class Llama(Model):
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
         rope = build_rope(layout.rope, build.max_len, build.device)
         embeddings = VocabTable(layout.names.embedding, build, spec.vocab, spec.hidden)
-        head = embeddings if spec.tied else VocabTable(layout.names.head, build, spec.vocab, spec.hidden)
-        self.tables = [embeddings] if spec.tied else [embeddings, head]
+        self.tables = [embeddings]
         self.embedding = VocabParallelEmbedding(embeddings)
-        self.head = LMHead(head, bias=f"{layout.names.head}.bias" if layout.head_bias else None)
+        self.head: LMHead | None = None
+        if spec.head:
+            if not spec.tied:
+                self.tables.append(VocabTable(layout.names.head, build, spec.vocab, spec.hidden))
+            self.head = LMHead(self.tables[-1], bias=f"{layout.names.head}.bias" if layout.head_bias else None)
         self.blocks = [Block(index, build, layout, group_of[index], rope) for index in range(spec.layers)]
         self.norm = NORMS[layout.norm](layout.names.norm, build, spec.hidden, layout.eps)
 
@@ -194,9 +197,11 @@ class Llama(Model):
         return self._kv_groups
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        ignore = (
-            (*self.layout.ignored, f"{self.layout.names.head}.weight") if self.build.spec.tied else self.layout.ignored
-        )
+        spec, names, ignore = self.build.spec, self.layout.names, self.layout.ignored
+        if spec.tied or not spec.head:
+            ignore = (*ignore, f"{names.head}.weight", f"{names.head}.bias")
+        if not spec.head:
+            weights = _with_prefix(weights, names)
         load_weights(self._weights(), weights, ignore)
         for linear in self._linears():
             linear.finish()
@@ -224,6 +229,7 @@ class Llama(Model):
         return Hidden(states[PLAIN].values, tapped)
 
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
         return self.head(states_BC)
 
     def _linears(self) -> Iterator[Linear]:
@@ -233,8 +239,18 @@ class Llama(Model):
     def _weights(self) -> Iterator[Weight]:
         norms = (norm for block in self.blocks for norm in (*block.norms, *block.attention.norms))
         scales = (block.attention.kv_scales for block in self.blocks)
-        for layer in (*self.tables, self.head, *norms, self.norm, *scales, *self._linears()):
+        head = () if self.head is None else (self.head,)
+        for layer in (*self.tables, *head, *norms, self.norm, *scales, *self._linears()):
             yield from layer.weights()
+
+
+def _with_prefix(
+    weights: Iterable[tuple[str, Callable[[], Any]]], names: Names
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A checkpoint saved without its head lacks the name of the part that all its weights are of."""
+    prefix = f"{names.embedding.partition('.')[0]}."
+    for name, opener in weights:
+        yield name if name.startswith((prefix, names.head)) else prefix + name, opener
 
 
 def _group_layers(build: BuildContext) -> tuple[KVGroup, ...]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dovetail.core.checkpoint import read_config
+from dovetail.core.checkpoint import read_config, resolve
 from dovetail.core.config_json import ConfigJson
+from dovetail.core.embedding_files import read_embedding
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import MLA, ModelSpec, MoE
+from dovetail.core.interfaces import MLA, EmbeddingSpec, ModelSpec, MoE
 from dovetail.core.rope import RopeConfig, read_rope
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.parameters import count_parameters
@@ -289,6 +290,9 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
     """Every value that the decoder will use, checked. Raises ConfigError naming the key."""
     config = ConfigJson(hf, where)
     architecture, family = _family(config)
+    headless = architecture != config.get("architectures")[0]
+    if config.get("is_causal") is False:
+        raise config.wrong("is_causal", "attention to later tokens is not supported")
     keys = family.keys
     hidden = config.count(keys.hidden, at_most=MOST["hidden"])
     heads = config.count(keys.heads, at_most=MOST["heads"])
@@ -327,7 +331,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
     if layout.rope.max_len > MOST["positions"]:
         raise ConfigError(f"{where}: yarn stretches to {layout.rope.max_len} positions, of at most {MOST['positions']}")
     spec = ModelSpec(
-        architecture=architecture,
+        architecture=config.get("architectures")[0],
         vocab=vocab,
         layers=layers,
         hidden=hidden,
@@ -344,16 +348,27 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         hf=hf,
         mla=mla,
         moe=None if family.moe is None else family.moe(config),
+        embedding=EmbeddingSpec("last", dimensions=_cuts(config)) if headless else None,
+        head=not headless,
     )
     return replace(spec, parameters=count_parameters(spec, layout)), layout
 
 
 def _family(config: ConfigJson) -> tuple[str, Family]:
+    """QwenModel, without a head, is of the family QwenForCausalLM."""
     stated = config.get("architectures")
     architecture = stated[0] if isinstance(stated, list) and stated else None
+    if isinstance(architecture, str) and architecture.endswith("Model"):
+        architecture = architecture.removesuffix("Model") + "ForCausalLM"
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(RUNNABLE))}")
     return architecture, FAMILIES[architecture]
+
+
+def _cuts(config: ConfigJson) -> tuple[int, ...] | None:
+    """Lengths to which embeddings may be cut."""
+    given = config.counts("matryoshka_dimensions")
+    return None if not given and config.flag("is_matryoshka") else given
 
 
 def _activation(config: ConfigJson, family: Family) -> str:
@@ -370,4 +385,9 @@ def spec_of(config: LlamaConfig) -> ModelSpec:
     """From the model's folder or from the config.json given in its place."""
     if config.hf is not None:
         return read_spec(config.hf, "model.hf")
-    return read_spec(read_config(config.path), f"model.path={config.path}: config.json")
+    hf, where = read_config(config.path), f"model.path={config.path}: config.json"
+    spec = read_spec(hf, where)
+    if (embedding := read_embedding(resolve(config.path))) is None:
+        return spec
+    spec = replace(spec, head=False, embedding=replace(embedding, dimensions=_cuts(ConfigJson(hf, where))))
+    return replace(spec, parameters=count_parameters(spec, read_model(hf, where)[1]))

@@ -19,7 +19,7 @@ def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
     norm = spec.hidden * (2 if layout.norm == "layer" else 1)
     of_mlp = layout.mlp_bias * (len(layout.names.up) * spec.intermediate + spec.hidden)
     rest = spec.layers * (len(layout.block.norms) * norm + of_attention) + dense_layers * of_mlp + norm
-    rest += spec.vocab * layout.head_bias
+    rest += spec.vocab * (layout.head_bias and spec.head)
     experts = active = 0
     if spec.moe is not None:
         expert = matrices * spec.hidden * spec.moe.intermediate
@@ -28,7 +28,7 @@ def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
         rest += sparse_layers * spec.moe.experts * spec.hidden
     return Parameters(
         embedding=spec.vocab * spec.hidden,
-        head=0 if spec.tied else spec.vocab * spec.hidden,
+        head=0 if spec.tied or not spec.head else spec.vocab * spec.hidden,
         attention=spec.layers * attention,
         mlp=mlp,
         experts=experts,

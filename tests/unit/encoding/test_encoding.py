@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.core.engine.encoding import (
+    VERSION,
     decode_blob,
     decode_late,
     decode_plan,
@@ -72,6 +73,7 @@ BLOB = JoinBlob(
         cache_salt="\ud800",
         hints={"expected_output": 321.5},
         processors=("logit_bias", "ngram"),
+        pooling="mean",
     ),
     sample=1,
 )
@@ -176,14 +178,14 @@ def golden(name: str) -> bytes:
 
 def test_golden_plan() -> None:
     """Other bytes mean another format: raise encoding.VERSION and write the file anew."""
-    data = golden("plan_v2.hex")
+    data = golden("plan_v3.hex")
     assert encode_plan(PLAN, STATE) == data
     assert decode_plan(data) == (PLAN, STATE)
 
 
 def test_golden_blob() -> None:
     """Other bytes mean another format: raise encoding.VERSION and write the file anew."""
-    data = golden("blob_v2.hex")
+    data = golden("blob_v3.hex")
     assert encode_blob(70_000 << 8 | 1, 2, BLOB) == data
     assert decode_blob(data) == (70_000 << 8 | 1, 2, BLOB)
 
@@ -224,7 +226,7 @@ def with_valid_crc(numbers: list[int]) -> bytes:
     import zlib
 
     body = struct.pack(f"<{len(numbers)}q", *numbers)
-    return struct.pack("<4sHHII", b"DVTP", 2, 0, zlib.crc32(body), 0) + body
+    return struct.pack("<4sHHII", b"DVTP", VERSION, 0, zlib.crc32(body), 0) + body
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_a_sealed_plan_with_wrong_counts_is_refused(numbers: list[int], message:
 def test_another_version_is_named() -> None:
     data = bytearray(encode_plan(PLAN))
     data[4] = 1
-    with pytest.raises(ValueError, match="encoding 1 meets a build that reads 2"):
+    with pytest.raises(ValueError, match=f"encoding 1 meets a build that reads {VERSION}"):
         decode_plan(bytes(data))
 
 

@@ -1,0 +1,59 @@
+"""How a checkpoint's embeddings are made, from the files that sentence-transformers lays beside its weights.
+
+Importing this loads no torch. Nothing named in a file is ever imported or run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dovetail.core.config_json import ConfigJson
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import EmbeddingSpec, Pooling
+
+_MODULES = "modules.json"
+_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+_FLAG, _MEAN = "pooling_mode_", "pooling_mode_mean_tokens"
+
+
+def read_embedding(folder: Path) -> EmbeddingSpec | None:
+    """None where the folder is not sentence-transformers' (it has no modules.json)."""
+    file = folder / _MODULES
+    if not file.is_file():
+        return None
+    modules = _read(file)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ConfigError(f"{file}: not a list of modules")
+    by_kind = {str(module.get("type")).rpartition(".")[2]: str(module.get("path")) for module in modules}
+    if unknown := sorted(by_kind.keys() - {"Transformer", "Pooling", "Normalize"}):
+        raise ConfigError(f"{file}: a module of type {unknown[0]}; there are Transformer, Pooling, Normalize")
+    if "Pooling" not in by_kind or by_kind.get("Transformer"):
+        raise ConfigError(f"{file}: needs a Pooling, and a Transformer whose path is the folder itself")
+    pooling = by_kind["Pooling"]
+    if pooling not in {entry.name for entry in folder.iterdir()}:
+        raise ConfigError(f"{file}: {pooling!r} is no folder beside it")
+    return EmbeddingSpec(_pooling(folder / pooling / "config.json"), normalize="Normalize" in by_kind)
+
+
+def _pooling(file: Path) -> Pooling:
+    stated = _read(file)
+    if not isinstance(stated, dict):
+        raise ConfigError(f"{file}: not an object")
+    config = ConfigJson(stated, str(file))
+    if config.get("pooling_mode") is not None:
+        return _MODES[config.choice("pooling_mode", tuple(_MODES))]
+    modes = [key for key in stated if key.startswith(_FLAG) and config.flag(key)]
+    if modes == [f"{_FLAG}lasttoken"]:
+        return "last"
+    if modes == [_MEAN]:
+        return "mean"
+    raise ConfigError(f"{file}: pools by {' and '.join(modes) or 'nothing'}; there are {_FLAG}lasttoken and {_MEAN}")
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
