@@ -1,0 +1,311 @@
+"""Every kernel of the house compiled for Hopper, without a GPU, as the functions around it launch it.
+
+A new kernel needs a launch here: the last assertion names those that have none. DOVETAIL_KERNELS=all adds shapes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import PTXASError
+
+import dovetail
+from dovetail.core.interfaces import (
+    PLAIN,
+    ActFormat,
+    AttentionLayer,
+    BatchMeta,
+    HostBounds,
+    KVGroup,
+    Plane,
+    QKNorm,
+    Rope,
+)
+from dovetail.core.memory.pools import make_pools
+from dovetail.core.ops import step
+from dovetail.core.ops.activations import gelu
+from dovetail.core.ops.bitmask import apply_bitmask
+from dovetail.core.ops.formats import encode
+from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.layernorm import layer_norm
+from dovetail.core.ops.matmul import matmul, scaled_matmul
+from dovetail.core.ops.measured import MEASURED
+from dovetail.core.ops.norm import rms_norm
+from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
+from dovetail.core.testing.formats import SCALED_ROWS
+from dovetail.plugins.attention.config import TritonConfig
+from dovetail.plugins.attention.triton.backend import Triton
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.int8.format import INT8_TOKEN
+
+EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
+BF16, FP16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+INT32, INT64 = torch.int32, torch.int64
+VOCAB = 128256
+
+
+def cuda(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+@triton.jit
+def encode_groups(x_GC, scale_in):
+    scale_G = tl.max(tl.abs(x_GC), axis=1) + scale_in
+    return (x_GC / scale_G[:, None]).to(tl.float8e4nv), scale_G
+
+
+def encoded(columns: int) -> tuple[tuple[ActFormat, ...], ...]:
+    """What producers are asked to emit."""
+    groups = ActFormat("groups", dtype=E4M3, group=128, scale_layout="column", encode=encode_groups)
+    static = ActFormat(
+        "static",
+        dtype=E4M3,
+        group="tensor",
+        static_scale=cuda(1, dtype=FP32),
+        pre_scale=cuda(columns),
+        encode=encode_groups,
+    )
+    some = ((PLAIN,), (FP8_TOKEN,), (PLAIN, FP8_TOKEN))
+    return (*some, (SCALED_ROWS,), (INT8_TOKEN,), (groups,), (static,)) if EVERYTHING else (*some, (groups,))
+
+
+def norms() -> None:
+    for columns, dtype in ((4096, BF16), (72, FP16), (16384, BF16))[: 3 if EVERYTHING else 2]:
+        x, weight = cuda(64, columns, dtype=dtype), cuda(columns, dtype=dtype)
+        for emit in encoded(columns):
+            for residual in (x, None):
+                rms_norm(x, residual, weight, 1e-5, emit)
+        layer_norm(x, x, weight, weight, 1e-5, (PLAIN, FP8_TOKEN))
+        layer_norm(x, None, weight, weight, 1e-5)
+
+
+def activations() -> None:
+    for columns, dtype in ((14336, BF16), (1440, FP16)):
+        for emit in encoded(columns):
+            silu_and_mul(cuda(64, 2 * columns, dtype=dtype), emit)
+        for tanh in (False, True):
+            gelu(cuda(64, columns, dtype=dtype), tanh, (PLAIN, FP8_TOKEN))
+
+
+def formats() -> None:
+    for emit in (*encoded(4096), (INT8_TOKEN,)):
+        encode(cuda(64, 4096), emit)
+
+
+def steps() -> None:
+    """A step's bookkeeping: 256 rows, and a single row, whose numbers Triton takes for constants."""
+    for rows, longest in ((256, 1), (1, 512)):
+        slots, starts = cuda(rows, dtype=INT64), cuda(rows + 1, dtype=INT32)
+        total = rows * longest
+        tokens_SL, table = cuda(257, 8192, dtype=INT32), cuda(257, 512, dtype=INT32)
+        layout = step.lay_out_tokens(slots, starts, cuda(257, dtype=INT64), tokens_SL, total, longest)
+        step.lay_out_pages(slots, layout, table, 16)
+        floats = [cuda(rows, dtype=FP32) for _ in range(3)]
+        keys = cuda(rows, dtype=INT64)
+        for dtype in (BF16, FP32):
+            logits = cuda(rows, VOCAB, dtype=dtype)
+            least = step.least_kept(logits, floats[0], keys, *floats[1:])
+            for bound in (least, None):
+                step.draw(logits, keys, floats[0], keys, True, bound)
+            step.draw(logits, keys, floats[0], keys, False)
+            apply_bitmask(logits, cuda(rows, -(-VOCAB // 32), dtype=INT32), keys)
+        for width in (1, 5):
+            lengths = cuda(257, dtype=INT64)
+            step.accept(cuda(rows, width, dtype=INT64), slots, keys, keys, tokens_SL, lengths, lengths)
+
+
+def products() -> None:
+    """Each way of the measured tiles, at a shape that it was measured for, and what the rule picks elsewhere."""
+    seen = set()
+    for (_, kind, outputs, inputs), by_rows in MEASURED.items():
+        for rows, tile in by_rows.items():
+            way = tile and (kind, tile.tokens, tile.tma, tile.swap)
+            if tile is not None and (EVERYTHING or way not in seen):
+                seen.add(way)
+                multiply(kind, rows, outputs, inputs)
+    for outputs in (1280, 200064):
+        for rows in (1, 64):
+            multiply("fp8", rows, outputs, 4096 + 128)
+
+
+def multiply(kind: str, rows: int, outputs: int, inputs: int) -> None:
+    if kind == "bf16":
+        matmul(cuda(rows, inputs), cuda(outputs, inputs), cuda(outputs))
+        return
+    scales = cuda(rows, 1, dtype=FP32), cuda(outputs, dtype=FP32)
+    x, weight = cuda(rows, inputs, dtype=E4M3), cuda(outputs, inputs, dtype=E4M3)
+    scaled_matmul(x, weight, *scales, None, BF16, cuda(MOST_SHARED_TILES, dtype=INT32))
+
+
+DECODE, SCARCE, CHUNKS, LONG, MIXED, DRAFTS = (
+    HostBounds((1,) * 64, (512,) * 64, 64),
+    HostBounds((1,), (32768,), 1),
+    HostBounds((512, 512), (512, 512), 0),
+    HostBounds((8192,), (32768,), 0),
+    HostBounds((1,) * 64 + (448,), (4096,) * 65, 64),
+    HostBounds((4,) * 16, (4096,) * 16, 16),
+)
+
+
+def attention(
+    host: HostBounds,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
+    heads: tuple[int, int, int] = (32, 8, 128),
+    page: int = 16,
+    window: int = 0,
+    tree: bool = False,
+    rotary: int = 128,
+    norm: bool = False,
+    head_scales: bool = False,
+) -> None:
+    query_heads, kv_heads, dim = heads
+    rows, tokens = len(host.counts), sum(host.counts)
+    planes = tuple(Plane(name, (kv_heads, dim), kv_dtype or dtype) for name in "kv")
+    meta = BatchMeta(
+        row_start_B1=cuda(rows + 1, dtype=INT32),
+        kv_len_B=cuda(rows, dtype=INT32),
+        slots_B=cuda(rows, dtype=INT64),
+        positions_T=cuda(tokens, dtype=INT64),
+        rows_T=cuda(tokens, dtype=INT64),
+        page_table_BP=cuda(rows, -(-max(host.bounds) // page), dtype=INT32),
+        write_T=cuda(tokens, dtype=INT64),
+        page_tokens=page,
+        tree_mask_TW=cuda(tokens, 8, dtype=torch.bool) if tree else None,
+    )
+    backend = Triton(TritonConfig())
+    backend.bind(make_pools([KVGroup(0, (0, 1), planes, page_tokens=page)], {0: 9}, torch.device("cuda")))
+    scale = cuda(kv_heads, dtype=FP32) if head_scales else 0.5
+    layer = AttentionLayer(1, 0, 1, query_heads, kv_heads, dim, dim**-0.5, window, scale, scale)
+    ctx = backend.plan_device(meta, host, backend.plan_host(host))
+    rope = Rope(cuda(32768, rotary, dtype=FP32)) if rotary else None
+    weights = QKNorm(cuda(dim, dtype=dtype), cuda(dim, dtype=dtype), 1e-5) if norm else None
+    qkv = cuda(tokens, (query_heads + 2 * kv_heads) * dim, dtype=dtype)
+    backend.write_and_attend(layer, ctx, qkv, rope, weights)
+
+
+def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    some = {
+        "decode": dict(host=DECODE),
+        "decode, e4m3": dict(host=DECODE, kv_dtype=E4M3),
+        "decode, window, head scales": dict(host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, page=64),
+        "decode, scarce": dict(host=SCARCE, norm=True),
+        "chunks": dict(host=CHUNKS, norm=True),
+        "chunks, tensor maps": dict(host=CHUNKS, page=64),
+        "long, tensor maps": dict(host=LONG, page=64),
+        "mixed, e4m3": dict(host=MIXED, kv_dtype=E4M3),
+        "mixed, window, head scales": dict(host=MIXED, kv_dtype=E4M3, window=4096, head_scales=True),
+        "drafts": dict(host=DRAFTS),
+        "tree": dict(host=DRAFTS, tree=True),
+        "float32": dict(host=MIXED, dtype=FP32, heads=(8, 8, 64), rotary=64),
+        "partly rotated, wide heads": dict(host=MIXED, heads=(16, 16, 256), rotary=64),
+        "one kv head, odd dim, no rotary": dict(host=MIXED, dtype=FP16, heads=(71, 1, 80), rotary=0),
+    }
+    for name, case in some.items():
+        yield f"attention: {name}", partial(attention, **case)
+    if EVERYTHING:
+        hosts = (DECODE, SCARCE, CHUNKS, LONG, MIXED, DRAFTS)
+        for i, (host, kv_dtype, page, window) in enumerate(product(hosts, (BF16, E4M3, E5M2), (16, 64), (0, 4096))):
+            case = dict(host=host, kv_dtype=kv_dtype, page=page, window=window)
+            yield f"attention: {i}: {case}", partial(attention, **case)
+        for heads in ((64, 8, 128), (8, 1, 128), (32, 32, 64), (12, 2, 128), (48, 8, 96), (16, 8, 256)):
+            for host, kv_dtype in product((DECODE, SCARCE, CHUNKS, LONG, DRAFTS), (BF16, E4M3)):
+                case = dict(host=host, kv_dtype=kv_dtype, heads=heads, rotary=heads[2])
+                yield f"attention: {case}", partial(attention, **case)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "norms": norms,
+    "activations": activations,
+    "formats": formats,
+    "steps": steps,
+    "products": products,
+    **dict(attention_cases()),
+}
+
+
+@pytest.mark.timeout(3600 if EVERYTHING else 300)
+def test_every_kernel_compiles(tmp_path, monkeypatch):
+    # What was compiled before would be read from the disk, and functions inlined into it would not be seen.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    failed = []
+    with compiled_for_hopper() as compiled:
+        for name, case in CASES.items():
+            try:
+                case()
+            except Exception as error:
+                failed.append(f"{name}: {type(error).__name__}: {error}")
+    assert not failed, "\n\n".join(failed)
+    missing = sorted(jit_functions() - compiled.functions)
+    assert not missing, f"no launch in this file compiles {', '.join(missing)}: add one to CASES"
+
+
+def jit_functions() -> set[str]:
+    """ "module:name" of what is decorated with triton.jit anywhere in the core and the built-in plugins."""
+    house = Path(dovetail.__file__).parent
+    found = set()
+    for part in ("core", "plugins"):
+        for path in (house / part).rglob("*.py"):
+            if "@triton.jit" in path.read_text() and house / "core/testing" not in path.parents:
+                name = ".".join(path.relative_to(house.parent).with_suffix("").parts)
+                module = importlib.import_module(name)
+                found |= {f"{name}:{key}" for key in vars(module) if is_kernel_of(module, key)}
+    assert len(found) > 30
+    return found
+
+
+def is_kernel_of(module, key: str) -> bool:
+    value = getattr(module, key)
+    return isinstance(value, triton.JITFunction) and value.__module__ == module.__name__
+
+
+@triton.jit
+def changes_type(out_ptr, flag):
+    if flag > 0:
+        x = tl.zeros((16,), tl.float32)
+    else:
+        x = tl.zeros((16,), tl.int32)
+    tl.store(out_ptr + tl.arange(0, 16), x)
+
+
+@triton.jit
+def large_blocks(x_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    acc = tl.zeros((SIZE, SIZE), tl.float32)
+    for i in range(4):
+        x = tl.load(x_ptr + i * SIZE * SIZE + at)
+        acc = tl.dot(x, x, acc)
+    tl.store(out_ptr + at, acc)
+
+
+@triton.jit
+def no_such_instruction(x_ptr):
+    at = x_ptr + tl.arange(0, 32)
+    tl.store(at, tl.inline_asm_elementwise("no.such $0, $1;", "=r,r", [tl.load(at)], tl.int32, True, 1))
+
+
+def test_what_only_a_compiler_sees_is_seen():
+    with compiled_for_hopper():
+        with pytest.raises(triton.CompilationError):
+            changes_type[(1,)](cuda(16, dtype=FP32), 5)
+        with pytest.raises(ValueError, match=f"{SHARED_BYTES}.*fewer stages"):
+            large_blocks[(1,)](cuda(128, 128), cuda(128, 128), 128, num_stages=8)
+        with pytest.raises(PTXASError, match="ptxas"):
+            no_such_instruction[(1,)](cuda(32, dtype=INT32))
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError)):
+            cuda(1)
