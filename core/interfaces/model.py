@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.interfaces.records import Pooling
+
 if TYPE_CHECKING:
     import torch
 
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.collective import Collective
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.quant import Quantizer
-    from dovetail.core.interfaces.records import Pooling
 
 
 @dataclass(frozen=True, slots=True)

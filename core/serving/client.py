@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
 
 from dovetail.core.engine.output import Delta, StopWatch, Timing
 from dovetail.core.errors import DovetailError, RequestError
-from dovetail.core.interfaces import SamplingParams, TokenLogprobs
+from dovetail.core.interfaces import Pooling, SamplingParams, TokenLogprobs
 from dovetail.core.serving.process import EngineProcess
 from dovetail.core.serving.protocol import (
     Abort,
@@ -182,8 +183,9 @@ class EngineClient:
         cache_salt: str = "",
         hints: Mapping[str, float] | None = None,
         keep: Collection[str] = (),
+        pooling: Pooling | None = None,
     ) -> Stream:
-        """keep: special tokens whose text is part of the output.
+        """keep: special tokens whose text is part of the output. pooling: embed the prompt; one Delta brings all.
 
         deadline: seconds from now, which schedulers may read. A refusal comes out of the stream as RequestError."""
         if self.state != "ready" or self._process is None:
@@ -192,7 +194,7 @@ class EngineClient:
         id = next(self._ids)
         stream = Stream(id, [StopWatch(params, tokenizer, keep) for _ in range(params.n)], self._loop)
         chosen = params.model_dump(exclude_unset=True)
-        add = Add(id, list(prompt_ids), chosen, priority, deadline, user, cache_salt, dict(hints or {}))
+        add = Add(id, list(prompt_ids), chosen, priority, deadline, user, cache_salt, dict(hints or {}), pooling)
         try:
             message = self._encoder.encode(add)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
@@ -369,6 +371,7 @@ class EngineClient:
             _read(news.logprobs[: len(tokens)]),
             _read(news.prompt_logprobs),
             reason,  # type: ignore[arg-type]  # Its module is checked without strict_optional.
+            np.frombuffer(news.pooled, "<f4") if news.pooled else None,  # type: ignore[arg-type]
         )
 
 

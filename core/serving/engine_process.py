@@ -87,8 +87,10 @@ def _end(engine: Engine | None, status: int) -> None:
 
 def _warm_up(engine: Engine) -> None:
     """A request of our own before the first user's: kernels and libraries load when they are first used."""
-    token = next(iter(engine.info.spec.eos_ids), 0)
-    engine.add([token] * 2, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    spec = engine.info.spec
+    token = next(iter(spec.eos_ids), 0)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    engine.add([token] * 2, params, pooling=None if spec.head else "last")
     while engine.has_work:
         engine.step()
     engine.counters = Counters()
@@ -106,6 +108,9 @@ def _describe(composition: Composition, engine: Engine, seconds: float) -> Engin
         max_seqs=composition.engine.max_seqs,
         device=str(info.device),
         start_seconds=seconds,
+        embedding=info.spec.embedding,
+        hidden=info.spec.hidden,
+        head=info.spec.head,
         notes=list(info.notes),
     )
 
@@ -194,6 +199,7 @@ class StepLoop:
                 user=command.user,
                 cache_salt=command.cache_salt,
                 hints=command.hints,
+                pooling=command.pooling,
             )
         except (RequestError, TypeError, ValueError) as error:
             self._reject(command.id, str(error), getattr(error, "status", 400))
@@ -229,7 +235,7 @@ class StepLoop:
             self._reject(running.id, event.detail, 400)
             return
         tokens = event.tokens
-        stop = event.reason is FinishReason.STOP
+        stop = event.reason is FinishReason.STOP and bool(tokens)
         hidden = stop and not seq.request.params.include_stop and tokens[-1] in seq.request.stop_ids
         self._news.append(
             News(
@@ -241,6 +247,7 @@ class StepLoop:
                 _wire(event.logprobs),
                 _wire(event.prompt_logprobs),
                 running.sequences[0].cached,
+                pooled=b"" if event.pooled_C is None else event.pooled_C.astype("<f4", copy=False).tobytes(),
             )
         )
         if event.reason is not None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from dovetail.core.interfaces import EmbeddingSpec, Pooling
+
 LogprobWire = tuple[float, list[tuple[int, float]]]
 """Of one token, and of the most likely ones."""
 
@@ -27,6 +29,8 @@ class Add(msgspec.Struct, array_like=True, tag=0):
     user: str = ""
     cache_salt: str = ""
     hints: dict[str, float] = {}
+    pooling: Pooling | None = None
+    """The prompt is embedded."""
 
 
 class Abort(msgspec.Struct, array_like=True, tag=1):
@@ -72,6 +76,8 @@ class News(msgspec.Struct, array_like=True):
     """Why it was rejected."""
     status: int = 0
     """HTTP status of a rejection."""
+    pooled: bytes = b""
+    """Of a prompt that is embedded: float32, little-endian."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -131,5 +137,11 @@ class EngineInfo(msgspec.Struct):
     max_seqs: int
     device: str
     start_seconds: float
+    embedding: EmbeddingSpec | None
+    """What the checkpoint says of its embeddings."""
+    hidden: int
+    """Numbers in one."""
+    head: bool
+    """It can generate."""
     notes: list[str]
     """Slower paths that were chosen."""

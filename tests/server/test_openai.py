@@ -151,7 +151,7 @@ def test_models_and_health(server, client):
         ("completions", {"prompt": "x", "logit_bias": {"99999": 1}}, 400, "vocabulary"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
-        ("embeddings", {"input": "x"}, 400, "embeddings"),
+        ("embeddings", {"input": "x"}, 400, "serve.pooling=last"),
         ("responses", {"input": "x", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
         ("nowhere", {}, 404, "nowhere"),
     ],

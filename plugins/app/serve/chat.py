@@ -79,7 +79,7 @@ class _Chat:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=self.reading.grammar(),
         )
-        jobs = service.submit(self.request, body, "chat", [ids], params, self.reading.special)
+        jobs = service.submit(self.request, body, "chat", [ids], params, keep=self.reading.special)
         if body.stream:
             chunks = self._chunks(jobs)
             try:

@@ -67,12 +67,8 @@ class _Completion:
     async def answer(self) -> Response:
         self._check()
         body, service = self.body, self.service
-        one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
-        given: list[Any] = [body.prompt] if one else list(body.prompt)
-        if len(given) > service.config.max_prompts:
-            raise FieldError(f"{len(given)} prompts, of at most {service.config.max_prompts}", "prompt")
-        self.prompts = [await service.encode(p) if isinstance(p, str) else p for p in given]
-        self.texts = [p if isinstance(p, str) else service.tokenizer.decode(p) for p in given] if body.echo else []
+        self.prompts = await service.prompts(body.prompt, "prompt")
+        self.texts = self._texts() if body.echo else []
         wants_logprobs = body.logprobs if body.logprobs is not None else (0 if self.samples > self.n else None)
         max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         params = service.params(
@@ -97,6 +93,15 @@ class _Completion:
             return json_response(self._whole(jobs, choices))
         finally:
             output.close(jobs)
+
+    def _texts(self) -> list[str]:
+        """Of the prompts, as they were given."""
+        given, decode = self.body.prompt, self.service.tokenizer.decode
+        if isinstance(given, str):
+            return [given]
+        if isinstance(given[0], str):
+            return list(given)
+        return [decode(ids) for ids in self.prompts]
 
     def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []

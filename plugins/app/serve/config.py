@@ -45,6 +45,13 @@ class ServeConfig(AppConfig):
     reasoning_parser: str = "auto"
     """The same for reasoning; none leaves it in the content."""
 
+    pooling: Literal["auto", "last", "mean"] = "auto"
+    """How /v1/embeddings makes a text's hidden states one vector: of the last token, or their mean. auto: as
+    sentence-transformers' files beside the weights say; a model without them is refused."""
+    matryoshka: bool = False
+    """Let requests cut embeddings to any `dimensions`, also where config.json does not say that the model was trained
+    so."""
+
     max_waiting: int = Field(1024, ge=0)
     """Samples that may wait beyond those that run (engine.max_seqs); more get 429 with Retry-After."""
     max_body_bytes: int = Field(8 << 20, ge=1024)

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 import dovetail
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.output import spell
-from dovetail.plugins.app.serve.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from dovetail.plugins.app.serve.schemas import DetokenizeRequest, TokenizeRequest
 from dovetail.plugins.app.serve.service import Service
 from dovetail.plugins.app.serve.transport import json_response
 
@@ -27,11 +27,6 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         return json_response(_model(service, service.model(model)))
-
-    @routes.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest) -> Response:
-        name = service.model(body.model)
-        raise FieldError(f"the model {name} generates text and has no embeddings", "model")
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:

@@ -26,7 +26,7 @@ class RequestRecord:
     """One prompt's way through the server. Times in seconds."""
 
     endpoint: str
-    """"completions", "chat", "responses"."""
+    """"completions", "chat", "responses", "embeddings"."""
     outcome: str
     """"stop", "length"; "abort" (the client left, or time was up), "error"."""
     prompt_tokens: int

@@ -37,22 +37,36 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class Common(Body):
-    """What every generating endpoint takes. Dovetail's own fields go into `extra_body` of the OpenAI client."""
+class Queued(Body):
+    """What every endpoint takes that the engine works for. Dovetail's own fields go into `extra_body` of the OpenAI
+    client."""
 
     model: Label | None = None
     """One of /v1/models; null: the only one."""
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
     user: Label | None = None
     """Reaches the scheduler (scheduler=fair shares between users)."""
+    prompt_cache_key: Label | None = None
+    """As cache_salt, where that is not given."""
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """Lower runs first (scheduler=priority)."""
+    cache_salt: Label | None = None
+    """Prefix pages are shared only between requests of equal salt."""
+    hints: dict[Label, float] | None = None
+    """Numbers that schedulers may read, for instance the expected output length."""
+    timeout: float | None = Field(None, gt=0, le=1e6)
+    """Seconds from arrival after which the request ends."""
+
+
+class Common(Queued):
+    """What every generating endpoint takes."""
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
     metadata: dict[str, JsonValue] | None = None
     """Accepted and without effect."""
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
-    """As cache_salt, where that is not given."""
 
     top_k: int | None = Field(None, ge=-1, le=MOST)
     """Keep the k most likely tokens; 0 or -1: all."""
@@ -69,16 +83,8 @@ class Common(Body):
     """The output is one of these strings."""
     grammar: Text | None = None
     """The output follows this grammar, in llguidance's dialect of Lark."""
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """Lower runs first (scheduler=priority)."""
-    cache_salt: Label | None = None
-    """Prefix pages are shared only between requests of equal salt."""
-    hints: dict[Label, float] | None = None
-    """Numbers that schedulers may read, for instance the expected output length."""
     extra: dict[Label, JsonValue] | None = None
     """Parameters of logits processors from plugins."""
-    timeout: float | None = Field(None, gt=0, le=1e6)
-    """Seconds from arrival after which the request ends."""
 
 
 class Penalised(Common):
@@ -91,14 +97,17 @@ class Penalised(Common):
     response_format: ResponseFormat | None = None
 
 
+Prompts = (
+    Text
+    | Annotated[list[Text], Field(min_length=1)]
+    | Annotated[list[Token], Field(min_length=1)]
+    | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+)
+"""Text or token ids; several prompts as a list."""
+
+
 class CompletionRequest(Penalised):
-    prompt: (
-        Text
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
-    )
-    """Text or token ids; several prompts as a list."""
+    prompt: Prompts
     max_tokens: int | None = Field(None, ge=0, le=MOST)
     """16 where nothing is said. 0 with echo: the prompt alone."""
     n: int | None = Field(None, ge=1, le=128)
@@ -232,12 +241,12 @@ class ResponsesRequest(Common):
     """Accepted and without effect."""
 
 
-class EmbeddingRequest(Body):
-    model: Label | None = None
-    input: Text | list[Text] | list[Token] | list[list[Token]]
+class EmbeddingRequest(Queued):
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
+    """base64: float32, little-endian."""
     dimensions: int | None = Field(None, ge=1, le=MOST)
-    user: Label | None = None
+    """Cut to so many numbers; for models trained so."""
 
 
 class TokenizeRequest(Body):

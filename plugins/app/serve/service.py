@@ -16,14 +16,14 @@ from starlette.requests import Request
 
 from dovetail.core.chat_template import ChatTemplate
 from dovetail.core.errors import ConfigError, RequestError
-from dovetail.core.interfaces import SamplingParams
+from dovetail.core.interfaces import Pooling, SamplingParams
 from dovetail.core.serving.client import EngineClient, Stream
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.monitor import Monitor, RequestRecord, Tracer
 from dovetail.plugins.app.serve.reading import Parsers
-from dovetail.plugins.app.serve.schemas import Common, Message, Penalised
+from dovetail.plugins.app.serve.schemas import Common, Message, Penalised, Prompts, Queued
 from dovetail.plugins.app.serve.structured import grammar_of
 from dovetail.plugins.app.serve.transport import KEY
 
@@ -34,6 +34,8 @@ _THREADS = 4
 _INLINE_CHARACTERS = 256
 """Shorter prompts are tokenized faster than a thread would be woken."""
 _MASK63 = 2**63 - 1
+_PROMPT_FIELD = {"completions": "prompt", "chat": "messages", "responses": "input", "embeddings": "input"}
+"""Where each endpoint's requests have what the model reads."""
 
 
 class Job:
@@ -174,6 +176,14 @@ class Service:
         """Source of the chat template, once something was rendered."""
         return "" if self._template is None else self._template.source
 
+    async def prompts(self, given: Prompts, param: str) -> list[Sequence[int]]:
+        """One or many, each as token ids."""
+        one = isinstance(given, str) or isinstance(given[0], int)
+        many: list[Any] = [given] if one else list(given)
+        if len(many) > self.config.max_prompts:
+            raise FieldError(f"{param}: {len(many)} prompts, of at most {self.config.max_prompts}", param)
+        return [await self.encode(text, param=param) if isinstance(text, str) else text for text in many]
+
     # Requests.
 
     def params(self, body: Common, **chosen: Any) -> SamplingParams:
@@ -219,20 +229,22 @@ class Service:
     def submit(
         self,
         request: Request,
-        body: Common,
+        body: Queued,
         endpoint: str,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        *,
         keep: Collection[str] = (),
+        pooling: Pooling | None = None,
     ) -> list[Job]:
-        """Queue every prompt, or none. keep: special tokens whose text is part of the output."""
+        """Queue every prompt, or none. keep: special tokens whose text is part of the output. pooling: embed them."""
         self._admit(len(prompts) * params.n)
         limit = self.client.info.max_len
         for ids in prompts:
             if len(ids) >= limit:
                 raise FieldError(
                     f"the prompt has {len(ids)} tokens and the context is {limit} (engine.max_len): shorten it",
-                    "messages" if endpoint == "chat" else "prompt",
+                    _PROMPT_FIELD[endpoint],
                     code="context_length_exceeded",
                 )
         seconds = min((s for s in (self.config.timeout, body.timeout) if s is not None), default=None)
@@ -248,6 +260,7 @@ class Service:
                     cache_salt=self._salt(request, body),
                     hints=body.hints,
                     keep=keep,
+                    pooling=pooling,
                 )
                 job = Job(self, stream, endpoint, len(ids), request.headers.get("traceparent", ""))
                 jobs.append(job)
@@ -259,7 +272,7 @@ class Service:
             raise
         return jobs
 
-    def _salt(self, request: Request, body: Common) -> str:
+    def _salt(self, request: Request, body: Queued) -> str:
         salt = body.cache_salt if body.cache_salt is not None else body.prompt_cache_key or ""
         key = request.scope.get(KEY)
         return f"{key}\x00{salt}" if key and self.config.cache_isolation == "key" else salt

@@ -1,0 +1,79 @@
+"""/v1/embeddings."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from numpy.typing import NDArray
+from starlette.responses import Response
+
+from dovetail.core.engine.pooling import cut
+from dovetail.core.interfaces import EmbeddingSpec, SamplingParams
+from dovetail.plugins.app.serve import output
+from dovetail.plugins.app.serve.errors import FieldError
+from dovetail.plugins.app.serve.schemas import EmbeddingRequest
+from dovetail.plugins.app.serve.service import Service
+from dovetail.plugins.app.serve.transport import json_response, while_connected
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        model = service.model(body.model)
+        how = _how(service, model)
+        _check_dimensions(body.dimensions, how, service)
+        prompts = await service.prompts(body.input, "input")
+        jobs = service.submit(request, body, "embeddings", prompts, SamplingParams(max_tokens=1), pooling=how.pooling)
+        try:
+            found = await while_connected(request, output.collect(jobs, 1))
+            vectors = np.stack([delta.pooled_C for delta in found])
+            vectors = cut(vectors, normalize=how.normalize, dimensions=body.dimensions)
+            data = await service.threaded(_data, vectors, body.encoding_format == "base64")
+            tokens = sum(map(len, prompts))
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            return json_response({"object": "list", "data": data, "model": model, "usage": usage})
+        finally:
+            output.close(jobs)
+
+    return routes
+
+
+def _how(service: Service, model: str) -> EmbeddingSpec:
+    stated, chosen = service.client.info.embedding, service.config.pooling
+    if chosen != "auto":
+        return EmbeddingSpec(chosen, stated.normalize if stated else True, stated.dimensions if stated else ())
+    if stated is None:
+        raise FieldError(
+            f"the model {model} generates text: nothing beside its weights says how it embeds. To have its hidden "
+            "states all the same, start the server with serve.pooling=last or serve.pooling=mean",
+            "model",
+        )
+    return stated
+
+
+def _check_dimensions(asked: int | None, how: EmbeddingSpec, service: Service) -> None:
+    size = service.client.info.hidden
+    if asked is None or asked == size:
+        return
+    if asked > size:
+        raise FieldError(f"dimensions={asked}: this model's embeddings have {size}", "dimensions")
+    if service.config.matryoshka or how.dimensions is None or asked in how.dimensions:
+        return
+    there_are = ", ".join(map(str, (*how.dimensions, size)))
+    raise FieldError(
+        f"dimensions={asked}: config.json does not say that this model's embeddings may be cut so; there are "
+        f"{there_are} (serve.matryoshka=true allows any)",
+        "dimensions",
+    )
+
+
+def _data(vectors: NDArray[np.float32], as_base64: bool) -> list[dict[str, Any]]:
+    def written(vector: NDArray[np.float32]) -> Any:
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
+
+    return [{"object": "embedding", "index": i, "embedding": written(vector)} for i, vector in enumerate(vectors)]
