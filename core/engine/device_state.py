@@ -89,8 +89,12 @@ class DeviceState:
             scalars += (join.slot, join.computed, len(request.prompt_ids))
             scalars += (sequence_key(self.seed, request, info.blob.sample), params.top_k)
             scalars += (float_bits(params.temperature), float_bits(params.top_p), float_bits(params.min_p))
-        groups = [group for group in self.tables if any(delta.group == group for delta in plan.pages)]
-        deltas = [[n for d in plan.pages if d.group == g for n in (d.slot, d.index, d.page)] for g in groups]
+        # A hit's page may be replaced by its copy in the same plan, and a GPU writes both in any order: the last stands.
+        entries: dict[int, dict[tuple[int, int], int]] = {}
+        for delta in plan.pages:
+            entries.setdefault(delta.group, {})[delta.slot, delta.index] = delta.page
+        groups = list(entries)
+        deltas = [[n for place, page in entries[group].items() for n in (*place, page)] for group in groups]
         tokens = [info.blob.tokens for info in joined]
         if not (scalars or deltas or extra):
             return []
