@@ -89,7 +89,8 @@ class DeviceState:
             scalars += (join.slot, join.computed, len(request.prompt_ids))
             scalars += (sequence_key(self.seed, request, info.blob.sample), params.top_k)
             scalars += (float_bits(params.temperature), float_bits(params.top_p), float_bits(params.min_p))
-        # A hit's page may be replaced by its copy in the same plan, and a GPU writes both in any order: the last stands.
+        # The last entry of a place stands: a hit's page may be replaced by its copy in the same plan, and a GPU writes
+        # both in any order.
         entries: dict[int, dict[tuple[int, int], int]] = {}
         for delta in plan.pages:
             entries.setdefault(delta.group, {})[delta.slot, delta.index] = delta.page
