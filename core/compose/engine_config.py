@@ -37,7 +37,9 @@ class EngineConfig(Config):
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory that the engine may fill."""
     cuda_graphs: bool = True
-    """Replay decode steps as CUDA graphs where device, attention and ranks allow; start-up says where they do not."""
+    """Replay steps as CUDA graphs where device, attention and ranks allow; start-up says where they do not."""
+    graph_tokens: int = Field(1024, ge=0)
+    """Tokens in the largest step with prompts in it that has a graph; 0: decode steps alone have graphs."""
     mask_wait: float = Field(0.01, ge=0)
     """Seconds that a step waits for the mask of a row with a grammar; one without it sits the step out."""
     kv_pages: int | None = Field(None, ge=1)

@@ -52,23 +52,22 @@ def build_batch(
     counts = tuple(row.count for row in rows)
     decodes = sum(1 for row in rows if row.flags & DECODE)
     host = HostBounds(counts, tuple(row.bound for row in rows), decodes)
-    tokens, attn = lay_out(slots_B, row_start_B1.int(), host, state, groups, attention)
+    tokens, attn = lay_out(slots_B, row_start_B1.int(), sum(counts), host, state, groups, attention)
     return make_batch(rows, tokens, attn)
 
 
 def lay_out(
     slots_B: torch.Tensor,
     row_start_B1: torch.Tensor,
+    total: int,
     host: HostBounds,
     state: DeviceState,
     groups: Seq[KVGroup],
     attention: AttentionBackend,
 ) -> tuple[TokenLayout, dict[int, AttnCtx]]:
-    """Tokens, and attention metadata by KV group. Positions come from the device's own lengths, so that rows may be
-    built before the previous step has ended. All on the device: capturable."""
-    tokens = lay_out_tokens(
-        slots_B, row_start_B1, state.computed_S, state.tokens_SL, sum(host.counts), max(host.counts)
-    )
+    """`total` tokens, and attention metadata by KV group. Positions come from the device's own lengths, so that rows
+    may be built before the previous step has ended. All on the device: capturable."""
+    tokens = lay_out_tokens(slots_B, row_start_B1, state.computed_S, state.tokens_SL, total, max(host.counts))
     planned = attention.plan_host(host)
     attn = {}
     for group in groups:

@@ -1,8 +1,11 @@
-"""Decode steps as CUDA graphs: one per batch size for the layers, and for drawing one where all rows are greedy and one
-where some are not. They are replayed with nothing but the rows' slots as input.
+"""Steps as CUDA graphs: the layers of decode steps, one graph per number of rows; those of mixed steps, which feed
+prompts too, one per number of tokens; and drawing, one per number of rows that sample, whatever ran the layers.
 
-Everything else a step needs (lengths, tokens, page tables) it reads from the device state, so a graph serves any rows
-of its number. Spare rows belong to the scratch slot, which is never written. R rows, W tokens of each.
+They are replayed with nothing but the rows as input: everything else a step needs (lengths, tokens, page tables) they
+read from the device state. What a graph has to spare is padding: rows of the scratch slot, which is never written, rows
+without tokens, and tokens without a row.
+
+R rows that sample, W tokens of a decode row.
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from dovetail.core.engine.batch import DECODE, Batch, lay_out, make_batch
+from dovetail.core.engine.batch import DECODE, SAMPLE, Batch, lay_out, make_batch, row_starts
 from dovetail.core.engine.device_state import DeviceState
-from dovetail.core.engine.sampling_step import Sampled
+from dovetail.core.engine.sampling_step import Sampled, advance_chunks, chunk_section, sampling_section
 from dovetail.core.interfaces import (
     AttentionBackend,
     ForwardContext,
@@ -27,25 +31,64 @@ from dovetail.core.interfaces import (
     Progress,
     Row,
 )
-from dovetail.core.ops.step import TokenLayout, accept, draw
+from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, draw, gather_samples
+
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], Any]], tuple[Replay, Any]]
+"""Runs a call and says how to run it again, and what it returned: tensors that each repetition writes anew."""
+
+
+class Recorder:
+    """By CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, call: Callable[[], Any]) -> tuple[Replay, Any]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()  # Compiles kernels, which capture cannot.
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = call()
+        return graph.replay, outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one graph of the layers serves."""
+
+    tokens: int
+    decodes: int
+    """Decode rows."""
+    chunks: int
+    """Rows that feed prompts; 0 = the graph is for decode steps, whose rows feed W tokens each."""
+    samples: int
+    """Rows that sample."""
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.chunks
+
+    @property
+    def layout(self) -> int:
+        """Integers of a mixed step's input that say which rows run."""
+        return 2 * self.rows + 1 + 2 * self.chunks if self.chunks else 0
 
 
 @dataclass(slots=True)
-class DecodeGraph:
-    """The graphs of one batch size."""
+class ForwardGraph:
+    """The layers of one kind of step."""
 
-    rows_R2: torch.Tensor
-    """Input, int64: slot, and drafts to verify at most."""
-    forward: torch.cuda.CUDAGraph
+    capacity: Capacity
+    input_N: torch.Tensor
+    """int64. Of mixed steps first each row's slot, its first token and the end of all, and `chunk_section`; then, of
+    all steps, `sampling_section`."""
+    replay: Replay
     tokens: TokenLayout
     hidden: Hidden
-    sample: dict[bool, tuple[torch.cuda.CUDAGraph, Sampled]]
-    """By whether some row is random."""
-
-    def section(self, rows: Seq[Row], scratch: int) -> list[int]:
-        """The graph's input, to be sent with the plan."""
-        found = [n for row in rows for n in (row.slot, row.draft)]
-        return found + [scratch, 0] * (len(self.rows_R2) - len(rows))
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -57,7 +100,16 @@ def batch_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-class DecodeGraphs:
+def token_sizes(most: int) -> list[int]:
+    """Tokens of mixed steps: multiples of what a product's tiles hold, but for the few that cost no more than their
+    weights."""
+    sizes = [16, 32, 64]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+    return [*(size for size in sizes if size < most), most] if most else []
+
+
+class StepGraphs:
     def __init__(
         self,
         model: Model,
@@ -68,74 +120,145 @@ class DecodeGraphs:
         taps: tuple[int, ...],
         lookahead: int,
         most_rows: int,
+        most_tokens: int,
         max_len: int,
     ) -> None:
+        """`most_tokens`: of a mixed step that gets a graph; 0 = none does."""
         self.model, self.state, self.groups, self.attention = model, state, groups, attention
         self.taps, self.width, self.max_len = taps, 1 + lookahead, max_len
         self.sizes = batch_sizes(most_rows)
-        self._graphs: dict[int, DecodeGraph] = {}
+        self.capacities = [Capacity(size * self.width, size, 0, size) for size in self.sizes]
+        self.capacities += [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
+        build = model.build
+        self._inputs = SampleInputs.empty(most_rows, self.width, build.spec.hidden, build.dtype, state.device)
+        self._forward: list[ForwardGraph] = []
+        """Smallest first, within decode and mixed steps each."""
+        self._draws: dict[tuple[int, bool], tuple[Replay, Sampled]] = {}
+        """By rows, and whether some row is random."""
+
+    def _mixed(self, tokens: int) -> Capacity:
+        """Each row to spare costs a little in every layer, so there are no more than so many tokens are likely to have;
+        a larger graph serves those with more."""
+        most = self.sizes[-1]
+        decodes, chunks = min(most, tokens // 2 // self.width), min(most, max(4, tokens // 32))
+        return Capacity(tokens, decodes, chunks, self._size(min(most, decodes + chunks)))
+
+    def _size(self, rows: int) -> int:
+        return next(size for size in self.sizes if size >= rows)
 
     @torch.inference_mode()
-    def capture(self, progress: Progress) -> None:
+    def capture(self, progress: Progress, record: Record | None = None) -> None:
         """Largest first, in one memory pool: the smaller ones reuse its blocks."""
-        self._pool = torch.cuda.graph_pool_handle()
-        for done, size in enumerate(reversed(self.sizes)):
-            progress("capture graphs", done / len(self.sizes))
-            rows_R2 = torch.tensor([[self.state.scratch, 0]] * size, device=self.state.device)
-            forward, (tokens, hidden) = self._capture(lambda: self._forward(rows_R2))  # noqa: B023
-            sample = {
-                random: self._capture(lambda: self._sample(rows_R2, tokens, hidden, random))  # noqa: B023
-                for random in (False, True)
-            }
-            self._graphs[size] = DecodeGraph(rows_R2, forward, tokens, hidden, sample)
+        record = record or Recorder()
+        ordered = sorted(self.capacities, key=lambda capacity: -capacity.tokens)
+        share = 1 / (len(ordered) + len(self.sizes))
+        for done, capacity in enumerate(ordered):
+            progress("capture graphs", done * share)
+            input_N = self._padding(capacity)
+            replay, (tokens, hidden) = record(partial(self._run, capacity, input_N))
+            self._forward.insert(0, ForwardGraph(capacity, input_N, replay, tokens, hidden))
+        for done, size in enumerate(reversed(self.sizes), len(ordered)):
+            progress("capture graphs", done * share)
+            for random in (False, True):
+                self._draws[size, random] = record(partial(self._draw, size, random))
 
-    def _capture(self, call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()  # Compiles kernels, which capture cannot.
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = call()
-        return graph, outputs
+    # Layers.
 
-    def _forward(self, rows_R2: torch.Tensor) -> tuple[TokenLayout, Hidden]:
-        rows, width = len(rows_R2), self.width
-        host = HostBounds((width,) * rows, (self.max_len,) * rows, rows)
-        row_start = torch.arange(rows + 1, dtype=torch.int32, device=rows_R2.device) * width
-        slots_R = rows_R2[:, 0].contiguous()
-        tokens, attn = lay_out(slots_R, row_start, host, self.state, self.groups, self.attention)
-        embeds_TC = self.model.embed(tokens.ids_T)
-        return tokens, self.model.forward(embeds_TC, ForwardContext(tokens.positions_T, attn), self.taps)
+    def _padding(self, capacity: Capacity) -> torch.Tensor:
+        """The input of a step without rows."""
+        scratch = self.state.scratch
+        rows = [scratch] * capacity.rows + [0] * (capacity.rows + 1) + [scratch, 0] * capacity.chunks
+        samples = [0, scratch, 0] * capacity.samples
+        return torch.tensor(rows[: capacity.layout] + samples, device=self.state.device)
 
-    def _sample(self, rows_R2: torch.Tensor, tokens: TokenLayout, hidden: Hidden, random: bool) -> Sampled:
-        state = self.state
-        slots_R, limit_R = rows_R2.t().contiguous().unbind(0)
-        position_N = tokens.positions_T + 1
-        temperature_N, key_N = state.temperature_S, state.key_S
-        if random:
-            temperature_N, key_N = temperature_N[tokens.slots_T], key_N[tokens.slots_T]
-        drawn_N = draw(self.model.logits(hidden.states), position_N, temperature_N, key_N, random)
-        tokens_RW = drawn_N.view(-1, self.width)
-        base_R = position_N[:: self.width].contiguous()
-        accepted = accept(tokens_RW, slots_R, base_R, limit_R, state.tokens_SL, state.computed_S, state.drafts_S)
-        return Sampled(tokens_RW, accepted.accepted_R, slots_R, accepted.lengths_R)
+    def _run(self, capacity: Capacity, input_N: torch.Tensor) -> tuple[TokenLayout, Hidden]:
+        state, rows = self.state, capacity.rows
+        samples_R3 = input_N[capacity.layout :].view(-1, 3)
+        if capacity.chunks:
+            slots_B, row_start_B1, chunks_N = input_N[: capacity.layout].split((rows, rows + 1, 2 * capacity.chunks))
+            row_start_B1 = row_start_B1.int()
+        else:
+            slots_B = samples_R3[:, 1].contiguous()
+            row_start_B1 = torch.arange(rows + 1, dtype=torch.int32, device=state.device) * self.width
+        counts = (self.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
+        host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
+        tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, self.groups, self.attention)
+        ctx = ForwardContext(tokens.positions_T, attn)
+        hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.taps)
+        if capacity.chunks:
+            advance_chunks(chunks_N, state)
+        gather_samples(hidden.states, tokens.positions_T, samples_R3, self._inputs.first(capacity.samples))
+        return tokens, hidden
 
-    def pick(self, rows: Seq[Row]) -> DecodeGraph | None:
-        """For decode rows alone. Rows with fewer drafts than the graph's width feed padding."""
-        if len(rows) > self.sizes[-1] or not all(row.flags & DECODE for row in rows):
-            return None
-        return self._graphs[next(size for size in self.sizes if size >= len(rows))]
+    def pick(self, rows: Seq[Row]) -> ForwardGraph | None:
+        """The smallest that serves such a step."""
+        decodes = sum(1 for row in rows if row.flags & DECODE)
+        moved = sum(1 for row in rows if not row.flags & SAMPLE)
+        chunks = max(len(rows) - decodes, moved)
+        tokens = sum(row.count for row in rows) if chunks else 0
+        for graph in self._forward:
+            capacity = graph.capacity
+            if (
+                bool(capacity.chunks) is bool(chunks)
+                and tokens <= capacity.tokens
+                and decodes <= capacity.decodes
+                and chunks <= capacity.chunks
+            ):
+                return graph
+        return None
 
-    def forward(self, graph: DecodeGraph, rows: Seq[Row], section: torch.Tensor) -> tuple[Batch, Hidden]:
+    def starts(self, graph: ForwardGraph, rows: Seq[Row]) -> Seq[int]:
+        """Index of each row's first token."""
+        # In decode steps rows with fewer drafts than W - 1 feed padding.
+        return row_starts(rows) if graph.capacity.chunks else range(0, len(rows) * self.width, self.width)
+
+    def section(self, graph: ForwardGraph, rows: Seq[Row], starts: Seq[int]) -> list[int]:
+        """The graph's input, to be sent with the plan."""
+        capacity, scratch = graph.capacity, self.state.scratch
+        if not capacity.chunks:
+            return self.samples(rows, starts)
+        decodes = sum(1 for row in rows if row.flags & DECODE)
+        spare, idle = capacity.decodes - decodes, capacity.chunks - (len(rows) - decodes)
+        slots, starts, moved = [row.slot for row in rows], list(starts), chunk_section(rows)
+        return [
+            *(*slots[:decodes], *[scratch] * spare, *slots[decodes:], *[scratch] * idle),
+            *(*starts[:decodes], *[starts[decodes]] * spare, *starts[decodes:], *[starts[-1]] * idle),
+            *(*moved, *[scratch, 0] * (capacity.chunks - len(moved) // 2)),
+            *self.samples(rows, starts),
+        ]
+
+    def samples(self, rows: Seq[Row], starts: Seq[int]) -> list[int]:
+        """`sampling_section`, with as many spare rows as a graph has that draws."""
+        section = sampling_section(rows, starts)
+        sampled = len(section) // 3
+        return section + [0, self.state.scratch, 0] * (self._size(sampled) - sampled if sampled else 0)
+
+    def forward(self, graph: ForwardGraph, rows: Seq[Row], section: torch.Tensor) -> tuple[Batch, Hidden]:
         """The outputs stay valid until the next run."""
-        graph.rows_R2.copy_(section.view(-1, 2))
-        graph.forward.replay()
+        graph.input_N[: len(section)].copy_(section)
+        graph.replay()
         return make_batch(rows, graph.tokens, {}), graph.hidden
 
-    def sample(self, graph: DecodeGraph, rows: int, random: bool) -> Sampled:
-        """After `forward`, for rows that are all `plain` (SlotInfo)."""
-        captured, out = graph.sample[random]
-        captured.replay()
+    # Drawing.
+
+    def gather(self, tokens: TokenLayout, hidden: Hidden, section: torch.Tensor) -> None:
+        """After layers that ran without a graph: what `draw` reads, for `samples`."""
+        samples_R3 = section.view(-1, 3)
+        gather_samples(hidden.states, tokens.positions_T, samples_R3, self._inputs.first(len(samples_R3)))
+
+    def draw(self, rows: int, random: bool) -> Sampled:
+        """For rows that are all `plain` (SlotInfo)."""
+        replay, out = self._draws[self._size(rows), random]
+        replay()
         return Sampled(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
+
+    def _draw(self, rows: int, random: bool) -> Sampled:
+        state, at = self.state, self._inputs.first(rows)
+        temperature_N, key_N = state.temperature_S, state.key_S
+        if random:
+            temperature_N, key_N = temperature_N[at.slots_N], key_N[at.slots_N]
+        drawn_N = draw(self.model.logits(at.states_NC), at.position_N, temperature_N, key_N, random)
+        tokens_RW = drawn_N.view(rows, self.width)
+        lengths = state.tokens_SL, state.computed_S, state.drafts_S
+        accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
+        return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from dovetail.core.compose import Host, Selected
 from dovetail.core.engine.batch import Batch, build_batch, row_starts
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
-from dovetail.core.engine.graphs import DecodeGraph, DecodeGraphs
+from dovetail.core.engine.graphs import ForwardGraph, StepGraphs
 from dovetail.core.engine.host import detect_host
 from dovetail.core.engine.pooling import pooled_states
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
@@ -77,13 +78,11 @@ class _Step:
 
     batch: Batch
     hidden: Hidden
-    starts: list[int]
+    starts: Seq[int]
     """Index of each row's first token."""
-    sampling: torch.Tensor
-    """sampling_section, on the device."""
-    chunks: torch.Tensor | None
-    """chunk_section, on the device; None = no row is a chunk."""
-    graph: DecodeGraph | None
+    samples: torch.Tensor
+    """sampling_section, on the device; a graph's spare rows may follow."""
+    graph: ForwardGraph | None
 
 
 class Runner:
@@ -95,9 +94,9 @@ class Runner:
         """The plan executed last and when that began, while it lacks its late inputs."""
         self._phases: dict[str, float] = {}
         self._progress: Progress = lambda phase, share: None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._why_no_graphs: str | None = "not loaded yet"
-        """None = decode steps run as graphs."""
+        """None = steps run as graphs."""
 
     # Start-up.
 
@@ -164,7 +163,7 @@ class Runner:
         phase("measure memory", clock)
         self._why_no_graphs = self._reason_against_graphs()
         if self._why_no_graphs is not None and device.type == "cuda":
-            note(f"decode steps run without CUDA graphs: {self._why_no_graphs}")
+            note(f"steps run without CUDA graphs: {self._why_no_graphs}")
         return ExecutorInfo(
             spec=spec,
             groups=self.groups,
@@ -267,18 +266,25 @@ class Runner:
         )
         if self._why_no_graphs is None:
             began = time.perf_counter()
-            self.graphs = DecodeGraphs(
-                self.model,
-                self.state,
-                self.groups,
-                self.attention,
-                taps=self.drafter.taps,
-                lookahead=self.drafter.lookahead,
-                most_rows=self.engine.max_seqs,
-                max_len=self.max_len,
-            )
+            self.graphs = self.step_graphs()
             self.graphs.capture(self._progress)
             self._phases["capture graphs"] = time.perf_counter() - began
+
+    def step_graphs(self) -> StepGraphs:
+        """Not captured yet."""
+        engine, attention = self.engine, self.composition.part("attention")
+        mixed = attention.capabilities(detect_host(self.device.type)).provides.get("graphs") == "mixed"
+        return StepGraphs(
+            self.model,
+            self.state,
+            self.groups,
+            self.attention,
+            taps=self.drafter.taps,
+            lookahead=self.drafter.lookahead,
+            most_rows=engine.max_seqs,
+            most_tokens=min(engine.graph_tokens, engine.token_budget) if mixed else 0,
+            max_len=self.max_len,
+        )
 
     # Steps.
 
@@ -320,14 +326,16 @@ class Runner:
         """Apply the plan's changes and run the layers. Whatever the host has to say goes in one copy."""
         state, rows = self.state, plan.rows
         joined = self._join(plan, blobs)
-        graph = self.graphs.pick(rows) if self.graphs is not None else None
+        graphs = self.graphs
+        graph = None if graphs is None else graphs.pick(rows)
         if graph is not None:
-            starts = list(range(0, len(rows) * self.graphs.width, self.graphs.width))
-            where = [graph.section(rows, state.scratch)]
+            starts = graphs.starts(graph, rows)
+            sections = [graphs.section(graph, rows, starts)]
         else:
             starts = row_starts(rows)
-            where = [[row.slot for row in rows], starts, chunk_section(rows)]
-        sent = state.apply(plan, joined, [sampling_section(rows, starts), *where])
+            sampling = sampling_section(rows, starts) if graphs is None else graphs.samples(rows, starts)
+            sections = [sampling, [row.slot for row in rows], starts, chunk_section(rows)]
+        sent = state.apply(plan, joined, sections)
         for join, info in zip(plan.joins, joined, strict=True):
             for processor in self.processors.values():
                 processor.join(join.slot, info.blob.request)
@@ -335,28 +343,30 @@ class Runner:
         for draft in plan.drafts:
             state.set_drafts(draft.slot, draft.tokens)
         if graph is not None:
-            batch, hidden = self.graphs.forward(graph, rows, sent[1])
-            return _Step(batch, hidden, starts, sent[0], None, graph)
-        batch = build_batch(rows, sent[1], sent[2], state, self.groups, self.attention)
+            batch, hidden = graphs.forward(graph, rows, sent[0])
+            return _Step(batch, hidden, starts, sent[0][graph.capacity.layout :], graph)
+        samples, slots_B, row_start_B1, chunks = sent
+        batch = build_batch(rows, slots_B, row_start_B1, state, self.groups, self.attention)
         ctx = ForwardContext(batch.tokens.positions_T, batch.attn)
         hidden = self.model.forward(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
-        return _Step(batch, hidden, starts, sent[0], sent[3], None)
+        advance_chunks(chunks, state)
+        return _Step(batch, hidden, starts, samples, None)
 
     def _sample(self, step: _Step, late: LateInputs | None) -> Sampled | None:
         state, drafter, batch, hidden = self.state, self.drafter, step.batch, step.hidden
-        if step.chunks is not None:
-            advance_chunks(step.chunks, state)
         if not batch.sampled:
             if drafter.lookahead:
                 drafter.observe(self._draft_context(batch, None), hidden.states, hidden.taps)
             return None
-        infos = [state.slots[row.slot] for row in batch.rows]
+        infos = [state.slots[batch.rows[i].slot] for i in batch.sampled]
         random = any(info.random for info in infos)
-        captured = step.graph is not None and late is None and not (random and state.draft_probs_SKV is not None)
-        if captured and all(info.plain for info in infos):
-            sampled = self.graphs.sample(step.graph, len(infos), random)
+        graphs = None if late is not None or (random and state.draft_probs_SKV is not None) else self.graphs
+        if graphs is not None and all(info.plain for info in infos):
+            if step.graph is None:
+                graphs.gather(batch.tokens, hidden, step.samples)
+            sampled = graphs.draw(len(batch.sampled), random)
         else:
-            at = locate(batch, step.sampling)
+            at = locate(batch, step.samples[: 3 * len(batch.sampled)])
             logits = self.model.logits(hidden.states[at.token_RW.reshape(-1)])
             masks = None if late is None else upload_masks(late, batch, self.device)
             sampled = sample_step(logits, at, batch, state, self.processors, masks)
@@ -421,8 +431,7 @@ class Runner:
         """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since
         logits are gathered from all of them."""
         found: dict[int, list[torch.Tensor]] = {}
-        first = 0
-        for i, row in enumerate(step.batch.rows):
+        for i, (row, first) in enumerate(zip(step.batch.rows, step.starts, strict=False)):
             info = self.state.slots[row.slot]
             wanted = info.params.prompt_logprobs
             start = row.bound - row.count
@@ -432,7 +441,6 @@ class Runner:
                 following = self.state.tokens_SL[row.slot, start + 1 : start + 1 + count].long()
                 top = logprobs.topk(max(wanted, 1), dim=-1)
                 found[i] = [logprobs.gather(-1, following[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
-            first += row.count
         return found
 
     def collect(self) -> StepResult:

@@ -43,7 +43,11 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class HostBounds:
-    """What the host knows of a step before it runs. Lengths are upper bounds; the device has the exact ones."""
+    """What the host knows of a step before it runs. Lengths are upper bounds; the device has the exact ones.
+
+    While a graph of mixed steps is captured (capability `graphs`: "mixed") counts are upper bounds, too, and together
+    more than the step has tokens: rows may have fewer or none, and tokens after those of the last row belong to none.
+    """
 
     counts: tuple[int, ...]
     """Tokens of each row."""

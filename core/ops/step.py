@@ -45,8 +45,9 @@ def lay_out_tokens(
     total: int,
     longest: int,
 ) -> TokenLayout:
-    """`total` tokens: of each row as many as row_start_B1 (int32) says, at most `longest`, from its computed length
-    on. Lengths come from the device, so rows may be laid out before the previous step has ended."""
+    """`total` tokens: of each row as many as row_start_B1 (int32) says, from its computed length on. Lengths come from
+    the device, so rows may be laid out before the previous step has ended. Tokens past the last row are padding: id
+    and position 0 of the last slot. No row has more than `longest` tokens, and they are no more."""
     if slots_B.is_cuda:
         from dovetail.core.ops.kernels.step import lay_out_tokens_triton
 
@@ -61,12 +62,18 @@ def lay_out_tokens_reference(
     tokens_SL: torch.Tensor,
     total: int,
 ) -> TokenLayout:
-    count_B = row_start_B1.diff().long()
-    start_B = computed_S[slots_B]
-    rows_T = torch.repeat_interleave(torch.arange(len(slots_B), device=slots_B.device), count_B, output_size=total)
-    slots_T = slots_B[rows_T]
-    positions_T = start_B[rows_T] + torch.arange(total, device=slots_B.device) - row_start_B1[:-1].long()[rows_T]
-    return TokenLayout(tokens_SL[slots_T, positions_T], positions_T, rows_T, slots_T, (start_B + count_B).int())
+    rows, padding = len(slots_B), len(computed_S) - 1
+    first_B1 = row_start_B1.long()
+    count_B, start_B = first_B1.diff(), computed_S[slots_B]
+    place_T = torch.arange(total, device=slots_B.device)
+    count_B1 = torch.cat((count_B, total - first_B1[-1:]))
+    rows_T = torch.repeat_interleave(torch.arange(rows + 1, device=slots_B.device), count_B1, output_size=total)
+    real_T = rows_T < rows
+    rows_T = torch.where(real_T, rows_T, 0)
+    slots_T = torch.where(real_T, slots_B[rows_T], padding)
+    positions_T = torch.where(real_T, start_B[rows_T] + place_T - first_B1[rows_T], 0)
+    ids_T = torch.where(real_T, tokens_SL[slots_T, positions_T], 0)
+    return TokenLayout(ids_T, positions_T, rows_T, slots_T, (start_B + count_B).int())
 
 
 def lay_out_pages(slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, page_tokens: int) -> PageLayout:
@@ -83,6 +90,65 @@ def lay_out_pages_reference(
 ) -> PageLayout:
     page_T = table_SP[tokens.slots_T, tokens.positions_T // page_tokens].long()
     return PageLayout(table_SP[slots_B], page_T * page_tokens + tokens.positions_T % page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInputs:
+    """What the sampling half of a step reads, for R rows of W positions: N = R * W. int64 unless it says otherwise."""
+
+    states_NC: torch.Tensor
+    """Hidden states, in the model's dtype."""
+    position_N: torch.Tensor
+    """Tokens before the one to be drawn."""
+    slots_N: torch.Tensor
+    slots_R: torch.Tensor
+    base_R: torch.Tensor
+    """position_N of each row's first."""
+    limit_R: torch.Tensor
+    """Drafts to verify at most."""
+
+    @classmethod
+    def empty(cls, rows: int, width: int, channels: int, dtype: torch.dtype, device: torch.device) -> SampleInputs:
+        states_NC = torch.zeros(rows * width, channels, dtype=dtype, device=device)
+        per_position = torch.zeros(2, rows * width, dtype=torch.int64, device=device)
+        return cls(states_NC, *per_position, *torch.zeros(3, rows, dtype=torch.int64, device=device))
+
+    def first(self, rows: int) -> SampleInputs:
+        """Views of the first rows."""
+        many = rows * (len(self.slots_N) // len(self.slots_R))
+        per_position = (self.states_NC, self.position_N, self.slots_N)
+        return SampleInputs(
+            *(t[:many] for t in per_position), *(t[:rows] for t in (self.slots_R, self.base_R, self.limit_R))
+        )
+
+
+def gather_samples(
+    states_TC: torch.Tensor, positions_T: torch.Tensor, samples_R3: torch.Tensor, into: SampleInputs
+) -> None:
+    """Fill `into` for rows of (first token sampled, slot, most drafts). Positions past a row's drafts repeat the state
+    of its last; a token that does not exist counts as the step's last."""
+    if states_TC.is_cuda:
+        from dovetail.core.ops.kernels.step import gather_samples_triton
+
+        gather_samples_triton(states_TC, positions_T, samples_R3, into)
+    else:
+        gather_samples_reference(states_TC, positions_T, samples_R3, into)
+
+
+def gather_samples_reference(
+    states_TC: torch.Tensor, positions_T: torch.Tensor, samples_R3: torch.Tensor, into: SampleInputs
+) -> None:
+    last = len(states_TC) - 1
+    first_R, slots_R, limit_R = samples_R3.unbind(1)
+    width = len(into.slots_N) // len(into.slots_R)
+    step_W = torch.arange(width, device=states_TC.device)
+    token_RW = (first_R[:, None] + torch.minimum(step_W, limit_R[:, None])).clamp(0, last)
+    base_R = positions_T[first_R.clamp(0, last)] + 1
+    into.states_NC.copy_(states_TC[token_RW.reshape(-1)])
+    into.position_N.copy_((base_R[:, None] + step_W).reshape(-1))
+    into.slots_N.copy_(slots_R.repeat_interleave(width))
+    for kept, found in ((into.slots_R, slots_R), (into.base_R, base_R), (into.limit_R, limit_R)):
+        kept.copy_(found)
 
 
 def least_kept(

@@ -94,6 +94,8 @@ class AttentionContract:
     """Whether it has sliding windows (capability kinds: window)."""
     tree = True
     """Whether it has tree masks (capability tree)."""
+    mixed_graphs = False
+    """Whether one captured graph serves mixed steps (capability graphs: "mixed")."""
     mla = False
     """Whether it has attend_mla (capability kinds: mla)."""
     poison = float("nan")
@@ -162,6 +164,20 @@ class AttentionContract:
         arena = self._arena()
         arena.run(arena.plan([("a", 9), ("b", 6)], padding=3))
         arena.run(arena.plan([("b", 1), ("a", 1), ("c", 4)], num_decode=2, padding=2))
+
+    def test_a_plan_of_capacity_serves_any_step(self) -> None:
+        """While a graph of mixed steps is captured the host's numbers are capacities, and the tensors alone say which
+        rows there are."""
+        if not self.mixed_graphs:
+            pytest.skip("mixed_graphs = False")
+        arena = self._arena(windows=self._windows(7))
+        rounds: Sequence[tuple[Rows, int]] = (
+            ([("a", 9), ("b", 17)], 0),
+            ([("b", 3), ("a", 1), ("c", 13)], 2),
+            ([("c", 1), ("a", 1)], 2),
+        )
+        for rows, num_decode in rounds:
+            arena.run(arena.plan(rows, num_decode=num_decode, slack=40, padding=5, spare=3))
 
     @pytest.mark.parametrize("window", (1, 6, 8, 100))
     def test_window_counts_the_token_itself(self, window: int) -> None:

@@ -116,11 +116,12 @@ class Arena:
         slack: int = 0,
         slack_everywhere: bool = False,
         padding: int = 0,
+        spare: int = 0,
         change: Mapping[str, Any] | None = None,
     ) -> Step:
         """What the engine does before a forward: plan_host once, plan_device for each group. `change` sets metadata."""
         slack = slack if self.backend.exact_lengths == "device" else 0
-        paged = self.paging.step(rows, num_decode=num_decode, slack=slack, padding=padding)
+        paged = self.paging.step(rows, num_decode=num_decode, slack=slack, padding=padding, spare=spare)
         if slack_everywhere:
             longer = tuple(self.paging.lengths[name] + slack for name, _ in rows)
             paged.host = replace(paged.host, bounds=longer)

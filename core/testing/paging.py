@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,12 +54,20 @@ class Paging:
         self.slots: dict[str, int] = {}
 
     def step(
-        self, rows: Sequence[tuple[str, int]], *, num_decode: int = 0, slack: int = 0, padding: int = 0, gap: int = 0
+        self,
+        rows: Sequence[tuple[str, int]],
+        *,
+        num_decode: int = 0,
+        slack: int = 0,
+        padding: int = 0,
+        gap: int = 0,
+        spare: int = 0,
     ) -> PagedStep:
         """Grow each named sequence by a count of tokens. The first num_decode rows go as decode rows.
 
         `slack` makes the host's bounds of decode rows loose; `padding` adds tokens that belong to no row and write to
-        scratch page 0; `gap` moves positions past a token's place in the cache.
+        scratch page 0; `gap` moves positions past a token's place in the cache; `spare` adds so many rows without
+        tokens to the decode rows and to the others, and makes the host's numbers those of a captured graph's capacity.
         """
         counts = [count for _, count in rows]
         starts = [self.lengths.get(name, 0) for name, _ in rows]
@@ -90,7 +98,33 @@ class Paging:
                 page_tokens=size,
             )
         host = HostBounds(tuple(counts), tuple(bounds), num_decode)
+        if spare:
+            tokens, decodes, others = len(places) + padding, num_decode + spare, len(rows) - num_decode + spare
+            width = max(counts[:num_decode], default=1)
+            bound = max(bounds) + slack
+            host = HostBounds((width,) * decodes + (tokens,) * others, (bound,) * (decodes + others), decodes)
+            metas = {id: self._with_spare(meta, num_decode, spare) for id, meta in metas.items()}
         return PagedStep(host, metas, self._tensor(positions + pad, torch.int64), tuple(starts))
+
+    def _with_spare(self, meta: BatchMeta, num_decode: int, spare: int) -> BatchMeta:
+        """Empty rows after the decode rows and after the others."""
+        rows = len(meta.kv_len_B)
+        ends = meta.row_start_B1[num_decode], meta.row_start_B1[rows]
+
+        def insert(values: torch.Tensor, *fill: torch.Tensor | int) -> torch.Tensor:
+            first, second = (
+                torch.full((spare, *values.shape[1:]), int(n), dtype=values.dtype, device=self.device) for n in fill
+            )
+            return torch.cat((values[:num_decode], first, values[num_decode:], second))
+
+        return replace(
+            meta,
+            row_start_B1=insert(meta.row_start_B1, *ends),
+            kv_len_B=insert(meta.kv_len_B, 0, 0),
+            slots_B=insert(meta.slots_B, 0, 0),
+            rows_T=torch.where(meta.rows_T < num_decode, meta.rows_T, meta.rows_T + spare),
+            page_table_BP=insert(meta.page_table_BP, 0, 0),
+        )
 
     def table(self, group: KVGroup, name: str, length: int) -> list[int]:
         """Page ids of a sequence, as many as so many tokens need."""

@@ -54,6 +54,26 @@ def test_graphs_and_paged_kernels_give_the_reference_tokens(
     assert got == reference
 
 
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("budget", [24, 200])
+def test_graphs_of_mixed_steps_give_the_reference_tokens(reference: list[list[int]], drafter: str, budget: int) -> None:
+    """Prompts in chunks beside decode rows, the same prompts twice, so that some begin in the cache."""
+    overrides = ["engine.device=cuda", "engine.dtype=float32", "attention=triton", "engine.depth=2"]
+    overrides += ["engine.max_seqs=4", f"engine.token_budget={budget}", f"spec_decode={drafter}"]
+    with LLM("tiny", overrides=overrides) as llm:
+        graphs = llm.engine.executor._runner.graphs  # type: ignore[attr-defined]
+        picked, pick = [], graphs.pick
+
+        def counted(rows):  # type: ignore[no-untyped-def]
+            picked.append(graph := pick(rows))
+            return graph
+
+        graphs.pick = counted
+        got = [[g.token_ids for g in llm.generate(PROMPTS, GREEDY)] for _ in range(2)]
+    assert got == [reference] * 2
+    assert None not in picked and sum(1 for graph in picked if graph.capacity.chunks) > 2
+
+
 def test_a_graph_serves_sampling_and_penalties_too() -> None:
     params = [
         SamplingParams(temperature=0.8, seed=4, max_tokens=40, top_p=0.9, logprobs=2),
@@ -112,11 +132,14 @@ def test_fp8_with_graphs_and_without(reference: list[list[int]], dtype: str) -> 
 
 @pytest.mark.parametrize("quant", ["none", "fp8"])
 @pytest.mark.parametrize("attention", ["sdpa", "triton"])
-def test_no_step_waits_for_the_device(attention: str, quant: str) -> None:
-    """Decode steps under torch's sync debug mode: any hidden synchronisation raises in the engine's thread."""
+@pytest.mark.parametrize("budget", [8, 2048])
+def test_no_step_waits_for_the_device(attention: str, quant: str, budget: int) -> None:
+    """Steps under torch's sync debug mode, the small budget's mixed ones too: any hidden synchronisation raises in the
+    engine's thread."""
     import torch
 
     overrides = ["engine.device=cuda", "engine.depth=2", f"attention={attention}", f"quant={quant}"]
+    overrides += [f"engine.token_budget={budget}"]
     with LLM("tiny", overrides=overrides) as llm:
         llm.generate(PROMPTS, GREEDY)
         runner = llm.engine.executor._runner  # type: ignore[attr-defined]

@@ -185,6 +185,7 @@ def test_no_tokens():
 class TestContract(AttentionContract):
     device = DEVICE.type
     kv_dtypes = (torch.float16,)
+    mixed_graphs = True
 
     def make(self) -> AttentionBackend:
         return make()

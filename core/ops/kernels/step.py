@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.ops.random import Purpose
-from dovetail.core.ops.step import Accepted, PageLayout, TokenLayout
+from dovetail.core.ops.step import Accepted, PageLayout, SampleInputs, TokenLayout
 
 VOCAB_BLOCK = 2048
 """Logits that a program compares at a time."""
@@ -19,7 +19,7 @@ PROGRAMS = 1024
 """Programs to spread the vocabulary over, all rows together: enough to fill a large GPU several times."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "total", "padding"])
 def _lay_out_tokens(
     slots_ptr,
     row_start_ptr,
@@ -31,14 +31,26 @@ def _lay_out_tokens(
     rows_ptr,
     token_slots_ptr,
     kv_len_ptr,
+    rows,
+    total,
+    padding,
     BLOCK: tl.constexpr,
 ):
+    """Program (row, part); row `rows` is the padding."""
     row = tl.program_id(0)
-    slot = tl.load(slots_ptr + row)
     first = tl.load(row_start_ptr + row)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if row == rows:
+        ok = first + index < total
+        nothing = tl.zeros((BLOCK,), tl.int64)
+        tl.store(ids_ptr + first + index, nothing.to(tl.int32), mask=ok)
+        tl.store(positions_ptr + first + index, nothing, mask=ok)
+        tl.store(rows_ptr + first + index, nothing, mask=ok)
+        tl.store(token_slots_ptr + first + index, nothing + padding, mask=ok)
+        return
+    slot = tl.load(slots_ptr + row)
     count = tl.load(row_start_ptr + row + 1) - first
     start = tl.load(computed_ptr + slot)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = index < count
     position = start + index
     to = first + index
@@ -63,7 +75,7 @@ def lay_out_tokens_triton(
     positions_T, rows_T, slots_T = torch.empty(3, total, dtype=torch.int64, device=device).unbind(0)
     kv_len_B = torch.empty(len(slots_B), dtype=torch.int32, device=device)
     block = min(256, triton.next_power_of_2(longest))
-    _lay_out_tokens[len(slots_B), triton.cdiv(longest, block)](
+    _lay_out_tokens[len(slots_B) + 1, triton.cdiv(longest, block)](
         slots_B,
         row_start_B1,
         computed_S,
@@ -74,13 +86,16 @@ def lay_out_tokens_triton(
         rows_T,
         slots_T,
         kv_len_B,
+        len(slots_B),
+        total,
+        len(computed_S) - 1,
         BLOCK=block,
         num_warps=1 if block <= 32 else 4,
     )
     return TokenLayout(ids_T, positions_T, rows_T, slots_T, kv_len_B)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "total"])
 def _lay_out_pages(
     slots_ptr,
     token_slots_ptr,
@@ -133,6 +148,67 @@ def lay_out_pages_triton(
         num_warps=2,
     )
     return PageLayout(page_table_BP, write_T)
+
+
+@triton.jit(do_not_specialize=["last"])
+def _gather_samples(
+    states_ptr,
+    positions_ptr,
+    samples_ptr,
+    out_ptr,
+    position_ptr,
+    slots_n_ptr,
+    slots_ptr,
+    base_ptr,
+    limit_ptr,
+    last,
+    C,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (n, part of the columns)."""
+    n = tl.program_id(0).to(tl.int64)
+    row = n // W
+    w = n % W
+    first = tl.load(samples_ptr + row * 3)
+    slot = tl.load(samples_ptr + row * 3 + 1)
+    limit = tl.load(samples_ptr + row * 3 + 2)
+    token = tl.maximum(tl.minimum(first + tl.minimum(w, limit), last), 0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < C
+    tl.store(out_ptr + n * C + column, tl.load(states_ptr + token * C + column, mask=ok), mask=ok)
+    if tl.program_id(1) == 0:
+        base = tl.load(positions_ptr + tl.maximum(tl.minimum(first, last), 0)) + 1
+        tl.store(position_ptr + n, base + w)
+        tl.store(slots_n_ptr + n, slot)
+        if w == 0:
+            tl.store(slots_ptr + row, slot)
+            tl.store(base_ptr + row, base)
+            tl.store(limit_ptr + row, limit)
+
+
+def gather_samples_triton(
+    states_TC: torch.Tensor, positions_T: torch.Tensor, samples_R3: torch.Tensor, into: SampleInputs
+) -> None:
+    states_TC = states_TC.contiguous()
+    channels, many = states_TC.shape[1], len(into.slots_N)
+    block = min(2048, triton.next_power_of_2(channels))
+    _gather_samples[many, triton.cdiv(channels, block)](
+        states_TC,
+        positions_T,
+        samples_R3,
+        into.states_NC,
+        into.position_N,
+        into.slots_N,
+        into.slots_R,
+        into.base_R,
+        into.limit_R,
+        len(states_TC) - 1,
+        channels,
+        W=many // len(into.slots_R),
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
 @triton.jit

@@ -208,8 +208,10 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
     lists, part_rows = [], 0
     for first_row, count, tile in launches:
         queries = tile.block_m // shape.group
+        last = first_row + count == rows
         # Every row may end in a tile of its own; so may the tokens of no row.
-        whole = tokens // queries + count + 1
+        own = tokens if last else min(tokens, sum(host.counts[first_row : first_row + count]))
+        whole = own // queries + count + 1
         target = triton.cdiv(tile.programs * _processors(device), kv_heads)
         longest = max(host.bounds[first_row : first_row + count])
         plenty = whole * kv_heads >= PLENTY * _processors(device)
@@ -232,7 +234,7 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
             QUERIES=queries,
             BLOCK_N=tile.block_n,
             SPLIT=split,
-            PADDING=first_row + count == rows,
+            PADDING=last,
             ROWS=max(64, triton.next_power_of_2(count + 1)),
             BLOCK=64,
             num_warps=1,

@@ -16,7 +16,7 @@ def capabilities(config: TritonConfig, host: Host) -> Capabilities:
             "exact_lengths": "device",
             "kv_dtypes": KV_DTYPES,
             "tree": True,
-            "graphs": True,
+            "graphs": "mixed",
         },
         requires=(
             Requires(kind="host", key="device", allowed=("cuda",), reason="its kernels are compiled for a GPU"),

@@ -5,8 +5,10 @@ Shapes: T tokens, L keys of a row, S token slots of a pool, W tokens of a tree, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -144,6 +146,15 @@ class ReadsPastTheLength(Sound):
     def seen(self, layer, meta, row, key_L, at, token):  # type: ignore[no-untyped-def]
         last = int(meta.row_start_B1[row + 1]) - 1 == token
         return super().seen(layer, meta, row, key_L, at, token) | (last & (key_L > at))
+
+
+class FindsRowsByTheHostsCounts(Sound):
+    """They are upper bounds where a graph is captured."""
+
+    def attend_token(self, layer, ctx, q_HD, token):  # type: ignore[no-untyped-def]
+        rows_T = ctx.meta.rows_T.clone()
+        rows_T[token] = bisect_right(list(accumulate(ctx.host.counts)), token)
+        return super().attend_token(layer, replace(ctx, meta=replace(ctx.meta, rows_T=rows_T)), q_HD, token)
 
 
 class SumsWhatIsMasked(Sound):
@@ -429,6 +440,7 @@ BROKEN: dict[type[Sound], str] = {
     PrefillSeesOnlyItsChunk: "test_equals_the_loop",
     DecodeRowsHaveOneToken: "test_padded_draft_positions_do_not_reach_valid_ones",
     ReadsPastTheLength: "test_host_bounds_may_be_loose",
+    FindsRowsByTheHostsCounts: "test_a_plan_of_capacity_serves_any_step",
     SumsWhatIsMasked: "test_equals_the_loop",
     ReadsTheFirstRowsPages: "test_equals_the_loop",
     TakesPagesForConsecutive: "test_equals_the_loop",
@@ -473,6 +485,7 @@ def suite_of(backend: type[Sound]) -> AttentionContract:
         dtype = torch.bfloat16 if backend is AnswersInFloat32 else torch.float32
         heads = ((6, 2),)
         kv_dtypes = (torch.float16, torch.float8_e4m3fn)
+        mixed_graphs = True
 
         def make(self) -> AttentionBackend:
             return backend()

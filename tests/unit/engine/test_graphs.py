@@ -1,14 +1,26 @@
-"""Which batch sizes get a graph, and whose draws one makes."""
+"""Which steps get a graph, and that its layout and padding change nothing: here each is run again where a GPU would
+replay it."""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from dovetail import LLM, Capabilities, Component, Config, SamplingParams
+from dovetail.core.compose import compose, installed
+from dovetail.core.compose.registry import Package, Registered, Registry
 from dovetail.core.engine.device_state import SlotInfo
-from dovetail.core.engine.graphs import batch_sizes
-from dovetail.core.interfaces import JoinBlob, Request, SamplingParams
+from dovetail.core.engine.graphs import batch_sizes, token_sizes
+from dovetail.core.interfaces import PLAIN, AttentionBackend, JoinBlob, Request
+from dovetail.core.ops import encode
+from dovetail.core.testing.host_sync import NoHostSync
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 300, 512, 1000])
@@ -19,6 +31,16 @@ def test_spare_rows_are_few(most: int) -> None:
         size = next(size for size in sizes if size >= rows)
         assert (size - rows) / size < (1 / 3 if rows > 8 else 2 / 5), (rows, size)
         assert size <= 128 or size % 32 == 0 or size == most
+
+
+def test_spare_tokens_fill_no_further_tile() -> None:
+    assert token_sizes(0) == [] and token_sizes(100) == [16, 32, 64, 100]
+    sizes = token_sizes(2048)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 2048
+    for tokens in range(1, 2049):
+        size = next(size for size in sizes if size >= tokens)
+        tile = 128 if tokens > 512 else 64
+        assert -(-size // tile) == -(-tokens // tile), (tokens, size)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +62,124 @@ def test_captured_draws_know_logits_and_temperature_alone(
     request = Request(1, (1, 2), SamplingParams(**options), processors=processors)
     info = SlotInfo(1, 0, JoinBlob((1, 2), request, 0))
     assert (info.plain, info.random) == (plain, options["temperature"] > 0)
+
+
+# Steps as graphs have them, on any device.
+
+
+class FromDevice(AttentionBackend):
+    """Knows nothing but the metadata's tensors, so one plan of it serves any step of its capacity."""
+
+    def attend(self, layer, ctx, q, emit=(PLAIN,)):
+        meta, pool = ctx.meta, self.pools[layer.group]
+        place_T = torch.arange(len(q))
+        at_T = meta.kv_len_B[meta.rows_T] - (meta.row_start_B1[meta.rows_T + 1] - place_T)
+        at_T = torch.where(place_T < meta.row_start_B1[-1], at_T, -1)
+        key_L = torch.arange(meta.page_table_BP.shape[1] * meta.page_tokens)
+        page_TL = meta.page_table_BP[meta.rows_T][:, key_L // meta.page_tokens].long()
+        slots_TL = page_TL * meta.page_tokens + key_L % meta.page_tokens
+        seen_TL = key_L <= at_T[:, None]
+        k_TKLD, v_TKLD = (
+            torch.where(seen_TL[:, :, None, None], pool.layer(layer.local, name).flatten(0, 1)[slots_TL], 0)
+            .transpose(1, 2)
+            .repeat_interleave(layer.heads // layer.kv_heads, 1)
+            for name in ("k", "v")
+        )
+        mask = seen_TL[:, None, None, :]
+        out = F.scaled_dot_product_attention(q[:, :, None], k_TKLD, v_TKLD, attn_mask=mask, scale=layer.scale)
+        return encode(out.flatten(1), emit)
+
+
+class Options(Config):
+    """None."""
+
+
+def provides(config: object, host: object) -> Capabilities:
+    return Capabilities(provides={"kinds": ("full",), "exact_lengths": "device", "tree": False, "graphs": "mixed"})
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[Registry]:
+    module = ModuleType("acme_attention")
+    module.FromDevice, module.provides = FromDevice, provides  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    component = Component(
+        kind="attention",
+        name="from_device",
+        config=Options,
+        target="acme_attention:FromDevice",
+        capabilities="acme_attention:provides",
+        api="attention/0.1",
+    )
+    own = installed()
+    part = Registered(component, Package("acme", "1.0"))
+    yield Registry([*own.registered.values(), part], own.problems, own.config_dirs)
+    del sys.modules[module.__name__]
+
+
+def tensors(outputs: Any) -> list[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if isinstance(outputs, dict):
+        outputs = tuple(outputs.values())
+    elif not isinstance(outputs, tuple):
+        outputs = tuple(getattr(outputs, name) for name in getattr(outputs, "__slots__", ()))
+    return [tensor for output in outputs for tensor in tensors(output)]
+
+
+def run_again(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """In place of a CUDA graph: the same tensors, written anew."""
+    outputs = call()
+
+    def replay() -> None:
+        with NoHostSync("a step"):
+            again = call()
+        for kept, new in zip(tensors(outputs), tensors(again), strict=True):
+            kept.copy_(new)
+
+    return replay, outputs
+
+
+def run(registry: Registry, graphs: bool, drafter: str, budget: int) -> tuple[list[Any], Counter[str]]:
+    """Twice the same prompts, so that some are in the cache; and how many steps had which kind of graph."""
+    words = ["attention=from_device", "engine.device=cpu", "engine.depth=2", "engine.max_seqs=5", "engine.max_len=96"]
+    words += [f"spec_decode={drafter}", f"engine.token_budget={budget}", "engine.kv_pages=64", "kv_cache=prefix_hash"]
+    kinds: Counter[str] = Counter()
+    with LLM(composition=compose(words, registry=registry)) as llm:
+        runner = llm.engine.executor._runner  # type: ignore[attr-defined]
+        for pool in runner.pools.values():
+            for plane in pool.planes.values():
+                plane.fill_(float("nan"))
+        if graphs:
+            runner.graphs = runner.step_graphs()
+            runner.graphs.capture(lambda phase, share: None, run_again)
+            pick = runner.graphs.pick
+
+            def counted(rows: Any) -> Any:
+                graph = pick(rows)
+                kinds["none" if graph is None else "mixed" if graph.capacity.chunks else "decode"] += 1
+                return graph
+
+            runner.graphs.pick = counted
+        texts = ["def fib(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "x", "for i in range(10):\n" * 3]
+        texts += ['"""Return the', "class Node:\n"]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+            SamplingParams(temperature=0.9, seed=5, max_tokens=7, n=2),
+            SamplingParams(temperature=0.0, max_tokens=9, logprobs=2, prompt_logprobs=1),
+            SamplingParams(temperature=1.1, seed=1, max_tokens=11),
+            SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=6),
+            SamplingParams(temperature=0.0, max_tokens=10, repetition_penalty=1.3),
+        ]
+        found = [llm.generate(texts, params) for _ in range(2)]
+        vectors = llm.embed(texts, pooling="mean")
+    tokens = [[[s.token_ids for s in g.completions] for g in each] for each in found]
+    return [tokens, [vector.round(4).tolist() for vector in vectors]], kinds
+
+
+@pytest.mark.parametrize(("drafter", "budget"), [("none", 128), ("none", 24), ("ngram", 40)])
+def test_the_layout_of_graphs_changes_no_token(registry: Registry, drafter: str, budget: int) -> None:
+    expected, _ = run(registry, False, drafter, budget)
+    got, kinds = run(registry, True, drafter, budget)
+    assert got == expected
+    assert kinds["mixed"] > 3 and kinds["decode"] > 5, kinds

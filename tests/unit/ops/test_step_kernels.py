@@ -16,13 +16,16 @@ from dovetail.core.ops.kernels.filters import least_kept_triton  # noqa: E402
 from dovetail.core.ops.kernels.step import (  # noqa: E402
     accept_triton,
     draw_triton,
+    gather_samples_triton,
     lay_out_pages_triton,
     lay_out_tokens_triton,
 )
 from dovetail.core.ops.random import Purpose, gumbel  # noqa: E402
 from dovetail.core.ops.step import (  # noqa: E402
+    SampleInputs,
     accept_reference,
     draw_reference,
+    gather_samples_reference,
     lay_out_pages_reference,
     lay_out_tokens_reference,
     least_kept_reference,
@@ -32,23 +35,43 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
-@pytest.mark.parametrize("counts", [(1,), (1, 1, 3, 300), (2, 2, 2)])
-def test_layout(counts):
+@pytest.mark.parametrize("padding", [0, 37, 300])
+@pytest.mark.parametrize("counts", [(1,), (1, 1, 3, 300), (2, 0, 2), (0, 0)])
+def test_layout(counts, padding):
     slots, capacity, page = 6, 700, 16
     tokens_SL = torch.randint(1000, (slots, capacity), dtype=torch.int32, device=DEVICE)
     computed_S = torch.randint(capacity - 310, (slots,), device=DEVICE)
     table_SP = torch.randint(99, (slots, -(-capacity // page)), dtype=torch.int32, device=DEVICE)
     slots_B = torch.randperm(slots, device=DEVICE)[: len(counts)]
     row_start = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=DEVICE)
-    total, longest = sum(counts), max(counts)
+    total, longest = sum(counts) + padding, max(*counts, padding, 1)
     got = lay_out_tokens_triton(slots_B, row_start, computed_S, tokens_SL, total, longest)
     want = lay_out_tokens_reference(slots_B, row_start, computed_S, tokens_SL, total)
     for name in want.__slots__:
         assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert (want.slots_T[sum(counts) :] == slots - 1).all() and not want.positions_T[sum(counts) :].any()
     got_pages = lay_out_pages_triton(slots_B, want, table_SP, page)
     want_pages = lay_out_pages_reference(slots_B, want, table_SP, page)
     assert torch.equal(got_pages.page_table_BP, want_pages.page_table_BP)
     assert torch.equal(got_pages.write_T, want_pages.write_T)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("channels", [24, 4100])
+def test_gathered_samples(width, channels):
+    """Some first tokens lie past the step, as those of rows that a graph has to spare may."""
+    tokens, rows = 21, 5
+    states = torch.randn(tokens, channels, device=DEVICE)
+    positions = torch.randint(99, (tokens,), device=DEVICE)
+    samples = torch.stack([torch.randint(n, (rows,), device=DEVICE) for n in (tokens + 9, 30, width)], 1)
+    samples[0] = torch.tensor([4, 2, width - 1])
+    got, want = (SampleInputs.empty(rows, width, channels, states.dtype, DEVICE) for _ in range(2))
+    gather_samples_triton(states, positions, samples, got)
+    gather_samples_reference(states, positions, samples, want)
+    for name in want.__slots__:
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert torch.equal(want.states_NC[:width], states[4 : 4 + width])
+    assert want.position_N[:width].tolist() == [positions[4] + 1 + w for w in range(width)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
