@@ -125,6 +125,8 @@ def steps() -> None:
             apply_bitmask(logits, cuda(rows, -(-VOCAB // 32), dtype=INT32), keys)
         for width in (1, 5):
             lengths = cuda(257, dtype=INT64)
+            into = step.SampleInputs.empty(rows, width, 4096, BF16, torch.device("cuda"))
+            step.gather_samples(cuda(total, 4096), keys, cuda(rows, 3, dtype=INT64), into)
             step.accept(cuda(rows, width, dtype=INT64), slots, keys, keys, tokens_SL, lengths, lengths)
 
 
