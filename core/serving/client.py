@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -106,13 +107,16 @@ class EngineClient:
         composition: Composition,
         *,
         max_restarts: int = 0,
+        timeout: float = math.inf,
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
         on_more: Callable[[float, int], None] = lambda seconds, tokens: None,
     ) -> None:
-        """`max_restarts`: how often within an hour a dead engine is replaced; then the state is "failed".
+        """`max_restarts`: how often within an hour a dead engine is replaced; then the state is "failed". `timeout`:
+        seconds of silence after which an engine that has work counts as dead.
         `on_stats` is called a few times a second while the engine works, `on_more` when a sample, not for the first
         time, gets tokens: seconds since those before, and how many."""
         self.composition = composition
+        self._timeout = timeout
         self.max_restarts, self._on_stats, self._on_more = max_restarts, on_stats, on_more
         self.state: State = "stopped"
         self.failure = ""
@@ -233,7 +237,7 @@ class EngineClient:
 
     def _launch(self) -> None:
         self.state = "starting"
-        self._process = EngineProcess(self.composition, self)
+        self._process = EngineProcess(self.composition, self, self._timeout)
         self._process.start()
 
     def _on_ready(self, process: EngineProcess, info: EngineInfo, tokenizer: Tokenizer | None) -> None:

@@ -23,6 +23,7 @@ from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence, Tok
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.worker import die_with, recompose, report
 from dovetail.core.serving.protocol import (
+    SHOW_STACKS,
     Abort,
     Add,
     Batch,
@@ -50,6 +51,7 @@ def main(control_fd: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
+    faulthandler.register(SHOW_STACKS, all_threads=True)
     control = Channel(socket.socket(fileno=control_fd))
     engine = None
     try:
@@ -145,6 +147,10 @@ class StepLoop:
         self._requests: dict[int, _Running] = {}
         self._by_uid: dict[int, _Running] = {}
         self._stats_due = 0.0
+        self._taken = 0
+        """Commands."""
+        self._told = 0
+        """Of those, how many the front-end knows to be carried out."""
         self._news: list[News] = []
 
     def run(self) -> None:
@@ -158,10 +164,10 @@ class StepLoop:
     def _take_commands(self) -> bool:
         """Carry out what arrived; sleeps only while the engine has nothing to do. False = stop."""
         idle = not self.engine.has_work
-        if idle and self._stats_due:
+        if idle and (self._stats_due or self._told < self._taken):
             # The last word before silence, so that gauges do not stay where they were.
-            self._send(Batch(self._news, self._stats()))
-            self._news, self._stats_due = [], 0.0
+            self._send(Batch(self._news, self._stats(), self._taken, idle=True))
+            self._news, self._stats_due, self._told = [], 0.0, self._taken
         for source, _ in self._poller.poll(None if idle else 0):
             if source is not self._commands:
                 message, _ = self._control.recv()
@@ -172,6 +178,7 @@ class StepLoop:
             except zmq.Again:
                 return True
             self._obey(self._decoder.decode(data))
+            self._taken += 1
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -254,14 +261,15 @@ class StepLoop:
             self._ended(running, event.uid)
 
     def _publish(self) -> None:
-        if not self._news:
-            return
         now = time.perf_counter()
         stats = None
         if now >= self._stats_due:
+            # Without news, too: a long prompt has none for many steps, and silence would look like death.
             stats, self._stats_due = self._stats(), now + _STATS_SECONDS
-        self._send(Batch(self._news, stats))
-        self._news = []
+        elif not self._news:
+            return
+        self._send(Batch(self._news, stats, self._taken))
+        self._news, self._told = [], self._taken
 
     def _send(self, message: Output) -> None:
         self._outputs.send(self._encoder.encode(message))

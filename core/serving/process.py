@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import tempfile
 import threading
@@ -16,7 +17,7 @@ from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import describe_exit
 from dovetail.core.parallel.process import start_process
 from dovetail.core.parallel.worker import order_for
-from dovetail.core.serving.protocol import Batch, EngineInfo, Output, Reply
+from dovetail.core.serving.protocol import SHOW_STACKS, Batch, EngineInfo, Output, Reply
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 10.0
+_LAST_LOOK_SECONDS = 1.0
+"""For a process that hangs, to write where."""
 
 
 class Listener(Protocol):
@@ -40,10 +43,13 @@ class Listener(Protocol):
 
 
 class EngineProcess:
-    def __init__(self, composition: Composition, listener: Listener) -> None:
-        self._composition, self._listener = composition, listener
+    def __init__(self, composition: Composition, listener: Listener, timeout: float = math.inf) -> None:
+        """timeout: seconds without a sign of life, while it has work, after which it counts as hung and is killed."""
+        self._composition, self._listener, self._timeout = composition, listener, timeout
         self._sending = threading.Lock()
         self._commands: zmq.Socket[bytes] | None = None
+        self._sent = 0
+        """Commands."""
         self._popen: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._stopping = False
@@ -66,6 +72,7 @@ class EngineProcess:
         with self._sending:
             if self._commands is not None:
                 self._commands.send(command)
+                self._sent += 1
 
     def stop(self) -> None:
         """Blocks until the process is gone."""
@@ -133,15 +140,36 @@ class EngineProcess:
         poller = zmq.Poller()
         poller.register(outputs, zmq.POLLIN)
         poller.register(channel.fileno(), zmq.POLLIN)
+        tick = max(0.001, min(1.0, self._timeout / 4))
+        # Only time in which this thread listened counts: all of the server may have been stopped and gone on.
+        silent, taken, idle = 0.0, 0, True
         while True:
-            for source, _ in poller.poll():
+            sources = poller.poll(int(tick * 1e3))
+            if not sources:
+                silent = 0.0 if idle and taken == self._sent else silent + tick
+                if silent >= self._timeout:
+                    self._end_hung(silent)
+                    return
+            for source, _ in sources:
                 if source is outputs:
-                    self._listener.on_message(self, decoder.decode(outputs.recv()))
+                    silent, message = 0.0, decoder.decode(outputs.recv())
+                    if isinstance(message, Batch):
+                        taken, idle = message.taken, message.idle
+                    self._listener.on_message(self, message)
                     continue
                 try:
                     self._heard(*channel.recv())
                 except ChannelClosed:
                     return
+
+    def _end_hung(self, seconds: float) -> None:
+        assert self._popen is not None
+        self._said = f"hangs: it had work and said nothing for {seconds:g} s, so it was killed"
+        self._popen.send_signal(SHOW_STACKS)
+        try:
+            self._popen.wait(_LAST_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
 
     def _heard(self, message: dict[str, Any], raw: bytes) -> None:
         if message["op"] == "ready":

@@ -5,11 +5,15 @@ Both ends come from one installation and are compared before they speak (`identi
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import msgspec
 
 from dovetail.core.interfaces import EmbeddingSpec, Pooling
+
+SHOW_STACKS = signal.SIGUSR1
+"""Makes the engine's process write to stderr where each of its threads is."""
 
 LogprobWire = tuple[float, list[tuple[int, float]]]
 """Of one token, and of the most likely ones."""
@@ -109,10 +113,14 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 
 class Batch(msgspec.Struct, array_like=True, tag=0):
-    """One step's news; `stats` rides along a few times a second."""
+    """One step's news; `stats` rides along a few times a second, also where there is no news."""
 
     news: list[News]
     stats: EngineStats | None = None
+    taken: int = 0
+    """Commands that were carried out since the engine started."""
+    idle: bool = False
+    """Nothing is left to do: silence may follow."""
 
 
 class Reply(msgspec.Struct, array_like=True, tag=1):

@@ -24,6 +24,12 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
+def ended(pid: int) -> bool:
+    """Gone, or a body that nobody has fetched."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_a_dead_rank_fails_its_requests_and_the_engine_comes_back_then_it_stops_in_order(start):
     server = start("executor=multiproc", "engine.tp=2", "serve.grace=6").wait_ready()
     client, engine = server.client(), server.engine_pid()
@@ -77,6 +83,21 @@ def test_exit_on_failure(start):
             os.kill(server.engine_pid(), signal.SIGKILL)
     assert server.wait() == 1
     assert sum("SIGKILL" in line for line in server.log) == 1, server.log
+
+
+def test_an_engine_that_hangs_is_dead(start):
+    """One rank is stopped: the others wait for it, and none of them dies."""
+    server = start("executor=multiproc", "engine.tp=2", "serve.engine_timeout=3", "serve.on_engine_failure=exit")
+    server.wait_ready()
+    (rank,) = children(server.engine_pid())
+    with pytest.raises(openai.APIError, match="the engine hangs: it had work and said nothing for 3 s"):
+        for number, _ in enumerate(server.client().completions.create(**LONG)):
+            if number == 3:
+                os.kill(rank, signal.SIGSTOP)
+    assert server.wait() == 1 and ended(rank)
+    log = "".join(server.log)
+    assert log.count("the engine hangs") == 1
+    assert "all_reduce" in log, "the log says where it hung"
 
 
 @pytest.mark.parametrize(

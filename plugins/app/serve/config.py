@@ -66,6 +66,9 @@ class ServeConfig(AppConfig):
 
     on_engine_failure: Literal["restart", "exit"] = "restart"
     """When the engine or one of its ranks dies: start it again, or end the server with exit code 1."""
+    engine_timeout: float | None = Field(120.0, gt=0)
+    """Seconds without a sign of life from an engine that has requests; then it hangs and counts as dead. A sign comes
+    with every step, so it must outlast the longest one, kernels that it compiles included. null: for ever."""
     max_restarts: int = Field(5, ge=1)
     """Restarts within an hour; one more failure ends the server."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -90,7 +91,11 @@ class Service:
             self.monitor.listeners.append(self._tracer)
         restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
         self.client = EngineClient(
-            composition, max_restarts=restarts, on_stats=self.monitor.stats, on_more=self.monitor.more
+            composition,
+            max_restarts=restarts,
+            timeout=math.inf if config.engine_timeout is None else config.engine_timeout,
+            on_stats=self.monitor.stats,
+            on_more=self.monitor.more,
         )
         self.started = int(time.time())
         self.draining = False

@@ -1,0 +1,76 @@
+"""An engine's process that is slow and one that hangs, played by a script."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from dovetail import compose
+from dovetail.core.parallel.channel import Channel
+from dovetail.core.parallel.process import start_process
+from dovetail.core.serving import process
+from dovetail.core.serving.protocol import SHOW_STACKS, Abort, Add, Batch
+
+TIMEOUT = 0.6
+INFO = dict(model="m", folder=None, vocab=1, max_len=1, max_seqs=1, device="cpu", start_seconds=0.0)
+INFO |= dict(embedding=None, hidden=1, head=True, notes=[])
+
+
+def played(control_fd: int, parent: int) -> None:
+    """Slow to start. Works on the first command for three times the timeout, then has nothing to do; never carries out
+    the second."""
+    signal.signal(SHOW_STACKS, signal.SIG_IGN)
+    control = Channel(socket.socket(fileno=control_fd))
+    order, _ = control.recv()
+    context = zmq.Context()
+    commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.connect(order["commands"])
+    outputs.connect(order["outputs"])
+    time.sleep(2 * TIMEOUT)
+    control.send({"op": "ready", "info": INFO})
+    commands.recv()
+    for _ in range(6):
+        outputs.send(msgspec.msgpack.encode(Batch([], None, 1)))
+        time.sleep(TIMEOUT / 2)
+    outputs.send(msgspec.msgpack.encode(Batch([], None, 1, idle=True)))
+    time.sleep(60)
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def on_progress(self, process, phase):
+        pass
+
+    def on_ready(self, process, info):
+        self.said.put("ready")
+
+    def on_message(self, process, message):
+        if message.idle:
+            self.said.put("idle")
+
+    def on_death(self, process, cause):
+        self.said.put(cause)
+
+
+def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "start_process", lambda entry: start_process(f"{__name__}:played"))
+    heard = Heard()
+    engine = process.EngineProcess(compose(["+preset=tiny_cpu"]), heard, TIMEOUT)
+    engine.start()
+    assert heard.said.get(timeout=30) == "ready"
+    engine.send(msgspec.msgpack.encode(Add(1, [1], {})))
+    assert heard.said.get(timeout=30) == "idle"
+    with pytest.raises(queue.Empty):
+        heard.said.get(timeout=3 * TIMEOUT)
+    began = time.monotonic()
+    engine.send(msgspec.msgpack.encode(Abort(1)))
+    assert str(heard.said.get(timeout=30)).startswith("hangs")
+    assert time.monotonic() - began > TIMEOUT * 0.7
