@@ -25,14 +25,12 @@ class SlotInfo:
     random: bool = field(init=False)
     """Not greedy."""
     plain: bool = field(init=False)
-    """Drawn by its logits and temperature alone, as captured draws are."""
+    """Drawn by its logits and what stands in the device state alone, as captured draws are."""
 
     def __post_init__(self) -> None:
         params = self.params
         self.random = params.temperature > 0
-        filtered = self.random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        embeds = self.blob.request.pooling is not None
-        self.plain = not (filtered or self.processors or params.logprobs is not None or embeds)
+        self.plain = not self.processors and params.logprobs is None
 
     @property
     def params(self) -> SamplingParams:

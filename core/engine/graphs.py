@@ -20,6 +20,7 @@ import torch
 
 from dovetail.core.engine.batch import DECODE, SAMPLE, Batch, lay_out, make_batch, row_starts
 from dovetail.core.engine.device_state import DeviceState
+from dovetail.core.engine.sampler import SampleParams, sample
 from dovetail.core.engine.sampling_step import Sampled, advance_chunks, chunk_section, sampling_section
 from dovetail.core.interfaces import (
     AttentionBackend,
@@ -31,7 +32,7 @@ from dovetail.core.interfaces import (
     Progress,
     Row,
 )
-from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, draw, gather_samples
+from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, gather_samples
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Any]], tuple[Replay, Any]]
@@ -254,10 +255,13 @@ class StepGraphs:
 
     def _draw(self, rows: int, random: bool) -> Sampled:
         state, at = self.state, self._inputs.first(rows)
-        temperature_N, key_N = state.temperature_S, state.key_S
-        if random:
-            temperature_N, key_N = temperature_N[at.slots_N], key_N[at.slots_N]
-        drawn_N = draw(self.model.logits(at.states_NC), at.position_N, temperature_N, key_N, random)
+        # Filters ride along with random rows: those without any are done at once.
+        temperature_N, top_k_N, top_p_N, min_p_N, key_N = (
+            t[at.slots_N] if random else t
+            for t in (state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S, state.key_S)
+        )
+        params = SampleParams(temperature_N, top_k_N, top_p_N, min_p_N, key_N, random=random, filtered=random)
+        drawn_N = sample(self.model.logits(at.states_NC), at.position_N, params)
         tokens_RW = drawn_N.view(rows, self.width)
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)

@@ -78,12 +78,15 @@ def test_a_graph_serves_sampling_and_penalties_too() -> None:
     params = [
         SamplingParams(temperature=0.8, seed=4, max_tokens=40, top_p=0.9, logprobs=2),
         SamplingParams(temperature=0.0, max_tokens=40, repetition_penalty=1.2),
+        # Alone at the end, so that captured draws have them.
+        SamplingParams(temperature=0.9, seed=5, max_tokens=80, top_k=30, top_p=0.9),
+        SamplingParams(temperature=1.2, seed=6, max_tokens=80, min_p=0.05),
     ]
     got = []
     for graphs in ("true", "false"):
         overrides = ["engine.device=cuda", "attention=triton", "engine.dtype=float32", f"engine.cuda_graphs={graphs}"]
         with LLM("tiny", overrides=[FEW, *overrides, "engine.max_seqs=8"]) as llm:
-            got.append([g.token_ids for g in llm.generate(PROMPTS[:2], params)])
+            got.append([g.token_ids for g in llm.generate(PROMPTS[:4], params)])
     assert got[0] == got[1]
 
 

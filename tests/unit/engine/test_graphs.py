@@ -49,14 +49,14 @@ def test_spare_tokens_fill_no_further_tile() -> None:
         ({"temperature": 0.0}, (), True),
         ({"temperature": 0.7, "seed": 3}, (), True),
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, (), True),
-        ({"temperature": 0.7, "top_k": 5}, (), False),
-        ({"temperature": 0.7, "top_p": 0.5}, (), False),
-        ({"temperature": 0.7, "min_p": 0.1}, (), False),
+        ({"temperature": 0.7, "top_k": 5}, (), True),
+        ({"temperature": 0.7, "top_p": 0.5}, (), True),
+        ({"temperature": 0.7, "min_p": 0.1}, (), True),
         ({"temperature": 0.0, "logprobs": 0}, (), False),
         ({"temperature": 0.0}, ("penalties",), False),
     ],
 )
-def test_captured_draws_know_logits_and_temperature_alone(
+def test_captured_draws_know_logits_and_device_state_alone(
     options: dict[str, Any], processors: tuple[str, ...], plain: bool
 ) -> None:
     request = Request(1, (1, 2), SamplingParams(**options), processors=processors)
@@ -172,6 +172,17 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int) -> tuple[li
             SamplingParams(temperature=0.0, max_tokens=10, repetition_penalty=1.3),
         ]
         found = [llm.generate(texts, params) for _ in range(2)]
+        if graphs:
+            draw = runner.graphs.draw
+
+            def drawn(rows: int, random: bool) -> Any:
+                kinds["random draw"] += random
+                return draw(rows, random)
+
+            runner.graphs.draw = drawn
+        filters = [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.5, "seed": 8}, {}]
+        random = [SamplingParams(temperature=0.9, max_tokens=6, **each) for each in filters]
+        found.append(llm.generate(texts[:5], random))
         vectors = llm.embed(texts, pooling="mean")
     tokens = [[[s.token_ids for s in g.completions] for g in each] for each in found]
     return [tokens, [vector.round(4).tolist() for vector in vectors]], kinds
@@ -182,4 +193,4 @@ def test_the_layout_of_graphs_changes_no_token(registry: Registry, drafter: str,
     expected, _ = run(registry, False, drafter, budget)
     got, kinds = run(registry, True, drafter, budget)
     assert got == expected
-    assert kinds["mixed"] > 3 and kinds["decode"] > 5, kinds
+    assert kinds["mixed"] > 3 and kinds["decode"] > 5 and kinds["random draw"] > 3, kinds
