@@ -20,6 +20,7 @@ _KINDS = (
     "observer",
     "quant",
     "reasoning_parser",
+    "router",
     "scheduler",
     "spec_decode",
     "tool_parser",

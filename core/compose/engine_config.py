@@ -15,13 +15,14 @@ class EngineConfig(Config):
     pp: int = Field(1, ge=1)
     """Groups of layers that run one after another on ranks of their own (pipeline parallel)."""
     dp: int = Field(1, ge=1)
-    """Lanes with a scheduler and KV cache of their own (data-parallel attention)."""
+    """Replicas of the model on this host (data parallel), each with tp x pp ranks, a scheduler and a KV cache, in
+    processes of its own; `router` spreads requests over them."""
     max_len: int | None = Field(None, ge=1)
     """Tokens in the longest sequence, prompt and output; null: the model's own limit."""
     token_budget: int = Field(2048, ge=1)
-    """Tokens in one step, over all sequences."""
+    """Tokens in one step of a replica, over all sequences."""
     max_seqs: int = Field(64, ge=1)
-    """Sequences in one step."""
+    """Sequences in one step of a replica."""
     page_size: int = Field(16, ge=1)
     """Tokens in one KV page."""
     kv_dtype: str = "auto"
@@ -30,6 +31,8 @@ class EngineConfig(Config):
     """Number format of activations; auto: the checkpoint's on CUDA, float32 on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; auto: CUDA where there is one."""
+    first_gpu: int = Field(0, ge=0)
+    """GPU of rank 0; rank r takes the r-th after it, and replicas follow one another."""
     depth: int = Field(1, ge=1, le=8)
     """Plans in flight: 1 waits for each step, 2 schedules one step while another runs."""
     seed: int = Field(0, ge=0)

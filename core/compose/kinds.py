@@ -38,6 +38,7 @@ KINDS: dict[str, Kind] = {
         _kind("quant", "one", "Quantizer", "the number format of weights, activations and KV"),
         _kind("spec_decode", "one", "Drafter", "proposes tokens that the model then verifies"),
         _kind("executor", "one", "Executor", "runs plans on one or many ranks"),
+        _kind("router", "one", "Router", "which data-parallel replica runs a request"),
         _kind("collective", "one", "Collective", "sums and gathers between ranks"),
         _kind("cost", "one", "CostModel", "predicts the time of a plan"),
         _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled"),

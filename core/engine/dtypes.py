@@ -10,18 +10,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 KV_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-def resolve_device(name: str, rank: int) -> torch.device:
-    """ "auto" is CUDA where there is a GPU. Rank r takes GPU r."""
+def resolve_device(name: str, rank: int, first_gpu: int = 0) -> torch.device:
+    """ "auto" is CUDA where there is a GPU. Rank r takes the r-th GPU from `first_gpu`."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
-        count = torch.cuda.device_count()
-        if rank >= count:
+        count, gpu = torch.cuda.device_count(), first_gpu + rank
+        if gpu >= count:
             raise ConfigError(
-                f"engine.device=cuda: rank {rank} needs GPU {rank}, this host has {count}; "
-                "use engine.device=cpu or fewer ranks"
+                f"engine.device=cuda: rank {rank} needs GPU {gpu} (engine.first_gpu={first_gpu}), this host has "
+                f"{count}; use engine.device=cpu, fewer ranks (engine.tp) or fewer replicas (engine.dp)"
             )
-        return torch.device("cuda", rank)
+        return torch.device("cuda", gpu)
     return torch.device(name)
 
 

@@ -111,7 +111,7 @@ class Runner:
 
         clock = time.perf_counter()
         engine, composition = self.engine, self.composition
-        device = self.device = resolve_device(engine.device, self.rank)
+        device = self.device = resolve_device(engine.device, self.rank, engine.first_gpu)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         progress("connect ranks", None)

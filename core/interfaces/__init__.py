@@ -75,6 +75,7 @@ from dovetail.core.interfaces.records import (
     StepResult,
     TokenLogprobs,
 )
+from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
 from dovetail.core.interfaces.scheduler import Scheduler, SchedulerContext, SchedulerLimits, SchedulerStats
 from dovetail.core.interfaces.spec_decode import Draft, DraftContext, Drafter, TargetView
 from dovetail.core.interfaces.workload import SLO, TimedRequest, Workload, WorkloadContext
@@ -86,6 +87,7 @@ __all__ = [
     "ActFormat",
     "Activation",
     "App",
+    "Arrival",
     "AttentionBackend",
     "AttentionLayer",
     "AttnCtx",
@@ -144,9 +146,11 @@ __all__ = [
     "Quantizer",
     "Reasoning",
     "ReasoningParser",
+    "ReplicaLoad",
     "Request",
     "Reservation",
     "Rope",
+    "Router",
     "Row",
     "RowFlag",
     "RowResult",

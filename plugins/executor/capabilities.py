@@ -6,7 +6,7 @@ from dovetail.core.compose import Capabilities, Host, Requires
 from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig
 
 _PIPELINE = "no built-in executor splits layers over ranks yet"
-_LANES = "no built-in executor runs several lanes yet"
+_LANES = "it runs one replica; LLM, app=generate, app=bench and app=serve start engine.dp of them"
 
 
 def inproc(config: InprocConfig, host: Host) -> Capabilities:

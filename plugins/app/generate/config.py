@@ -22,6 +22,7 @@ class GenerateConfig(AppConfig):
         "quant",
         "spec_decode",
         "executor",
+        "router",
         "collective",
         "cost",
         "logits",

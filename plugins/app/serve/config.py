@@ -21,6 +21,7 @@ class ServeConfig(AppConfig):
         "quant",
         "spec_decode",
         "executor",
+        "router",
         "collective",
         "cost",
         "logits",
