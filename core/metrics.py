@@ -5,7 +5,7 @@ Names follow the field's habits. Times are seconds, shares lie between 0 and 1.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -18,6 +18,9 @@ LONG = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0
 STEP = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1.0)
 POWERS = tuple(float(2**n) for n in range(18))
 """Of token counts."""
+
+
+M = TypeVar("M", Counter, Gauge)
 
 
 class EngineCounters(Protocol):
@@ -79,17 +82,18 @@ COUNTED = {
 
 
 class Metrics:
-    """A server's. One model a registry."""
+    """A server's. One model a registry; what an engine counts has a label `replica`."""
 
-    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, model: str, registry: CollectorRegistry | None = None, replicas: int = 1) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
         self._model = model
-        self._last = dict.fromkeys(COUNTED, 0)
+        self._last: dict[tuple[str, int], int] = {}
         ProcessCollector(registry=self.registry)
-        self._running = self._gauge("num_requests_running", "Samples that own KV pages.")
-        self._waiting = self._gauge("num_requests_waiting", "Samples that wait for their first or next step.")
-        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV pages that running samples own.")
-        self._counters = {field: self._counter(name, about) for field, (name, about) in COUNTED.items()}
+        self._running = self._engine(Gauge, "num_requests_running", "Samples that own KV pages.")
+        self._waiting = self._engine(Gauge, "num_requests_waiting", "Samples that wait for their first or next step.")
+        self._kv_usage = self._engine(Gauge, "kv_cache_usage_ratio", "Share of KV pages that running samples own.")
+        self._counters = {field: self._engine(Counter, name, about) for field, (name, about) in COUNTED.items()}
+        self._restarts = self._engine(Counter, "engine_restarts", "Engines started in place of one that died.")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LONG)
         self._itl = self._histogram(
             "inter_token_latency_seconds",
@@ -114,13 +118,13 @@ class Metrics:
             ("model_name", "status"),
             registry=self.registry,
         )
-        self._restarts = self._counter("engine_restarts", "Engines started in place of one that died.")
+        # From the beginning every series is there.
+        for replica in range(replicas):
+            for metric in (self._running, self._waiting, self._kv_usage, *self._counters.values(), self._restarts):
+                metric.labels(model, str(replica))
 
-    def _gauge(self, name: str, about: str) -> Gauge:
-        return Gauge(f"dovetail:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
-
-    def _counter(self, name: str, about: str) -> Counter:
-        return Counter(f"dovetail:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
+    def _engine(self, kind: type[M], name: str, about: str) -> M:
+        return kind(f"dovetail:{name}", about, ("model_name", "replica"), registry=self.registry)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         labels = ("model_name",)
@@ -128,15 +132,16 @@ class Metrics:
 
     # What happened.
 
-    def stats(self, stats: EngineCounters) -> None:
-        """The engine's counters as they stand, a few times a second."""
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        self._kv_usage.set(stats.kv_usage)
+    def stats(self, replica: int, stats: EngineCounters) -> None:
+        """The counters of an engine as they stand, a few times a second."""
+        labels = self._model, str(replica)
+        self._running.labels(*labels).set(stats.running)
+        self._waiting.labels(*labels).set(stats.waiting)
+        self._kv_usage.labels(*labels).set(stats.kv_usage)
         for field, counter in self._counters.items():
-            now, before = getattr(stats, field), self._last[field]
-            counter.inc(now - before if now >= before else now)
-            self._last[field] = now
+            now, before = getattr(stats, field), self._last.get((field, replica), 0)
+            counter.labels(*labels).inc(now - before if now >= before else now)
+            self._last[field, replica] = now
 
     def request(self, record: FinishedRequest) -> None:
         self._finished.labels(self._model, record.outcome).inc()
@@ -156,8 +161,8 @@ class Metrics:
     def error(self, status: int) -> None:
         self._refused.labels(self._model, str(status)).inc()
 
-    def engine_restarted(self) -> None:
-        self._restarts.inc()
+    def engine_restarted(self, replica: int) -> None:
+        self._restarts.labels(self._model, str(replica)).inc()
 
 
 class StepMetrics:

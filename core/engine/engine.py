@@ -204,10 +204,12 @@ class Engine:
         cache_salt: str = "",
         hints: Mapping[str, float] | None = None,
         pooling: Pooling | None = None,
+        number: int | None = None,
     ) -> list[Sequence]:
         """Queue a request; its n sequences. Raises RequestError for what can never run, PluginError where a logits
         processor fails on it. One with a grammar is queued once that is compiled; if it cannot be, the sequences' next
-        events say why. With `pooling` the prompt is embedded, and nothing of params counts."""
+        events say why. With `pooling` the prompt is embedded, and nothing of params counts. `number`: rises from 0
+        unless given; random draws depend on it, so who spreads requests over several engines numbers them all."""
         if pooling is not None:
             if pooling not in get_args(Pooling):
                 raise RequestError(f"pooling={pooling!r}: there are {', '.join(get_args(Pooling))}")
@@ -215,7 +217,7 @@ class Engine:
         self._validate(prompt_ids, params, pooling)
         self._check_hints(hints or {})
         request = Request(
-            uid=self._requests,
+            uid=self._requests if number is None else number,
             prompt_ids=tuple(prompt_ids),
             params=params,
             eos_ids=() if params.ignore_eos else self.info.spec.eos_ids,
@@ -231,7 +233,7 @@ class Engine:
         limit = self.limits.max_len
         if params.max_tokens is not None:
             limit = min(limit, len(request.prompt_ids) + params.max_tokens)
-        self._requests += 1
+        self._requests = max(self._requests, request.uid + 1)
         self.counters.prompt_tokens += len(request.prompt_ids)
         sequences: list[Sequence] = []
         for sample in range(params.n):

@@ -1,4 +1,4 @@
-"""EngineClient: an engine in a process of its own, for asyncio. Requests go in, text comes out; a death is told."""
+"""EngineClient: one engine in a process of its own, for asyncio. Requests go in, text comes out; a death is told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,6 +60,10 @@ class Stream:
         """Samples that still run. Written by the output thread."""
         self.ended = False
         """Everything came, or it failed, or it was aborted. Written by the event loop."""
+        self.replica = 0
+        """Which engine runs it. Written by whoever chose that."""
+        self.unread = 0
+        """Prompt tokens, until there is output. Written by the event loop."""
         self.latest: dict[int, float] = {}
         """Sample -> time.perf_counter() when it got tokens last. Written by the event loop."""
         self._loop = loop
@@ -106,18 +110,23 @@ class EngineClient:
         self,
         composition: Composition,
         *,
+        name: str = "the engine",
+        ids: Iterator[int] | None = None,
         max_restarts: int = 0,
         timeout: float = math.inf,
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
         on_more: Callable[[float, int], None] = lambda seconds, tokens: None,
+        on_state: Callable[[], None] = lambda: None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`max_restarts`: how often within an hour a dead engine is replaced; then the state is "failed". `timeout`:
-        seconds of silence after which an engine that has work counts as dead.
+        """`name` begins sentences about it. `ids` number the requests, rising; random draws of requests without a seed
+        depend on the number. `max_restarts`: how often within an hour a dead engine is replaced; then the state is
+        "failed". `timeout`: seconds of silence after which an engine that has work counts as dead.
         `on_stats` is called a few times a second while the engine works, `on_more` when a sample, not for the first
-        time, gets tokens: seconds since those before, and how many."""
-        self.composition = composition
-        self._timeout = timeout
-        self.max_restarts, self._on_stats, self._on_more = max_restarts, on_stats, on_more
+        time, gets tokens: seconds since those before, and how many; `on_state` when the state has changed."""
+        self.composition, self.name = composition, name
+        self._timeout, self._environment = timeout, environment
+        self.max_restarts, self._on_stats, self._on_more, self._on_state = max_restarts, on_stats, on_more, on_state
         self.state: State = "stopped"
         self.failure = ""
         """Why the engine died last."""
@@ -126,16 +135,13 @@ class EngineClient:
         self.stats = EngineStats()
         self.samples = 0
         """Samples that run or wait, over all requests."""
-        self.failed = asyncio.Event()
-        """Set when the engine is gone for good."""
-        self.down = asyncio.Event()
-        """Set while there is no engine that is ready."""
-        self.down.set()
-        self._ready = asyncio.Event()
+        self.prompt_tokens = 0
+        """Of requests that have no output yet."""
         self._info: EngineInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self._ids = itertools.count(1)
+        self._ids = ids or itertools.count()
+        self._controls = itertools.count()
         self._streams: dict[int, Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._deaths: deque[float] = deque()
@@ -160,21 +166,9 @@ class EngineClient:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Returns at once; `wait_ready` waits for the engine."""
+        """Returns at once."""
         self._loop = asyncio.get_running_loop()
         self._launch()
-
-    async def wait_ready(self) -> EngineInfo:
-        """Raises EngineDown when the engine is gone for good."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._ready, self.failed)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if self.state == "failed":
-            raise EngineDown(self.failure)
-        return self.info
 
     def submit(
         self,
@@ -193,7 +187,7 @@ class EngineClient:
 
         deadline: seconds from now, which schedulers may read. A refusal comes out of the stream as RequestError."""
         if self.state != "ready" or self._process is None:
-            raise EngineDown(f"the engine is {self.state}{f': {self.failure}' if self.failure else ''}")
+            raise EngineDown(f"{self.name} is {self.state}{f': {self.failure}' if self.failure else ''}")
         tokenizer = self.tokenizer if params.stop else self._tokenizer
         id = next(self._ids)
         stream = Stream(id, [StopWatch(params, tokenizer, keep) for _ in range(params.n)], self._loop)
@@ -206,6 +200,8 @@ class EngineClient:
             raise RequestError(f"a value cannot be sent to the engine: {error}") from None
         self._streams[id] = stream
         self.samples += params.n
+        stream.unread = len(prompt_ids)
+        self.prompt_tokens += stream.unread
         self._process.send(message)
         return stream
 
@@ -217,8 +213,8 @@ class EngineClient:
     async def control(self, op: str, **arguments: Any) -> Any:
         """`check`: the allocator's own integrity check, then the counters. `reset_cache`: forget cached prefixes."""
         if self._process is None or self.state != "ready":
-            raise EngineDown(f"the engine is {self.state}")
-        id = next(self._ids)
+            raise EngineDown(f"{self.name} is {self.state}")
+        id = next(self._controls)
         message = self._encoder.encode(Control(id, op, arguments))
         answer = self._replies[id] = self._loop.create_future()
         self._process.send(message)
@@ -229,6 +225,7 @@ class EngineClient:
         if self.state != "failed":
             self.state = "stopped"
         self._fail_all(EngineDown("the server stops"))
+        self._on_state()
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(process.stop)
@@ -237,15 +234,16 @@ class EngineClient:
 
     def _launch(self) -> None:
         self.state = "starting"
-        self._process = EngineProcess(self.composition, self, self._timeout)
+        self._process = EngineProcess(
+            self.composition, self, timeout=self._timeout, environment=self._environment
+        )
         self._process.start()
 
     def _on_ready(self, process: EngineProcess, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         if process is self._process:
             self._info, self._tokenizer = info, tokenizer
             self.state = "ready"
-            self.down.clear()
-            self._ready.set()
+            self._on_state()
 
     def _on_outcomes(self, outcomes: Iterable[tuple[Stream, Delta | RequestError, bool]]) -> None:
         now = time.perf_counter()
@@ -258,6 +256,7 @@ class EngineClient:
                 stream.fail(item)
             else:
                 if item.token_ids:
+                    self._has_read(stream)
                     if before := stream.latest.get(item.sample):
                         self._on_more(now - before, len(item.token_ids))
                     stream.latest[item.sample] = now
@@ -280,8 +279,6 @@ class EngineClient:
             return
         was, self.failure = self.state, cause
         self._process = None
-        self._ready.clear()
-        self.down.set()
         self.stats = EngineStats()
         now = time.monotonic()
         self._deaths.append(now)
@@ -290,22 +287,28 @@ class EngineClient:
         # An engine that could not start will not start next time either.
         again = was == "ready" and len(self._deaths) <= self.max_restarts
         if was == "ready" or self._deaths:
-            log.error("the engine %s%s", cause, "; it is started again" if again else "")
-        self._fail_all(EngineDown(f"the engine {cause.splitlines()[0]}"))
+            log.error("%s %s%s", self.name, cause, "; it is started again" if again else "")
+        self._fail_all(EngineDown(f"{self.name} {cause.splitlines()[0]}"))
         if again:
             self._launch()
         else:
             self.state = "failed"
-            self.failed.set()
+        self._on_state()
 
     def _forget(self, stream: Stream) -> bool:
         if self._streams.pop(stream.id, None) is None:
             return False
         self.samples -= len(stream.watches)
+        self._has_read(stream)
         return True
 
+    def _has_read(self, stream: Stream) -> None:
+        self.prompt_tokens -= stream.unread
+        stream.unread = 0
+
     def _fail_all(self, error: EngineDown) -> None:
-        streams, self._streams, self.samples = self._streams, {}, 0
+        streams, self._streams = self._streams, {}
+        self.samples = self.prompt_tokens = 0
         for stream in streams.values():
             stream.fail(error)
         replies, self._replies = self._replies, {}

@@ -207,6 +207,7 @@ class StepLoop:
                 cache_salt=command.cache_salt,
                 hints=command.hints,
                 pooling=command.pooling,
+                number=command.id,
             )
         except (RequestError, TypeError, ValueError) as error:
             self._reject(command.id, str(error), getattr(error, "status", 400))

@@ -7,6 +7,7 @@ import math
 import subprocess
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAIN = "dovetail.core.serving.engine_process:main"
 _STOP_SECONDS = 10.0
 _LAST_LOOK_SECONDS = 1.0
 """For a process that hangs, to write where."""
@@ -43,9 +45,18 @@ class Listener(Protocol):
 
 
 class EngineProcess:
-    def __init__(self, composition: Composition, listener: Listener, timeout: float = math.inf) -> None:
-        """timeout: seconds without a sign of life, while it has work, after which it counts as hung and is killed."""
-        self._composition, self._listener, self._timeout = composition, listener, timeout
+    def __init__(
+        self,
+        composition: Composition,
+        listener: Listener,
+        *,
+        timeout: float = math.inf,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """timeout: seconds without a sign of life, while it has work, after which it counts as hung and is killed.
+        environment: of the process; that of this one by default."""
+        self._composition, self._listener = composition, listener
+        self._timeout, self._environment = timeout, environment
         self._sending = threading.Lock()
         self._commands: zmq.Socket[bytes] | None = None
         self._sent = 0
@@ -110,7 +121,7 @@ class EngineProcess:
                 sock.linger = 0
                 sock.set_hwm(0)
                 sock.bind(address)
-            self._popen, self._channel = start_process("dovetail.core.serving.engine_process:main")
+            self._popen, self._channel = start_process(_MAIN, environment=self._environment)
             self._channel.send({**order_for(self._composition), **addresses})
             if self._stopping:
                 self._channel.send({"op": "stop"})

@@ -6,6 +6,7 @@ Both ends come from one installation and are compared before they speak (`identi
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -110,6 +111,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     def kv_usage(self) -> float:
         """Share of KV pages that running sequences own."""
         return self.pages_owned / self.pages if self.pages else 0.0
+
+
+def total(stats: Iterable[EngineStats]) -> EngineStats:
+    """Of several engines together."""
+    return EngineStats(*map(sum, zip(*map(msgspec.structs.astuple, (EngineStats(), *stats)), strict=True)))
 
 
 class Batch(msgspec.Struct, array_like=True, tag=0):

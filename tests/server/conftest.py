@@ -92,8 +92,7 @@ def server() -> Iterator[Server]:
     assert started.stop() == 0, "".join(started.log)
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Server]]:
+def _starting() -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
     def begin(*overrides: str, **environment: str) -> Server:
@@ -105,6 +104,10 @@ def start() -> Iterator[Callable[..., Server]]:
         if one.process.poll() is None:
             one.process.kill()
             one.process.wait()
+
+
+start = pytest.fixture(_starting)
+start_module = pytest.fixture(_starting, scope="module")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ def scrape(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     found = {}
     for sample in (sample for family in families for sample in family.samples):
         labels = dict(sample.labels)
-        if labels.pop("model_name", "") == "tiny":
+        if labels.pop("model_name", "") == "tiny" and labels.pop("replica", "0") == "0":
             found[sample.name.removeprefix("dovetail:"), tuple(sorted(labels.items()))] = sample.value
     return found
 

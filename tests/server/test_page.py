@@ -57,6 +57,11 @@ def test_chat_charts_and_composition(server, tmp_path):
 
         page.wait(f"({FIGURES}).ttft_median.endsWith('ms') && ({FIGURES}).kv_usage.endsWith('%')")
         page.wait("document.querySelector('.chart polyline').getAttribute('points').split(' ').length > 5")
+        assert page.run("document.getElementById('fleet').hidden"), "one replica is no fleet"
+        two = "[0, 1].map(i => ({state: 'ready', running: i, waiting: 2, kv_usage: i / 4, phase: '', failure: ''}))"
+        rows = "[...document.querySelectorAll('#replicas tr')].map(r => [...r.cells].map(c => c.textContent))"
+        shown = page.run(f"(showReplicas({two}), {rows})")
+        assert shown == [["0", "ready", "0", "2", "0.0 %"], ["1", "ready", "1", "2", "25.0 %"]]
         if file := os.environ.get("DOVETAIL_SCREENSHOT"):
             Path(file).write_bytes(page.screenshot())
 

@@ -83,7 +83,7 @@ class ServeApp(App):
         if service.client.state != "failed":
             return 0
         if not service.was_ready:
-            raise DovetailError(f"the engine {service.client.failure}")
+            raise DovetailError(service.client.failure)
         return 1
 
 
@@ -120,22 +120,22 @@ async def _until_stopped(service: Service, server: _Server) -> None:
 
 
 async def _until_failed(service: Service, server: _Server) -> None:
-    info = None
-    while True:
-        try:
-            info = await service.client.wait_ready()
-        except EngineDown:
-            break
-        service.monitor.engine_ready(service.model_names[0])
-        if not service.was_ready:
-            log.info("ready: %s on %s, engine started in %.1f s", info.model, info.device, info.start_seconds)
-            for note in info.notes:
-                log.info("slower path: %s", note)
-            # What was loaded stays: the collector need not walk it again and again.
-            gc.collect()
-            gc.freeze()
+    client = service.client
+    try:
+        info = await client.wait_ready()
+    except EngineDown:
+        pass
+    else:
         service.was_ready = True
-        await service.client.down.wait()
+        service.monitor.engine_ready(service.model_names[0], len(client.clients))
+        replicas = f"{len(client.clients)} replicas" if len(client.clients) > 1 else "engine"
+        log.info("ready: %s on %s, %s started in %.1f s", info.model, info.device, replicas, info.start_seconds)
+        for note in info.notes:
+            log.info("slower path: %s", note)
+        # What was loaded stays: the collector need not walk it again and again.
+        gc.collect()
+        gc.freeze()
+        await client.failed.wait()
     server.should_exit = True
 
 

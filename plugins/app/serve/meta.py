@@ -55,7 +55,7 @@ def router(service: Service) -> APIRouter:
     async def health() -> Response:
         """Whether the process should live: 200 unless the engine is gone for good."""
         status = 503 if client.state == "failed" else 200
-        return json_response({"status": client.state}, status)
+        return json_response({"status": client.state, "replicas": client.health()}, status)
 
     @routes.get("/ready")
     async def ready() -> Response:
@@ -77,7 +77,8 @@ def router(service: Service) -> APIRouter:
     @routes.get("/stats")
     async def stats() -> Response:
         """Figures of the moment, for the page at / and for people."""
-        return json_response({**service.monitor.live(), "samples": client.samples, "state": client.state})
+        told = {"samples": client.samples, "state": client.state, "replicas": client.health()}
+        return json_response(service.monitor.live() | told)
 
     @routes.get("/composition")
     async def composition() -> Response:
@@ -98,9 +99,11 @@ def router(service: Service) -> APIRouter:
 
         @routes.post("/debug/check")
         async def check() -> Response:
-            """The allocator's own integrity check, between two steps."""
+            """The allocator's own integrity check, between two steps: counters of every replica, and their sums."""
             try:
-                return json_response(await client.control("check"))
+                found = await client.control("check")
+                sums = {name: sum(counters[name] for counters in found) for name in found[0]}
+                return json_response(sums | {"replicas": found})
             except dovetail.RequestError as error:
                 raise ServerError(500, str(error), code="integrity") from None
 

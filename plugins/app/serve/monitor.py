@@ -12,7 +12,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 
 from dovetail.core.metrics import Metrics
-from dovetail.core.serving.protocol import EngineStats
+from dovetail.core.serving.protocol import EngineStats, total
 from dovetail.core.traces import Traces
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Listener(Protocol):
 
     def request(self, record: RequestRecord) -> None: ...
 
-    def stats(self, stats: EngineStats) -> None: ...
+    def stats(self, replica: int, stats: EngineStats) -> None: ...
 
 
 class Tracer:
@@ -79,7 +79,7 @@ class Tracer:
             traceparent=record.traceparent,
         )
 
-    def stats(self, stats: EngineStats) -> None:
+    def stats(self, replica: int, stats: EngineStats) -> None:
         """Metrics are for these."""
 
     def close(self) -> None:
@@ -95,17 +95,19 @@ class Monitor:
         self.metrics: Metrics | None = None
         """Once the model's name is known, which labels them."""
         self.listeners: list[Listener] = []
-        self.latest = EngineStats()
+        self._latest: dict[int, EngineStats] = {}
         self._samples: deque[tuple[float, EngineStats]] = deque()
         self._ttft: deque[tuple[float, float]] = deque()
 
-    def engine_ready(self, model: str) -> None:
-        """The first engine, or one in place of one that died."""
-        if self.metrics is None:
-            self.metrics = Metrics(model, self.registry)
-            self.listeners.append(self.metrics)
-        else:
-            self.metrics.engine_restarted()
+    def engine_ready(self, model: str, replicas: int) -> None:
+        """The name of the model is known."""
+        self.metrics = Metrics(model, self.registry, replicas)
+        self.listeners.append(self.metrics)
+
+    def restarted(self, replica: int) -> None:
+        """There is an engine again in place of one that died."""
+        if self.metrics is not None:
+            self.metrics.engine_restarted(replica)
 
     def more(self, seconds: float, tokens: int) -> None:
         if self.metrics is not None:
@@ -122,12 +124,16 @@ class Monitor:
         for listener in self.listeners:
             listener.request(record)
 
-    def stats(self, stats: EngineStats) -> None:
-        now = time.perf_counter()
-        self.latest = stats
-        self._samples.append((now, stats))
+    def stats(self, replica: int, stats: EngineStats) -> None:
+        self._latest[replica] = stats
+        self._samples.append((time.perf_counter(), self.latest))
         for listener in self.listeners:
-            listener.stats(stats)
+            listener.stats(replica, stats)
+
+    @property
+    def latest(self) -> EngineStats:
+        """Over all replicas."""
+        return total(self._latest.values())
 
     def live(self) -> dict[str, float | int | None]:
         """Figures of the last second or two (rates) and the last minute (TTFT, prefix hits)."""

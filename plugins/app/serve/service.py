@@ -18,7 +18,8 @@ from starlette.requests import Request
 from dovetail.core.chat_template import ChatTemplate
 from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Pooling, SamplingParams
-from dovetail.core.serving.client import EngineClient, Stream
+from dovetail.core.serving.client import Stream
+from dovetail.core.serving.fleet import Fleet, Reports
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
@@ -90,13 +91,9 @@ class Service:
             self._tracer = Tracer(config.traces, lambda: self.model_names[0])
             self.monitor.listeners.append(self._tracer)
         restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
-        self.client = EngineClient(
-            composition,
-            max_restarts=restarts,
-            timeout=math.inf if config.engine_timeout is None else config.engine_timeout,
-            on_stats=self.monitor.stats,
-            on_more=self.monitor.more,
-        )
+        reports = Reports(self.monitor.stats, self.monitor.more, self.monitor.restarted)
+        timeout = math.inf if config.engine_timeout is None else config.engine_timeout
+        self.client = Fleet(composition, max_restarts=restarts, timeout=timeout, reports=reports)
         self.started = int(time.time())
         self.draining = False
         """Written by the server when it is told to stop."""
@@ -285,11 +282,11 @@ class Service:
     def _admit(self, samples: int) -> None:
         if self.draining:
             raise ServerError(503, "the server is about to stop", code="shutting_down", retry_after=1)
-        capacity = self.client.info.max_seqs + self.config.max_waiting
+        capacity = self.client.max_seqs + self.config.max_waiting
         if samples > capacity:
             raise FieldError(
                 f"{samples} samples in one request, and the server takes {capacity} "
-                "(engine.max_seqs + serve.max_waiting)",
+                "(engine.max_seqs of each replica + serve.max_waiting)",
                 "n",
             )
         if self.client.samples + samples > capacity:

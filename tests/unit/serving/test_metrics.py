@@ -24,21 +24,38 @@ def counters(**changes: float) -> SimpleNamespace:
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
-    return registry.get_sample_value(f"dovetail:{name}", {"model_name": "tiny", **labels})
+    """Of one model; and of an engine, whose metrics say which replica it is, the first unless another is asked for."""
+    asked = {"model_name": "tiny", **labels}
+    found = registry.get_sample_value(f"dovetail:{name}", asked)
+    return registry.get_sample_value(f"dovetail:{name}", {"replica": "0"} | asked) if found is None else found
 
 
 def test_gauges_are_of_the_moment_and_counters_survive_a_new_engine() -> None:
     metrics = Metrics("tiny")
-    metrics.stats(counters(running=3, waiting=7, kv_usage=0.5, output_tokens=100, accepted=20))
-    metrics.stats(counters(running=2, output_tokens=130, accepted=20))
-    metrics.stats(counters(output_tokens=5, accepted=1))
+    metrics.stats(0, counters(running=3, waiting=7, kv_usage=0.5, output_tokens=100, accepted=20))
+    metrics.stats(0, counters(running=2, output_tokens=130, accepted=20))
+    metrics.stats(0, counters(output_tokens=5, accepted=1))
     found = metrics.registry
     assert [value(found, f"num_requests_{state}") for state in ("running", "waiting")] == [0, 0]
     assert value(found, "generation_tokens_total") == 135
     assert value(found, "spec_decode_num_accepted_tokens_total") == 21
-    metrics.stats(counters(running=1, kv_usage=0.25, output_tokens=5, accepted=1))
+    metrics.stats(0, counters(running=1, kv_usage=0.25, output_tokens=5, accepted=1))
     assert (value(found, "num_requests_running"), value(found, "kv_cache_usage_ratio")) == (1, 0.25)
     assert value(found, "generation_tokens_total") == 135
+
+
+def test_replicas_are_counted_apart() -> None:
+    metrics = Metrics("tiny", replicas=2)
+    assert value(metrics.registry, "num_requests_waiting", replica="1") == 0
+    metrics.stats(0, counters(running=3, output_tokens=100))
+    metrics.stats(1, counters(running=4, output_tokens=10))
+    metrics.stats(1, counters(running=5, output_tokens=30))
+    metrics.engine_restarted(1)
+    by_replica = [
+        [value(metrics.registry, name, replica=replica) for replica in ("0", "1")]
+        for name in ("num_requests_running", "generation_tokens_total", "engine_restarts_total")
+    ]
+    assert by_replica == [[3, 5], [100, 30], [0, 1]]
 
 
 def record(**changes: object) -> SimpleNamespace:
@@ -53,7 +70,7 @@ def test_a_request_is_in_every_histogram_once() -> None:
     metrics.request(record(outcome="abort", output_tokens=0, ttft=0.0, duration=0.3, tpot=0.0))
     metrics.more_tokens(0.4, 4)
     metrics.error(429)
-    metrics.engine_restarted()
+    metrics.engine_restarted(0)
     found = metrics.registry
     assert value(found, "time_to_first_token_seconds_count") == 2
     assert value(found, "inter_token_latency_seconds_sum") == pytest.approx(0.1)

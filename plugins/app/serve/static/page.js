@@ -183,6 +183,20 @@ async function compose() {
   );
 }
 
+function showReplicas(replicas) {
+  byId("fleet").hidden = replicas.length < 2;
+  byId("replicas").replaceChildren(
+    ...replicas.map((one, number) => {
+      const row = document.createElement("tr");
+      for (const text of [number, one.state, one.running, one.waiting, share(one.kv_usage)]) {
+        row.insertCell().textContent = text;
+      }
+      row.title = one.phase || one.failure;
+      return row;
+    }),
+  );
+}
+
 let composed = false;
 
 async function tick() {
@@ -192,6 +206,7 @@ async function tick() {
     state.textContent = stats.state;
     state.className = stats.state === "ready" ? "" : "wrong";
     for (const chart of charts) draw(chart, stats[chart.field]);
+    showReplicas(stats.replicas);
     if (!composed && stats.state === "ready") {
       await compose();
       composed = true;

@@ -1,0 +1,140 @@
+"""Two replicas behind one front door: who runs what, and what the others notice when one dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+LONG = dict(model="tiny", max_tokens=2000, stream=True, extra_body={"ignore_eos": True})
+SHORT = dict(model="tiny", max_tokens=4, temperature=0.0)
+
+
+def engines(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def health(server) -> list[dict[str, object]]:
+    return httpx.get(f"{server.url}/health").json()["replicas"]
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def replicas(start_module):
+    server = start_module(
+        *("engine.dp=2", "engine.max_seqs=4", "serve.max_waiting=2", "router.sample_tokens=0", "serve.grace=5"),
+    )
+    return server.wait_ready()
+
+
+def test_work_is_spread_and_counted_by_replica(replicas, server):
+    """Tokens are those of one engine, prefixes stay together, and every counter says whose it is."""
+    prompts = [f"def function_{i}(x):\n    return x + {i}\n\n\ndef test_{i}():\n" * 6 for i in range(4)]
+
+    def ask(where, prompt: str):
+        return where.client().completions.create(prompt=prompt, **SHORT)
+
+    with ThreadPoolExecutor(4) as pool:
+        ours = list(pool.map(lambda prompt: ask(replicas, prompt), prompts))
+    expected = [ask(server, prompt).choices[0].text for prompt in prompts]
+    assert [answer.choices[0].text for answer in ours] == expected
+    found = replicas.stats()
+    assert found["pages_owned"] == 0 and len(found["replicas"]) == 2
+    assert all(one["prefix_queries"] for one in found["replicas"]), found
+    hits = [one["prefix_hits"] for one in found["replicas"]]
+    for prompt in prompts:
+        ask(replicas, prompt)
+    again = replicas.stats()["replicas"]
+    gained = sum(one["prefix_hits"] for one in again) - sum(hits)
+    asked = sum(answer.usage.prompt_tokens for answer in ours)
+    assert gained > 0.7 * asked, "each prompt went back to where it is cached"
+
+    def counted() -> dict[str, float]:
+        families = text_string_to_metric_families(httpx.get(f"{replicas.url}/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return {s.labels["replica"]: s.value for s in samples if s.name == "dovetail:prefix_cache_queries_total"}
+
+    expected_counts = {str(i): float(one["prefix_queries"]) for i, one in enumerate(again)}
+    wait_until(lambda: counted() == expected_counts, 5)
+
+
+def test_the_queue_is_that_of_both_and_who_leaves_is_dropped_where_it_runs(replicas):
+    """2 x 4 run and 2 wait; the eleventh meets 429. When all have left, no page is owned anywhere."""
+    client = replicas.client()
+    with ThreadPoolExecutor(10) as pool:
+        streams = [pool.submit(client.completions.create, prompt=f"x{i} = 1\n", **LONG) for i in range(10)]
+        wait_until(lambda: [one["samples"] for one in health(replicas)] == [5, 5])
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(prompt="x", **SHORT)
+        assert refused.value.response.headers["retry-after"]
+        with pytest.raises(openai.BadRequestError, match="11 samples"):
+            client.completions.create(prompt="x", n=11, **SHORT)
+        # An answer begins with its first token: those that wait begin when others have left.
+        for stream in as_completed(streams):
+            stream.result().close()
+    wait_until(lambda: [one["samples"] for one in health(replicas)] == [0, 0])
+    assert [one["pages_owned"] for one in replicas.stats()["replicas"]] == [0, 0]
+
+
+def test_one_replica_dies_and_the_other_goes_on(replicas):
+    client, ended = replicas.client(), {}
+    pids = engines(replicas.process.pid)
+    assert len(pids) == 2
+
+    def follow(i: int) -> None:
+        try:
+            ended[i] = sum(1 for _ in client.completions.create(prompt=f"x{i} = 1\n", **{**LONG, "max_tokens": 300}))
+        except openai.APIError as error:
+            ended[i] = str(error)
+
+    threads = [threading.Thread(target=follow, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: [one["running"] for one in health(replicas)] == [2, 2])
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until(lambda: sorted(one["state"] for one in health(replicas)) == ["ready", "starting"])
+    assert httpx.get(f"{replicas.url}/ready").status_code == 200
+    assert [client.completions.create(prompt="y = 1\n", **SHORT).usage.completion_tokens for _ in range(3)] == [4] * 3
+    for thread in threads:
+        thread.join(60)
+    assert sorted(map(type, ended.values()), key=str) == [int, int, str, str], ended
+    said = [text for text in ended.values() if isinstance(text, str)]
+    assert all(re.search(r"replica [01] was killed by SIGKILL", text) for text in said)
+    wait_until(lambda: [one["state"] for one in health(replicas)] == ["ready", "ready"])
+    assert sum("SIGKILL" in line and "started again" in line for line in replicas.log) == 1
+    restarts = re.findall(r"engine_restarts_total\{.*\} (\S+)", httpx.get(f"{replicas.url}/metrics").text)
+    assert sorted(map(float, restarts)) == [0, 1]
+    assert [one["pages_owned"] for one in replicas.stats()["replicas"]] == [0, 0]
+
+
+def test_told_to_stop_it_leaves_nobody_behind(replicas):
+    pids = engines(replicas.process.pid)
+    assert len(pids) == 2
+    assert replicas.stop() == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_replica_that_cannot_start_ends_the_server_with_its_reason(start):
+    """The other one could: half a fleet is not what was asked for."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = start("engine.dp=2", "observer=[prometheus]", f"observer.prometheus.port={port}")
+    assert server.wait() == 2
+    assert re.search(rf"dovetail: replica [01] failed: .*port={port}", server.log[-1]), server.log
