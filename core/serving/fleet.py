@@ -92,7 +92,8 @@ class Fleet:
 
     @property
     def max_seqs(self) -> int:
-        """Samples that run at once at most, on the replicas that there are now."""
+        """Samples that run at once at most, on the replicas that there are now. Raises EngineDown where there is none."""
+        self._check_ready()
         return sum(client.info.max_seqs for client in self._open())
 
     @property
@@ -116,6 +117,10 @@ class Fleet:
 
     def _open(self) -> list[EngineClient]:
         return [client for client in self.clients if client.state == "ready"]
+
+    def _check_ready(self) -> None:
+        if (state := self.state) != "ready":
+            raise EngineDown(f"the engine is {state}{f': {self.failure}' if self.failure else ''}")
 
     # Its life.
 
@@ -160,13 +165,12 @@ class Fleet:
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, **request: Any) -> Stream:
         """As `EngineClient.submit`, to the replica that the router chooses."""
+        self._check_ready()
         loads = [
             ReplicaLoad(replica, client.samples, client.prompt_tokens, client.stats.kv_usage)
             for replica, client in enumerate(self.clients)
             if client.state == "ready"
         ]
-        if not loads or not self._complete:
-            raise EngineDown(f"the engine is {self.state}{f': {self.failure}' if self.failure else ''}")
         given: dict[str, Any] = {name: request[name] for name in _READ_BY_ROUTERS if request.get(name)}
         replica = self._door.choose(Arrival(prompt_ids, params.n, **given), loads)
         stream = self.clients[replica].submit(prompt_ids, params, **request)
@@ -181,8 +185,7 @@ class Fleet:
         """`check`: the allocator's own integrity check, then the counters. `reset_cache`: forget cached prefixes. The
         answer of each replica that is ready, in their order; the first error is raised."""
         ready = [replica for replica, client in enumerate(self.clients) if client.state == "ready"]
-        if not ready:
-            raise EngineDown(f"the engine is {self.state}")
+        self._check_ready()
         answers = await asyncio.gather(*(self.clients[replica].control(op, **arguments) for replica in ready))
         if op == "reset_cache":
             for replica in ready:

@@ -28,7 +28,10 @@ from dovetail.core.serving.protocol import (
 )
 from dovetail.core.serving.replicas import replica_compositions
 
-INFO = EngineInfo("tiny", None, 100, 64, 8, "cpu", 0.1, [])
+INFO = EngineInfo(
+    model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
+    embedding=None, hidden=8, head=True,
+)  # fmt: skip
 GREEDY = SamplingParams(max_tokens=4)
 
 
@@ -166,6 +169,8 @@ def test_a_death_takes_its_own_requests_and_the_rest_goes_on() -> None:
         assert fleet.state == "starting" and not fleet.failed.is_set()
         with pytest.raises(EngineDown, match="replica 2 was killed"):
             fleet.submit([1], GREEDY)
+        with pytest.raises(EngineDown, match="replica 2 was killed"):
+            _ = fleet.max_seqs
         for process in lives[4:]:
             process.die()
         await settle()
