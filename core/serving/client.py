@@ -234,9 +234,7 @@ class EngineClient:
 
     def _launch(self) -> None:
         self.state = "starting"
-        self._process = EngineProcess(
-            self.composition, self, timeout=self._timeout, environment=self._environment
-        )
+        self._process = EngineProcess(self.composition, self, timeout=self._timeout, environment=self._environment)
         self._process.start()
 
     def _on_ready(self, process: EngineProcess, info: EngineInfo, tokenizer: Tokenizer | None) -> None:

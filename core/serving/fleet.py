@@ -42,8 +42,9 @@ class Fleet:
         timeout: float = math.inf,
         reports: Reports | None = None,
     ) -> None:
-        """`max_restarts` of each replica within an hour; `timeout` as for `EngineClient`. One that fails for good leaves its work to the others; with
-        max_restarts=0, or before all were ready once, or when it was the last, the fleet has failed with it."""
+        """`max_restarts` within an hour and `timeout` are those of each replica: see `EngineClient`. One that fails for
+        good leaves its work to the others; with max_restarts=0, or before all were ready once, or when it was the last,
+        the fleet has failed with it."""
         self.composition, self._max_restarts = composition, max_restarts
         self._reports = reports or Reports()
         self._door = FrontDoor(composition)
@@ -92,7 +93,7 @@ class Fleet:
 
     @property
     def max_seqs(self) -> int:
-        """Samples that run at once at most, on the replicas that there are now. Raises EngineDown where there is none."""
+        """Samples that run at once at most, on the replicas that are ready. Raises EngineDown where none is."""
         self._check_ready()
         return sum(client.info.max_seqs for client in self._open())
 

@@ -40,7 +40,7 @@ class FakeProcess:
 
     lives: list[FakeProcess] = []
 
-    def __init__(self, composition: Any, listener: Any, environment: Any = None) -> None:
+    def __init__(self, composition: Any, listener: Any, *, timeout: float, environment: Any) -> None:
         self.composition, self.listener, self.environment = composition, listener, environment
         self.heard: list[Any] = []
         self.pid, self.stopped = 1, False
