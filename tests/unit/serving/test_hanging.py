@@ -61,7 +61,7 @@ class Heard:
 
 
 def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "start_process", lambda entry: start_process(f"{__name__}:played"))
+    monkeypatch.setattr(process, "start_process", lambda entry, environment: start_process(f"{__name__}:played"))
     heard = Heard()
     engine = process.EngineProcess(compose(["+preset=tiny_cpu"]), heard, timeout=TIMEOUT)
     engine.start()
