@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial
+from dovetail.core.layers import RMSNorm
 from dovetail.core.ops.norm import rms_norm_reference
 from dovetail.core.testing.ranks import on_ranks
 
@@ -173,8 +176,8 @@ class CollectiveContract:
         assert all(other == bits[0] for other in bits), "ranks hold different bits after a boundary"
 
     def _boundaries(self, rank: int, size: int, address: str) -> list[bytes]:
-        shape, emit = (5, 16), (PLAIN, HALVED)
-        weight = values(90, (16,), torch.float32).abs()
+        shape, emit = (5, 96), (PLAIN, HALVED)
+        weight = values(90, (96,), torch.float32).abs()
         parts = [values(r, shape, torch.float32) for r in range(size)]
         residual, own = values(91, shape, torch.float32), values(92, shape, torch.float32)
 
@@ -183,23 +186,24 @@ class CollectiveContract:
         ) -> tuple[Bundle, torch.Tensor]:
             return rms_norm_reference(x, residual, weight.to(x.device), 1e-5, emit)
 
+        build: Any = SimpleNamespace(dtype=torch.float32, device=self.device)
+        layer = RMSNorm("norm", build, 96, 1e-5)
+        layer.weight.copy_(weight)
         found = []
         with self.connected(rank, size, address) as collective:
-            for given, whole in (
-                (Partial(parts[rank].clone().to(self.device)), torch.stack(parts).sum(0)),
-                (own.to(self.device), own),
-            ):
-                for before in (residual, None):
-                    kept = None if before is None else before.clone().to(self.device)
-                    bundle, after = collective.boundary(given, kept, norm, emit)
-                    expected, expected_after = norm(whole, before, emit)
-                    _assert_close(after.cpu(), expected_after, "x + residual")
-                    for fmt in emit:
-                        _assert_close(bundle[fmt].values.cpu(), expected[fmt].values, f"format {fmt.name}")
-                    assert bundle[HALVED].scale is not None
-                    found += [_bits(after), _bits(bundle[PLAIN].values)]
-                    if isinstance(given, Partial):
-                        given = Partial(parts[rank].clone().to(self.device))
+            # A norm of the core's, which a component may fuse, and one that it does not know.
+            norms: tuple[Any, ...] = (layer, norm)
+            for called, before, partial in product(norms, (residual, None), (True, False)):
+                given = Partial(parts[rank].clone().to(self.device)) if partial else own.to(self.device)
+                whole = torch.stack(parts).sum(0) if partial else own
+                kept = None if before is None else before.clone().to(self.device)
+                bundle, after = collective.boundary(given, kept, called, emit)
+                expected, expected_after = norm(whole, before, emit)
+                _assert_close(after.cpu(), expected_after, "x + residual")
+                for fmt in emit:
+                    _assert_close(bundle[fmt].values.cpu(), expected[fmt].values, f"format {fmt.name}")
+                assert bundle[HALVED].scale is not None
+                found += [_bits(after), _bits(bundle[PLAIN].values)]
             reduced = collective.reduce(Partial(parts[rank].clone().to(self.device)))
             _assert_close(reduced.cpu(), torch.stack(parts).sum(0), "reduce of a Partial")
             assert torch.equal(collective.reduce(own.to(self.device)).cpu(), own), "reduce of a whole tensor changed it"

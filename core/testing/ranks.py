@@ -1,6 +1,7 @@
 """Processes that stand in for ranks: each imports a suite from its file, and all run one of its methods together.
 
-They are started once and reused, since importing torch is most of what a small test would wait for.
+They are started once and reused, since importing torch is most of what a small test would wait for. A suite whose
+`device` is "cuda" has a GPU a rank.
 """
 
 from __future__ import annotations
@@ -139,7 +140,10 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
         except (EOFError, KeyboardInterrupt):
             os._exit(0)
         try:
-            answer = True, getattr(where.load(), method)(rank, size, address)
+            suite = where.load()
+            if torch.device(getattr(suite, "device", "cpu")).type == "cuda":
+                torch.cuda.set_device(rank)
+            answer = True, getattr(suite, method)(rank, size, address)
         except KeyboardInterrupt:
             os._exit(1)
         except BaseException as error:  # pytest.fail's is no Exception.

@@ -1,7 +1,7 @@
 """Built-in collectives."""
 
 from dovetail.core.compose import Component
-from dovetail.plugins.collective.config import NcclConfig, OrderedConfig
+from dovetail.plugins.collective.config import NcclConfig, OrderedConfig, SymmMemConfig
 
 COMPONENTS = (
     Component(
@@ -19,5 +19,13 @@ COMPONENTS = (
         target="dovetail.plugins.collective.ordered:OrderedCollective",
         api="collective/0.1",
         capabilities="dovetail.plugins.collective.capabilities:ordered",
+    ),
+    Component(
+        kind="collective",
+        name="symm_mem",
+        config=SymmMemConfig,
+        target="dovetail.plugins.collective.symm_mem.collective:SymmMemCollective",
+        api="collective/0.1",
+        capabilities="dovetail.plugins.collective.capabilities:symm_mem",
     ),
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dovetail.core.compose import Capabilities, Host
-from dovetail.plugins.collective.config import NcclConfig, OrderedConfig
+from dovetail.core.compose import Capabilities, Host, Requires
+from dovetail.plugins.collective.config import NcclConfig, OrderedConfig, SymmMemConfig
 
 
 def nccl(config: NcclConfig, host: Host) -> Capabilities:
@@ -13,3 +13,15 @@ def nccl(config: NcclConfig, host: Host) -> Capabilities:
 
 def ordered(config: OrderedConfig, host: Host) -> Capabilities:
     return Capabilities(provides={"deterministic_sum": True, "graph_safe": True})
+
+
+def symm_mem(config: SymmMemConfig, host: Host) -> Capabilities:
+    """Kernels sum in rank order in float32; large messages and what has another dtype go to NCCL."""
+    reason = "its kernels write into the memory of other GPUs"
+    return Capabilities(
+        provides={"deterministic_sum": False, "graph_safe": True},
+        requires=(
+            Requires(kind="host", key="device", allowed=("cuda",), reason=reason),
+            Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason=reason),
+        ),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from dovetail.core.compose import Config
@@ -16,3 +18,12 @@ class NcclConfig(Config):
 
 class OrderedConfig(NcclConfig):
     """Sums in rank order in float32: the same bits on any transport. Slower: each rank gets every summand."""
+
+
+class SymmMemConfig(NcclConfig):
+    """Kernels that write into each other's memory, between GPUs of one host; NCCL for what they do not serve."""
+
+    algorithm: Literal["measured", "one_shot", "two_shot", "nccl"] = "measured"
+    """How sums are made: the quickest for each size, measured when the ranks connect, or one for all sizes. one_shot:
+    each rank sends its summand to all. two_shot: each sums a part and sends the sum to all; also what takes over where
+    one_shot has no room."""

@@ -21,6 +21,8 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self._aborted = threading.Event()
+        self.store: Any = None
+        """The ranks' common one, once they have met."""
 
     def abort(self) -> None:
         """From any thread."""
@@ -38,6 +40,7 @@ class Rendezvous:
                 raise RuntimeError("a rank died before the ranks were connected")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not all of {size} ranks came to {address} within {timeout}")
+        self.store = store
         return make(dist.PrefixStore("group", store), rank, size, host, timeout)
 
 

@@ -17,7 +17,7 @@ SUBSTITUTIONS = {
 }
 """A reader's own -> what the tests have. A preset's model is replaced by the words after it."""
 
-COMPOSED_ONLY = {"+preset=h200": "needs a GPU", "attention=triton": "needs a GPU"}
+COMPOSED_ONLY = {"+preset=h200": "needs a GPU", "attention=triton": "needs a GPU", "collective=symm_mem": "needs GPUs"}
 """Commands with these words are composed and checked (`--cfg job`), not run, unless they plan."""
 
 NOT_RUN = {

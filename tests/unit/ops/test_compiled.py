@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -49,6 +51,7 @@ from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
+from dovetail.plugins.collective.symm_mem.reduce import Reducer
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -230,11 +233,28 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"attention: {case}", partial(attention, **case)
 
 
+def sums() -> None:
+    """As a rank of eight launches them, and as one of two."""
+    for size, columns, dtype in ((8, 8192, BF16), (2, 96, FP32), (8, 7168, FP16))[: 3 if EVERYTHING else 2]:
+        words, peers = cuda(1, dtype=INT32), cuda(size, dtype=INT64)
+        mail: Any = SimpleNamespace(boxes=132, one_shot=words, two_shot=words, stopped=words)
+        mail.one_shot_peers = mail.two_shot_peers = peers
+        mail.one_shot_turns = mail.two_shot_turns = words
+        reducer = Reducer(mail, 3, size)
+        for algorithm, rows in (("one_shot", 1), ("one_shot", 132), ("two_shot", 256)):
+            x = cuda(rows, columns, dtype=dtype)
+            reducer.reduce(x, algorithm)
+            for emit in encoded(columns) if EVERYTHING else ((PLAIN, FP8_TOKEN),):
+                reducer.boundary(x, x, x[0], 1e-5, emit, algorithm)
+        reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "one_shot")
+
+
 CASES: dict[str, Callable[[], None]] = {
     "norms": norms,
     "activations": activations,
     "formats": formats,
     "steps": steps,
+    "sums": sums,
     "products": products,
     **dict(attention_cases()),
 }

@@ -1,0 +1,78 @@
+"""Memory of every rank that every rank can write to: torch's symmetric memory without torch.distributed's global state.
+
+Layout, in 32-bit words: a box for each program of one_shot, then one for each program of two_shot. kernels.py says what
+a box holds.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+from dovetail.core.errors import CapabilityError
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
+
+_EXCHANGE = timedelta(seconds=60)
+"""For a few bytes between ranks that are all there."""
+
+
+class Mailbox:
+    """Written by kernels of all ranks, except where it says otherwise."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device) -> None:
+        self.boxes: int = torch.cuda.get_device_properties(device).multi_processor_count
+        """Of each kind: as many programs of one launch as are certain to be resident."""
+        one_shot, two_shot = (self.boxes * 2 * size * BOX_WORDS, self.boxes * 2 * 2 * BOX_WORDS)
+        # The kernels need no multicast object, which takes a fabric manager to make.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        name = _group(rank, size, store)
+        try:
+            memory = _SymmetricMemory.empty_strided_p2p((one_shot + two_shot,), (1,), torch.int32, device, name)
+            memory.fill_(EMPTY)
+            torch.cuda.synchronize(device)
+            # Returns when all ranks are here, so with their mailboxes empty.
+            handle = _SymmetricMemory.rendezvous(memory, name)
+        except RuntimeError as error:
+            raise CapabilityError(
+                [
+                    f"collective=symm_mem: {device} cannot share its memory with the other ranks' GPUs ({error}). They "
+                    "must be GPUs of one host with peer access to each other: choose collective=nccl"
+                ]
+            ) from error
+        self._keep = memory, handle
+        self.one_shot, self.two_shot = memory[:one_shot], memory[one_shot:]
+        addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64)
+        self.one_shot_peers = addresses.to(device)
+        self.two_shot_peers = (addresses + 4 * one_shot).to(device)
+        self.one_shot_turns, self.two_shot_turns = torch.zeros(2, self.boxes, dtype=torch.int32, device=device)
+        """Written by this rank's kernels."""
+        self.stopped = torch.zeros(1, dtype=torch.int32, device=device)
+        """Written by `stop`."""
+        self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
+        # Kernels that wait run on streams of the usual priority, which share a few queues.
+        self._side = torch.cuda.Stream(device, priority=-1)
+        torch.cuda.synchronize(device)
+
+    def stop(self) -> None:
+        """Ends the waiting of all kernels, now and later; from any thread. A copy engine does it, since the kernels may
+        hold every multiprocessor."""
+        with torch.cuda.stream(self._side):
+            self.stopped.copy_(self._one, non_blocking=True)
+
+
+def _group(rank: int, size: int, store: dist.Store) -> Any:
+    """A name that leads torch's symmetric memory to the store. Some versions look for it in a table of its own, others
+    in that of process groups."""
+    store.set_timeout(_EXCHANGE)
+    if rank == 0:
+        store.set("name", f"dovetail-{uuid.uuid4().hex}")
+    name: Any = store.get("name").decode()
+    _SymmetricMemory.set_group_info(name, rank, size, store)
+    _register_process_group(name, dist.ProcessGroup(store, rank, size))
+    return name

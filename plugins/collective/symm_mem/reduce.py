@@ -1,0 +1,162 @@
+"""How the kernels are launched. Each decision here follows from shapes alone, so that it is the same on every rank.
+
+Shapes: T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from dovetail.core.interfaces import ActFormat, Bundle
+from dovetail.core.ops.formats import plan_emit
+from dovetail.core.ops.kernels.formats import Target, collect
+from dovetail.core.ops.kernels.launch import dependent
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, one_shot, two_shot
+from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
+
+WORD = 4
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SMALL_ROW, LARGE_ROW = 1024, 4096
+"""Words that a flat tensor is cut into, where those make enough programs and where not. One size more would be one
+kernel more to compile."""
+PARTS = 4
+"""Programs that send a row in one_shot, while there are few rows."""
+
+
+class Reducer:
+    def __init__(self, mail: Mailbox, rank: int, size: int) -> None:
+        self.mail, self.rank, self.size = mail, rank, size
+
+    def serves(self, x: torch.Tensor) -> bool:
+        return x.dtype in DTYPES and 0 < x.nbytes < 2**31 and x.nbytes % WORD == 0
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        """Whether `boundary` takes its rows."""
+        row = x.shape[-1] * x.element_size()
+        return self.serves(x) and x.ndim == 2 and row <= BOX_WORDS * WORD and row % (16 * self.size) == 0
+
+    def reduce(self, x: torch.Tensor, algorithm: str) -> torch.Tensor:
+        """The sum, in place; `x` is contiguous."""
+        words, boxes = x.nbytes // WORD, self.mail.boxes
+        small = words <= boxes * SMALL_ROW
+        if algorithm == "one_shot" and words <= boxes * BOX_WORDS:
+            row = SMALL_ROW if small else BOX_WORDS
+            self._one_shot(x, x, words, row, split=1)
+        else:
+            row = (SMALL_ROW if small else LARGE_ROW) // self.size * self.size
+            self._two_shot(x, x, words, row)
+        return x
+
+    def boundary(
+        self,
+        x_TC: torch.Tensor,
+        residual_TC: torch.Tensor | None,
+        weight_C: torch.Tensor,
+        eps: float,
+        emit: tuple[ActFormat, ...],
+        algorithm: str,
+    ) -> tuple[Bundle, torch.Tensor]:
+        """The sum, the residual added, and its RMSNorm in the formats asked for."""
+        tokens, columns = x_TC.shape
+        plan = plan_emit(emit)
+        target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
+        plain = torch.empty_like(x_TC) if plan.plain else None
+        summed = torch.empty_like(x_TC)
+        block = target.block(columns, whole_row=True)
+        words, row = x_TC.nbytes // WORD, columns * x_TC.element_size() // WORD
+        fused = {
+            "residual_ptr": None if residual_TC is None else _ready(residual_TC),
+            "weight_ptr": weight_C,
+            "plain_ptr": plain,
+            "eps": eps,
+            "NORM": True,
+            "VALUES": block,
+            **target.arguments(block),
+        }
+        if algorithm == "one_shot" and tokens <= self.mail.boxes:
+            split = PARTS if tokens * PARTS <= self.mail.boxes else 1
+            self._one_shot(x_TC, summed, words, row, split, fused)
+        else:
+            self._two_shot(x_TC, summed, words, row, fused)
+        return collect(emit, plan.rest, plain, target), summed
+
+    # Launches.
+
+    def _one_shot(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        words: int,
+        row: int,
+        split: int,
+        fused: dict[str, Any] | None = None,
+    ) -> None:
+        mail = self.mail
+        one_shot[triton.cdiv(words, row), split](
+            _words(x),
+            out,
+            **(fused or _alone(row, x)),
+            peers_ptr=mail.one_shot_peers,
+            mail_ptr=mail.one_shot,
+            turn_ptr=mail.one_shot_turns,
+            stop_ptr=mail.stopped,
+            rank=self.rank,
+            size=words,
+            length=row,
+            WORLD=self.size,
+            SPLIT=split,
+            PER=WORD // x.element_size(),
+            num_warps=max(4, min(16, row // 256)),
+            **dependent(x),
+        )
+
+    def _two_shot(
+        self, x: torch.Tensor, out: torch.Tensor, words: int, row: int, fused: dict[str, Any] | None = None
+    ) -> None:
+        mail = self.mail
+        share = row // self.size
+        two_shot[(min(mail.boxes, triton.cdiv(words, row)),)](
+            _words(x),
+            out,
+            **(fused or _alone(row, x)),
+            peers_ptr=mail.two_shot_peers,
+            mail_ptr=mail.two_shot,
+            turn_ptr=mail.two_shot_turns,
+            stop_ptr=mail.stopped,
+            rank=self.rank,
+            size=words,
+            length=row,
+            share=share,
+            WORLD=self.size,
+            PER=WORD // x.element_size(),
+            SHARE=triton.next_power_of_2(share),
+            num_warps=max(4, min(8, row // 512)),
+            **dependent(x),
+        )
+
+
+def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a kernel that stores the sum alone."""
+    block = triton.next_power_of_2(row) * WORD // x.element_size()
+    return {
+        "residual_ptr": None,
+        "weight_ptr": None,
+        "plain_ptr": None,
+        "eps": 0.0,
+        "NORM": False,
+        "VALUES": block,
+        **Target(None).arguments(block),
+    }
+
+
+def _ready(x: torch.Tensor) -> torch.Tensor:
+    """As kernels read it in whole vectors: contiguous, from an address that divides by 16."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    return _ready(x).view(-1).view(torch.int32)

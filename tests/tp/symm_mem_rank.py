@@ -1,0 +1,107 @@
+"""One rank of a test of symm_mem's kernels, which run in Triton's interpreter: mailboxes are files that all ranks map.
+
+python symm_mem_rank.py <rank> <size> <folder>
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dovetail.core.interfaces import PLAIN
+from dovetail.core.testing.interpreter import mend_interpreter
+from dovetail.plugins.collective.symm_mem import kernels
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
+from dovetail.plugins.collective.symm_mem.reduce import LARGE_ROW, SMALL_ROW, Reducer
+from dovetail.plugins.quant.int8.format import INT8_TOKEN
+
+BOXES = 4
+EPS = 1e-5
+FLAT = (2, 3 * SMALL_ROW + 2, 2 * BOXES * SMALL_ROW + 2, 5 * LARGE_ROW + 10)
+"""Values of flat sums: less than a row, several rows with a rest, more rows than programs."""
+ROWS = (1, 3, 9)
+COLUMNS = 96
+DTYPES = (torch.float32, torch.float16)
+
+
+@dataclass
+class MappedMail:
+    """Mailbox, over files in place of GPU memory."""
+
+    one_shot: torch.Tensor
+    two_shot: torch.Tensor
+    one_shot_peers: torch.Tensor
+    two_shot_peers: torch.Tensor
+    one_shot_turns: torch.Tensor
+    two_shot_turns: torch.Tensor
+    stopped: torch.Tensor
+    boxes: int = BOXES
+
+
+def mapped(folder: Path, rank: int, size: int) -> MappedMail:
+    one_shot, two_shot = BOXES * 2 * size * BOX_WORDS, BOXES * 2 * 2 * BOX_WORDS
+    boxes = [
+        torch.from_file(str(folder / f"mail{r}"), shared=True, size=one_shot + two_shot, dtype=torch.int32)
+        for r in range(size)
+    ]
+    addresses = torch.tensor([box.data_ptr() for box in boxes])
+    turns = torch.zeros(2, BOXES, dtype=torch.int32)
+    mail = MappedMail(
+        boxes[rank][:one_shot],
+        boxes[rank][one_shot:],
+        addresses,
+        addresses + 4 * one_shot,
+        turns[0],
+        turns[1],
+        torch.zeros(1, dtype=torch.int32),
+    )
+    mail.keep = boxes  # type: ignore[attr-defined]
+    return mail
+
+
+def summand(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Of widely different sizes, with zeros of both signs, which in 16 bits make the word that means "nothing"."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(shape, generator=generator) * 10 ** (rank % 3)
+    return torch.where(torch.rand(shape, generator=generator) < 0.5, -0.0, x).to(dtype)
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    mend_interpreter()
+    kernels.fence = lambda: None  # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
+    mail = mapped(folder, rank, size)
+    reducer = Reducer(mail, rank, size)  # type: ignore[arg-type]
+    out: dict[tuple[object, ...], torch.Tensor] = {}
+    for algorithm in ("one_shot", "two_shot"):
+        for dtype in DTYPES:
+            for count in FLAT:
+                x = summand(rank, (count,), dtype)
+                out[algorithm, dtype, count] = reducer.reduce(x, algorithm)
+            weight = summand(90, (COLUMNS,), dtype)
+            for rows in ROWS:
+                x, residual = summand(rank, (rows, COLUMNS), dtype), summand(91, (rows, COLUMNS), dtype)
+                bundle, after = reducer.boundary(x, residual, weight, EPS, (PLAIN, INT8_TOKEN), algorithm)
+                out[algorithm, dtype, rows, "after"] = after
+                out[algorithm, dtype, rows, "plain"] = bundle[PLAIN].values
+                out[algorithm, dtype, rows, "int8"] = bundle[INT8_TOKEN].values
+                out[algorithm, dtype, rows, "scale"] = bundle[INT8_TOKEN].scale
+    x, after = summand(rank, (3, COLUMNS), torch.float32), None
+    bundle, after = reducer.boundary(x, None, torch.ones(COLUMNS), EPS, (PLAIN,), "one_shot")
+    out["no residual",] = after
+    torch.save(out, folder / f"{rank}.pt")
+    # Nothing is left in a mailbox, and a word is never waited for again once a rank has died.
+    (folder / f"done{rank}").touch()
+    while not all((folder / f"done{r}").exists() for r in range(size)):
+        pass
+    assert bool((mail.one_shot == EMPTY).all() and (mail.two_shot == EMPTY).all())
+    mail.stopped.fill_(1)
+    if rank == 0:
+        reducer.reduce(torch.ones(8), "one_shot")
+        reducer.reduce(torch.ones(8), "two_shot")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

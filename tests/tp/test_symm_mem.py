@@ -1,0 +1,86 @@
+"""The kernels of collective=symm_mem on processes that map each other's mailboxes, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("no Triton for this platform", allow_module_level=True)
+
+import symm_mem_rank
+from symm_mem_rank import BOXES, COLUMNS, DTYPES, EMPTY, EPS, FLAT, ROWS, summand
+
+from dovetail.core.interfaces import PLAIN
+from dovetail.core.ops.norm import rms_norm_reference
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS
+from dovetail.plugins.quant.int8.format import INT8_TOKEN
+
+SIZE = 2
+Results = list[dict[tuple[object, ...], torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("ranks")
+    words = BOXES * 2 * BOX_WORDS * (SIZE + 2)
+    for rank in range(SIZE):
+        (folder / f"mail{rank}").write_bytes(torch.full((words,), EMPTY, dtype=torch.int32).numpy().tobytes())
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, symm_mem_rank.__file__]
+    ranks = [subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], env=environment) for rank in range(SIZE)]
+    try:
+        assert [rank.wait(timeout=100) for rank in ranks] == [0] * SIZE
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
+
+
+def in_rank_order(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    total = torch.zeros(shape)
+    for rank in range(SIZE):
+        total = total + summand(rank, shape, dtype).float()
+    return total
+
+
+def test_every_result_has_the_same_bits_on_every_rank(results: Results) -> None:
+    for key, value in results[0].items():
+        for other in results[1:]:
+            assert torch.equal(value.view(torch.uint8), other[key].view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_flat_sums_are_those_in_rank_order(results: Results, algorithm: str, dtype: torch.dtype) -> None:
+    for count in FLAT:
+        assert torch.equal(results[0][algorithm, dtype, count], in_rank_order((count,), dtype).to(dtype)), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_a_boundary_is_the_sum_the_residual_and_the_norm(results: Results, algorithm: str, dtype: torch.dtype) -> None:
+    weight = summand(90, (COLUMNS,), dtype)
+    for rows in ROWS:
+        shape = rows, COLUMNS
+        total, residual = in_rank_order(shape, dtype), summand(91, shape, dtype)
+        after = (
+            total.to(torch.float32 if algorithm == "one_shot" and rows <= BOXES else dtype).float() + residual.float()
+        ).to(dtype)
+        found = {what: results[0][algorithm, dtype, rows, what] for what in ("after", "plain", "int8", "scale")}
+        assert torch.equal(found["after"], after)
+        bundle, _ = rms_norm_reference(after, None, weight, EPS, (PLAIN, INT8_TOKEN))
+        close = {"rtol": 2e-3, "atol": 1e-6} if dtype is torch.float16 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(found["plain"], bundle[PLAIN].values, **close)
+        torch.testing.assert_close(found["scale"], bundle[INT8_TOKEN].scale, rtol=2e-3, atol=0)
+        assert (found["int8"].int() - bundle[INT8_TOKEN].values.int()).abs().max() <= 1
+
+
+def test_a_boundary_without_residual_returns_the_sum(results: Results) -> None:
+    assert torch.equal(results[0]["no residual",], in_rank_order((3, COLUMNS), torch.float32))
