@@ -67,13 +67,13 @@ class PlanApp(App):
         }
 
     def _speed(self, plan: Plan, batch: int) -> dict[str, Any]:
-        seconds = plan.cost.decode_seconds(batch, self.config.context)
+        seconds = plan.decode_seconds(batch, self.config.context)
         return {
             "batch": batch,
             "context": self.config.context,
             "fits": batch <= plan.sequences(self.config.context),
             "tpot_ms": seconds * 1e3,
-            "output_tokens_per_s": batch / seconds * plan.engine.dp,
+            "output_tokens_per_s": batch / seconds,
         }
 
 

@@ -20,7 +20,7 @@ class PlanConfig(AppConfig):
     lengths: tuple[Count, ...] = (1024, 4096, 16384, 32768, 131072)
     """Sequence lengths to tabulate, tokens."""
     batches: tuple[Count, ...] = (1, 16, 64, 256)
-    """Running sequences to predict speed for."""
+    """Running sequences to predict speed for, spread evenly over replicas."""
     context: int = Field(1024, ge=1)
     """Tokens of context per sequence in those predictions."""
     format: Literal["table", "json"] = "table"

@@ -50,8 +50,12 @@ class Plan:
         return self.budget - self.weights - self.activations - CONTEXT_BYTES
 
     def sequences(self, length: int) -> int:
-        """Sequences of so many tokens that fit at once."""
-        return max(int(self.kv // self.cost.kv_bytes(length)), 0)
+        """Sequences of so many tokens that fit at once, over all replicas."""
+        return max(int(self.kv // self.cost.kv_bytes(length)), 0) * self.engine.dp
+
+    def decode_seconds(self, batch: int, context: int) -> float:
+        """A step of so many sequences: of the replica that has most of them."""
+        return self.cost.decode_seconds(-(-batch // self.engine.dp), context)
 
     @property
     def missing(self) -> float:

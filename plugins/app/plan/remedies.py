@@ -49,9 +49,13 @@ def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
         if bits is not None and bits < plan.formats.weight_bits:
             yield "quant", f"quant={name}", {"quant": name}
     tp = 2 * engine.tp
-    while tp <= MOST_GPUS and spec.heads % tp == 0:
+    while tp * engine.dp <= MOST_GPUS and spec.heads % tp == 0:
         yield "tp", f"engine.tp={tp} executor=multiproc", {"tp": tp}
         tp *= 2
+    tp, dp = 2 * engine.tp, engine.dp // 2
+    while dp and engine.dp % dp == 0 and spec.heads % tp == 0:
+        yield "layout", f"engine.tp={tp} engine.dp={dp} executor=multiproc", {"tp": tp, "dp": dp}
+        tp, dp = 2 * tp, dp // 2
     length = plan.max_len // 2
     while length >= 1024:
         yield "max_len", f"engine.max_len={length}", {"max_len": length}

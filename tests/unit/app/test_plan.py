@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dovetail.core.compose.cli import main
 
 ROOT = Path(__file__).parents[3]
 CODE = """
@@ -25,6 +29,13 @@ def plan(*overrides: str) -> dict[str, Any]:
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def quick(*overrides: str) -> dict[str, Any]:
+    """The same in this process, without looking whether torch was loaded."""
+    with redirect_stdout(io.StringIO()) as told:
+        assert main(["app=plan", "plan.format=json", *overrides]) == 0
+    return json.loads(told.getvalue())  # type: ignore[no-any-return]
 
 
 def test_llama3_70b_on_eight_h200() -> None:
@@ -47,6 +58,43 @@ def test_fp8_halves_weights_and_cache() -> None:
     # Embedding and logits stay in bfloat16: 1.05 of 8.03 billion parameters.
     assert fp8["bytes_per_gpu"]["weights"] == pytest.approx(6.98e9 + 2 * 1.05e9, rel=0.01)
     assert all(ours["tpot_ms"] < theirs["tpot_ms"] for ours, theirs in zip(fp8["speed"], bf16["speed"], strict=True))
+
+
+PRESETS = sorted(file.stem for file in (ROOT / "conf" / "preset").glob("h200_*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_fits(preset: str) -> None:
+    """On the GPUs that its name says, with room for a sequence of the model's whole context."""
+    facts = quick(f"+preset={preset}")
+    assert facts["fits"] and facts["sequences_of_max_len"] >= 1 and facts["max_len"] >= 8192
+    named = {part[:2]: int(part[2:]) for part in preset.split("_") if part[:2] in ("tp", "dp") and part[2:].isdigit()}
+    assert facts["layout"] == {"tp": 1, "pp": 1, "dp": 1} | named
+    assert facts["gpus"] == named.get("tp", 1) * named.get("dp", 1)
+    assert facts["formats"]["kv_bytes"] == (1 if "fp8" in preset else 2)
+
+
+def test_replicas_divide_the_work_and_add_up() -> None:
+    one, eight = quick("+preset=h200_fp8_dp8", "engine.dp=1"), quick("+preset=h200_fp8_dp8")
+    assert eight["bytes_per_gpu"] == one["bytes_per_gpu"] and eight["gpus"] == 8
+    assert eight["sequences_of_max_len"] == 8 * one["sequences_of_max_len"]
+    alone, spread = ({row["batch"]: row for row in facts["speed"]} for facts in (one, eight))
+    assert spread[1]["tpot_ms"] == alone[1]["tpot_ms"], "a replica is no faster for having neighbours"
+    assert spread[1]["output_tokens_per_s"] == alone[1]["output_tokens_per_s"]
+    assert alone[16]["tpot_ms"] < spread[256]["tpot_ms"] < alone[64]["tpot_ms"]
+    assert spread[256]["output_tokens_per_s"] == pytest.approx(256 / spread[256]["tpot_ms"] * 1e3)
+    # Tensor parallel answers one request sooner, replicas answer many.
+    ranks = {row["batch"]: row for row in quick("+preset=h200_fp8_tp8")["speed"]}
+    assert ranks[1]["tpot_ms"] < spread[1]["tpot_ms"] / 2
+
+
+def test_replicas_too_big_for_their_gpus_become_fewer() -> None:
+    facts = quick("+preset=h200_fp8_dp8", "model=llama31_405b")
+    assert not facts["fits"]
+    words = [remedy["overrides"] for remedy in facts["remedies"]]
+    assert any("engine.tp=4 engine.dp=2" in text or "engine.tp=8 engine.dp=1" in text for text in words), words
+    for remedy in facts["remedies"]:
+        assert quick("+preset=h200_fp8_dp8", "model=llama31_405b", *remedy["overrides"].split())["fits"], remedy
 
 
 def test_what_does_not_fit_gets_remedies_that_do() -> None:
