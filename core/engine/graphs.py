@@ -163,6 +163,18 @@ class StepGraphs:
             for random in (False, True):
                 self._draws[size, random] = record(partial(self._draw, size, random))
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run what `capture` records, at those sizes that are powers of two: kernels differ from one to the next, and
+        seldom between."""
+        for capacity in self.capacities:
+            if (capacity.tokens if capacity.chunks else capacity.decodes).bit_count() == 1:
+                self._run(capacity, self._padding(capacity))
+        for size in self.sizes:
+            if size.bit_count() == 1:
+                for random in (False, True):
+                    self._draw(size, random)
+
     # Layers.
 
     def _padding(self, capacity: Capacity) -> torch.Tensor:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 from dovetail.core.checkpoint import open_weights
 from dovetail.core.compose import Host, Selected
 from dovetail.core.engine.batch import Batch, build_batch, row_starts
+from dovetail.core.engine.compile_ahead import compile_ahead, compile_workers
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
 from dovetail.core.engine.graphs import ForwardGraph, StepGraphs
@@ -158,10 +160,15 @@ class Runner:
         kv_cache = self.composition.part("kv_cache")
         host_pages = kv_cache.target().host_pages(kv_cache.config, self.groups)
         self.host_pools = make_host_pools(self.groups, host_pages, device)
+        why_no_graphs = self._reason_against_graphs()
+        if device.type == "cuda":
+            progress("compile kernels", None)
+            self._compile_kernels(graphs=why_no_graphs is None)
+            clock = phase("compile kernels", clock)
         progress("measure memory", None)
         pages = self._measure_pages()
         phase("measure memory", clock)
-        self._why_no_graphs = self._reason_against_graphs()
+        self._why_no_graphs = why_no_graphs
         if self._why_no_graphs is not None and device.type == "cuda":
             note(f"steps run without CUDA graphs: {self._why_no_graphs}")
         return ExecutorInfo(
@@ -213,30 +220,43 @@ class Runner:
 
         self.model.load(counted())
 
-    def _measure_pages(self) -> dict[int, int]:
-        engine = self.engine
-        if engine.kv_pages is not None:
-            return dict.fromkeys((group.id for group in self.groups), engine.kv_pages)
+    def _compile_kernels(self, graphs: bool) -> None:
+        """What the rehearsals launch, and the graphs."""
+        with compile_ahead(compile_workers(self.size)), torch.inference_mode():
+            self._rehearse()
+            if graphs:
+                with self._trial(self.engine.page_size):
+                    self.step_graphs().rehearse()
 
-        def rehearse() -> None:
-            """The most expensive steps: a full token budget in one chunk, and every slot sampling. Then the mixed ones,
-            so that no request waits for their kernels to be compiled: few and many decode rows, short and long
-            chunks."""
-            most, tokens = engine.max_seqs, min(engine.token_budget, self.max_len - 1)
-            for size, rows, decodes in (
-                (tokens, 1, 0),
-                (tokens, most, 0),
-                (min(tokens, 512), 2, 1),
-                (tokens, most, most),
-            ):
-                self.bind({group.id: page_count(group, tokens) for group in self.groups})
+    def _rehearse(self) -> None:
+        """The most expensive steps: a full token budget in one chunk, and every slot sampling. Then the mixed ones, so
+        that no request waits for their kernels to be compiled: few and many decode rows, short and long chunks."""
+        most, tokens = self.engine.max_seqs, min(self.engine.token_budget, self.max_len - 1)
+        for size, rows, decodes in (
+            (tokens, 1, 0),
+            (tokens, most, 0),
+            (min(tokens, 512), 2, 1),
+            (tokens, most, most),
+        ):
+            with self._trial(tokens):
                 plan, blobs = rehearsal(size, rows, self.groups, decodes, embeds=not self.spec.head)
                 self.execute(plan, blobs)
                 if plan.late:
                     self.complete(rehearsed_masks(plan, self.spec.vocab))
                 self._pending.clear()
-                del self.pools, self.state
-                self.attention.bind({})
+
+    @contextmanager
+    def _trial(self, tokens: int) -> Iterator[None]:
+        """With KV pools of so many tokens."""
+        self.bind({group.id: page_count(group, tokens) for group in self.groups})
+        yield
+        del self.pools, self.state
+        self.attention.bind({})
+
+    def _measure_pages(self) -> dict[int, int]:
+        engine = self.engine
+        if engine.kv_pages is not None:
+            return dict.fromkeys((group.id for group in self.groups), engine.kv_pages)
 
         return measure_pages(
             self.groups,
@@ -249,7 +269,7 @@ class Runner:
                 ahead=engine.depth * (1 + self.drafter.lookahead),
                 budget=engine.token_budget,
             ),
-            rehearse=rehearse,
+            rehearse=self._rehearse,
         )
 
     def bind(self, num_pages: Mapping[int, int]) -> None:

@@ -1,0 +1,60 @@
+"""Launches that compile in threads and run nothing; without a GPU, as in tests/unit/ops/test_compiled.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from dovetail.core.engine.compile_ahead import compile_ahead
+from dovetail.core.ops import rms_norm, silu_and_mul
+from dovetail.core.testing.compiling import compiled_for_hopper
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[list[str]]:
+    """The threads that compiled something."""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    found: list[str] = []
+    knobs.compilation.listener = lambda **event: found.append(threading.current_thread().name)
+    yield found
+    knobs.compilation.listener = None
+
+
+def test_launches_compile_in_the_pool(compiling: list[str]) -> None:
+    with compiled_for_hopper() as compiled:
+        launch = JITFunction.run
+        with compile_ahead(2):
+            x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 72), (72,)))
+            for _ in range(2):
+                rms_norm(x, None, weight, 1e-5)
+                silu_and_mul(x)
+        assert JITFunction.run is launch
+    assert compiled.launches == 4
+    assert len(compiling) == 2 and all(name.startswith("compile") for name in compiling)
+
+
+def test_what_nothing_wrote_reads_as_zeros() -> None:
+    torch.use_deterministic_algorithms(True)  # It fills new memory with NaN.
+    try:
+        with compile_ahead(1):
+            made = torch.empty(4), torch.ones(4).new_empty(3), torch.empty_like(torch.ones(5))
+        assert torch.cat(made).tolist() == [0] * 12
+        assert torch.empty(4).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_mistake_in_the_block_leaves_launches_as_they_were() -> None:
+    launch = JITFunction.run
+    with pytest.raises(RuntimeError, match="mine"), compile_ahead(1):
+        raise RuntimeError("mine")
+    assert JITFunction.run is launch
