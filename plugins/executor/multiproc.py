@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,8 +52,11 @@ class MultiprocExecutor(Executor):
         self._pending = 0
 
     def start(self, progress: Progress) -> ExecutorInfo:
+        with _free_address() as address:
+            return self._start(address, progress)
+
+    def _start(self, address: str, progress: Progress) -> ExecutorInfo:
         size, timeout = self.composition.engine.tp, self.config.start_timeout
-        address = f"{_HOST}:{_free_port()}"
         progress("start ranks", None)
         self._plans = RingWriter(size - 1, self.config.plan_bytes)
         self._blobs = RingWriter(size - 1, self.config.blob_bytes)
@@ -161,9 +166,11 @@ class MultiprocExecutor(Executor):
             self._blobs.close()
 
 
-def _free_port() -> int:
-    """Of the loopback interface. Rank 0 listens there at once, as the workers take seconds to start."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def _free_address() -> Iterator[str]:
+    """Where rank 0 can listen, and what nobody else is given meanwhile: several engines may start at once, and their
+    ranks take seconds to get there."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((_HOST, 0))
+        yield f"{_HOST}:{reserved.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""A program that runs steps until it is interrupted. Prints its workers' process ids first."""
+"""A program that loads for a minute, or runs steps, until it is interrupted. Prints its workers' process ids first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,23 @@ import rank_runners
 from dovetail.core.compose import compose
 from dovetail.core.interfaces import StepPlan
 
-executor = rank_runners.executor(rank_runners.Connected, compose(["app=generate", "executor=multiproc", "engine.tp=2"]))
+LOADING = sys.argv[1] == "load"
+runner = rank_runners.SlowRankZero if LOADING else rank_runners.Connected
+executor = rank_runners.executor(runner, compose(["app=generate", "executor=multiproc", "engine.tp=2"]))
+said = []
+
+
+def progress(phase: str, share: float | None) -> None:
+    """The workers are there once rank 0 loads."""
+    if phase == "weights" and not said:
+        said.append(executor.worker_pids)
+        print(*executor.worker_pids, flush=True)
+        if LOADING:
+            print("runs", flush=True)
+
+
 try:
-    executor.start(lambda phase, share: None)
-    print(*executor.worker_pids, flush=True)
+    executor.start(progress)
     step = 0
     while True:
         executor.submit(StepPlan(step, []), {})

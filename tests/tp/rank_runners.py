@@ -103,6 +103,30 @@ class KilledBeforeConnecting(Connected):
         return super().load(progress)
 
 
+class KilledInCapture(Connected):
+    """Where the engine captures graphs, ranks 0 and 1 wait in a sum for rank 2."""
+
+    def load(self, progress: Progress) -> ExecutorInfo:
+        self.progress = progress
+        return super().load(progress)
+
+    def bind(self, num_pages: dict[int, int]) -> None:
+        super().bind(num_pages)
+        self.progress("capture graphs", None)
+        if self.rank == 2:
+            self.end()
+        self.collective.barrier()
+
+    def end(self) -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class RaisesInCapture(KilledInCapture):
+    def end(self) -> None:
+        raise MemoryError("no room for graphs")
+
+
 class KilledInStep(Connected):
     """Ranks 0 and 1 are in the sum, and complain of a closed connection; rank 2 is the cause."""
 

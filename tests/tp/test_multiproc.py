@@ -10,16 +10,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import rank_runners
+import torch.distributed as dist
 from processes import runs
 
 from dovetail.core.compose import Composition, compose
 from dovetail.core.interfaces import Blobs, Join, JoinBlob, Request, Row, SamplingParams, StepPlan
 from dovetail.core.parallel.failure import RankError
+from dovetail.plugins.executor import multiproc
 from dovetail.plugins.executor.multiproc import MultiprocExecutor
 
 Gone = Callable[[int], bool]
@@ -86,6 +88,16 @@ def test_one_rank_needs_no_workers() -> None:
         pytest.param(rank_runners.KilledInLoad, 3, 2, "was killed by SIGKILL .* in phase 'weights'", id="killed"),
         pytest.param(rank_runners.RaisesInLoad, 2, 1, "(?s)failed .*FileNotFoundError: model-00002", id="raises"),
         pytest.param(rank_runners.KilledBeforeConnecting, 2, 1, "was killed by SIGKILL", id="killed before connecting"),
+        pytest.param(
+            rank_runners.KilledInCapture,
+            3,
+            2,
+            "was killed by SIGKILL .* in phase 'capture graphs'",
+            id="capture, killed",
+        ),
+        pytest.param(
+            rank_runners.RaisesInCapture, 3, 2, "(?s)'capture graphs'.*MemoryError: no room", id="capture, raises"
+        ),
     ],
 )
 def test_a_rank_that_fails_in_start_up_ends_it(
@@ -182,6 +194,17 @@ def test_shutdown_does_not_wait_for_a_worker_that_is_stuck(gone: Gone) -> None:
     assert all(map(gone, pids))
 
 
+def test_engines_that_start_at_once_meet_at_addresses_of_their_own() -> None:
+    """Long before anybody listens there; and then rank 0 can."""
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(multiproc._free_address()) for _ in range(300)]
+        assert len(set(addresses)) == 300
+        host, _, port = addresses[0].rpartition(":")
+        store = dist.TCPStore(host, int(port), 1, True, wait_for_workers=False)
+        store.set("rank", "0")
+        assert store.get("rank") == b"0"
+
+
 def test_another_registry_on_a_worker_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker reads the environment anew; rank 0 has composed already."""
     executor = rank_runners.executor(rank_runners.Runner, composition(2))
@@ -214,13 +237,12 @@ def test_ranks_find_presets_and_variants_of_the_users_own(tmp_path: Path, monkey
         executor.shutdown()
 
 
-@pytest.fixture
-def program() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A running program with two ranks, in a process group of its own, as a shell would start it."""
-    script = Path(__file__).with_name("interrupted.py")
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
-    ) as process:
+@pytest.fixture(params=["load", "steps"])
+def program(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A program with two ranks, in a process group of its own, as a shell would start it. It loads for a minute, or it
+    runs steps."""
+    argv = [sys.executable, str(Path(__file__).with_name("interrupted.py")), request.param]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         assert process.stdout.readline() == "runs\n"
