@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    Norm = Callable[[torch.Tensor, torch.Tensor | None, tuple[ActFormat, ...]], tuple[Bundle, torch.Tensor]]
-    """norm(x, residual, emit) -> (bundle of norm(x + residual), x + residual)"""
+    Norm = Callable[..., tuple[Bundle, torch.Tensor]]
+    """norm(x, residual, emit) -> (bundle of norm(x + residual), x + residual); norms behind layers that leave their
+    scales to them take scale=Partial.scale, too."""
 
 
 class Collective(ABC):
@@ -60,9 +61,11 @@ class Collective(ABC):
     ) -> tuple[Bundle, torch.Tensor]:
         """The edge between two blocks: sum a Partial over ranks, add the residual, norm, emit. This is the one place
         where row-parallel layers reduce, so that a component can fuse all four."""
+        if isinstance(x, Partial) and x.scale is not None:
+            return norm(x.values, residual, emit, scale=x.scale)
         return norm(self.reduce(x), residual, emit)
 
     def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
         if not isinstance(x, Partial):
             return x
-        return self.all_reduce(x.values) if self.size > 1 else x.values
+        return self.all_reduce(x.values) if self.size > 1 else x.scaled()

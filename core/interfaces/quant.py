@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Partial
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         """y_TO = x_TI @ weight_OI^T (+ bias_O), in the model's dtype. Capturable; no host sync."""
+
+    def partial(self, params: dict[str, torch.Tensor], x: Activation) -> Partial:
+        """As apply without a bias, for a consumer that multiplies by scales itself: they may be left to it."""
+        return Partial(self.apply(params, x))
 
 
 class Quantizer(ABC):

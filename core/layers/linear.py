@@ -172,14 +172,27 @@ class QKVParallel(Linear):
 class RowParallel(Linear):
     """Input columns split over ranks: the product is a Partial, summed at the next boundary."""
 
-    def __init__(self, path: str, name: str, build: BuildContext, inp: int, out: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        build: BuildContext,
+        inp: int,
+        out: int,
+        bias: bool = False,
+        defers: bool = False,
+    ) -> None:
+        """`defers`: the norm at the next boundary takes the product's scales (Partial.scale)."""
         rank, size = build.collective.rank, build.collective.size
         columns = slice(*_split(name, inp, rank, size))
         super().__init__(path, build, (Part(name, out, 0, out),), inp, columns, shard="row", bias=bias)
         self.adds_bias = rank == 0
+        self.defers = defers and size == 1 and not bias
 
     def __call__(self, x: Bundle) -> Partial:  # type: ignore[override]
         """The bias is one rank's to add: the sum over ranks would count it once for each."""
+        if self.defers:
+            return self.method.partial(self.params, x[self.input])
         return Partial(self.method.apply(self.params, x[self.input], self.bias if self.adds_bias else None))
 
 

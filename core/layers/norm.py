@@ -17,9 +17,13 @@ class RMSNorm:
         self.weight = torch.empty(channels, dtype=build.dtype, device=build.device)
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, emit: tuple[ActFormat, ...] = (PLAIN,)
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+        scale: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Bundle, torch.Tensor]:
-        return rms_norm(x, residual, self.weight, self.eps, emit)
+        return rms_norm(x, residual, self.weight, self.eps, emit, scale)
 
     def weights(self) -> Iterator[Weight]:
         yield Weight(f"{self.name}.weight", lambda lazy: self.weight.copy_(lazy[:]), tuple(self.weight.shape), "ones")

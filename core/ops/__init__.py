@@ -9,7 +9,7 @@ from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.kv_write import rope_kv_write
 from dovetail.core.ops.layernorm import layer_norm
-from dovetail.core.ops.matmul import matmul, scaled_matmul
+from dovetail.core.ops.matmul import matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.unfused import notes
 
@@ -24,4 +24,5 @@ __all__ = [
     "rope_kv_write",
     "scaled_matmul",
     "silu_and_mul",
+    "unscaled_matmul",
 ]

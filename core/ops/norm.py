@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle, Partial
 from dovetail.core.ops.formats import encode
 
 
@@ -17,13 +17,15 @@ def rms_norm(
     weight_C: torch.Tensor,
     eps: float,
     emit: tuple[ActFormat, ...] = (PLAIN,),
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Bundle, torch.Tensor]:
-    """(norm(x + residual) in the formats asked for, x + residual). Inputs are left as they are."""
+    """(norm(x + residual) in the formats asked for, x + residual). Inputs are left as they are. `scale`, of each row
+    [T, 1] and of each column [C]: what x is multiplied by, and rounded, first."""
     if x_TC.is_cuda:
         from dovetail.core.ops.kernels.norm import rms_norm_triton
 
-        return rms_norm_triton(x_TC, residual_TC, weight_C, eps, emit)
-    return rms_norm_reference(x_TC, residual_TC, weight_C, eps, emit)
+        return rms_norm_triton(x_TC, residual_TC, weight_C, eps, emit, scale)
+    return rms_norm_reference(x_TC, residual_TC, weight_C, eps, emit, scale)
 
 
 def rms_norm_reference(
@@ -32,7 +34,9 @@ def rms_norm_reference(
     weight_C: torch.Tensor,
     eps: float,
     emit: tuple[ActFormat, ...] = (PLAIN,),
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Bundle, torch.Tensor]:
+    x_TC = Partial(x_TC, scale).scaled()
     summed = x_TC if residual_TC is None else x_TC + residual_TC
     return encode(normalize(summed, weight_C, eps), emit), summed
 

@@ -86,6 +86,12 @@ class QuantizerContract:
                 x_TI = self._x(tokens, inp)
                 self._check(layer.apply(x_TI), layer.exact(x_TI))
 
+    def test_scales_may_be_left_to_the_consumer(self) -> None:
+        for dtype in self.dtypes:
+            for tokens in (3, 130):
+                layer, x_TI = self._layer(256, (64,), dtype), self._x(tokens, 256, dtype)
+                assert_near(layer.partial(x_TI), layer.apply(x_TI), 2 * TOLERANCE[dtype], "partial, scaled")
+
     def test_bias_is_added_once(self) -> None:
         for dtype in self.dtypes:
             layer, x_TI = self._layer(64, (96,), dtype), self._x(5, 64, dtype)
@@ -396,6 +402,11 @@ class Loaded:
         x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
         with poisoned_memory():
             return self.method.apply(self.params, x, bias_O)
+
+    def partial(self, x_TI: torch.Tensor) -> torch.Tensor:
+        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
+        with poisoned_memory():
+            return self.method.partial(self.params, x).scaled()
 
     def exact(self, x_TI: torch.Tensor) -> torch.Tensor:
         return exact_product(x_TI, self.weight)

@@ -141,7 +141,7 @@ def test_no_step_waits_for_the_device(attention: str, quant: str, budget: int) -
     engine's thread."""
     import torch
 
-    overrides = ["engine.device=cuda", "engine.depth=2", f"attention={attention}", f"quant={quant}"]
+    overrides = [FEW, "engine.device=cuda", "engine.depth=2", f"attention={attention}", f"quant={quant}"]
     overrides += [f"engine.token_budget={budget}"]
     with LLM("tiny", overrides=overrides) as llm:
         llm.generate(PROMPTS, GREEDY)

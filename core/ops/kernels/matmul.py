@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dovetail.core.ops.kernels.launch import dependent, prefetch, wait
+from dovetail.core.ops.kernels.launch import announce, dependent, prefetch, wait
 from dovetail.core.ops.tiles import MatmulTile
 
 
@@ -93,7 +93,7 @@ def _share(total, tile, done, part_ptr, count_ptr, ends, size, cut, BLOCK_T: tl.
 @triton.jit
 def _part(x, weight, first, last, part_ptr, count_ptr, ends, size, cut, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
           BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, IMPRECISE: tl.constexpr,
-          PRECISION: tl.constexpr):  # fmt: skip
+          PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Units [first, last) of one tile."""
     t_tiles, blocks, units, programs = cut
     tile = first // blocks
@@ -103,6 +103,8 @@ def _part(x, weight, first, last, part_ptr, count_ptr, ends, size, cut, BLOCK_T:
     for block in range(first - tile * blocks, last - tile * blocks):
         acc = _add(acc, x, weight, row_o, row_t, block * BLOCK_I, size, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
                    IMPRECISE, PRECISION)  # fmt: skip
+    # The weight has come: whoever follows may be brought in while the rest is added up and written.
+    announce(PDL)
     total = acc if SWAP else acc.T
     if part_ptr is None:
         _write(total, row_o, row_t, ends, size, BLOCK_T, BLOCK_O)
@@ -166,7 +168,7 @@ def _matmul(
     wait(PDL)
     if ONE_TILE:
         _part(x, weight, lo, hi, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
-              IMPRECISE, PRECISION)  # fmt: skip
+              IMPRECISE, PRECISION, PDL)  # fmt: skip
     else:
         # The end of a tile that others began, whole tiles, the beginning of one that others end. The whole ones are one
         # loop, so that a tile's last products run while the next one's first blocks are on their way.
@@ -175,7 +177,7 @@ def _matmul(
         if part_ptr is not None:
             if whole_lo > lo:
                 _part(x, weight, lo, whole_lo, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN,
-                      TMA, SWAP, IMPRECISE, PRECISION)  # fmt: skip
+                      TMA, SWAP, IMPRECISE, PRECISION, False)  # fmt: skip
         acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), tl.float32)
         for unit in range(whole_lo, whole_hi):
             tile = unit // blocks
@@ -191,7 +193,7 @@ def _matmul(
         if part_ptr is not None:
             if whole_hi < hi:
                 _part(x, weight, whole_hi, hi, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN,
-                      TMA, SWAP, IMPRECISE, PRECISION)  # fmt: skip
+                      TMA, SWAP, IMPRECISE, PRECISION, False)  # fmt: skip
 
 
 def matmul_triton(

@@ -18,6 +18,8 @@ from dovetail.core.ops.kernels.launch import announce, dependent, wait
 @triton.jit
 def _rms_norm(
     x_ptr,
+    row_scale_ptr,
+    column_scale_ptr,
     residual_ptr,
     weight_ptr,
     summed_ptr,
@@ -43,6 +45,11 @@ def _rms_norm(
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
     x = tl.load(x_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
+    if row_scale_ptr is not None:
+        x = x * tl.load(row_scale_ptr + row) * tl.load(column_scale_ptr + cols, mask=inside, other=0.0)
+        x = x.to(dtype).to(tl.float32)
+        if residual_ptr is None:
+            tl.store(summed_ptr + row * C + cols, x.to(dtype), mask=inside)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(dtype)
@@ -65,18 +72,22 @@ def rms_norm_triton(
     weight_C: torch.Tensor,
     eps: float,
     emit: tuple[ActFormat, ...] = (PLAIN,),
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Bundle, torch.Tensor]:
     x_TC = x_TC.contiguous()
     tokens, columns = x_TC.shape
     plan = plan_emit(emit)
     plain = torch.empty_like(x_TC) if plan.plain else None
-    summed = x_TC if residual_TC is None else torch.empty_like(x_TC)
+    summed = x_TC if residual_TC is None and scale is None else torch.empty_like(x_TC)
+    row_T1, column_C = scale or (None, None)
     target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
     if tokens:
         block = target.block(columns, whole_row=True)
         residual = None if residual_TC is None else residual_TC.contiguous()
         _rms_norm[(tokens,)](
             x_TC,
+            row_T1,
+            column_C,
             residual,
             weight_C,
             summed,

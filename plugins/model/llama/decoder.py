@@ -77,7 +77,9 @@ class Attention:
             interleaved=layout.rope.dim if layout.interleaved else 0,
         )
         inner = spec.heads * spec.head_dim
-        self.o = RowParallel(f"{path}.o", f"{prefix}.{names.o}", build, inner, spec.hidden, bias=layout.o_bias)
+        self.o = RowParallel(
+            f"{path}.o", f"{prefix}.{names.o}", build, inner, spec.hidden, bias=layout.o_bias, defers=_defers(layout)
+        )
         self.norms = [
             RMSNorm(f"{prefix}.{name}", build, spec.head_dim, layout.eps) for name in names.qk_norm if layout.qk_norm
         ]
@@ -118,7 +120,13 @@ class MLP:
             bias=bias,
         )
         self.down = RowParallel(
-            f"{path}.down", f"{prefix}.{names.down}", build, spec.intermediate, spec.hidden, bias=bias
+            f"{path}.down",
+            f"{prefix}.{names.down}",
+            build,
+            spec.intermediate,
+            spec.hidden,
+            bias=bias,
+            defers=_defers(layout),
         )
         self.activation = ACTIVATIONS[layout.activation]
 
@@ -251,6 +259,11 @@ def _with_prefix(
     prefix = f"{names.embedding.partition('.')[0]}."
     for name, opener in weights:
         yield name if name.startswith((prefix, names.head)) else prefix + name, opener
+
+
+def _defers(layout: Layout) -> bool:
+    """Whether a block's products go to an RMSNorm as they are: parallel blocks add two of them first."""
+    return layout.norm == "rms" and not layout.block.parallel
 
 
 def _group_layers(build: BuildContext) -> tuple[KVGroup, ...]:

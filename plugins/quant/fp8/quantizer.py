@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from dovetail.core.errors import CapabilityError, ConfigError
-from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Partial, Quantizer
 from dovetail.core.layers.plain import PlainLinear
-from dovetail.core.ops import scaled_matmul
+from dovetail.core.ops import scaled_matmul, unscaled_matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.checkpoint import KV_TENSORS, Stored, read_stored
@@ -64,6 +64,7 @@ class FP8Linear(LinearMethod):
             "weight": torch.empty(shape.out, shape.inp, dtype=E4M3, device=device),
             "scale": torch.empty(shape.out, dtype=torch.float32, device=device),
             "counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device),
+            "one": torch.ones(1, dtype=torch.float32, device=device),
         }
 
     def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
@@ -75,6 +76,14 @@ class FP8Linear(LinearMethod):
         return scaled_matmul(
             x.values, params["weight"], x.scale, params["scale"], bias, self.dtype, params["counts"], self.fast_accum
         )
+
+    def partial(self, params: dict[str, torch.Tensor], x: Activation) -> Partial:
+        # In float16 a sum without its scales would overflow.
+        if self.dtype is torch.bfloat16:
+            values = unscaled_matmul(x.values, params["weight"], params["one"], self.fast_accum)
+            if values is not None:
+                return Partial(values, (x.scale, params["scale"]))
+        return Partial(self.apply(params, x))
 
 
 class StoredFP8Linear(FP8Linear):

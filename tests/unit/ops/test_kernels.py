@@ -133,6 +133,12 @@ def test_rms_norm(dtype, columns, with_residual):
         got, got_sum = rms_norm_triton(x, residual, weight, 1e-5, emit)
         assert_same_bundle(got, expected, emit, dtype)
         assert torch.equal(got_sum, expected_sum)
+        scale = (torch.rand(5, 1, device=DEVICE) + 0.5, torch.rand(columns, device=DEVICE) + 0.5)
+        expected, expected_sum = rms_norm_reference(x, residual, weight, 1e-5, emit, scale)
+        got, got_sum = rms_norm_triton(x, residual, weight, 1e-5, emit, scale)
+        assert_same_bundle(got, expected, emit, dtype)
+        # Multiplied and added in one instruction, float32 is rounded once less.
+        torch.testing.assert_close(got_sum, expected_sum, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-6)
     alone, _ = rms_norm_triton(x, residual, weight, 1e-5, (INT8_TOKEN,))
     with pytest.raises(KeyError, match="plain"):
         alone[PLAIN]
