@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from bisect import bisect_left
 from collections import deque
@@ -12,16 +11,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dovetail.core.engine.admission import Admission
 from dovetail.core.engine.capacity import check_weights_fit
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.grammars import Ended, Grammars
+from dovetail.core.engine.intake import Intake
 from dovetail.core.engine.pooling import Pooler
-from dovetail.core.errors import CapabilityError, RequestError
+from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
     Drafter,
     FinishReason,
@@ -31,7 +30,6 @@ from dovetail.core.interfaces import (
     Observer,
     Pooling,
     Progress,
-    Request,
     Row,
     RowFlag,
     RowResult,
@@ -57,8 +55,6 @@ DECODE, SAMPLE, LATE = int(RowFlag.DECODE), int(RowFlag.SAMPLE), int(RowFlag.LAT
 """Plain numbers: `&` of an enum costs half a microsecond, and a step asks every row."""
 _DRAFT, _TOKENS = itemgetter(Row._fields.index("draft")), itemgetter(RowResult._fields.index("tokens"))
 _new = tuple.__new__
-_EMBED = SamplingParams(max_tokens=1, temperature=0.0)
-"""Of a prompt that is embedded: to the scheduler it ends with its first token, which is never drawn."""
 
 
 class SequenceEvent(NamedTuple):
@@ -123,7 +119,6 @@ class Engine:
         self._prompt_logprobs: dict[int, tuple[int, int, int]] = {}
         """uid -> (epoch, prompt positions reported in it, positions ever reported): a preempted prompt is fed again."""
         self._pooler = Pooler()
-        self._requests = 0
         self._steps = 0
 
     def start(self, progress: Progress = lambda phase, share: None) -> None:
@@ -140,8 +135,7 @@ class Engine:
             self.scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
             self.cost = bind_cost(composition, info.spec, info.device)
             self._host_drafter = self._build_host_drafter()
-            processors = composition.many("logits") if "logits" in composition.parts else {}
-            self._admission = Admission(processors, info.spec.vocab)
+            self._intake = Intake(composition, info.spec, info.max_len)
             observers = composition.many("observer") if "observer" in composition.parts else {}
             self.observers: dict[str, Observer] = {name: part.build() for name, part in observers.items()}
             self._grammars = self._build_grammars()
@@ -210,74 +204,28 @@ class Engine:
         processor fails on it. One with a grammar is queued once that is compiled; if it cannot be, the sequences' next
         events say why. With `pooling` the prompt is embedded, and nothing of params counts. `number`: rises from 0
         unless given; random draws depend on it, so who spreads requests over several engines numbers them all."""
-        if pooling is not None:
-            if pooling not in get_args(Pooling):
-                raise RequestError(f"pooling={pooling!r}: there are {', '.join(get_args(Pooling))}")
-            params = _EMBED
-        self._validate(prompt_ids, params, pooling)
-        self._check_hints(hints or {})
-        request = Request(
-            uid=self._requests if number is None else number,
-            prompt_ids=tuple(prompt_ids),
-            params=params,
-            eos_ids=() if params.ignore_eos else self.info.spec.eos_ids,
-            arrival=time.perf_counter(),
+        sequences = self._intake.sequences(
+            prompt_ids,
+            params,
             priority=priority,
             deadline=deadline,
             user=user,
             cache_salt=cache_salt,
-            hints=hints or {},
+            hints=hints,
             pooling=pooling,
+            number=number,
         )
-        request = self._admission.admit(request)
-        limit = self.limits.max_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(request.prompt_ids) + params.max_tokens)
-        self._requests = max(self._requests, request.uid + 1)
+        request = sequences[0].request
         self.counters.prompt_tokens += len(request.prompt_ids)
-        sequences: list[Sequence] = []
-        for sample in range(params.n):
-            uid = request.uid << 8 | sample
-            sequences.append(Sequence(uid, request, sample, sequences[0] if sample else None, limit=limit))
         for seq in sequences:
             self._sequences[seq.uid] = seq
             if pooling is not None:
                 self._pooler.enter(seq.uid)
-            if params.grammar is None:
+            if request.params.grammar is None:
                 self.scheduler.add(seq)
-        if params.grammar is not None:
+        if request.params.grammar is not None:
             self._grammars.add(sequences)
         return sequences
-
-    @staticmethod
-    def _check_hints(hints: object) -> None:
-        """They come from clients, and plugins compute with them: a wrong one must end here, not in a step."""
-        if not isinstance(hints, Mapping):
-            raise RequestError(f"hints: {hints!r} is not a mapping of names to numbers")
-        for name, value in hints.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not isinstance(name, str) or not number:
-                raise RequestError(f"hints: {name!r}: {value!r} is not a name with a finite number")
-
-    def _validate(self, prompt_ids: Seq[int], params: SamplingParams, pooling: Pooling | None) -> None:
-        vocab, limit = self.info.spec.vocab, self.info.max_len
-        if not prompt_ids:
-            raise RequestError("the prompt is empty: give at least one token (most models take their BOS token)")
-        if len(prompt_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens and the context is {limit} (engine.max_len): shorten it"
-            )
-        outside = [t for t in prompt_ids if not 0 <= t < vocab]
-        if outside:
-            raise RequestError(f"prompt token id {outside[0]} is not in the model's vocabulary of {vocab}")
-        if pooling is None and not self.info.spec.head:
-            raise RequestError(f"this {self.info.spec.architecture} has no head: it embeds text and generates none")
-        if params.grammar is not None and self._grammars is None:
-            raise RequestError(f"grammar: app={self.composition.app} was composed without the part `grammar`")
-        for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            wrong = [t for t in ids if t >= vocab]
-            if wrong:
-                raise RequestError(f"{what}: token id {wrong[0]} is not in the model's vocabulary of {vocab}")
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
         """End a sequence now, keeping keep_len tokens (a stop string ended there). Unknown uids are ignored."""
