@@ -31,7 +31,7 @@ class Mailbox:
         one_shot, two_shot = (self.boxes * 2 * size * BOX_WORDS, self.boxes * 2 * 2 * BOX_WORDS)
         # The kernels need no multicast object, which takes a fabric manager to make.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        name = _group(rank, size, store)
+        name, group = _group(rank, size, store)
         try:
             memory = _SymmetricMemory.empty_strided_p2p((one_shot + two_shot,), (1,), torch.int32, device, name)
             memory.fill_(EMPTY)
@@ -45,7 +45,7 @@ class Mailbox:
                     "must be GPUs of one host with peer access to each other: choose collective=nccl"
                 ]
             ) from error
-        self._keep = memory, handle
+        self._keep = memory, handle, group
         self.one_shot, self.two_shot = memory[:one_shot], memory[one_shot:]
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64)
         self.one_shot_peers = addresses.to(device)
@@ -66,13 +66,14 @@ class Mailbox:
             self.stopped.copy_(self._one, non_blocking=True)
 
 
-def _group(rank: int, size: int, store: dist.Store) -> Any:
-    """A name that leads torch's symmetric memory to the store. Some versions look for it in a table of its own, others
-    in that of process groups."""
+def _group(rank: int, size: int, store: dist.Store) -> tuple[Any, dist.ProcessGroup]:
+    """A name that leads torch's symmetric memory to the store, and what to keep while it shall. Some versions look for
+    it in a table of their own, others in that of process groups, which holds none of them alive."""
     store.set_timeout(_EXCHANGE)
     if rank == 0:
         store.set("name", f"dovetail-{uuid.uuid4().hex}")
     name: Any = store.get("name").decode()
     _SymmetricMemory.set_group_info(name, rank, size, store)
-    _register_process_group(name, dist.ProcessGroup(store, rank, size))
-    return name
+    group = dist.ProcessGroup(store, rank, size)
+    _register_process_group(name, group)
+    return name, group
