@@ -79,3 +79,5 @@ class Capabilities:
     provides: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Facts that others may require of this component; values are strings, numbers, flags or tuples of these."""
     requires: tuple[Requires, ...] = ()
+    lacks: tuple[str, ...] = ()
+    """What is missing here, whatever the other parts are, and how to get it: "the package x: pip install x"."""

@@ -42,11 +42,15 @@ class _Check:
     def __init__(self, composition: Composition, host: Host, model_facts: Mapping[str, object]) -> None:
         self.composition, self.host, self.model_facts = composition, host, model_facts
         parts = [(path, part, part.capabilities(host)) for path, part in _walk(composition.parts)]
+        self.lacking = [(path, part, what) for path, part, stated in parts for what in stated.lacks]
         self.demands = [(path, part, demand) for path, part, stated in parts for demand in stated.requires]
         # Only top-level parts answer demands: the model inside a drafter is not *the* model.
         self.provided = {path: stated.provides for path, _, stated in parts}
 
     def run(self) -> Iterator[str]:
+        for path, part, what in self.lacking:
+            others = [f"{path}={name}" for name in self._options(path)] if path in self.composition.parts else []
+            yield f"{path}={part.name} lacks {what}. Would work: {listing(others)}."
         for path, part, demand in self.demands:
             for answerer, value in self._answers(demand):
                 if value is _UNSTATED or not demand.admits(value):
@@ -102,7 +106,7 @@ class _Check:
                 continue
             meets = all(d.key in stated.provides and d.admits(stated.provides[d.key]) for d in demands)
             is_met = all(v is not _UNSTATED and d.admits(v) for d in stated.requires for _, v in self._answers(d))
-            if meets and is_met:
+            if meets and is_met and not stated.lacks:
                 yield name
 
 

@@ -47,7 +47,7 @@ from dovetail.core.interfaces import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from dovetail.core.compose import Composition
+    from dovetail.core.compose import Composition, Host
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,24 @@ class Engine:
         spec = model.target().spec(model.config)
         here = host.detect_host(self.composition.engine.device)
         self.composition.check(here, host.model_facts(spec))
+        self._check_lengths(here)
         check_weights_fit(self.composition, spec, here)
+
+    def _check_lengths(self, here: Host) -> None:
+        """Drafts in flight leave the host with bounds of lengths, which some attention backends cannot plan from."""
+        composition, depth = self.composition, self.composition.engine.depth
+        if "attention" not in composition.parts:
+            return
+        attention, drafter = composition.part("attention"), composition.part("spec_decode")
+        exact = attention.capabilities(here).provides.get("exact_lengths") == "host"
+        if exact and depth > 1 and composition.build("spec_decode").lookahead:
+            raise CapabilityError(
+                [
+                    f"attention={attention.name} plans from exact lengths on the host, which come late where drafts "
+                    f"are in flight (spec_decode={drafter.name}, engine.depth={depth}). "
+                    "Would work: engine.depth=1, spec_decode=none."
+                ]
+            )
 
     def shutdown(self) -> None:
         for name, observer in getattr(self, "observers", {}).items():

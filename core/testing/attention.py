@@ -294,7 +294,7 @@ class AttentionContract:
     def test_metadata_is_read_only(self) -> None:
         arena = self._arena(windows=self._windows(0, 6))
         arena.run(arena.plan([("a", 9), ("b", 6)]))
-        paged = arena.paging.step([("a", 2), ("b", 1), ("c", 5)], num_decode=2, slack=3)
+        paged = arena.page([("a", 2), ("b", 1), ("c", 5)], num_decode=2, slack=3)
         before = {id: {name: value.clone() for name, value in tensors(meta)} for id, meta in paged.metas.items()}
         step = Step((("a", 2), ("b", 1), ("c", 5)), paged, arena.contexts(paged))
         arena.run(step)
@@ -326,7 +326,7 @@ class AttentionContract:
         arena.run(arena.plan([("a", 9), ("b", 6)]))
         rows, num_decode = [("b", 1), ("a", 1), ("c", 7)], 2
         arena.run(arena.plan(rows, num_decode=num_decode))  # compiles what it must
-        paged = arena.paging.step([("b", 1), ("a", 1), ("d", 7)], num_decode=num_decode, slack=3)
+        paged = arena.page([("b", 1), ("a", 1), ("d", 7)], num_decode=num_decode, slack=3)
         qkv = arena.random(9, (arena.heads + 2 * arena.kv_heads) * arena.head_dim)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

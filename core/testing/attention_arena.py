@@ -120,14 +120,18 @@ class Arena:
         change: Mapping[str, Any] | None = None,
     ) -> Step:
         """What the engine does before a forward: plan_host once, plan_device for each group. `change` sets metadata."""
-        slack = slack if self.backend.exact_lengths == "device" else 0
-        paged = self.paging.step(rows, num_decode=num_decode, slack=slack, padding=padding, spare=spare)
+        paged = self.page(rows, num_decode=num_decode, slack=slack, padding=padding, spare=spare)
         if slack_everywhere:
             longer = tuple(self.paging.lengths[name] + slack for name, _ in rows)
             paged.host = replace(paged.host, bounds=longer)
         if change:
             paged.metas = {id: replace(meta, **change) for id, meta in paged.metas.items()}
         return Step(tuple(rows), paged, self.contexts(paged))
+
+    def page(self, rows: Sequence[tuple[str, int]], *, slack: int = 0, **options: int) -> PagedStep:
+        """As Paging.step; who plans from exact lengths on the host gets them."""
+        slack = slack if self.backend.exact_lengths == "device" else 0
+        return self.paging.step(rows, slack=slack, **options)
 
     def contexts(self, paged: PagedStep) -> dict[int, AttnCtx]:
         with poisoned_memory():

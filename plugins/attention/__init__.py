@@ -1,7 +1,7 @@
 """Built-in attention backends."""
 
 from dovetail.core.compose import Component
-from dovetail.plugins.attention.config import SDPAConfig, TritonConfig
+from dovetail.plugins.attention.config import FlashInferConfig, SDPAConfig, TritonConfig
 
 COMPONENTS = (
     Component(
@@ -19,5 +19,13 @@ COMPONENTS = (
         target="dovetail.plugins.attention.triton.backend:Triton",
         api="attention/0.1",
         capabilities="dovetail.plugins.attention.triton.capabilities:capabilities",
+    ),
+    Component(
+        kind="attention",
+        name="flashinfer",
+        config=FlashInferConfig,
+        target="dovetail.plugins.attention.flashinfer.backend:FlashInfer",
+        api="attention/0.1",
+        capabilities="dovetail.plugins.attention.flashinfer.capabilities:capabilities",
     ),
 )

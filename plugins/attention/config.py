@@ -1,5 +1,7 @@
 """Options of the built-in attention backends."""
 
+from pydantic import Field
+
 from dovetail.core.compose import Config
 
 
@@ -9,3 +11,10 @@ class SDPAConfig(Config):
 
 class TritonConfig(Config):
     """Paged attention kernels of our own, for CUDA: grouped heads, windows, tree masks, FP8 pages."""
+
+
+class FlashInferConfig(Config):
+    """FlashInfer's paged kernels (the extra `flashinfer`), for CUDA: grouped heads, windows, FP8 pages."""
+
+    workspace_mib: int = Field(256, ge=16)
+    """MiB on the device for partial results of rows that are split; FlashInfer says when it is too little."""

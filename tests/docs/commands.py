@@ -17,12 +17,18 @@ SUBSTITUTIONS = {
 }
 """A reader's own -> what the tests have. A preset's model is replaced by the words after it."""
 
-COMPOSED_ONLY = {"+preset=h200": "needs a GPU", "attention=triton": "needs a GPU", "collective=symm_mem": "needs GPUs"}
+COMPOSED_ONLY = {
+    "+preset=h200": "needs a GPU",
+    "attention=triton": "needs a GPU",
+    "attention=flashinfer": "needs a GPU",
+    "collective=symm_mem": "needs GPUs",
+}
 """Commands with these words are composed and checked (`--cfg job`), not run, unless they plan."""
 
 NOT_RUN = {
     "pip install -e": "changes the environment; .ci/run does it first of all",
     "pip install 'torch": "changes the environment",
+    "pip install 'dovetail[": "changes the environment",
     "pip install .": "done once for every page, without an index (see `installed` in test_pages)",
     "python benchmarks/compare.py vllm": "needs vLLM and a GPU",
     "python benchmarks/compare.py transformers": "tests/unit/benchmarks/test_compare.py runs it",

@@ -15,8 +15,9 @@ def stated(monkeypatch):
     module = ModuleType("stated_here")
     monkeypatch.setitem(sys.modules, "stated_here", module)
 
-    def add(name, *, requires=(), **provides):
-        setattr(module, name, lambda config, host: Capabilities(provides=provides, requires=tuple(requires)))
+    def add(name, *, requires=(), lacks=(), **provides):
+        stated = Capabilities(provides=provides, requires=tuple(requires), lacks=tuple(lacks))
+        setattr(module, name, lambda config, host: stated)
         return f"stated_here:{name}"
 
     return add
@@ -80,6 +81,21 @@ def test_what_is_not_stated_is_not_assumed(composed, world):
     found = sentences(composed, world, "kv_cache=prefix_hash")
     assert "kv_cache=prefix_hash does not state it" in found[0]
     assert "model=tiny does not state it" in found[3]
+
+
+def test_what_is_missing_here_is_told_and_not_offered(composed, stand_ins, make, stated):
+    lacks = ["the package x: pip install x"]
+    registry = stand_ins(
+        make("kv_cache", "remote", capabilities=stated("remote", lacks=lacks)),
+        make("kv_cache", "distant", capabilities=stated("distant", lacks=lacks)),
+        make("logits", "far", capabilities=stated("far", lacks=["the library y"])),
+    )
+    with pytest.raises(CapabilityError) as caught:
+        composed("kv_cache=remote", "logits=[far]", registry=registry).check(Host())
+    cache, logits = sorted(caught.value.conflicts)
+    assert cache.startswith("kv_cache=remote lacks the package x: pip install x. Would work: kv_cache=")
+    assert "distant" not in cache
+    assert logits == "logits.far=far lacks the library y. Would work: none."
 
 
 def test_a_nested_part_demands_but_does_not_answer(composed, stand_ins, make, stated):

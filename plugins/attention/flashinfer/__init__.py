@@ -1,0 +1,1 @@
+"""FlashInfer's paged attention, where its package is installed."""

@@ -1,0 +1,180 @@
+"""Attention by FlashInfer (Ye et al. 2025) over the house's pages, which have its layout [page, token, kv head, dim].
+
+FlashInfer plans on the host, from exact lengths, how it spreads a step over the GPU; `run` then launches. So one plan
+serves every layer of equal shape, and none can be made inside a CUDA graph. Decode rows of one token each go to its
+decode kernel, which splits long rows; all others, rows with drafts included, to its prefill kernel.
+
+Shapes: T tokens, B rows, P pages of a table, N pages of all rows, H query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import (
+    PLAIN,
+    ActFormat,
+    AttentionBackend,
+    AttentionLayer,
+    AttnCtx,
+    BatchMeta,
+    Bundle,
+    HostBounds,
+)
+from dovetail.core.ops.formats import encode
+from dovetail.core.ops.kv_write import FLOAT8
+from dovetail.plugins.attention.config import FlashInferConfig
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows of a step that one kernel serves, for one KV group. int32; on the host but for pages_N."""
+
+    tokens: slice
+    """Of the step's tokens."""
+    decode: bool
+    """One token each."""
+    longest: int
+    """Tokens of the row with the most."""
+    query_start_B1: torch.Tensor
+    page_start_B1: torch.Tensor
+    last_page_B: torch.Tensor
+    """Tokens in each row's last page."""
+    kv_len_B: torch.Tensor
+    pages_N: torch.Tensor
+
+
+@dataclass(slots=True)
+class Planned:
+    """One of FlashInfer's wrappers, and the rows that it was planned for last."""
+
+    wrapper: Any
+    rows: Rows | None = None
+    sent: torch.cuda.Event | None = None
+    """The copies that the plan began are over."""
+
+
+class FlashInfer(AttentionBackend):
+    config: FlashInferConfig
+    exact_lengths = "host"
+
+    def __init__(self, config: FlashInferConfig) -> None:
+        super().__init__(config)
+        self._planned: dict[tuple[object, ...], Planned] = {}
+        self._workspace: torch.Tensor | None = None
+
+    def plan_device(self, meta: BatchMeta, host: HostBounds, state: object) -> AttnCtx:
+        # Wrappers are planned for heads and windows, too: the first layer of each shape does it.
+        single = host.num_decode if all(count == 1 for count in host.counts[: host.num_decode]) else 0
+        spans = ((0, single), (single, len(host.counts)))
+        return AttnCtx(meta, host, tuple(_rows(meta, host, a, b, a < single) for a, b in spans if a < b))
+
+    def attend(
+        self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
+    ) -> Bundle:
+        k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
+        _check_dtypes(q.dtype, k.dtype)
+        k_scale, v_scale = (layer.k_scale, layer.v_scale) if k.dtype in FLOAT8 else (None, None)
+        if isinstance(k_scale, torch.Tensor):
+            # FlashInfer takes one number; what is one per head goes to the queries before and the output after.
+            q, k_scale = (q * _per_query_head(k_scale, layer)).to(q.dtype), None
+        tokens = sum(ctx.host.counts)
+        # Tokens past the last row are padding.
+        out_THD = torch.empty_like(q) if tokens == len(q) else torch.zeros_like(q)
+        scales = dict(k_scale=k_scale, v_scale=None if isinstance(v_scale, torch.Tensor) else v_scale)
+        for rows in ctx.state:
+            wrapper = self._plan(layer, rows, q, k)
+            wrapper.run(q[rows.tokens].contiguous(), (k, v), out=out_THD[rows.tokens], **scales)
+        if isinstance(v_scale, torch.Tensor):
+            out_THD *= _per_query_head(v_scale, layer)
+        return encode(out_THD.flatten(1), emit)
+
+    def _plan(self, layer: AttentionLayer, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> Any:
+        """The wrapper for these rows in layers of this shape, planned by the first of them."""
+        page_tokens = k.shape[1]
+        heads = (layer.heads, layer.kv_heads, layer.head_dim)
+        key = (layer.group, rows.decode, heads, layer.window, layer.scale, q.dtype, k.dtype, page_tokens)
+        if key not in self._planned:
+            self._planned[key] = Planned(self._wrapper(rows.decode, layer.window, q.device))
+        planned = self._planned[key]
+        if planned.rows is rows:
+            return planned.wrapper
+        if planned.sent is not None:
+            # A plan is written to pinned memory of the wrapper's and copied from there: the last copy must be over.
+            planned.sent.synchronize()
+        # FlashInfer counts the keys before the token itself; -1 is all of them.
+        options = dict(window_left=layer.window - 1, sm_scale=layer.scale, seq_lens=rows.kv_len_B)
+        options |= dict(q_data_type=q.dtype, kv_data_type=k.dtype)
+        pages = (rows.page_start_B1, rows.pages_N, rows.last_page_B)
+        if rows.decode:
+            planned.wrapper.plan(*pages, *heads, page_tokens, **options)
+        else:
+            options |= dict(causal=True, max_token_per_sequence=rows.longest)
+            planned.wrapper.plan(rows.query_start_B1, *pages, *heads, page_tokens, **options)
+        planned.sent = torch.cuda.Event()
+        planned.sent.record()
+        planned.rows = rows
+        return planned.wrapper
+
+    def _wrapper(self, decode: bool, window: int, device: torch.device) -> Any:
+        # It takes seconds, and compiles: only who chose it waits for it.
+        import flashinfer
+
+        if self._workspace is None:
+            self._workspace = torch.zeros(self.config.workspace_mib << 20, dtype=torch.uint8, device=device)
+        if decode:
+            # With tensor cores any number of query heads may share a kv head; fa2 alone splits rows.
+            options = dict(use_tensor_cores=True, backend="fa2")
+            return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", **options)
+        # FlashAttention-3 reads whole tiles at a window's start, and pages behind it may be gone.
+        backend = "fa2" if window else "auto"
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
+
+
+def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool) -> Rows:
+    device, size = meta.page_table_BP.device, meta.page_tokens
+    counts, lengths = host.counts[first:last], host.bounds[first:last]
+    pages = [-(-length // size) for length in lengths]
+    start = sum(host.counts[:first])
+
+    def on_host(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    page_start_B1 = on_host([0, *accumulate(pages)])
+    starts_B1 = page_start_B1.to(device, non_blocking=True)
+    rows_B = torch.arange(first, last, device=device)
+    row_N = torch.repeat_interleave(rows_B, starts_B1.diff(), output_size=sum(pages))
+    place_N = torch.arange(sum(pages), device=device) - starts_B1[row_N - first]
+    return Rows(
+        tokens=slice(start, start + sum(counts)),
+        decode=decode,
+        longest=max(counts),
+        query_start_B1=on_host([0, *accumulate(counts)]),
+        page_start_B1=page_start_B1,
+        last_page_B=on_host([length - (n - 1) * size for length, n in zip(lengths, pages, strict=True)]),
+        kv_len_B=on_host(lengths),
+        pages_N=meta.page_table_BP[row_N, place_N],
+    )
+
+
+def _per_query_head(scale_K: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    """[H, 1]"""
+    return scale_K.repeat_interleave(layer.heads // layer.kv_heads)[:, None]
+
+
+def _check_dtypes(q: torch.dtype, kv: torch.dtype) -> None:
+    if q not in DTYPES or kv not in (q, *FLOAT8):
+        raise CapabilityError(
+            [
+                f"attention=flashinfer has no kernel for queries in {q} over pages in {kv}. Would work: "
+                "engine.dtype=bfloat16 or float16 with engine.kv_dtype=auto, fp8_e4m3 or fp8_e5m2; attention=triton."
+            ]
+        )
