@@ -1,7 +1,7 @@
 """Built-in executors."""
 
 from dovetail.core.compose import Component
-from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig
+from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig, SimulatedConfig
 
 COMPONENTS = (
     Component(
@@ -19,5 +19,13 @@ COMPONENTS = (
         target="dovetail.plugins.executor.multiproc:MultiprocExecutor",
         api="executor/0.1",
         capabilities="dovetail.plugins.executor.capabilities:multiproc",
+    ),
+    Component(
+        kind="executor",
+        name="simulated",
+        config=SimulatedConfig,
+        target="dovetail.plugins.executor.simulated:SimulatedExecutor",
+        api="executor/0.1",
+        capabilities="dovetail.plugins.executor.capabilities:simulated",
     ),
 )

@@ -25,3 +25,12 @@ class MultiprocConfig(Config):
     """Bytes of shared memory for plans on their way to the workers. Longer ones pass in pieces."""
     blob_bytes: int = Field(1 << 24, ge=1 << 12)
     """Bytes of shared memory for prompts and parameters on their way to the workers. Longer ones pass in pieces."""
+
+
+class SimulatedConfig(Config):
+    """No device: tokens are made up, and a step takes as long as the cost model says; no time with cost=none. To run
+    scheduler, cache and server at a GPU's pace without one. engine.kv_pages says how large the cache is; by default
+    every sequence finds room."""
+
+    speed: float = Field(1.0, gt=0)
+    """How many times faster than the cost model says."""

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Progress, TimedRequest
+from dovetail.plugins.app.bench.http import Address, Answer, HttpError, new_loop
 from dovetail.plugins.app.bench.metrics import Timeline, spread
 from dovetail.plugins.app.bench.target import OnDone, Target
 
 if TYPE_CHECKING:
-    import httpx
-
     from dovetail.core.compose import Composition
     from dovetail.plugins.app.bench.config import BenchConfig
+
+_T = TypeVar("_T")
 
 
 class ServerTarget(Target):
@@ -30,50 +32,51 @@ class ServerTarget(Target):
         self.config = config
         assert config.url is not None
         self.url = config.url.rstrip("/")
+        try:
+            self._server = Address(self.url, os.environ.get("OPENAI_API_KEY"))
+        except ValueError as error:
+            raise ConfigError(f"bench.url={config.url}: {error}") from None
 
     def start(self, progress: Progress) -> dict[str, Any]:
         progress("ask the server for its models", None)
         self._texts = self.tokenizer if self.config.send == "text" else None
-        self.model = self.config.model or asyncio.run(self._first_model())
+        self.model = self.config.model or self._in_loop(self._first_model())
         return {"target": "server", "url": self.url, "model": self.model, "send": self.config.send}
 
     def run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
-        return asyncio.run(self._run(requests, on_done))
+        return self._in_loop(self._run(requests, on_done))
 
     def close(self) -> None:
         """Connections end with each run."""
 
-    def _client(self) -> httpx.AsyncClient:
-        try:
-            import httpx
-        except ModuleNotFoundError:
-            raise ConfigError("bench.url needs httpx: pip install 'dovetail[bench]'") from None
-        key = os.environ.get("OPENAI_API_KEY")
-        # Every request may be under way at once: a pool would make them wait here, and that would be measured.
-        return httpx.AsyncClient(
-            timeout=self.config.timeout,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-        )
+    @staticmethod
+    def _in_loop(work: Coroutine[Any, Any, _T]) -> _T:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(work)
 
     async def _first_model(self) -> str:
-        import httpx
+        try:
+            answer = await self._ask("GET", "/models")
+            if answer.status != 200:
+                raise HttpError(f"status {answer.status}")
+            return str(msgspec.json.decode(answer.body)["data"][0]["id"])
+        except (HttpError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"bench.url={self.config.url}: {self.url}/models names no model ({error}); is the server up, and "
+                "does the address end with /v1? bench.model=<name> asks nobody"
+            ) from None
 
-        async with self._client() as client:
-            try:
-                answer = await client.get(f"{self.url}/models")
-                answer.raise_for_status()
-                return str(answer.json()["data"][0]["id"])
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-                reason = str(error) or type(error).__name__
-                raise ConfigError(
-                    f"bench.url={self.config.url}: {self.url}/models names no model ({reason}); is the server up, and "
-                    "does the address end with /v1? bench.model=<name> asks nobody"
-                ) from None
+    async def _ask(self, method: str, path: str, body: bytes = b"") -> Answer:
+        """Over a connection of its own: a pool would make requests wait here, and that would be measured."""
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                return await self._server.ask(method, path, body)
+        except TimeoutError:
+            raise HttpError(f"no complete answer within {self.config.timeout:g} s (bench.timeout)") from None
 
     async def _run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
         """While requests run, bytes are only kept with the time they came: what they say is read afterwards."""
-        bodies = [json.dumps(self._body(request)).encode() for request in requests]
+        bodies = [msgspec.json.encode(self._body(request)) for request in requests]
         streams = [Stream() for _ in requests]
         lags: list[float] = []
         done = 0
@@ -82,16 +85,15 @@ class ServerTarget(Target):
             nonlocal done
             await asyncio.sleep(began + request.arrival - time.perf_counter())
             lags.append(max(0.0, time.perf_counter() - began - request.arrival))
-            await self._complete(client, body, stream, began)
+            await self._complete(body, stream, began)
             done += 1
             on_done(done)
 
-        async with self._client() as client:
-            began, cpu = time.perf_counter(), time.process_time()
-            async with asyncio.TaskGroup() as group:
-                for job in zip(requests, bodies, streams, strict=True):
-                    group.create_task(one(*job))
-            busy = (time.process_time() - cpu) / (time.perf_counter() - began)
+        began, cpu = time.perf_counter(), time.process_time()
+        async with asyncio.TaskGroup() as group:
+            for job in zip(requests, bodies, streams, strict=True):
+                group.create_task(one(*job))
+        busy = (time.process_time() - cpu) / (time.perf_counter() - began)
         timelines = [stream.timeline(request) for stream, request in zip(streams, requests, strict=True)]
         return timelines, {"client_lag_ms": spread(lags), "client_busy": round(busy, 4)}
 
@@ -112,21 +114,18 @@ class ServerTarget(Target):
                 body[name] = value
         return body
 
-    async def _complete(self, client: httpx.AsyncClient, body: bytes, stream: Stream, began: float) -> None:
-        import httpx
-
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    async def _complete(self, body: bytes, stream: Stream, began: float) -> None:
         try:
-            async with client.stream("POST", f"{self.url}/completions", content=body, headers=headers) as answer:
-                if answer.status_code == 200:
-                    async for data in answer.aiter_raw():
-                        stream.pieces.append((time.perf_counter() - began, data))
-                else:
-                    told = (await answer.aread()).decode(errors="replace")[:500]
-                    hint = " (bench.send=text for a server that takes no token ids)" if self._texts is None else ""
-                    stream.failure = f"status {answer.status_code}: {told}{hint}"
-        except httpx.HTTPError as error:
-            stream.failure = f"{type(error).__name__}: {error}"
+            answer = await self._ask("POST", "/completions", body)
+        except HttpError as error:
+            stream.failure = str(error)
+            return
+        if answer.status == 200:
+            stream.pieces = [(clock - began, data) for clock, data in answer.pieces]
+        else:
+            told = answer.body.decode(errors="replace")[:500]
+            hint = " (bench.send=text for a server that takes no token ids)" if self._texts is None else ""
+            stream.failure = f"status {answer.status}: {told}{hint}"
 
 
 class StreamError(Exception):
@@ -190,7 +189,7 @@ class Stream:
                 if (told := text[len(b"data:") :].strip()) == b"[DONE]":
                     return
                 try:
-                    event = json.loads(told)
+                    event = msgspec.json.decode(told)
                 except ValueError:
                     event = None
                 if not isinstance(event, dict):

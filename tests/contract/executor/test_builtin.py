@@ -8,11 +8,12 @@ import signal
 import pytest
 
 from dovetail.core.compose import Composition
-from dovetail.core.interfaces import Executor
-from dovetail.core.testing.executor import ExecutorContract
-from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig
+from dovetail.core.interfaces import Executor, StepResult
+from dovetail.core.testing.executor import ExecutorContract, Script, quiet, small_composition
+from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig, SimulatedConfig
 from dovetail.plugins.executor.inproc import InprocExecutor
 from dovetail.plugins.executor.multiproc import MultiprocExecutor
+from dovetail.plugins.executor.simulated import SimulatedExecutor
 
 
 class TestInproc(ExecutorContract):
@@ -38,6 +39,19 @@ class TestMultiprocOfTwo(TestMultiprocOfOne):
     def kill_a_rank(self, executor: Executor) -> None:
         assert isinstance(executor, MultiprocExecutor)
         os.kill(executor.worker_pids[0], signal.SIGKILL)
+
+
+class TestSimulated(ExecutorContract):
+    overrides = ("executor=simulated", "cost=cpu")
+
+    def make(self, composition: Composition) -> Executor:
+        return SimulatedExecutor(SimulatedConfig(speed=1000.0), composition)
+
+    def reference(self, script: Script) -> list[StepResult]:
+        """It has no model: its tokens are a rule of its own, and must not depend on when results are asked for."""
+        executor = self.make(small_composition(*self.overrides))
+        executor.start(quiet)
+        return self.one_by_one(executor, script)
 
 
 def test_the_suite_must_be_given_an_executor() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
 from dovetail.core.interfaces import TimedRequest
+from dovetail.plugins.app.bench.http import Address, Answer, HttpError
 from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.bench.metrics import Timeline
 from dovetail.plugins.app.bench.server import Stream
@@ -247,3 +251,55 @@ def test_an_event_has_come_when_its_last_byte_has_and_those_of_one_moment_are_on
 )
 def test_a_stream_that_is_not_whole_fails(text: str, words: str) -> None:
     assert words in stream((0.1, text), wanted=3).failure
+
+
+# Its HTTP.
+
+
+@contextmanager
+def answering(*pieces: bytes) -> Iterator[str]:
+    """A server that reads a request, answers with these bytes, whatever they are, and closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                for piece in pieces:
+                    connection.sendall(piece)
+                    time.sleep(0.03)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(5)
+
+
+def ask(url: str) -> Answer:
+    return asyncio.run(Address(url, "secret").ask("POST", "/x", b"{}"))
+
+
+def test_an_answer_is_kept_as_it_came() -> None:
+    head = b"HTTP/1.1 201 Created\r\ntransfer-encoding: chunked\r\n\r\n"
+    with answering(head + b"2\r\nab\r\n1\r\nc\r\n", b"1\r\nd\r\n0\r\n\r\n") as url:
+        answer = ask(url)
+    (first, second, third), pieces = zip(*answer.pieces, strict=True)
+    assert (answer.status, answer.body, pieces) == (201, b"abcd", (b"ab", b"c", b"d"))
+    assert first == second and third - second > 0.02
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ((b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc",), "closed before the answer was complete"),
+        ((b"what?\r\n\r\n",), "no HTTP"),
+    ],
+)
+def test_half_an_answer_is_none(pieces: tuple[bytes, ...], words: str) -> None:
+    with answering(*pieces) as url, pytest.raises(HttpError, match=words):
+        ask(url)
+
+
+def test_an_address_must_be_one() -> None:
+    with pytest.raises(ValueError, match="http://HOST"):
+        Address("localhost:8000/v1", None)

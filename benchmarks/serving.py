@@ -1,0 +1,157 @@
+"""What serving costs the host: processor time a token, of the engine's process, the front-end and this client.
+
+    python benchmarks/serving.py
+    python benchmarks/serving.py --step-us 12000 -- engine.max_seqs=512
+    python benchmarks/serving.py --rate 4 --requests 40
+
+The server is the real one; engine, scheduler and cache too. The device is simulated (executor=simulated) and takes
+--step-us a step, by default no time. Prompts are token ids of the bundled model, so that outputs become text. `offline`
+is the engine alone on the same requests. us/token is processor time, and `ceiling` what that allows on a core of its
+own. The front-end has a thread that makes text and one, its event loop, that answers; they share the interpreter. Who
+falls behind gathers: `tokens/read` is how many tokens a read of the client brought. With --rate requests come at random
+times, and TTFT where the device takes no time is what the server adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dovetail.core.compose import compose
+from dovetail.core.interfaces import SLO, TimedRequest
+from dovetail.plugins.app.bench.inprocess import EngineTarget
+from dovetail.plugins.app.bench.metrics import Timeline, measure
+from dovetail.plugins.app.bench.server import ServerTarget
+from dovetail.plugins.app.bench.target import Target
+
+ROOT = Path(__file__).parents[1]
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+VOCAB = 4096
+PARTS = ("executor=simulated", "model=tiny", "engine.device=cpu", "engine.depth=2", "engine.token_budget=8192")
+WARM_UP = 64
+
+
+class Server:
+    """`app=serve` in a process of its own."""
+
+    def __init__(self, overrides: Sequence[str]) -> None:
+        words = [sys.executable, "run.py", "app=serve", "serve.port=0", "serve.max_waiting=100000", *overrides]
+        self._process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.url = self._said(r"listening on (http://\S+);")
+        self._said(r"(ready:)")
+        self.front = self._process.pid
+        (self.engine,) = (
+            int(child)
+            for task in Path(f"/proc/{self.front}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        )
+
+    def _said(self, pattern: str) -> str:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if found := re.search(pattern, line):
+                return found[1]
+        raise SystemExit(f"the server ended with status {self._process.wait()}")
+
+    def busy(self) -> dict[str, float]:
+        """Processor seconds until now."""
+        return {
+            "engine": _busy(f"/proc/{self.engine}/stat"),
+            "front-end": _busy(f"/proc/{self.front}/stat"),
+            "its event loop": _busy(f"/proc/{self.front}/task/{self.front}/stat"),
+        }
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def _busy(stat: str) -> float:
+    fields = Path(stat).read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * TICK
+
+
+@contextmanager
+def serving(overrides: Sequence[str]) -> Iterator[Server]:
+    server = Server(overrides)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def load(args: argparse.Namespace, seed: int) -> list[TimedRequest]:
+    rng, arrival, requests = random.Random(seed), 0.0, []
+    for _ in range(args.requests):
+        requests.append(TimedRequest(tuple(rng.choices(range(1, VOCAB), k=args.prompt)), args.output, arrival))
+        arrival += rng.expovariate(args.rate) if args.rate else 0.0
+    return requests
+
+
+def run(target: Target, requests: Sequence[TimedRequest]) -> tuple[list[Timeline], dict[str, Any]]:
+    timelines, _ = target.run(requests, lambda done: None)
+    if failures := [line.failure for line in timelines if line.failure]:
+        raise SystemExit(f"{len(failures)} of {len(requests)} requests failed: {failures[0]}")
+    return timelines, measure(timelines, SLO())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=256, help="tokens of an output")
+    parser.add_argument("--rate", type=float, help="requests/s; default: all at once")
+    parser.add_argument("--step-us", type=float, default=0.0, help="of the simulated device, microseconds a step")
+    parser.add_argument("overrides", nargs="*", help="after --: of engine and server")
+    args = parser.parse_args(argv)
+    pace = ["cost=h200", f"cost.step_us={args.step_us}", "cost.kernel_us=0"] if args.step_us else []
+    parts = [*PARTS, *pace, *args.overrides]
+    warm_up, requests = load(args, 0)[:WARM_UP], load(args, 1)
+
+    offline = EngineTarget(compose(["app=bench", *parts]))
+    offline.start(lambda phase, share: None)
+    run(offline, warm_up)
+    began = time.process_time()
+    _, alone = run(offline, requests)
+    spent = {"offline": time.process_time() - began}
+    offline.close()
+
+    with serving(parts) as server:
+        client = ServerTarget(*_as_client(server, parts))
+        client.start(lambda phase, share: None)
+        run(client, warm_up)
+        before, began = server.busy(), time.process_time()
+        timelines, figures = run(client, requests)
+        spent |= {name: now - before[name] for name, now in server.busy().items()}
+        spent["client"] = time.process_time() - began
+
+    tokens = figures["output_tokens"]
+    reads = sum(len(line.times) for line in timelines)
+    print(
+        f"{len(requests)} x {args.prompt}/{args.output}: {' '.join([*pace, *args.overrides]) or 'a step takes no time'}"
+    )
+    for name, found in (("offline", alone), ("server", figures)):
+        ttft = found["ttft_ms"]
+        print(f"{name:>15} {found['output_tokens_per_s']:9.0f} output tokens/s", end="")
+        print(f"   TTFT ms median {ttft['median']:.2f}, p99 {ttft['p99']:.2f}")
+    for name, seconds in spent.items():
+        print(f"{name:>15} {seconds / tokens * 1e6:9.2f} us/token {tokens / max(seconds, TICK):9.0f} ceiling, tokens/s")
+    print(f"{'tokens/read':>15} {tokens / reads:9.2f}")
+
+
+def _as_client(server: Server, parts: Sequence[str]) -> tuple[Any, Any]:
+    composition = compose(["app=bench", f"bench.url={server.url}/v1", *parts])
+    return composition, composition.app_part.config
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""No device at all: tokens are made up, and a step takes as long as the cost model says."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dovetail.core.engine.cost import bind_cost
+from dovetail.core.engine.mirror import PlanMirror
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import (
+    Blobs,
+    Executor,
+    ExecutorInfo,
+    KVGroup,
+    LateInputs,
+    ModelSpec,
+    Progress,
+    Request,
+    Row,
+    RowFlag,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from dovetail.plugins.executor.config import SimulatedConfig
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+SAMPLE, DECODE, LATE = int(RowFlag.SAMPLE), int(RowFlag.DECODE), int(RowFlag.LATE)
+
+
+@dataclass(slots=True)
+class _Slot:
+    request: Request
+    last: int
+    """The last known token."""
+
+
+@dataclass(slots=True)
+class _Step:
+    plan: StepPlan
+    ready: float
+    """time.perf_counter() when the device would be done."""
+    seconds: float
+    rows: tuple[RowResult, ...] = ()
+
+
+class SimulatedExecutor(Executor):
+    """A token follows from the one before it and its position, and is never EOS: outputs end by length."""
+
+    def __init__(self, config: SimulatedConfig, composition: Composition) -> None:
+        self.config, self.composition = config, composition
+        self._mirror = PlanMirror()
+        self._steps: deque[_Step] = deque()
+        self._slots: dict[int, _Slot] = {}
+        self._free_at = 0.0
+
+    def start(self, progress: Progress) -> ExecutorInfo:
+        began = time.perf_counter()
+        progress("read shapes", None)
+        composition, engine = self.composition, self.composition.engine
+        if (drafter := composition.part("spec_decode").name) != "none":
+            raise CapabilityError([f"executor=simulated accepts no drafts: choose spec_decode=none, not {drafter}"])
+        model = composition.part("model")
+        model.target().source(model.config)  # A folder that is not there is told here, as it would be with a device.
+        spec: ModelSpec = model.target().spec(model.config)
+        self._vocab, self._hidden, self._ends = spec.vocab, spec.hidden, frozenset(spec.eos_ids)
+        self._cost = bind_cost(composition, spec, "simulated")
+        max_len = min(engine.max_len or spec.max_len, spec.max_len)
+        groups = _groups(spec, engine.page_size)
+        budget = {group.id: engine.token_budget if group.window else 0 for group in groups}
+        pages = {
+            group.id: engine.kv_pages
+            or -(-(engine.max_seqs * group.tokens_held(max_len, engine.depth) + budget[group.id]) // group.page_tokens)
+            + engine.max_seqs
+            for group in groups
+        }
+        cost = "no time at all" if self._cost is None else f"the time of cost={composition.part('cost').name}"
+        return ExecutorInfo(
+            spec=spec,
+            groups=groups,
+            num_pages=pages,
+            max_len=max_len,
+            lookahead=0,
+            device="simulated",
+            phases={"read shapes": time.perf_counter() - began},
+            notes=(f"executor=simulated: tokens are made up, and a step takes {cost}",),
+        )
+
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        self._mirror.apply(plan)
+        for join in plan.joins:
+            blob = blobs[join.uid, join.epoch]
+            self._slots[join.slot] = _Slot(blob.request, blob.tokens[-1])
+        seconds = 0.0 if self._cost is None else self._cost.seconds(plan) / self.config.speed
+        self._free_at = max(time.perf_counter(), self._free_at) + seconds
+        self._steps.append(_Step(plan, self._free_at, seconds))
+        if not plan.late:
+            self._run({})
+
+    def complete(self, late: LateInputs) -> None:
+        self._mirror.complete(late)
+        self._run(dict(zip(late.rows, late.masks_MW, strict=True)))
+
+    def _run(self, masks: Mapping[int, np.ndarray]) -> None:
+        """The newest plan, in the order in which a device would."""
+        step = self._steps[-1]
+        step.rows = tuple(self._answer(i, row, masks.get(i)) for i, row in enumerate(step.plan.rows))
+
+    def collect(self) -> StepResult:
+        self._mirror.check_collect(len(self._steps))
+        step = self._steps.popleft()
+        if (left := step.ready - time.perf_counter()) > 0:
+            time.sleep(left)
+        return StepResult(step.plan.step, step.rows, step.seconds)
+
+    @property
+    def pending(self) -> int:
+        return len(self._steps)
+
+    def shutdown(self) -> None:
+        self._steps.clear()
+        self._slots.clear()
+
+    def _answer(self, index: int, row: Row, mask: np.ndarray | None) -> RowResult:
+        slot, params = self._slots[row.slot], self._slots[row.slot].request.params
+        tokens: tuple[int, ...] = ()
+        if row.flags & SAMPLE and (mask is not None or not row.flags & LATE):
+            slot.last = self._follow(slot.last, row.bound, mask)
+            tokens = (slot.last,)
+        if row.flags & DECODE and params.logprobs is None:
+            return RowResult(index, row.uid, row.epoch, tokens)
+        before = 0 if row.flags & DECODE else len(slot.request.prompt_ids) - 1 - (row.bound - row.count)
+        return RowResult(
+            index,
+            row.uid,
+            row.epoch,
+            tokens,
+            self._uniform(params.logprobs) * len(tokens),
+            self._uniform(params.prompt_logprobs) * max(min(row.count, before), 0),
+            self._pooled(slot.request, row),
+        )
+
+    def _pooled(self, request: Request, row: Row) -> np.ndarray | None:
+        """As if every final hidden state were of ones."""
+        if request.pooling is None or (request.pooling == "last" and row.bound < len(request.prompt_ids)):
+            return None
+        return np.full(self._hidden, row.count if request.pooling == "mean" else 1, np.float32)
+
+    def _follow(self, token: int, position: int, mask: np.ndarray | None) -> int:
+        found = (token * 1_103_515_245 + position * 2_654_435_761 + 12_345) % self._vocab
+        if mask is not None:
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab])
+            return int(allowed[found % len(allowed)])
+        while found in self._ends:
+            found = (found + 1) % self._vocab
+        return found
+
+    def _uniform(self, top: int | None) -> tuple[TokenLogprobs, ...]:
+        """As if every token were as likely as any other."""
+        if top is None:
+            return ()
+        each = -math.log(self._vocab)
+        return (TokenLogprobs(each, tuple((token, each) for token in range(top))),)
+
+
+def _groups(spec: ModelSpec, page_tokens: int) -> tuple[KVGroup, ...]:
+    """Layers of one attention window share pages. Nothing is stored, so there are no planes."""
+    layers_of: dict[int, list[int]] = {}
+    for index, window in enumerate(spec.windows or (0,) * spec.layers):
+        layers_of.setdefault(window, []).append(index)
+    return tuple(
+        KVGroup(id, tuple(layers), kind="window" if window else "full", window=window, page_tokens=page_tokens)
+        for id, (window, layers) in enumerate(layers_of.items())
+    )

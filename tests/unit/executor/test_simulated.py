@@ -1,0 +1,100 @@
+"""A device that is not there: an engine runs on it at the pace of its cost model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from dovetail.core.compose import compose
+from dovetail.core.engine.engine import Engine
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import FinishReason, Grammar, SamplingParams
+from dovetail.core.tokenizer import Tokenizer
+
+SHAPES = ("app=generate", "executor=simulated", "model=llama3_8b", "engine.max_len=256", "engine.max_seqs=4")
+
+
+@contextmanager
+def engine(*overrides: str) -> Iterator[Engine]:
+    made = Engine(compose([*SHAPES, *overrides]))
+    made.start()
+    try:
+        yield made
+    finally:
+        made.shutdown()
+
+
+def outputs(engine: Engine, params: SamplingParams, *prompts: list[int]) -> list[list[int]]:
+    """By prompt. Each must end for want of tokens."""
+    found = {engine.add(prompt, params)[0].uid: [] for prompt in prompts}
+    while engine.has_work:
+        for event in engine.step():
+            found[event.uid] += event.tokens
+            assert event.reason in (None, FinishReason.LENGTH)
+    return list(found.values())
+
+
+def test_outputs_end_by_length_and_follow_from_the_prompts_end() -> None:
+    with engine() as simulated:
+        ends = set(simulated.info.spec.eos_ids)
+        params = SamplingParams(max_tokens=200)
+        first, other, again = outputs(simulated, params, [1, 2, 3], [1, 2, 4], [7, 8, 3])
+    assert ends and not ends & {*first, *other}
+    assert first != other and first == again and len(first) == 200 and len(set(first)) > 190
+
+
+def test_a_step_takes_the_time_of_the_cost_model() -> None:
+    with engine("cost=h200", "cost.step_us=30000", "executor.speed=2") as simulated:
+        began = time.perf_counter()
+        outputs(simulated, SamplingParams(max_tokens=8), [1, 2, 3])
+        taken = time.perf_counter() - began
+        assert taken >= 8 * 0.015
+        assert simulated.counters.wait_seconds > 0.5 * taken, "the host waited for it"
+
+
+def test_weights_need_no_room() -> None:
+    """405 billion parameters, on whatever machine this runs."""
+    with engine("model=llama31_405b") as simulated:
+        assert simulated.info.device == "simulated"
+        assert any("made up" in note for note in simulated.info.notes)
+
+
+def test_logprobs_are_those_of_chance() -> None:
+    with engine() as simulated:
+        simulated.add([1, 2, 3, 4], SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=0))
+        events = []
+        while simulated.has_work:
+            events += simulated.step()
+    assert [len(event.prompt_logprobs) for event in events] == [3, 0]
+    assert all(entry.logprob < -11 and len(entry.top) == 1 for event in events for entry in event.logprobs)
+
+
+def test_a_grammar_is_obeyed() -> None:
+    with engine("model=tiny") as simulated:
+        model = simulated.composition.part("model")
+        simulated.add([5], SamplingParams(max_tokens=16, grammar=Grammar(kind="regex", value="[a-c]{4}")))
+        tokens: list[int] = []
+        while simulated.has_work:
+            for event in simulated.step():
+                tokens += event.tokens
+    text = Tokenizer(model.target().source(model.config).folder).decode(tokens)
+    assert len(text) == 4 and set(text) <= set("abc")
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_prompts_are_embedded(pooling: str) -> None:
+    with engine("engine.token_budget=16") as simulated:
+        simulated.add([1] * 40, SamplingParams(max_tokens=1), pooling=pooling)
+        events = []
+        while simulated.has_work:
+            events += simulated.step()
+    (event,) = events
+    assert event.pooled_C.shape == (4096,) and event.pooled_C.std() == 0 and event.pooled_C[0] > 0
+
+
+def test_drafts_are_refused() -> None:
+    with pytest.raises(CapabilityError, match="spec_decode=none, not ngram"), engine("spec_decode=ngram"):
+        pass
