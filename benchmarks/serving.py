@@ -15,7 +15,6 @@ times, and TTFT where the device takes no time is what the server adds.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
 import subprocess
@@ -34,7 +33,6 @@ from dovetail.plugins.app.bench.server import ServerTarget
 from dovetail.plugins.app.bench.target import Target
 
 ROOT = Path(__file__).parents[1]
-TICK = 1 / os.sysconf("SC_CLK_TCK")
 VOCAB = 4096
 PARTS = ("executor=simulated", "model=tiny", "engine.device=cpu", "engine.depth=2", "engine.token_budget=8192")
 WARM_UP = 64
@@ -65,9 +63,9 @@ class Server:
     def busy(self) -> dict[str, float]:
         """Processor seconds until now."""
         return {
-            "engine": _busy(f"/proc/{self.engine}/stat"),
-            "front-end": _busy(f"/proc/{self.front}/stat"),
-            "its event loop": _busy(f"/proc/{self.front}/task/{self.front}/stat"),
+            "engine": sum(_threads(self.engine).values()),
+            "front-end": sum((threads := _threads(self.front)).values()),
+            "its event loop": threads[self.front],
         }
 
     def close(self) -> None:
@@ -75,9 +73,10 @@ class Server:
         self._process.wait()
 
 
-def _busy(stat: str) -> float:
-    fields = Path(stat).read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * TICK
+def _threads(pid: int) -> dict[int, float]:
+    """Processor seconds of each."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return {int(task.name): int((task / "schedstat").read_text().split()[0]) * 1e-9 for task in tasks}
 
 
 @contextmanager
@@ -144,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name:>15} {found['output_tokens_per_s']:9.0f} output tokens/s", end="")
         print(f"   TTFT ms median {ttft['median']:.2f}, p99 {ttft['p99']:.2f}")
     for name, seconds in spent.items():
-        print(f"{name:>15} {seconds / tokens * 1e6:9.2f} us/token {tokens / max(seconds, TICK):9.0f} ceiling, tokens/s")
+        print(f"{name:>15} {seconds / tokens * 1e6:9.2f} us/token {tokens / seconds:9.0f} ceiling, tokens/s")
     print(f"{'tokens/read':>15} {tokens / reads:9.2f}")
 
 
