@@ -24,12 +24,15 @@ class SlotInfo:
     blob: JoinBlob
     random: bool = field(init=False)
     """Not greedy."""
+    filtered: bool = field(init=False)
+    """Random, and by top-k, top-p or min-p not from the whole vocabulary."""
     plain: bool = field(init=False)
     """Drawn by its logits and what stands in the device state alone, as captured draws are."""
 
     def __post_init__(self) -> None:
         params = self.params
         self.random = params.temperature > 0
+        self.filtered = self.random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self.plain = not self.processors and params.logprobs is None
 
     @property

@@ -20,7 +20,7 @@ import torch
 
 from dovetail.core.engine.batch import DECODE, SAMPLE, Batch, lay_out, make_batch, row_starts
 from dovetail.core.engine.device_state import DeviceState
-from dovetail.core.engine.sampler import SampleParams, sample
+from dovetail.core.engine.sampler import SampleParams, sample, sample_over_ranks
 from dovetail.core.engine.sampling_step import Sampled, advance_chunks, chunk_section, sampling_section
 from dovetail.core.interfaces import (
     AttentionBackend,
@@ -134,8 +134,12 @@ class StepGraphs:
         self._inputs = SampleInputs.empty(most_rows, self.width, build.spec.hidden, build.dtype, state.device)
         self._forward: list[ForwardGraph] = []
         """Smallest first, within decode and mixed steps each."""
-        self._draws: dict[tuple[int, bool], tuple[Replay, Sampled]] = {}
-        """By rows, and whether some row is random."""
+        # One rank leaves filters to rows that are random; several would have to gather all logits for them.
+        split = build.collective.size > 1
+        self._kinds = [(False, False), (True, True), *([(True, False)] if split else [])]
+        """Of drawing: whether some row is random, and whether some row may have filters."""
+        self._draws: dict[tuple[int, bool, bool], tuple[Replay, Sampled]] = {}
+        """By rows and kind."""
 
     def _mixed(self, tokens: int) -> Capacity:
         """Each row to spare costs a little in every layer, so there are no more than so many tokens are likely to have;
@@ -160,8 +164,8 @@ class StepGraphs:
             self._forward.insert(0, ForwardGraph(capacity, input_N, replay, tokens, hidden))
         for done, size in enumerate(reversed(self.sizes), len(ordered)):
             progress("capture graphs", done * share)
-            for random in (False, True):
-                self._draws[size, random] = record(partial(self._draw, size, random))
+            for kind in self._kinds:
+                self._draws[(size, *kind)] = record(partial(self._draw, size, *kind))
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -172,8 +176,8 @@ class StepGraphs:
                 self._run(capacity, self._padding(capacity))
         for size in self.sizes:
             if size.bit_count() == 1:
-                for random in (False, True):
-                    self._draw(size, random)
+                for kind in self._kinds:
+                    self._draw(size, *kind)
 
     # Layers.
 
@@ -259,21 +263,25 @@ class StepGraphs:
         samples_R3 = section.view(-1, 3)
         gather_samples(hidden.states, tokens.positions_T, samples_R3, self._inputs.first(len(samples_R3)))
 
-    def draw(self, rows: int, random: bool) -> Sampled:
-        """For rows that are all `plain` (SlotInfo)."""
-        replay, out = self._draws[self._size(rows), random]
+    def draw(self, rows: int, random: bool, filtered: bool) -> Sampled:
+        """For rows that are all `plain` (SlotInfo), of which some are random, and some filtered."""
+        kind = (random, random and (filtered or len(self._kinds) == 2))
+        replay, out = self._draws[(self._size(rows), *kind)]
         replay()
         return Sampled(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
 
-    def _draw(self, rows: int, random: bool) -> Sampled:
+    def _draw(self, rows: int, random: bool, filtered: bool) -> Sampled:
         state, at = self.state, self._inputs.first(rows)
-        # Filters ride along with random rows: those without any are done at once.
+        # Rows without filters are done at once.
         temperature_N, top_k_N, top_p_N, min_p_N, key_N = (
             t[at.slots_N] if random else t
             for t in (state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S, state.key_S)
         )
-        params = SampleParams(temperature_N, top_k_N, top_p_N, min_p_N, key_N, random=random, filtered=random)
-        drawn_N = sample(self.model.logits(at.states_NC), at.position_N, params)
+        params = SampleParams(temperature_N, top_k_N, top_p_N, min_p_N, key_N, random=random, filtered=filtered)
+        if filtered:
+            drawn_N = sample(self.model.logits(at.states_NC), at.position_N, params)
+        else:
+            drawn_N = sample_over_ranks(self.model, at.states_NC, at.position_N, params)
         tokens_RW = drawn_N.view(rows, self.width)
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)

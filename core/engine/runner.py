@@ -384,12 +384,12 @@ class Runner:
         if graphs is not None and all(info.plain for info in infos):
             if step.graph is None:
                 graphs.gather(batch.tokens, hidden, step.samples)
-            sampled = graphs.draw(len(batch.sampled), random)
+            sampled = graphs.draw(len(batch.sampled), random, any(info.filtered for info in infos))
         else:
             at = locate(batch, step.samples[: 3 * len(batch.sampled)])
-            logits = self.model.logits(hidden.states[at.token_RW.reshape(-1)])
+            states = hidden.states[at.token_RW.reshape(-1)]
             masks = None if late is None else upload_masks(late, batch, self.device)
-            sampled = sample_step(logits, at, batch, state, self.processors, masks)
+            sampled = sample_step(self.model, states, at, batch, state, self.processors, masks)
         if drafter.lookahead:
             ctx = self._draft_context(batch, sampled)
             drafter.observe(ctx, hidden.states, hidden.taps)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dovetail.core.ops.step import draw, least_kept, scaled
+from dovetail.core.interfaces import Model
+from dovetail.core.ops.step import best, draw, least_kept, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,18 @@ def sample(logits_NV: torch.Tensor, position_N: torch.Tensor, params: SamplePara
     """One token id a row, int64 [N]; position_N counts the tokens before the one drawn."""
     least_N = least_logit(logits_NV, params)
     return draw(logits_NV, position_N, params.temperature_N, params.key_N, params.random, least_N)
+
+
+def sample_over_ranks(
+    model: Model, states_NC: torch.Tensor, position_N: torch.Tensor, params: SampleParams
+) -> torch.Tensor:
+    """`sample` of the model's logits, for rows without filters: each rank draws from its part of the vocabulary, and
+    they agree on the best of these. No rank sees all logits."""
+    logits_NV, first = model.local_logits(states_NC)
+    given = position_N, params.temperature_N, params.key_N, params.random
+    if logits_NV.shape[1] == model.build.spec.vocab:
+        return draw(logits_NV, *given)
+    return model.build.collective.argmax(*best(logits_NV, *given, first=first))
 
 
 def probabilities(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor:

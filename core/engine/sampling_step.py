@@ -14,9 +14,9 @@ import torch
 
 from dovetail.core.engine.batch import DECODE, SAMPLE, Batch
 from dovetail.core.engine.device_state import DeviceState
-from dovetail.core.engine.sampler import SampleParams, probabilities, sample
+from dovetail.core.engine.sampler import SampleParams, probabilities, sample, sample_over_ranks
 from dovetail.core.engine.verify import verify_rejection
-from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Row, RowFlag
+from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model, Row, RowFlag
 from dovetail.core.ops import apply_bitmask
 from dovetail.core.ops.step import Accepted, accept, commit
 
@@ -115,7 +115,8 @@ def sit_out(lacking_X: torch.Tensor, at: Positions, state: DeviceState) -> None:
 
 
 def sample_step(
-    logits_NV: torch.Tensor,
+    model: Model,
+    states_NC: torch.Tensor,
     at: Positions,
     batch: Batch,
     state: DeviceState,
@@ -130,11 +131,19 @@ def sample_step(
     position_N = position_RW.reshape(-1)
 
     best = max((p for p in (state.slots[row.slot].params.logprobs for row in rows) if p is not None), default=-1)
+    wanted = {name for row in rows for name in state.slots[row.slot].processors}
+    params = sample_params(slots_N, rows, state)
+    by_match = width == 1 or state.draft_probs_SKV is None or not params.random
+    if best < 0 and masks is None and not wanted and not params.filtered and by_match:
+        tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(len(rows), width)
+        accepted = _accept(tokens_RW, at, state)
+        return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
+
+    logits_NV = model.logits(states_NC)
     raw = logits_NV.float().log_softmax(-1) if best >= 0 else None
     if masks is not None:
         apply_bitmask(logits_NV, masks.bits_MW, masks.rows_M)
 
-    wanted = {name for row in rows for name in state.slots[row.slot].processors}
     if wanted:
         logits_NV = logits_NV.float()
         ctx = LogitsContext(slots_N, position_N, state.tokens_SL, state.prompt_len_S, batch.max_len)
@@ -142,10 +151,13 @@ def sample_step(
             if name in wanted:
                 logits_NV = processor.apply(logits_NV, ctx)
 
-    params = sample_params(slots_N, rows, state)
     if masks is not None and masks.lacking_X is not None:
         sit_out(masks.lacking_X, at, state)
-    tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, batch, state)
+    if by_match:
+        tokens_RW = sample(logits_NV, position_N, params).view(len(rows), width)
+        accepted = _accept(tokens_RW, at, state)
+    else:
+        tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, state)
     if masks is not None and masks.lacking_X is not None:
         accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
 
@@ -157,25 +169,21 @@ def sample_step(
     return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
 
 
+def _accept(tokens_RW: torch.Tensor, at: Positions, state: DeviceState) -> Accepted:
+    return accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, state.tokens_SL, state.computed_S, state.drafts_S)
+
+
 def _verify(
-    logits_NV: torch.Tensor,
-    at: Positions,
-    position_RW: torch.Tensor,
-    params: SampleParams,
-    batch: Batch,
-    state: DeviceState,
+    logits_NV: torch.Tensor, at: Positions, position_RW: torch.Tensor, params: SampleParams, state: DeviceState
 ) -> tuple[torch.Tensor, Accepted]:
     """Tokens [R, W], and what was accepted of them, already written to the state."""
     rows, width = position_RW.shape
-    lengths = state.tokens_SL, state.computed_S, state.drafts_S
-    if width == 1 or state.draft_probs_SKV is None or not params.random:
-        target_RW = sample(logits_NV, position_RW.reshape(-1), params).view(rows, width)
-        return target_RW, accept(target_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
     draft_RK = state.tokens_SL[at.slots_R[:, None], position_RW[:, :-1]].long()
     count_R = torch.minimum(state.drafts_S[at.slots_R], at.limit_R)
     p_RWV = probabilities(logits_NV, params).view(rows, width, -1)
     q_RKV = state.draft_probs_SKV[at.slots_R, : width - 1]
     verdict = verify_rejection(p_RWV, q_RKV, draft_RK, count_R, state.key_S[at.slots_R], position_RW)
+    lengths = state.tokens_SL, state.computed_S, state.drafts_S
     commit(verdict.tokens_RW, verdict.accepted_R, at.slots_R, at.base_R, *lengths)
     return verdict.tokens_RW, Accepted(verdict.accepted_R, at.base_R + verdict.accepted_R + 1)
 

@@ -38,6 +38,20 @@ class Collective(ABC):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate along the last dimension in rank order."""
 
+    def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+        """Of each row the index_N (int64, under 2^31) of the rank with the largest value_N (float32); of equal ones the
+        least index. The same on every rank; NaN never wins."""
+        if self.size == 1:
+            return index_N
+        import torch
+
+        mine_N2 = torch.stack((value_N.view(torch.int32), index_N.int()), -1)
+        all_N2S = self.all_gather(mine_N2).view(len(index_N), self.size, 2).mT
+        value_NS = all_N2S[:, 0].contiguous().view(torch.float32)
+        value_NS = torch.where(value_NS.isnan(), float("-inf"), value_NS)
+        wins_NS = value_NS == value_NS.amax(-1, keepdim=True)
+        return torch.where(wins_NS, all_N2S[:, 1].long(), 2**31).amin(-1)
+
     @abstractmethod
     def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor: ...
 

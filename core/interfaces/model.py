@@ -224,3 +224,8 @@ class Model(ABC):
     @abstractmethod
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
         """Full-vocabulary logits_BV, equal on every rank: float32, or the model's dtype, which sampling then widens."""
+
+    def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The columns of `logits` that this rank computes, at least one, and the token of the first. With the default,
+        all of them, draws gather the whole vocabulary on every rank; with less, one candidate of each rank."""
+        return self.logits(states_BC), 0

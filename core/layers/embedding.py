@@ -57,10 +57,20 @@ class LMHead:
         self.bias_V = None if bias is None else torch.zeros_like(table.weight_VC[:, 0])
 
     def __call__(self, states_BC: torch.Tensor) -> torch.Tensor:
-        logits_BV = matmul(states_BC, self.table.weight_VC, self.bias_V)
+        logits_BV = self._product(states_BC)
         if self.table.collective.size > 1:
             logits_BV = self.table.collective.all_gather(logits_BV)[..., : self.table.vocab]
         return logits_BV
+
+    def local(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Model.local_logits."""
+        table = self.table
+        if len(table.weight_VC) * (table.collective.size - 1) >= table.vocab:  # Of one rank, or the last one has none.
+            return self(states_BC), 0
+        return self._product(states_BC)[:, : table.stop - table.start], table.start
+
+    def _product(self, states_BC: torch.Tensor) -> torch.Tensor:
+        return matmul(states_BC, self.table.weight_VC, self.bias_V)
 
     def weights(self) -> Iterator[Weight]:
         """The bias alone: the table lists its own."""

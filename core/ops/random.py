@@ -42,17 +42,21 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def uniform(key_N: torch.Tensor, position_N: torch.Tensor, purpose: Purpose, columns: int) -> torch.Tensor:
-    """float32 [N, columns] in (0, 1), never 0 or 1: 23 random bits plus a half."""
+def uniform(
+    key_N: torch.Tensor, position_N: torch.Tensor, purpose: Purpose, columns: int, first: int = 0
+) -> torch.Tensor:
+    """float32 [N, columns] in (0, 1), never 0 or 1: 23 random bits plus a half. Of the columns from `first` on."""
     low, high = key_N & MASK, key_N >> 32
     place = (position_N.long() * 0x9E3779B1 + int(purpose) * 0x7F4A7C15) & MASK
     a = _mix(_mix(low) ^ place)
     b = _mix((_mix(high ^ 0x5BD1E995) + place) & MASK)
-    index = torch.arange(columns, device=key_N.device, dtype=torch.int64) * 0x9E3779B9
+    index = torch.arange(first, first + columns, device=key_N.device, dtype=torch.int64) * 0x9E3779B9
     bits = _mix(_mix((a[:, None] + index) & MASK) ^ b[:, None])
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
-def gumbel(key_N: torch.Tensor, position_N: torch.Tensor, purpose: Purpose, columns: int) -> torch.Tensor:
+def gumbel(
+    key_N: torch.Tensor, position_N: torch.Tensor, purpose: Purpose, columns: int, first: int = 0
+) -> torch.Tensor:
     """Standard Gumbel noise: argmax(log p + gumbel) is a draw from p (the Gumbel-max trick)."""
-    return -torch.log(-torch.log(uniform(key_N, position_N, purpose, columns)))
+    return -torch.log(-torch.log(uniform(key_N, position_N, purpose, columns, first)))

@@ -214,30 +214,45 @@ def draw(
     `random` = some temperature is not 0. position_N counts the tokens before the one drawn. Of equal logits the first
     wins. Logits may be of any float dtype and are compared in float32.
     """
-    if logits_NV.is_cuda:
-        from dovetail.core.ops.kernels.step import draw_triton
-
-        return draw_triton(logits_NV, position_N, temperature_N, key_N, random, least_N)
-    return draw_reference(logits_NV, position_N, temperature_N, key_N, random, least_N)
+    return best(logits_NV, position_N, temperature_N, key_N, random, least_N)[1]
 
 
-def draw_reference(
+def best(
     logits_NV: torch.Tensor,
     position_N: torch.Tensor,
     temperature_N: torch.Tensor,
     key_N: torch.Tensor,
     random: bool,
     least_N: torch.Tensor | None = None,
-) -> torch.Tensor:
-    logits_NV = logits_NV.float()
-    greedy_N = logits_NV.argmax(-1)
-    if not random:
-        return greedy_N
-    noise_NV = gumbel(key_N, position_N, Purpose.SAMPLE, logits_NV.shape[-1])
-    scaled_NV = scaled(logits_NV, temperature_N)
-    if least_N is not None:
-        scaled_NV = scaled_NV.masked_fill(scaled_NV < least_N[:, None], float("-inf"))
-    return torch.where(temperature_N > 0, (scaled_NV + noise_NV).argmax(-1), greedy_N)
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `draw`, of the part of the vocabulary that begins with token `first`: also what the winner won with, float32
+    [N]. The part whose winner has the most has the token that `draw` takes of the whole."""
+    if logits_NV.is_cuda:
+        from dovetail.core.ops.kernels.step import best_triton
+
+        return best_triton(logits_NV, position_N, temperature_N, key_N, random, least_N, first)
+    return best_reference(logits_NV, position_N, temperature_N, key_N, random, least_N, first)
+
+
+def best_reference(
+    logits_NV: torch.Tensor,
+    position_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    key_N: torch.Tensor,
+    random: bool,
+    least_N: torch.Tensor | None = None,
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    score_NV = logits_NV.float()
+    if random:
+        scaled_NV = scaled(score_NV, temperature_N)
+        if least_N is not None:
+            scaled_NV = scaled_NV.masked_fill(scaled_NV < least_N[:, None], float("-inf"))
+        noise_NV = gumbel(key_N, position_N, Purpose.SAMPLE, score_NV.shape[-1], first)
+        score_NV = torch.where((temperature_N > 0)[:, None], scaled_NV + noise_NV, score_NV)
+    token_N = score_NV.argmax(-1)
+    return score_NV.gather(-1, token_N[:, None]).squeeze(-1), token_N + first
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,30 @@ class CollectiveContract:
             collective.barrier()
             return came, time.monotonic()
 
+    def test_argmax_takes_the_largest_and_of_equals_the_first(self) -> None:
+        found = self.on_ranks(self._argmax)
+        assert all(other == found[0] for other in found), f"ranks disagree: {found}"
+
+    def _argmax(self, rank: int, size: int, address: str) -> list[list[int]]:
+        found = []
+        inf, nan = float("inf"), float("nan")
+        with self.connected(rank, size, address) as collective:
+            for rows in (1, 5, 300):
+                value = torch.stack([values(r, (rows,), torch.float32, rows).round(decimals=1) for r in range(size)])
+                value[:, : rows // 2] = value[0, : rows // 2]
+                value[0, 0], value[-1, 0] = nan, -inf
+                # In no order of ranks, under 2^31.
+                index = torch.stack([(torch.arange(rows) * 7919 + 100_003 * (size - r)) % 2**31 for r in range(size)])
+                ranked = value.nan_to_num(nan=-inf, neginf=-inf)
+                wins = ranked == ranked.amax(0)
+                expected = torch.where(wins, index, 2**31).amin(0).tolist()
+                given = value[rank].to(self.device), index[rank].to(self.device)
+                out = collective.argmax(*given)
+                assert out.dtype == torch.int64
+                assert out.tolist() == expected, f"argmax of {value} at {index}: {out}, not {expected}"
+                found.append(out.tolist())
+        return found
+
     # The edge between two blocks.
 
     def test_boundary_reduces_adds_and_norms(self) -> None:

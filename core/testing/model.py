@@ -345,6 +345,25 @@ class ModelContract:
                 assert same_bits(got, by_rank[0]), "two ranks have different logits"
                 assert_near(got, expected, self.tolerance, f"logits over {size} ranks")
 
+    def test_local_logits_are_its_columns(self) -> None:
+        """Side by side they are the whole, each rank's at the place that it says."""
+        drawn = torch.randn(5, self.spec().hidden, generator=torch.Generator().manual_seed(4))
+
+        def work(collective: Collective) -> tuple[torch.Tensor, torch.Tensor, int]:
+            model = self._model(collective=collective)
+            states = drawn.to(model.build.device, model.build.dtype)
+            with torch.inference_mode():
+                return (model.logits(states), *model.local_logits(states))
+
+        for size in (1, *self._ranks()):
+            covered = torch.zeros(self.spec().vocab, dtype=torch.bool)
+            for logits, local, first in on_threads(size, work):
+                place = slice(first, first + local.shape[1])
+                assert local.shape[1], "a rank without logits has nothing to draw from"
+                assert_near(local, logits[:, place], self.tolerance, f"local_logits over {size} ranks")
+                covered[place] = True
+            assert covered.all(), f"no rank of {size} has logits of token {int((~covered).nonzero()[0])}"
+
     def test_load_takes_weights_in_any_order(self) -> None:
         weights, tokens = self._weights(), self._tokens(12)
         found = []

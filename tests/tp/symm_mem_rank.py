@@ -24,6 +24,7 @@ FLAT = (2, 3 * SMALL_ROW + 2, 2 * BOXES * SMALL_ROW + 2, 5 * LARGE_ROW + 10)
 """Values of flat sums: less than a row, several rows with a rest, more rows than programs."""
 ROWS = (1, 3, 9)
 COLUMNS = 96
+CANDIDATES = (1, 600)
 DTYPES = (torch.float32, torch.float16)
 
 
@@ -69,6 +70,14 @@ def summand(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
     return torch.where(torch.rand(shape, generator=generator) < 0.5, -0.0, x).to(dtype)
 
 
+def candidates(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values, many of them equal, and indices."""
+    generator = torch.Generator().manual_seed(rank)
+    value = torch.randint(-2, 3, (rows,), generator=generator).float()
+    value[0] = float("nan") if rank else float("-inf")
+    return value, torch.arange(rows) * 100 + (rank * 37 + 50) % 100
+
+
 def main(rank: int, size: int, folder: Path) -> None:
     mend_interpreter()
     kernels.fence = lambda: None  # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
@@ -91,6 +100,8 @@ def main(rank: int, size: int, folder: Path) -> None:
     x, after = summand(rank, (3, COLUMNS), torch.float32), None
     bundle, after = reducer.boundary(x, None, torch.ones(COLUMNS), EPS, (PLAIN,), "one_shot")
     out["no residual",] = after
+    for rows in CANDIDATES:
+        out["argmax", rows] = reducer.argmax(*candidates(rank, rows))
     torch.save(out, folder / f"{rank}.pt")
     # Nothing is left in a mailbox, and a word is never waited for again once a rank has died.
     (folder / f"done{rank}").touch()

@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("no Triton for this platform", allow_module_level=True)
 
 import symm_mem_rank
-from symm_mem_rank import BOXES, COLUMNS, DTYPES, EMPTY, EPS, FLAT, ROWS, summand
+from symm_mem_rank import BOXES, CANDIDATES, COLUMNS, DTYPES, EMPTY, EPS, FLAT, ROWS, candidates, summand
 
 from dovetail.core.interfaces import PLAIN
 from dovetail.core.ops.norm import rms_norm_reference
@@ -80,6 +80,14 @@ def test_a_boundary_is_the_sum_the_residual_and_the_norm(results: Results, algor
         torch.testing.assert_close(found["plain"], bundle[PLAIN].values, **close)
         torch.testing.assert_close(found["scale"], bundle[INT8_TOKEN].scale, rtol=2e-3, atol=0)
         assert (found["int8"].int() - bundle[INT8_TOKEN].values.int()).abs().max() <= 1
+
+
+def test_argmax_takes_the_largest_and_of_equals_the_least_index(results: Results) -> None:
+    for rows in CANDIDATES:
+        value, index = (torch.stack(each) for each in zip(*(candidates(r, rows) for r in range(SIZE)), strict=True))
+        value = value.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+        expected = torch.where(value == value.amax(0), index, 2**31).amin(0)
+        assert torch.equal(results[0]["argmax", rows], expected)
 
 
 def test_a_boundary_without_residual_returns_the_sum(results: Results) -> None:

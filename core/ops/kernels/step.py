@@ -239,11 +239,12 @@ def _draw_parts(
     index_ptr,
     V,
     share,
+    first,
     PURPOSE: tl.constexpr,
     RANDOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, part): the best of `share` logits."""
+    """Program (row, part): the best of `share` logits, the first of all being that of token `first`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     begin = part * share
@@ -269,7 +270,7 @@ def _draw_parts(
         x = tl.load(logits_ptr + row * V + column, mask=ok, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))  # NaN never wins.
         if RANDOM:
-            bits = _mix(_mix(a + column.to(tl.uint32) * 0x9E3779B9) ^ b)
+            bits = _mix(_mix(a + (first + column).to(tl.uint32) * 0x9E3779B9) ^ b)
             uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
             noise = -tl.log(-tl.log(uniform))
             # Division as in core.ops.kernels.filters, or the bound would miss its own logit.
@@ -278,35 +279,38 @@ def _draw_parts(
             x = tl.where(temperature > 0, y, x)
         better = ok & ((x > best) | (at == 2147483647))
         best = tl.where(better, x, best)
-        at = tl.where(better, column, at)
+        at = tl.where(better, first + column, at)
     value, index = tl.reduce((best, at), 0, _better)
     tl.store(value_ptr + row * tl.num_programs(1) + part, value)
     tl.store(index_ptr + row * tl.num_programs(1) + part, index)
 
 
 @triton.jit
-def _draw_join(value_ptr, index_ptr, out_ptr, PARTS, BLOCK: tl.constexpr):
+def _draw_join(value_ptr, index_ptr, best_ptr, out_ptr, PARTS, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(value_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
     index = tl.load(index_ptr + row * PARTS + part, mask=part < PARTS, other=2147483647)
-    _, index = tl.reduce((value, index), 0, _better)
+    value, index = tl.reduce((value, index), 0, _better)
+    tl.store(best_ptr + row, value)
     tl.store(out_ptr + row, index.to(tl.int64))
 
 
-def draw_triton(
+def best_triton(
     logits_NV: torch.Tensor,
     position_N: torch.Tensor,
     temperature_N: torch.Tensor,
     key_N: torch.Tensor,
     random: bool,
     least_N: torch.Tensor | None = None,
-) -> torch.Tensor:
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits_NV = logits_NV.contiguous()
     rows, vocab = logits_NV.shape
+    best_N = torch.empty(rows, device=logits_NV.device)
     out_N = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
     if not rows:
-        return out_N
+        return best_N, out_N
     parts = max(1, min(triton.cdiv(vocab, VOCAB_BLOCK), PROGRAMS // rows))
     share = triton.cdiv(triton.cdiv(vocab, parts), VOCAB_BLOCK) * VOCAB_BLOCK
     parts = triton.cdiv(vocab, share)
@@ -322,13 +326,14 @@ def draw_triton(
         index,
         vocab,
         share,
+        first,
         PURPOSE=int(Purpose.SAMPLE),
         RANDOM=random,
         BLOCK=VOCAB_BLOCK,
         num_warps=4,
     )
-    _draw_join[(rows,)](value, index, out_N, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
-    return out_N
+    _draw_join[(rows,)](value, index, best_N, out_N, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+    return best_N, out_N
 
 
 @triton.jit

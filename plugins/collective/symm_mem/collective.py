@@ -85,6 +85,12 @@ class SymmMemCollective(NcclCollective):
             return norm(NcclCollective.all_reduce(self, x.values), residual, emit)
         return self.reducer.boundary(x.values, residual, norm.weight, norm.eps, emit, algorithm)
 
+    def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+        if self.size == 1 or not 0 < len(index_N) <= self.reducer.most_argmax:
+            return super().argmax(value_N, index_N)
+        self._check()
+        return self.reducer.argmax(value_N.contiguous(), index_N.contiguous())
+
     def abort(self) -> None:
         self._dead = True
         if self.reducer is not None:

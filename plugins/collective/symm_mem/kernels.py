@@ -235,6 +235,61 @@ def one_shot(
 
 
 @triton.jit
+def choose(
+    value_ptr,
+    index_ptr,
+    out_ptr,
+    peers_ptr,
+    mail_ptr,
+    turn_ptr,
+    stop_ptr,
+    rank,
+    rows,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of each row the index of the rank with the largest value, of equals the least. Through the boxes of one_shot."""
+    announce(PDL)
+    program = tl.program_id(0)
+    place = tl.arange(0, BLOCK)
+    row = program * BLOCK + place
+    inside = row < rows
+    wait(PDL)
+    turn = tl.load(turn_ptr + program)
+    box = (program * 2 + turn) * (WORLD * _BOX) + place
+    value = tl.load(value_ptr + row, mask=inside, other=0.0)
+    value = tl.where(value == value, value, float("-inf"))
+    index = tl.load(index_ptr + row, mask=inside, other=0).to(tl.int32)
+    send(value.to(tl.int32, bitcast=True), box + rank * _BOX, inside, peers_ptr, rank, WORLD)
+    send(index, box + rank * _BOX + BLOCK, inside, peers_ptr, rank, WORLD)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    at = tl.full((BLOCK,), 2147483647, tl.int32)
+    waiting = tl.full((), 1, tl.int32)
+    while waiting > 0:
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        at = tl.full((BLOCK,), 2147483647, tl.int32)
+        missing = tl.zeros_like(place)
+        for source in tl.static_range(WORLD):
+            bits = tl.load(mail_ptr + box + source * _BOX, mask=inside, other=0, volatile=True)
+            candidate = tl.load(mail_ptr + box + source * _BOX + BLOCK, mask=inside, other=0, volatile=True)
+            missing = missing | ((bits == _EMPTY) | (candidate == _EMPTY)).to(tl.int32)
+            score = bits.to(tl.float32, bitcast=True)
+            wins = (score > best) | ((score == best) & (candidate < at))
+            best = tl.where(wins, score, best)
+            at = tl.where(wins, candidate, at)
+        go_on = (tl.load(stop_ptr, volatile=True) == 0).to(tl.int32)
+        waiting = tl.max(missing * go_on, axis=0)
+    tl.debug_barrier()
+    nothing = tl.full((BLOCK,), _EMPTY, tl.int32)
+    for source in tl.static_range(WORLD):
+        tl.store(mail_ptr + box + source * _BOX, nothing, mask=inside)
+        tl.store(mail_ptr + box + source * _BOX + BLOCK, nothing, mask=inside)
+    tl.store(turn_ptr + program, 1 - turn)
+    tl.store(out_ptr + row, at.to(tl.int64), mask=inside)
+
+
+@triton.jit
 def two_shot(
     x_ptr,
     out_ptr,

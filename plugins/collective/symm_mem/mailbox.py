@@ -25,12 +25,13 @@ _EXCHANGE = timedelta(seconds=60)
 class Mailbox:
     """Written by kernels of all ranks, except where it says otherwise."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
         self.boxes: int = torch.cuda.get_device_properties(device).multi_processor_count
         """Of each kind: as many programs of one launch as are certain to be resident."""
         one_shot, two_shot = (self.boxes * 2 * size * BOX_WORDS, self.boxes * 2 * 2 * BOX_WORDS)
         # The kernels need no multicast object, which takes a fabric manager to make.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        patience = store.timeout
         name, group = _group(rank, size, store)
         try:
             memory = _SymmetricMemory.empty_strided_p2p((one_shot + two_shot,), (1,), torch.int32, device, name)
@@ -45,6 +46,8 @@ class Mailbox:
                     "must be GPUs of one host with peer access to each other: choose collective=nccl"
                 ]
             ) from error
+        finally:
+            store.set_timeout(patience)
         self._keep = memory, handle, group
         self.one_shot, self.two_shot = memory[:one_shot], memory[one_shot:]
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64)
@@ -66,7 +69,7 @@ class Mailbox:
             self.stopped.copy_(self._one, non_blocking=True)
 
 
-def _group(rank: int, size: int, store: dist.Store) -> tuple[Any, dist.ProcessGroup]:
+def _group(rank: int, size: int, store: Any) -> tuple[Any, dist.ProcessGroup]:
     """A name that leads torch's symmetric memory to the store, and what to keep while it shall. Some versions look for
     it in a table of their own, others in that of process groups, which holds none of them alive."""
     store.set_timeout(_EXCHANGE)

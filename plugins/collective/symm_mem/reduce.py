@@ -14,7 +14,7 @@ from dovetail.core.interfaces import ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import Target, collect
 from dovetail.core.ops.kernels.launch import dependent
-from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, one_shot, two_shot
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, choose, one_shot, two_shot
 from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
 
 WORD = 4
@@ -22,6 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL_ROW, LARGE_ROW = 1024, 4096
 """Words that a flat tensor is cut into, where those make enough programs and where not. One size more would be one
 kernel more to compile."""
+ROWS = 256
+"""Of argmax, that one program takes."""
 PARTS = 4
 """Programs that send a row in one_shot, while there are few rows."""
 
@@ -29,6 +31,7 @@ PARTS = 4
 class Reducer:
     def __init__(self, mail: Mailbox, rank: int, size: int) -> None:
         self.mail, self.rank, self.size = mail, rank, size
+        self.most_argmax = mail.boxes * ROWS
 
     def serves(self, x: torch.Tensor) -> bool:
         return x.dtype in DTYPES and 0 < x.nbytes < 2**31 and x.nbytes % WORD == 0
@@ -82,6 +85,27 @@ class Reducer:
         else:
             self._two_shot(x_TC, summed, words, row, fused)
         return collect(emit, plan.rest, plain, target), summed
+
+    def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+        """Collective.argmax."""
+        mail, rows = self.mail, len(index_N)
+        out_N = torch.empty_like(index_N)
+        choose[(triton.cdiv(rows, ROWS),)](
+            value_N,
+            index_N,
+            out_N,
+            peers_ptr=mail.one_shot_peers,
+            mail_ptr=mail.one_shot,
+            turn_ptr=mail.one_shot_turns,
+            stop_ptr=mail.stopped,
+            rank=self.rank,
+            rows=rows,
+            WORLD=self.size,
+            BLOCK=ROWS,
+            num_warps=4,
+            **dependent(value_N),
+        )
+        return out_N
 
     # Launches.
 

@@ -240,6 +240,9 @@ class Llama(Model):
         assert self.head is not None
         return self.head(states_BC)
 
+    def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return self.head.local(states_BC)
+
     def _linears(self) -> Iterator[Linear]:
         for block in self.blocks:
             yield from (block.attention.qkv, block.attention.o, block.mlp.up, block.mlp.down)

@@ -83,6 +83,11 @@ class RepeatsItself(Sound):
         return total
 
 
+class TakesTheLastOfEquals(Sound):
+    def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+        return -super().argmax(value_N, -index_N)
+
+
 class SumsWhatIsWhole(Sound):
     def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
         return super().reduce(x if isinstance(x, Partial) else Partial(x))
@@ -177,6 +182,7 @@ BROKEN: dict[type[Collective], str] = {
     HasOneRoot: "test_broadcast_from_each_root",
     GreetsOnce: "test_nobody_leaves_a_barrier_before_all_have_come",
     RepeatsItself: "test_calls_answer_each_other_in_order",
+    TakesTheLastOfEquals: "test_argmax_takes_the_largest_and_of_equals_the_first",
     SumsWhatIsWhole: "test_boundary_reduces_adds_and_norms",
     ForgetsTheResidual: "test_boundary_reduces_adds_and_norms",
     NormsBeforeItSums: "test_boundary_reduces_adds_and_norms",

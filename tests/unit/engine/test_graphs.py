@@ -175,9 +175,9 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int) -> tuple[li
         if graphs:
             draw = runner.graphs.draw
 
-            def drawn(rows: int, random: bool) -> Any:
+            def drawn(rows: int, random: bool, filtered: bool) -> Any:
                 kinds["random draw"] += random
-                return draw(rows, random)
+                return draw(rows, random, filtered)
 
             runner.graphs.draw = drawn
         filters = [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.5, "seed": 8}, {}]

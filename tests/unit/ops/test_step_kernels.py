@@ -15,7 +15,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from dovetail.core.ops.kernels.filters import least_kept_triton  # noqa: E402
 from dovetail.core.ops.kernels.step import (  # noqa: E402
     accept_triton,
-    draw_triton,
+    best_triton,
     gather_samples_triton,
     lay_out_pages_triton,
     lay_out_tokens_triton,
@@ -24,7 +24,7 @@ from dovetail.core.ops.random import Purpose, gumbel  # noqa: E402
 from dovetail.core.ops.step import (  # noqa: E402
     SampleInputs,
     accept_reference,
-    draw_reference,
+    best_reference,
     gather_samples_reference,
     lay_out_pages_reference,
     lay_out_tokens_reference,
@@ -81,14 +81,28 @@ def test_greedy_draw_takes_the_first_of_the_largest(dtype, rows, vocab):
     logits[:, vocab // 2] = logits[:, 1] = logits.max() + 1
     logits[0, 0] = float("nan")
     zero = torch.zeros(rows, device=DEVICE)
-    got = draw_triton(logits, zero.long(), zero, zero.long(), False)
+    _, got = best_triton(logits, zero.long(), zero, zero.long(), False)
     assert got.tolist() == [1] * rows
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_the_best_of_the_parts_is_the_best_of_all(random):
+    rows, vocab, parts = 6, 3001, ((0, 700), (700, 2999), (2999, 3001))
+    logits = torch.randn(rows, vocab, device=DEVICE).bfloat16()  # with equal ones
+    key, position = torch.randint(1 << 62, (2, rows), device=DEVICE)
+    given = position, torch.full((rows,), 0.7, device=DEVICE), key, random
+    for function in (best_triton, best_reference):
+        value, token = function(logits, *given)
+        found = [function(logits[:, start:stop], *given, None, start) for start, stop in parts]
+        values, tokens = (torch.stack(each) for each in zip(*found, strict=True))
+        assert torch.equal(values.amax(0), value)
+        assert torch.equal(torch.where(values == value, tokens, vocab).amin(0), token)
 
 
 def test_a_row_of_nan_draws_some_token():
     logits = torch.full((2, 3000), float("nan"), device=DEVICE)
     zero = torch.zeros(2, device=DEVICE)
-    got = draw_triton(logits, zero.long(), zero, zero.long(), False)
+    _, got = best_triton(logits, zero.long(), zero, zero.long(), False)
     assert ((got >= 0) & (got < 3000)).all()
 
 
@@ -98,8 +112,8 @@ def test_random_draws_are_the_reference_s():
     temperature = torch.tensor([0.0, 0.5, 1.0, 2.0] * 2, device=DEVICE)
     key = torch.randint(1 << 62, (rows,), device=DEVICE)
     position = torch.randint(1 << 20, (rows,), device=DEVICE)
-    got = draw_triton(logits, position, temperature, key, True)
-    want = draw_reference(logits, position, temperature, key, True)
+    _, got = best_triton(logits, position, temperature, key, True)
+    _, want = best_reference(logits, position, temperature, key, True)
     noise = gumbel(key, position, Purpose.SAMPLE, vocab)
     score = torch.where(temperature[:, None] > 0, logits / temperature.clamp_min(1e-9)[:, None] + noise, logits)
     # The two may differ where the best are equal up to the logarithm's rounding.
@@ -140,7 +154,7 @@ def test_a_filtered_draw_is_one_of_those_kept():
     best = logits.topk(3, dim=-1).indices
     for position in range(4):
         at = torch.full((rows,), position, device=DEVICE)
-        got = draw_triton(logits, at, one, torch.arange(rows, device=DEVICE) * 7919, True, least)
+        _, got = best_triton(logits, at, one, torch.arange(rows, device=DEVICE) * 7919, True, least)
         assert (best == got[:, None]).any(1).all()
 
 
