@@ -1,5 +1,6 @@
 """All-reduce on the GPUs of one host: each algorithm of collective=symm_mem beside NCCL, in CUDA graphs, first checked
 against a sum in float32, then timed. `boundary` is what a layer pays: sum, residual, RMSNorm, E4M3 by token.
+`argmax` is how ranks agree on a token.
 
     python benchmarks/allreduce.py                       # all GPUs
     python benchmarks/allreduce.py --ranks 2 --columns 8192 --out benchmarks/results/allreduce_x2.json
@@ -24,12 +25,19 @@ from typing import Any
 
 ROWS = (1, 4, 16, 64, 256, 2048, 8192)
 ALGORITHMS = ("nccl", "one_shot", "two_shot")
-KINDS = ("sum", "boundary")
+KINDS = ("sum", "boundary", "argmax")
 EPS = 1e-5
 
 
 def cases(columns: list[int]) -> list[tuple[int, str, str, int]]:
-    return [(c, kind, name, rows) for c in columns for kind in KINDS for name in ALGORITHMS for rows in ROWS]
+    rows_of = {"argmax": [rows for rows in ROWS if rows <= 256]}
+    return [
+        (c, kind, name, rows)
+        for c in columns
+        for kind in KINDS[: 3 if c == columns[0] else 2]
+        for name in ALGORITHMS[: 2 if kind == "argmax" else 3]
+        for rows in rows_of.get(kind, ROWS)
+    ]
 
 
 # A rank.
@@ -55,7 +63,11 @@ def run_rank(rank: int, size: int, address: str, todo: list[list[Any]]) -> None:
             if rank == 0:
                 _tell({"begin": case})
             try:
-                found = _case(collective, columns, kind, name, rows)
+                found = (
+                    _argmax(collective, name, rows)
+                    if kind == "argmax"
+                    else _case(collective, columns, kind, name, rows)
+                )
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-1500:]}
             if rank == 0 or "error" in found:
@@ -137,6 +149,38 @@ def _case(collective: Any, columns: int, kind: str, name: str, rows: int) -> dic
     else:
         x_TC.copy_(kept)
         check_boundary(*boundary())
+    return {"us": round(seconds * 1e6, 2)}
+
+
+def _argmax(collective: Any, name: str, rows: int) -> dict[str, Any]:
+    import torch
+
+    from dovetail.core.interfaces import Collective
+    from dovetail.plugins.collective.nccl import NcclCollective
+    from dovetail.plugins.collective.symm_mem.choice import measure
+
+    device, rank = collective._device, collective.rank
+    generator = torch.Generator(device).manual_seed(1000 * rows + rank)
+    # Few values, so that many are equal.
+    value_N = torch.randint(0, 5, (rows,), device=device, generator=generator).float()
+    index_N = torch.arange(rows, device=device) + rank * 16032
+
+    def call() -> torch.Tensor:
+        if name == "nccl":
+            return Collective.argmax(collective, value_N, index_N)
+        return collective.reducer.argmax(value_N, index_N)
+
+    def check() -> None:
+        values = NcclCollective.all_gather(collective, value_N[:, None])
+        indices = NcclCollective.all_gather(collective, index_N[:, None])
+        wins = values == values.amax(-1, keepdim=True)
+        if not torch.equal(call(), torch.where(wins, indices, 2**31).amin(-1)):
+            raise ValueError("not the index of the largest value")
+
+    for _ in range(5):
+        check()
+    seconds = measure(call)
+    check()
     return {"us": round(seconds * 1e6, 2)}
 
 
@@ -223,7 +267,9 @@ def _show(what: dict[str, Any]) -> None:
 def table(told: list[dict[str, Any]], columns: int, kind: str) -> str:
     found = {tuple(w["case"].values())[2:]: w for w in told if "case" in w and w["case"]["columns"] == columns
              and w["case"]["kind"] == kind and w["rank"] <= 0}  # fmt: skip
-    lines = [f"{kind}, {columns} columns, us" + "".join(f"{rows:>9}" for rows in ROWS)]
+    if not found:
+        return ""
+    lines = [f"{kind}, {columns} columns, us".ljust(26) + "".join(f"{rows:>9}" for rows in ROWS)]
     for name in ALGORITHMS:
         cells = [found.get((name, rows), {}) for rows in ROWS]
         lines.append(f"{name:<26}" + "".join(f"{c['us']:>9.1f}" if "us" in c else f"{'-':>9}" for c in cells))
@@ -251,7 +297,7 @@ def main() -> None:
     told = run(size, cases(args.columns), args.patience)
     for columns in args.columns:
         for kind in KINDS:
-            print(table(told, columns, kind))
+            print(table(told, columns, kind), end="\n\n")
     print(f"{size} GPUs, {time.perf_counter() - began:.0f} s")
     if args.out is not None:
         record = {"ranks": size, "torch": torch.__version__, "told": [what for what in told if "begin" not in what]}
