@@ -49,10 +49,10 @@ def read_config(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"model.path={path}: no config.json in {folder}. Set model.path=<a Hugging Face model folder>"
         )
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():
-        said = _read_json(generation)
+        said = read_json(generation)
         config |= {key: said[key] for key in ("eos_token_id", "bos_token_id") if said.get(key) is not None}
     return config
 
@@ -61,7 +61,7 @@ def open_weights(path: str) -> WeightSource:
     """Every tensor of the folder, file by file. Raises ConfigError for missing, pickled or misplaced files."""
     folder = resolve(path)
     for file, names in _files(folder, path):
-        reader = _open(file)
+        reader = open_safetensors(file)
         held = set(reader.keys())
         if names is not None and (absent := sorted(set(names) - held)):
             raise ConfigError(f"{file}: {_INDEX} promises {len(absent)} tensors that it lacks, first {absent[0]!r}")
@@ -102,7 +102,7 @@ def _files(folder: Path, path: str) -> list[tuple[Path, list[str] | None]]:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigError(f"{index}: no weight_map")
     for name, file in weight_map.items():
@@ -123,7 +123,8 @@ def _is_inside(name: str) -> bool:
     return bool(name) and not outside
 
 
-def _open(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
+    """Its `keys()` and `get_slice(name)`, a LazyTensor. Raises ConfigError."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -132,7 +133,8 @@ def _open(file: Path) -> Any:
         raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Raises ConfigError unless the file holds an object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -8,6 +8,7 @@ from dovetail.core.compose import Component, hookimpl
 
 # Each is a package here whose __init__ has COMPONENTS and imports nothing heavy.
 _KINDS = (
+    "adapter",
     "app",
     "attention",
     "collective",

@@ -1,6 +1,47 @@
 """Shared by all tests."""
 
+from __future__ import annotations
+
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 # Tests share a machine; torch's own thread pool in each worker would only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def save_lora(tmp_path: Path) -> Callable[..., str]:
+    """save_lora("name", seed=1): a folder with a random LoRA of the bundled model, strong enough to change its
+    tokens."""
+
+    def save(name: str, *, seed: int, rank: int = 8, std: float = 0.25, **config: object) -> str:
+        import torch
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        from dovetail.core.checkpoint import resolve
+        from dovetail.core.compose import compose
+
+        base = resolve(compose(["model=tiny"]).part("model").config.path) / "model.safetensors"
+        random = torch.Generator().manual_seed(seed)
+        tensors = {}
+        with safe_open(base, "pt") as weights:
+            for tensor in weights.keys():
+                if tensor.endswith("_proj.weight"):
+                    outputs, inputs = weights.get_slice(tensor).get_shape()
+                    prefix = f"base_model.model.{tensor.removesuffix('.weight')}"
+                    for factor, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                        values = torch.randn(shape, generator=random) * std / shape[1] ** 0.5
+                        tensors[f"{prefix}.lora_{factor}.weight"] = values
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        stated = {"peft_type": "LORA", "r": rank, "lora_alpha": 4 * rank, "target_modules": "all-linear", **config}
+        (folder / "adapter_config.json").write_text(json.dumps(stated))
+        return str(folder)
+
+    return save

@@ -36,6 +36,7 @@ KINDS: dict[str, Kind] = {
         _kind("kv_cache", "one", "KVAllocator", "who owns which KV page, and what is reused"),
         _kind("attention", "one", "AttentionBackend", "writes keys and values to pages and attends over them"),
         _kind("quant", "one", "Quantizer", "the number format of weights, activations and KV"),
+        _kind("adapter", "one", "Adapters", "changes to linear layers that requests choose by name"),
         _kind("spec_decode", "one", "Drafter", "proposes tokens that the model then verifies"),
         _kind("executor", "one", "Executor", "runs plans on one or many ranks"),
         _kind("router", "one", "Router", "which data-parallel replica runs a request"),

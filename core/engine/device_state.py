@@ -40,6 +40,11 @@ class SlotInfo:
         return self.blob.request.params
 
     @property
+    def adapter(self) -> int:
+        """Its adapter's slot; -1 = none."""
+        return self.blob.adapter
+
+    @property
     def processors(self) -> tuple[str, ...]:
         """Logits processors it wants."""
         return self.blob.request.processors
@@ -64,6 +69,8 @@ class DeviceState:
         self.top_k_S = torch.zeros(rows, dtype=torch.int64, device=device)
         self.top_p_S = torch.ones(rows, device=device)
         self.min_p_S = torch.zeros(rows, device=device)
+        self.adapter_S = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        """Slot of its adapter; -1 = none."""
         self.tables: dict[int, torch.Tensor] = {}
         """group -> int32 [S + 1, P]; unset entries point at the scratch page 0."""
         for group in groups:
@@ -90,6 +97,7 @@ class DeviceState:
             scalars += (join.slot, join.computed, len(request.prompt_ids))
             scalars += (sequence_key(self.seed, request, info.blob.sample), params.top_k)
             scalars += (float_bits(params.temperature), float_bits(params.top_p), float_bits(params.min_p))
+            scalars.append(info.adapter)
         # The last entry of a place stands: a hit's page may be replaced by its copy in the same plan, and a GPU writes
         # both in any order.
         entries: dict[int, dict[tuple[int, int], int]] = {}
@@ -109,7 +117,9 @@ class DeviceState:
         return sent[len(groups) + len(joined) :]
 
     def _join(self, scalars_JN: torch.Tensor, plan: StepPlan, tokens: Seq[torch.Tensor]) -> None:
-        slots_J, computed_J, prompt_len_J, key_J, top_k_J, temperature_J, top_p_J, min_p_J = scalars_JN.unbind(1)
+        slots_J, computed_J, prompt_len_J, key_J, top_k_J, temperature_J, top_p_J, min_p_J, adapter_J = (
+            scalars_JN.unbind(1)
+        )
         self.computed_S[slots_J] = computed_J
         self.drafts_S.index_fill_(0, slots_J, 0)
         self.prompt_len_S[slots_J] = prompt_len_J
@@ -118,6 +128,7 @@ class DeviceState:
         self.temperature_S[slots_J] = floats(temperature_J)
         self.top_p_S[slots_J] = floats(top_p_J)
         self.min_p_S[slots_J] = floats(min_p_J)
+        self.adapter_S[slots_J] = adapter_J.int()
         for table in self.tables.values():
             table.index_fill_(0, slots_J, 0)
         for join, ids in zip(plan.joins, tokens, strict=True):

@@ -37,7 +37,7 @@ from dovetail.core.interfaces import (
     StepPlan,
 )
 
-VERSION = 3
+VERSION = 4
 PLAN_MAGIC, BLOB_MAGIC, LATE_MAGIC = b"DVTP", b"DVTB", b"DVTL"
 
 _PREFIX = struct.Struct("<4sHHII")
@@ -126,6 +126,7 @@ def encode_blob(uid: int, epoch: int, blob: JoinBlob) -> bytes:
         "uid": uid,
         "epoch": epoch,
         "sample": blob.sample,
+        "adapter": blob.adapter,
         "prompt": prompt,
         "request": fields,
         "params": request.params.model_dump(mode="json", exclude_defaults=True),
@@ -158,7 +159,7 @@ def decode_blob(data: bytes | memoryview) -> tuple[int, int, JoinBlob]:
         fields |= {name: tuple(fields[name]) for name in ("eos_ids", "processors")}
         params = SamplingParams.model_validate(header["params"])
         request = Request(prompt_ids=tokens[: header["prompt"]], params=params, **fields)
-        return header["uid"], header["epoch"], JoinBlob(tokens, request, header["sample"])
+        return header["uid"], header["epoch"], JoinBlob(tokens, request, header["sample"], header["adapter"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a blob's header does not fit this build: {type(error).__name__}: {error}") from error
 

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from dovetail.core.engine.adapters import AdapterTable
 from dovetail.core.engine.capacity import check_weights_fit
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.grammars import Ended, Grammars
 from dovetail.core.engine.intake import Intake
 from dovetail.core.engine.pooling import Pooler
-from dovetail.core.errors import CapabilityError
+from dovetail.core.errors import CapabilityError, RequestError
 from dovetail.core.interfaces import (
     Drafter,
     FinishReason,
@@ -133,6 +135,7 @@ class Engine:
                 engine.token_budget, engine.max_seqs, info.max_len, info.lookahead, engine.depth
             )
             self.scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
+            self._adapters = self._load_adapters()
             self.cost = bind_cost(composition, info.spec, info.device)
             self._host_drafter = self._build_host_drafter()
             self._intake = Intake(composition, info.spec, info.max_len)
@@ -142,6 +145,17 @@ class Engine:
         except BaseException:
             self.executor.shutdown()
             raise
+
+    def _load_adapters(self) -> AdapterTable | None:
+        if not self.info.adapter_slots:
+            return None
+        adapters = AdapterTable(self.executor, self.info.adapter_slots)
+        self.scheduler.resources = (adapters.slots,)
+        part = self.composition.part("adapter")
+        loading = [adapters.load(name, folder) for name, folder in part.target().initial(part.config).items()]
+        for future in loading:
+            future.result()
+        return adapters
 
     def _build_grammars(self) -> Grammars | None:
         composition, spec = self.composition, self.info.spec
@@ -217,18 +231,21 @@ class Engine:
         hints: Mapping[str, float] | None = None,
         pooling: Pooling | None = None,
         number: int | None = None,
+        adapter: str = "",
     ) -> list[Sequence]:
         """Queue a request; its n sequences. Raises RequestError for what can never run, PluginError where a logits
         processor fails on it. One with a grammar is queued once that is compiled; if it cannot be, the sequences' next
         events say why. With `pooling` the prompt is embedded, and nothing of params counts. `number`: rises from 0
         unless given; random draws depend on it, so who spreads requests over several engines numbers them all."""
+        key = self._adapter_table().key(adapter) if adapter else ""
         sequences = self._intake.sequences(
             prompt_ids,
             params,
             priority=priority,
             deadline=deadline,
             user=user,
-            cache_salt=cache_salt,
+            cache_salt=_salt(cache_salt, key),
+            adapter=key,
             hints=hints,
             pooling=pooling,
             number=number,
@@ -244,6 +261,29 @@ class Engine:
         if request.params.grammar is not None:
             self._grammars.add(sequences)
         return sequences
+
+    # Adapters.
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Those that requests may choose: name -> folder."""
+        return {} if self._adapters is None else self._adapters.names
+
+    def load_adapter(self, name: str, folder: str) -> Future[None]:
+        """Steps go on meanwhile. Raises RequestError, and so does the future where the folder does not fit."""
+        return self._adapter_table().load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that have it run to their end; new ones cannot choose it. RequestError for an unknown name."""
+        self._adapter_table().unload(name, self._used_adapters())
+
+    def _adapter_table(self) -> AdapterTable:
+        if self._adapters is None:
+            raise RequestError("adapter: this engine has none (adapter=none); adapter=lora serves some", status=404)
+        return self._adapters
+
+    def _used_adapters(self) -> set[str]:
+        return {seq.request.adapter for seq in self._sequences.values()}
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
         """End a sequence now, keeping keep_len tokens (a stop string ended there). Unknown uids are ignored."""
@@ -261,6 +301,8 @@ class Engine:
             return False
         self._prompt_logprobs.pop(uid, None)
         self._pooler.leave(uid)
+        if self._adapters is not None and self._adapters.leaving:
+            self._adapters.sweep(self._used_adapters())
         return self._grammars is None or not self._grammars.leave(uid)
 
     @property
@@ -300,7 +342,7 @@ class Engine:
         for seq in ready:
             self.scheduler.add(seq)
         for ended in refused:
-            del self._sequences[ended.uid]
+            self._forget(ended.uid)
             yield _event(ended)
 
     def _launch(self) -> bool:
@@ -323,7 +365,8 @@ class Engine:
         blobs = {}
         for join in plan.joins:
             seq = self._sequences[join.uid]
-            blobs[join.uid, join.epoch] = JoinBlob(tuple(seq.tokens), seq.request, seq.sample)
+            slot = self._adapter_slot(seq) if seq.request.adapter else -1
+            blobs[join.uid, join.epoch] = JoinBlob(tuple(seq.tokens), seq.request, seq.sample, slot)
             if seq.sample == 0 and seq.preemptions == 0:
                 self.counters.entered_tokens += seq.prompt_len
                 self.counters.cached_tokens += join.computed
@@ -333,6 +376,13 @@ class Engine:
         self.counters.submit_seconds += time.perf_counter() - decided
         self._launched.append(_Launched(plan, decided - began, late, bool(late)))
         return True
+
+    def _adapter_slot(self, seq: Sequence) -> int:
+        slot = self._adapters.slots.slot(seq.uid)
+        if slot < 0:
+            name = type(self.scheduler).__name__
+            raise RuntimeError(f"{name} let sequence {seq.uid} join, and it has not acquired its adapter's slot")
+        return slot
 
     def _mark_late(self, plan: StepPlan) -> dict[int, int]:
         late = {}
@@ -476,6 +526,11 @@ class Engine:
             observer.close()
         except Exception:
             log.exception("observer %s failed to close", name)
+
+
+def _salt(given: str, adapter: str) -> str:
+    """Of the prefix cache: an adapter's pages are its own, whatever salt a client gives."""
+    return f"{adapter}\0{given}" if adapter or "\0" in given else given
 
 
 def _event(ended: Ended) -> SequenceEvent:

@@ -1,5 +1,6 @@
 """Steps as CUDA graphs: the layers of decode steps, one graph per number of rows; those of mixed steps, which feed
-prompts too, one per number of tokens; and drawing, one per number of rows that sample, whatever ran the layers.
+prompts too, one per number of tokens; and drawing, one per number of rows that sample, whatever ran the layers. Where
+there are adapters, layers have a second set for steps of which some row has one: the others do not pay for them.
 
 They are replayed with nothing but the rows as input: everything else a step needs (lengths, tokens, page tables) they
 read from the device state. What a graph has to spare is padding: rows of the scratch slot, which is never written, rows
@@ -12,17 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from dovetail.core.engine.adapters import adapting
 from dovetail.core.engine.batch import DECODE, SAMPLE, Batch, lay_out, make_batch, row_starts
 from dovetail.core.engine.device_state import DeviceState
 from dovetail.core.engine.sampler import SampleParams, sample, sample_over_ranks
 from dovetail.core.engine.sampling_step import Sampled, advance_chunks, chunk_section, sampling_section
 from dovetail.core.interfaces import (
+    Adapters,
     AttentionBackend,
     ForwardContext,
     Hidden,
@@ -68,6 +71,8 @@ class Capacity:
     """Rows that feed prompts; 0 = the graph is for decode steps, whose rows feed W tokens each."""
     samples: int
     """Rows that sample."""
+    adapted: bool = False
+    """Rows may have adapters."""
 
     @property
     def rows(self) -> int:
@@ -123,6 +128,7 @@ class StepGraphs:
         most_rows: int,
         most_tokens: int,
         max_len: int,
+        adapters: Adapters | None = None,
     ) -> None:
         """`most_tokens`: of a mixed step that gets a graph; 0 = none does."""
         self.model, self.state, self.groups, self.attention = model, state, groups, attention
@@ -130,10 +136,13 @@ class StepGraphs:
         self.sizes = batch_sizes(most_rows)
         self.capacities = [Capacity(size * self.width, size, 0, size) for size in self.sizes]
         self.capacities += [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
+        self._adapters = adapters
+        if adapters is not None:
+            self.capacities += [replace(capacity, adapted=True) for capacity in self.capacities]
         build = model.build
         self._inputs = SampleInputs.empty(most_rows, self.width, build.spec.hidden, build.dtype, state.device)
         self._forward: list[ForwardGraph] = []
-        """Smallest first, within decode and mixed steps each."""
+        """Smallest first, within decode and mixed steps each, with adapters and without."""
         # One rank leaves filters to rows that are random; several would have to gather all logits for them.
         split = build.collective.size > 1
         self._kinds = [(False, False), (True, True), *([(True, False)] if split else [])]
@@ -201,14 +210,15 @@ class StepGraphs:
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, self.groups, self.attention)
         ctx = ForwardContext(tokens.positions_T, attn)
-        hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.taps)
+        with adapting(self._adapters if capacity.adapted else None, state.adapter_S, tokens.slots_T):
+            hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.taps)
         if capacity.chunks:
             advance_chunks(chunks_N, state)
         gather_samples(hidden.states, tokens.positions_T, samples_R3, self._inputs.first(capacity.samples))
         return tokens, hidden
 
-    def pick(self, rows: Seq[Row]) -> ForwardGraph | None:
-        """The smallest that serves such a step."""
+    def pick(self, rows: Seq[Row], adapted: bool = False) -> ForwardGraph | None:
+        """The smallest that serves such a step; `adapted`: some row has an adapter."""
         decodes = sum(1 for row in rows if row.flags & DECODE)
         moved = sum(1 for row in rows if not row.flags & SAMPLE)
         chunks = max(len(rows) - decodes, moved)
@@ -216,7 +226,8 @@ class StepGraphs:
         for graph in self._forward:
             capacity = graph.capacity
             if (
-                bool(capacity.chunks) is bool(chunks)
+                capacity.adapted is adapted
+                and bool(capacity.chunks) is bool(chunks)
                 and tokens <= capacity.tokens
                 and decodes <= capacity.decodes
                 and chunks <= capacity.chunks

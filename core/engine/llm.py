@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition
     from dovetail.core.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Prompt = str | Seq[int]
 """Text, or token ids."""
 
@@ -110,7 +112,7 @@ class LLM:
         **request: Any,
     ) -> list[Generation]:
         """Complete one prompt or many; results in the order of prompts. `on_done` is called as each one completes,
-        from the engine's thread. `request`: priority, user, cache_salt, hints."""
+        from the engine's thread. `request`: priority, user, cache_salt, hints, adapter."""
         jobs = self._jobs(prompts, params)
         # Every prompt is checked before the first one runs.
         collectors = [_Collector(self, prompt, p, request, on_done) for prompt, p in jobs]
@@ -200,6 +202,19 @@ class LLM:
         generation.timing.finished = time.perf_counter()
         return generation
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Read an adapter that requests can then choose (`adapter=name`), while others run. Raises RequestError."""
+        self._wait(self._call(lambda: self.engine.load_adapter(name, folder)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that have it run to their end. Raises RequestError."""
+        self._call(lambda: self.engine.unload_adapter(name))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Those that requests may choose: name -> folder."""
+        return self._call(lambda: dict(self.engine.adapters))
+
     def close(self) -> None:
         """Abort what runs, stop the engine, free its memory. Idempotent."""
         if self._closed:
@@ -249,35 +264,44 @@ class LLM:
         RequestError; then none of them is."""
         if self._tokenizer is None and any(job.params.stop for job in jobs):
             raise RequestError("stop strings need a tokenizer; this model has none (use stop_token_ids)")
-        answer: queue.SimpleQueue[list[list[Sequence]] | BaseException] = queue.SimpleQueue()
 
-        def add() -> None:
+        def add() -> list[list[Sequence]]:
             added: list[list[Sequence]] = []
             try:
                 for job in jobs:
                     added.append(self.engine.add(job.ids, job.params, **job.request))
-            except (DovetailError, TypeError, ValueError) as error:
+            except BaseException:
                 for seq in (seq for sequences in added for seq in sequences):
                     self.engine.abort(seq.uid)
-                answer.put(error)
-                return
+                raise
             for job, sequences in zip(jobs, added, strict=True):
                 watches = [StopWatch(job.params, self._tokenizer) for seq in sequences]
                 stream = _Stream(sequences, watches, job.timing, job.put, {seq.sample for seq in sequences})
                 for seq in sequences:
                     self._streams[seq.uid] = stream
-            answer.put(added)
+            return added
 
-        self._post(add)
+        return self._call(add)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Between two steps, in the engine's thread. Raises what a caller's mistake raises there."""
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(function())
+            except (DovetailError, TypeError, ValueError) as error:
+                answer.set_exception(error)
+
+        self._post(call)
+        return self._wait(answer)
+
+    def _wait(self, answer: Future[T]) -> T:
         while True:
             try:
-                answered = answer.get(timeout=1.0)
-                break
-            except queue.Empty:
+                return answer.result(timeout=1.0)
+            except TimeoutError:
                 self._check_alive()
-        if isinstance(answered, BaseException):
-            raise answered
-        return answered
 
     def _abort(self, sequences: Seq[Sequence]) -> None:
         def abort() -> None:

@@ -277,7 +277,14 @@ class PolicyScheduler(Scheduler):
                 return
             if self._turned_away(seq, ctx):
                 continue
-            if not self.admit(seq, ctx) or not self._enter(seq, step, ctx):
+            if not self.admit(seq, ctx):
+                return
+            if not self._acquire(seq):
+                continue  # Its turn comes when others leave; who is behind it may need nothing of that.
+            entered = self._enter(seq, step, ctx)
+            if seq.status is not Status.RUNNING:
+                self._release(seq)
+            if not entered:
                 return
 
     def _make_way(self, step: _Step, ctx: SchedulerContext) -> None:
@@ -287,12 +294,13 @@ class PolicyScheduler(Scheduler):
             if self._turned_away(seq, ctx):
                 continue
             count = self.chunk(seq, step.budget, ctx)
-            if count <= 0 or not self.admit(seq, ctx):
+            if count <= 0 or not self.admit(seq, ctx) or not self._acquire(seq):
                 return
             while seq.status is not Status.RUNNING:
                 candidates = self._preemptible(step)
                 chosen = self.gives_way(seq, candidates, ctx) if candidates else None
                 if chosen is None:
+                    self._release(seq)
                     return
                 if not self._free_slots or not self._join(seq, count, step, ctx):
                     self._preempt(chosen)
@@ -303,7 +311,21 @@ class PolicyScheduler(Scheduler):
         self._rejected.append((seq.uid, reason))
         self.waiting.pop(seq.uid, None)
         self.resuming.pop(seq.uid, None)
+        self._release(seq)
         return True
+
+    def _acquire(self, seq: Sequence) -> bool:
+        """All resources or none."""
+        for i, resource in enumerate(self.resources):
+            if not resource.try_acquire(seq):
+                for held in self.resources[:i]:
+                    held.release(seq)
+                return False
+        return True
+
+    def _release(self, seq: Sequence) -> None:
+        for resource in self.resources:
+            resource.release(seq)
 
     def _candidates(self, step: _Step, ctx: SchedulerContext, most: int | None = None) -> list[Sequence]:
         """The first of the queue that may enter a plan now; with a long queue and a lazy order, others are not looked
@@ -413,6 +435,7 @@ class PolicyScheduler(Scheduler):
             seq.slot = -1
             self._departures += 1
         self.kv.release(seq)
+        self._release(seq)
 
 
 class _Step:

@@ -24,11 +24,17 @@ EPOCH = -1
 
 
 def rehearsal(
-    tokens: int, rows: int, groups: Sequence[KVGroup], decodes: int = 0, *, embeds: bool = False
+    tokens: int,
+    rows: int,
+    groups: Sequence[KVGroup],
+    decodes: int = 0,
+    *,
+    embeds: bool = False,
+    adapted: bool = False,
 ) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
     """One step of `tokens` tokens over `rows` sequences, the first `decodes` of them decode rows, the others prompts.
     All sample with top-p and log-probabilities, which cost most, and wait for their masks; or with `embeds`, all are
-    embedded."""
+    embedded. With `adapted` they use the adapter that is in slot 0, be it none."""
     rows = min(rows, tokens)
     decodes = min(decodes, rows - 1)
     share, more = divmod(tokens - decodes, rows - decodes)
@@ -44,7 +50,7 @@ def rehearsal(
         request = Request(uid=slot, prompt_ids=(0,) * length, params=params, pooling="mean" if embeds else None)
         plan.joins.append(Join(slot, slot, EPOCH, length - count))
         plan.rows.append(Row(slot, slot, EPOCH, count, length, 0, int(flags)))
-        blobs[slot, EPOCH] = JoinBlob(request.prompt_ids, request, 0)
+        blobs[slot, EPOCH] = JoinBlob(request.prompt_ids, request, 0, 0 if adapted else -1)
         for group in groups:
             # Rows may share pages here: only the cost counts.
             plan.pages += [PageDelta(group.id, slot, i, i + 1) for i in range(-(-length // group.page_tokens))]

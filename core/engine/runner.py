@@ -6,18 +6,22 @@ Between them late inputs may arrive; each half can be captured by itself. Nothin
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dovetail.core.checkpoint import open_weights
 from dovetail.core.compose import Host, Selected
+from dovetail.core.engine.adapters import adapting
 from dovetail.core.engine.batch import Batch, build_batch, row_starts
 from dovetail.core.engine.compile_ahead import compile_ahead, compile_workers
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
@@ -35,7 +39,9 @@ from dovetail.core.engine.sampling_step import (
     sampling_section,
     upload_masks,
 )
+from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
+    Adapters,
     Blobs,
     BuildContext,
     DraftContext,
@@ -58,6 +64,8 @@ from dovetail.core.ops.unfused import note
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -96,6 +104,12 @@ class Runner:
         """The plan executed last and when that began, while it lacks its late inputs."""
         self._phases: dict[str, float] = {}
         self._progress: Progress = lambda phase, share: None
+        self.adapters: Adapters | None = None
+        """None = this engine has none."""
+        self._adapted: set[int] = set()
+        """Slots whose sequence has an adapter."""
+        self._reading: ThreadPoolExecutor | None = None
+        """Reads adapters, one after another."""
         self.graphs: StepGraphs | None = None
         self._why_no_graphs: str | None = "not loaded yet"
         """None = steps run as graphs."""
@@ -141,9 +155,12 @@ class Runner:
             quantizer=quantizer,
             attention=self.attention,
             collective=self.collective,
+            adapters=self._build_adapters(),
         )
         progress("build model", None)
         self.model = model_class(selected.config, build)
+        if self.adapters is not None:
+            self.adapters.allocate()
         clock = phase("build model", clock)
         self._load_weights(source, progress)
         if device.type == "cuda":
@@ -180,7 +197,15 @@ class Runner:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             phases=phases,
             notes=notes(),
+            adapter_slots=0 if self.adapters is None else self.adapters.slots,
         )
+
+    def _build_adapters(self) -> Adapters | None:
+        if "adapter" in self.composition.parts:
+            adapters: Adapters = self.composition.build("adapter", device=self.device, dtype=self.dtype)
+            if adapters.slots:
+                self.adapters = adapters
+        return self.adapters
 
     def _reason_against_graphs(self) -> str | None:
         if self.device.type != "cuda":
@@ -239,7 +264,9 @@ class Runner:
             (tokens, most, most),
         ):
             with self._trial(tokens):
-                plan, blobs = rehearsal(size, rows, self.groups, decodes, embeds=not self.spec.head)
+                plan, blobs = rehearsal(
+                    size, rows, self.groups, decodes, embeds=not self.spec.head, adapted=self.adapters is not None
+                )
                 self.execute(plan, blobs)
                 if plan.late:
                     self.complete(rehearsed_masks(plan, self.spec.vocab))
@@ -274,6 +301,7 @@ class Runner:
 
     def bind(self, num_pages: Mapping[int, int]) -> None:
         """Allocate KV pools and slot state."""
+        self._adapted.clear()
         self.pools = make_pools(self.groups, num_pages, self.device)
         self.attention.bind(self.pools)
         self.state = DeviceState(
@@ -304,6 +332,7 @@ class Runner:
             most_rows=engine.max_seqs,
             most_tokens=min(engine.graph_tokens, engine.token_budget) if mixed else 0,
             max_len=self.max_len,
+            adapters=self.adapters,
         )
 
     # Steps.
@@ -337,9 +366,14 @@ class Runner:
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         joined = []
+        self._adapted.difference_update(plan.leaves)
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
             joined.append(SlotInfo(join.uid, join.epoch, blob))
+            if blob.adapter >= 0:
+                self._adapted.add(join.slot)
+                if blob.request.adapter:
+                    self.adapters.place(blob.adapter, blob.request.adapter)
         return joined
 
     def _forward(self, plan: StepPlan, blobs: Blobs) -> _Step:
@@ -347,7 +381,8 @@ class Runner:
         state, rows = self.state, plan.rows
         joined = self._join(plan, blobs)
         graphs = self.graphs
-        graph = None if graphs is None else graphs.pick(rows)
+        adapted = bool(self._adapted) and any(row.slot in self._adapted for row in rows)
+        graph = None if graphs is None else graphs.pick(rows, adapted)
         if graph is not None:
             starts = graphs.starts(graph, rows)
             sections = [graphs.section(graph, rows, starts)]
@@ -368,7 +403,8 @@ class Runner:
         samples, slots_B, row_start_B1, chunks = sent
         batch = build_batch(rows, slots_B, row_start_B1, state, self.groups, self.attention)
         ctx = ForwardContext(batch.tokens.positions_T, batch.attn)
-        hidden = self.model.forward(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
+        with adapting(self.adapters if adapted else None, state.adapter_S, batch.tokens.slots_T):
+            hidden = self.model.forward(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
         advance_chunks(chunks, state)
         return _Step(batch, hidden, starts, samples, None)
 
@@ -490,11 +526,35 @@ class Runner:
         )
         return StepResult(pending.plan.step, rows, time.perf_counter() - pending.started)
 
+    # Adapters.
+
+    def load_adapter(self, key: str, folder: str) -> Future[None]:
+        """Read this rank's share while steps go on. The future raises RequestError."""
+        if self._reading is None:
+            self._reading = ThreadPoolExecutor(1, "dovetail-adapter")
+        return self._reading.submit(self._read_adapter, key, Path(folder).expanduser())
+
+    def _read_adapter(self, key: str, folder: Path) -> None:
+        try:
+            self.adapters.read(key, folder)
+        except RequestError:
+            raise
+        except Exception as error:  # a folder may hold anything; it concerns this adapter alone
+            log.exception("adapter %s cannot be read", key)
+            raise RequestError(f"adapter: {folder} cannot be read: {type(error).__name__}: {error}") from error
+
+    def unload_adapter(self, key: str) -> None:
+        """After the plans executed so far."""
+        self.adapters.drop(key)
+
     def close(self) -> None:
         """Give device memory back, whoever still holds this object."""
+        if self._reading is not None:
+            self._reading.shutdown(wait=False, cancel_futures=True)
         self._pending.clear()
         self._halfway = None
         self.graphs = None
+        self.adapters = None
         for name in ("state", "pools", "model", "drafter", "attention", "processors"):
             self.__dict__.pop(name, None)
         if "collective" in self.__dict__:

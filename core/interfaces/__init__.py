@@ -1,6 +1,7 @@
 """The contracts: one file a seam, plus the records that cross seams. Importing this loads no torch."""
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle, Partial
+from dovetail.core.interfaces.adapter import Adapters, LayerAdapters, LinearSite
 from dovetail.core.interfaces.app import App
 from dovetail.core.interfaces.attention import (
     AttentionBackend,
@@ -76,7 +77,13 @@ from dovetail.core.interfaces.records import (
     TokenLogprobs,
 )
 from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
-from dovetail.core.interfaces.scheduler import Scheduler, SchedulerContext, SchedulerLimits, SchedulerStats
+from dovetail.core.interfaces.scheduler import (
+    Resource,
+    Scheduler,
+    SchedulerContext,
+    SchedulerLimits,
+    SchedulerStats,
+)
 from dovetail.core.interfaces.spec_decode import Draft, DraftContext, Drafter, TargetView
 from dovetail.core.interfaces.workload import SLO, TimedRequest, Workload, WorkloadContext
 
@@ -86,6 +93,7 @@ __all__ = [
     "SLO",
     "ActFormat",
     "Activation",
+    "Adapters",
     "App",
     "Arrival",
     "AttentionBackend",
@@ -121,8 +129,10 @@ __all__ = [
     "KVSequence",
     "KVStats",
     "LateInputs",
+    "LayerAdapters",
     "LinearMethod",
     "LinearShape",
+    "LinearSite",
     "LogitsContext",
     "LogitsProcessor",
     "Matcher",
@@ -149,6 +159,7 @@ __all__ = [
     "ReplicaLoad",
     "Request",
     "Reservation",
+    "Resource",
     "Rope",
     "Router",
     "Row",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.model import ModelSpec
     from dovetail.core.interfaces.plan import LateInputs, StepPlan
@@ -24,6 +26,8 @@ class JoinBlob:
     tokens: tuple[int, ...]
     request: Request
     sample: int
+    adapter: int = -1
+    """Slot of its adapter on the device; -1 = the base model."""
 
 
 Blobs = Mapping[tuple[int, int], JoinBlob]
@@ -45,6 +49,8 @@ class ExecutorInfo:
     """Start-up seconds by phase."""
     notes: tuple[str, ...] = ()
     """Slower paths that were chosen, in words."""
+    adapter_slots: int = 0
+    """Different adapters in one step at most; 0 = none can be loaded."""
 
 
 class Executor(ABC):
@@ -74,6 +80,16 @@ class Executor(ABC):
     @abstractmethod
     def pending(self) -> int:
         """Plans submitted and not collected."""
+
+    def load_adapter(self, key: str, folder: str) -> Future[None]:
+        """Let every rank read an adapter, while steps go on; done when all have it. The future raises RequestError
+        where the folder does not fit. A join may name the key from then on. Only where adapter_slots > 0."""
+        raise NotImplementedError(f"{type(self).__name__} loads no adapters")
+
+    def unload_adapter(self, key: str) -> None:
+        """Let every rank forget an adapter once it has run the plans submitted so far. Ranks that do not know the key
+        ignore it."""
+        raise NotImplementedError(f"{type(self).__name__} loads no adapters")
 
     @abstractmethod
     def shutdown(self) -> None:

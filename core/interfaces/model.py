@@ -13,6 +13,7 @@ from dovetail.core.interfaces.records import Pooling
 if TYPE_CHECKING:
     import torch
 
+    from dovetail.core.interfaces.adapter import Adapters
     from dovetail.core.interfaces.attention import AttentionBackend, AttnCtx
     from dovetail.core.interfaces.collective import Collective
     from dovetail.core.interfaces.kv_cache import KVGroup
@@ -162,6 +163,8 @@ class BuildContext:
     attention: AttentionBackend
     collective: Collective
     """rank and size of tensor parallelism are its."""
+    adapters: Adapters | None = None
+    """What every linear layer hands its products to (dovetail.core.layers.Linear does); None = no adapters."""
 
 
 @dataclass(slots=True)

@@ -129,6 +129,8 @@ class Request:
     """Prefix pages are shared only between requests of equal salt."""
     hints: Mapping[str, float] = field(default_factory=dict)
     """Numbers from the client or an annotator (for instance expected output length); schedulers may read them."""
+    adapter: str = ""
+    """Of the adapter it runs with, name and load, as "sql@2"; "" = the base model. Written by the engine."""
     processors: tuple[str, ...] = ()
     """Logits processors that it wants. Written by the engine, which asked each of them on arrival."""
     pooling: Pooling | None = None

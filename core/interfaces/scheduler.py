@@ -61,12 +61,34 @@ class SchedulerStats:
     """Since start."""
 
 
+class Resource(ABC):
+    """What sequences may need on the device beside a slot and pages, of which there is little: adapter slots.
+
+    It belongs to the engine. A scheduler asks before a sequence joins, and releases whenever one leaves.
+    """
+
+    @abstractmethod
+    def try_acquire(self, seq: Sequence) -> bool:
+        """Whether the sequence has what it needs of this from now on; it may need nothing. True again for a holder.
+
+        False: it has to wait, and others may go first. Ask again in later steps, in the policy's order: whoever is
+        refused is served once running holders have ended, however many others come.
+        """
+
+    @abstractmethod
+    def release(self, seq: Sequence) -> None:
+        """It has left the device, or does not wait any more. Any number of times, holder or not."""
+
+
 class Scheduler(ABC):
     """Decides steps. Deterministic: equal calls give equal plans (a contract test runs it twice).
 
     Calls come from one thread. `schedule` never sees a token value; with depth > 1 it runs before the results of the
     depth - 1 plans before it have come. `finish` and `abort` may come between any two calls.
     """
+
+    resources: tuple[Resource, ...] = ()
+    """Every sequence must have acquired all of them before it joins. Written by the engine, before the first call."""
 
     def __init__(self, config: object, limits: SchedulerLimits, kv: KVAllocator) -> None:
         self.config, self.limits, self.kv = config, limits, kv

@@ -15,7 +15,7 @@ import torch
 
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import ActFormat, BuildContext, Bundle, LinearShape, Partial
+from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, LinearShape, Partial
 from dovetail.core.layers.weights import Weight
 
 
@@ -71,14 +71,33 @@ class Linear:
         self.params = self.method.create(self.shape, build.device)
         self.has_bias = bias
         self.bias = torch.empty(self.shape.out, dtype=build.dtype, device=build.device) if bias else None
+        self.adapters = build.adapters
+        self._adapter = None if build.adapters is None else build.adapters.attach(self)
 
     @property
     def input(self) -> ActFormat:
-        """The format in which the layer wants its input."""
+        """The format in which the product wants its input."""
         return self.method.input
 
+    @property
+    def inputs(self) -> tuple[ActFormat, ...]:
+        """Every format in which the layer wants its input, for `emit` of the producer: adapters read the plain one, in
+        steps that have some."""
+        return (self.input, PLAIN) if self._adapting and self.input is not PLAIN else (self.input,)
+
+    @property
+    def _adapting(self) -> bool:
+        """Some row of the step has an adapter."""
+        return self.adapters is not None and self.adapters.slots_T is not None
+
     def __call__(self, x: Bundle) -> torch.Tensor:
-        return self.method.apply(self.params, x[self.input], self.bias)
+        return self._product(x, self.bias)
+
+    def _product(self, x: Bundle, bias: torch.Tensor | None) -> torch.Tensor:
+        y_TO = self.method.apply(self.params, x[self.input], bias)
+        if self._adapting:
+            self._adapter.apply(x[PLAIN].values, y_TO, self.adapters.slots_T)
+        return y_TO
 
     def weights(self) -> Iterator[Weight]:
         for source, rows in {part.name: part.rows for part in self.parts}.items():
@@ -90,6 +109,22 @@ class Linear:
 
     def finish(self) -> None:
         self.method.finish(self.params)
+
+    # As LinearSite.
+
+    @property
+    def whole(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of each part's whole matrix."""
+        return tuple((part.rows, self.inp) for part in self.parts)
+
+    def output_share(self, part: int, tensor: LazyTensor) -> torch.Tensor:
+        """Of a tensor with a row for each output of the part's whole matrix: this rank's rows, in the layer's order."""
+        rows = self.parts[part]
+        return _ordered(tensor[rows.start : rows.stop], tensor.get_shape(), rows)
+
+    def input_share(self, tensor: LazyTensor) -> torch.Tensor:
+        """Of one with a column for each input: this rank's columns."""
+        return tensor[:, self.columns]
 
     def _of(self, source: str) -> Iterator[tuple[Part, slice]]:
         """The parts that one checkpoint matrix fills, and their rows in this layer."""
@@ -191,9 +226,9 @@ class RowParallel(Linear):
 
     def __call__(self, x: Bundle) -> Partial:  # type: ignore[override]
         """The bias is one rank's to add: the sum over ranks would count it once for each."""
-        if self.defers:
+        if self.defers and not self._adapting:
             return self.method.partial(self.params, x[self.input])
-        return Partial(self.method.apply(self.params, x[self.input], self.bias if self.adds_bias else None))
+        return Partial(self._product(x, self.bias if self.adds_bias else None))
 
 
 def local_heads(heads: int, kv_heads: int, size: int) -> tuple[int, int]:

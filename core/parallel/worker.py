@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.compose import compose
@@ -79,8 +80,9 @@ class _Worker:
         while True:
             message = self.plans.recv(self._idle)
             if message == CONTROL:
-                self._expect("shutdown")
-                return
+                if not self._obey():
+                    return
+                continue
             plan, state = decode_plan(message)
             mirror.verify(state, plan.step)
             mirror.apply(plan)
@@ -99,6 +101,22 @@ class _Worker:
                 mirror.complete(late)
                 self.runner.complete(late)
 
+    def _obey(self) -> bool:
+        """Do what the next control message says; False = shut down."""
+        message, _ = self.control.recv()
+        match message["op"]:
+            case "shutdown":
+                return False
+            case "load_adapter":
+                key = message["key"]
+                read = self.runner.load_adapter(key, message["folder"])
+                read.add_done_callback(lambda done: self.control.send({"op": "answer", **answer(key, done)}))
+            case "unload_adapter":
+                self.runner.unload_adapter(message["key"])
+            case other:
+                raise ValueError(f"rank {self.rank} was sent {other!r} while it serves")
+        return True
+
     def _idle(self, seconds: float) -> None:
         """Sleep, but notice that the parent is gone: its end of the socket closes."""
         if self.control.wait(seconds) and self.control.at_end():
@@ -115,6 +133,12 @@ class _Worker:
         if phase != self.phase:
             self.phase = phase
             self.control.send({"op": "phase", "phase": phase})
+
+
+def answer(key: str, done: Future[None]) -> dict[str, str]:
+    """What a rank says of an adapter that it has read, or could not."""
+    error = done.exception()
+    return {"key": key, "error": "" if error is None else str(error)}
 
 
 def identity(composition: Composition) -> dict[str, str]:

@@ -57,10 +57,13 @@ class Workers:
         *,
         inherited: Sequence[int],
         on_failure: Callable[[], None],
+        on_answer: Callable[[Mapping[str, str]], None] = lambda message: None,
     ) -> None:
         """`order` is the first message to each, to which its rank is added. `inherited` are the descriptors they use.
-        `on_failure` is called from another thread, several times, to end calls of rank 0 that wait for a dead rank."""
+        `on_failure` is called from another thread, several times, to end calls of rank 0 that wait for a dead rank.
+        `on_answer` is called there with what a serving worker answers."""
         self._size, self._order, self._inherited, self._on_failure = size, order, inherited, on_failure
+        self._on_answer = on_answer
         self._processes: list[_Process] = []
         self._failures: list[Failure] = []
         self._failure: Failure | None = None
@@ -223,6 +226,8 @@ class Workers:
             self._failures.append(Failure(process.rank, message["at"], cause, silent=False))
         elif op == "phase":
             process.phase = f"in phase {message['phase']!r} of loading"
+        elif op == "answer":
+            self._on_answer(message)
         else:
             process.phase = _PHASES[op]
             process.inbox[op] = message

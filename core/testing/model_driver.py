@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dovetail.core.interfaces import (
+    Adapters,
     AttentionBackend,
     BuildContext,
     Collective,
@@ -51,6 +52,7 @@ def build_context(
     quantizer: Quantizer | None = None,
     attention: AttentionBackend | None = None,
     collective: Collective | None = None,
+    adapters: Adapters | None = None,
     dtype: torch.dtype = torch.float32,
     page_tokens: int = 8,
     max_len: int = 512,
@@ -69,6 +71,7 @@ def build_context(
         quantizer=quantizer or build("quant", "none"),
         attention=attention or build("attention", "sdpa"),
         collective=collective or Alone(None),
+        adapters=adapters,
     )
 
 

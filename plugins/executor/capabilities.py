@@ -11,7 +11,7 @@ _LANES = "it runs one replica; LLM, app=generate, app=bench and app=serve start 
 
 def inproc(config: InprocConfig, host: Host) -> Capabilities:
     return Capabilities(
-        provides={"processes": "one"},
+        provides={"processes": "one", "adapters": True},
         requires=(
             Requires(kind="engine", key="tp", allowed=(1,), reason="it runs one rank; executor=multiproc runs more"),
             Requires(kind="engine", key="pp", allowed=(1,), reason=_PIPELINE),
@@ -22,7 +22,7 @@ def inproc(config: InprocConfig, host: Host) -> Capabilities:
 
 def multiproc(config: MultiprocConfig, host: Host) -> Capabilities:
     return Capabilities(
-        provides={"processes": "many"},
+        provides={"processes": "many", "adapters": True},
         requires=(
             Requires(
                 kind="host",

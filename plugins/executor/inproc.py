@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.core.engine.mirror import PlanMirror
@@ -22,6 +23,8 @@ class _Held:
     plan: StepPlan
     blobs: Blobs
     late: LateInputs | None = None
+    unloads: list[str] = field(default_factory=list)
+    """Adapters to forget after it."""
 
 
 class InprocExecutor(Executor):
@@ -63,6 +66,8 @@ class InprocExecutor(Executor):
         self._runner.execute(held.plan, held.blobs)
         if held.late is not None:
             self._runner.complete(held.late)
+        for key in held.unloads:
+            self._runner.unload_adapter(key)
         self._executed += 1
 
     def collect(self) -> StepResult:
@@ -76,6 +81,16 @@ class InprocExecutor(Executor):
     @property
     def pending(self) -> int:
         return len(self._held) + self._executed
+
+    def load_adapter(self, key: str, folder: str) -> Future[None]:
+        future: Future[None] = self._runner.load_adapter(key, folder)
+        return future
+
+    def unload_adapter(self, key: str) -> None:
+        if self._held:
+            self._held[-1].unloads.append(key)
+        else:
+            self._runner.unload_adapter(key)
 
     def shutdown(self) -> None:
         self._held.clear()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from dovetail.core.engine.encoding import encode_blob, encode_late, encode_plan
 from dovetail.core.engine.mirror import PlanMirror
+from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     Blobs,
     Collective,
@@ -26,7 +29,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.ring import RingWriter
-from dovetail.core.parallel.worker import CONTROL, load_class, order_for
+from dovetail.core.parallel.worker import CONTROL, answer, load_class, order_for
 from dovetail.core.parallel.workers import Workers
 from dovetail.plugins.executor.config import MultiprocConfig
 
@@ -36,6 +39,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class _Loading:
+    """An adapter that ranks are reading."""
+
+    future: Future[None]
+    left: int
+    """Ranks that have not answered."""
+    error: str = ""
+    """Of the first that refused."""
 
 
 class MultiprocExecutor(Executor):
@@ -50,6 +64,8 @@ class MultiprocExecutor(Executor):
         self._workers: Workers | None = None
         self._mirror = PlanMirror()
         self._pending = 0
+        self._loading: dict[str, _Loading] = {}
+        self._answering = threading.Lock()
 
     def start(self, progress: Progress) -> ExecutorInfo:
         with _free_address() as address:
@@ -69,7 +85,13 @@ class MultiprocExecutor(Executor):
             "blob_fd": self._blobs.fd,
         }
         try:
-            workers = Workers(size, order, inherited=(self._plans.fd, self._blobs.fd), on_failure=self._abort)
+            workers = Workers(
+                size,
+                order,
+                inherited=(self._plans.fd, self._blobs.fd),
+                on_failure=self._abort,
+                on_answer=self._adapter_read,
+            )
         except BaseException:
             self._plans.close()
             self._blobs.close()
@@ -131,6 +153,41 @@ class MultiprocExecutor(Executor):
         self._pending -= 1
         return result
 
+    def load_adapter(self, key: str, folder: str) -> Future[None]:
+        assert self._workers is not None
+        loading = self._loading[key] = _Loading(Future(), self.composition.engine.tp)
+        with self._workers.blamed():
+            self._tell(self._workers, {"op": "load_adapter", "key": key, "folder": folder})
+            read: Future[None] = self._runner.load_adapter(key, folder)
+        read.add_done_callback(lambda done: self._adapter_read(answer(key, done)))
+        return loading.future
+
+    def _adapter_read(self, message: Mapping[str, str]) -> None:
+        """In whatever thread hears of it."""
+        key = message["key"]
+        with self._answering:
+            loading = self._loading[key]
+            loading.left -= 1
+            loading.error = loading.error or message["error"]
+            if loading.left or not loading.future.set_running_or_notify_cancel():
+                return
+            del self._loading[key]
+        if loading.error:
+            loading.future.set_exception(RequestError(loading.error))
+        else:
+            loading.future.set_result(None)
+
+    def unload_adapter(self, key: str) -> None:
+        assert self._workers is not None
+        with self._workers.blamed():
+            self._tell(self._workers, {"op": "unload_adapter", "key": key})
+            self._runner.unload_adapter(key)
+
+    def _tell(self, workers: Workers, message: Mapping[str, str]) -> None:
+        """In order with the plans."""
+        self._plans.send(CONTROL, workers.idle)
+        workers.post(message)
+
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """Of ranks 1, 2, ... while they are running."""
@@ -143,6 +200,8 @@ class MultiprocExecutor(Executor):
     def shutdown(self) -> None:
         workers, self._workers = self._workers, None
         self._pending = 0
+        for loading in self._loading.values():
+            loading.future.cancel()
         if workers is None:
             return
         try:
@@ -150,8 +209,7 @@ class MultiprocExecutor(Executor):
                 if (waiting := self._mirror.waiting) is not None:
                     # The workers wait for its late inputs, and would not hear.
                     self._complete(workers, LateInputs(waiting.step, (), np.zeros((0, 0), np.uint32)))
-                self._plans.send(CONTROL, workers.idle)
-                workers.post({"op": "shutdown"})
+                self._tell(workers, {"op": "shutdown"})
         except (RankError, ChannelClosed) as error:
             log.info("ending the workers by force: %s", error)
         finally:

@@ -37,6 +37,7 @@ NOT_RUN = {
     "curl ": "needs a server; tests/server/test_openai.py has one",
     "printf ": "makes a key; tests/server/test_limits.py has one",
     "python benchmarks/profile_step.py": "needs a GPU",
+    "python benchmarks/lora.py": "needs a GPU",
     "docker ": "needs Docker",
     "GRAFANA_PASSWORD=... ": "needs Docker",
     "kubectl ": "needs a cluster",

@@ -20,6 +20,7 @@ class GenerateConfig(AppConfig):
         "kv_cache",
         "attention",
         "quant",
+        "adapter",
         "spec_decode",
         "executor",
         "router",

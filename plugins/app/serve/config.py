@@ -19,6 +19,7 @@ class ServeConfig(AppConfig):
         "kv_cache",
         "attention",
         "quant",
+        "adapter",
         "spec_decode",
         "executor",
         "router",

@@ -18,7 +18,12 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
         if spec.heads % n == 0 and spec.intermediate % n == 0 and (spec.kv_heads % n == 0 or n % spec.kv_heads == 0)
     )
     return Capabilities(
-        provides={"architecture": spec.architecture, "kinds": tuple(sorted(kinds)), "head_dim": spec.head_dim},
+        provides={
+            "architecture": spec.architecture,
+            "kinds": tuple(sorted(kinds)),
+            "head_dim": spec.head_dim,
+            "adapters": True,
+        },
         requires=(
             Requires(
                 kind="engine",

@@ -102,8 +102,8 @@ class Attention:
 
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
         attn = ctx.attn[self.layer.group]
-        emit = (self.o.input,)
-        return self.o(self.backend.write_and_attend(self.layer, attn, self.qkv(x), self.rope, self.qk_norm, emit))
+        qkv = self.qkv(x)
+        return self.o(self.backend.write_and_attend(self.layer, attn, qkv, self.rope, self.qk_norm, self.o.inputs))
 
 
 class MLP:
@@ -131,7 +131,7 @@ class MLP:
         self.activation = ACTIVATIONS[layout.activation]
 
     def __call__(self, x: Bundle) -> Partial:
-        return self.down(self.activation(self.up(x), emit=(self.down.input,)))
+        return self.down(self.activation(self.up(x), emit=self.down.inputs))
 
 
 class Block:
@@ -148,20 +148,20 @@ class Block:
     ) -> tuple[Partial, torch.Tensor]:
         if self.parallel:
             return self._parallel(x, residual_TC, ctx)
-        normed, residual_TC = self.boundary(x, residual_TC, self.norms[0], (self.attention.qkv.input,))
+        normed, residual_TC = self.boundary(x, residual_TC, self.norms[0], self.attention.qkv.inputs)
         x = self.attention(normed, ctx)
-        normed, residual_TC = self.boundary(x, residual_TC, self.norms[1], (self.mlp.up.input,))
+        normed, residual_TC = self.boundary(x, residual_TC, self.norms[1], self.mlp.up.inputs)
         return self.mlp(normed), residual_TC
 
     def _parallel(
         self, x: torch.Tensor | Partial, residual_TC: torch.Tensor | None, ctx: ForwardContext
     ) -> tuple[Partial, torch.Tensor]:
         """Attention and MLP side by side: one sum over ranks a layer, not two."""
-        wanted = [self.attention.qkv.input] + [self.mlp.up.input] * (len(self.norms) == 1)
+        wanted = self.attention.qkv.inputs + self.mlp.up.inputs * (len(self.norms) == 1)
         normed, residual_TC = self.boundary(x, residual_TC, self.norms[0], tuple(dict.fromkeys(wanted)))
         x = self.attention(normed, ctx)
         if len(self.norms) == 2:
-            normed, _ = self.boundary(residual_TC, None, self.norms[1], (self.mlp.up.input,))
+            normed, _ = self.boundary(residual_TC, None, self.norms[1], self.mlp.up.inputs)
         return Partial(x.values + self.mlp(normed).values), residual_TC
 
 

@@ -73,9 +73,11 @@ BLOB = JoinBlob(
         cache_salt="\ud800",
         hints={"expected_output": 321.5},
         processors=("logit_bias", "ngram"),
+        adapter="sql@3",
         pooling="mean",
     ),
     sample=1,
+    adapter=2,
 )
 
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -137,9 +139,10 @@ def blobs(draw: st.DrawFn) -> JoinBlob:
         user=draw(st.text()),
         cache_salt=draw(st.text()),
         hints=draw(st.dictionaries(st.text(), finite, max_size=3)),
+        adapter=draw(st.text()),
         processors=draw(st.lists(st.text(), max_size=2).map(tuple)),
     )
-    return JoinBlob(prompt + draw(token_ids), request, draw(st.integers(0, 127)))
+    return JoinBlob(prompt + draw(token_ids), request, draw(st.integers(0, 127)), draw(st.integers(-1, 63)))
 
 
 @given(plans, int64)
@@ -178,14 +181,14 @@ def golden(name: str) -> bytes:
 
 def test_golden_plan() -> None:
     """Other bytes mean another format: raise encoding.VERSION and write the file anew."""
-    data = golden("plan_v3.hex")
+    data = golden("plan_v4.hex")
     assert encode_plan(PLAN, STATE) == data
     assert decode_plan(data) == (PLAN, STATE)
 
 
 def test_golden_blob() -> None:
     """Other bytes mean another format: raise encoding.VERSION and write the file anew."""
-    data = golden("blob_v3.hex")
+    data = golden("blob_v4.hex")
     assert encode_blob(70_000 << 8 | 1, 2, BLOB) == data
     assert decode_blob(data) == (70_000 << 8 | 1, 2, BLOB)
 

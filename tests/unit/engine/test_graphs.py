@@ -140,10 +140,13 @@ def run_again(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     return replay, outputs
 
 
-def run(registry: Registry, graphs: bool, drafter: str, budget: int) -> tuple[list[Any], Counter[str]]:
+def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters: str) -> tuple[list[Any], Counter[str]]:
     """Twice the same prompts, so that some are in the cache; and how many steps had which kind of graph."""
     words = ["attention=from_device", "engine.device=cpu", "engine.depth=2", "engine.max_seqs=5", "engine.max_len=96"]
     words += [f"spec_decode={drafter}", f"engine.token_budget={budget}", "engine.kv_pages=64", "kv_cache=prefix_hash"]
+    words += (
+        ["adapter=lora", *(f"+adapter.load.{name}='{path}'" for name, path in adapters.items())] if adapters else []
+    )
     kinds: Counter[str] = Counter()
     with LLM(composition=compose(words, registry=registry)) as llm:
         runner = llm.engine.executor._runner  # type: ignore[attr-defined]
@@ -155,9 +158,10 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int) -> tuple[li
             runner.graphs.capture(lambda phase, share: None, run_again)
             pick = runner.graphs.pick
 
-            def counted(rows: Any) -> Any:
-                graph = pick(rows)
-                kinds["none" if graph is None else "mixed" if graph.capacity.chunks else "decode"] += 1
+            def counted(rows: Any, adapted: bool = False) -> Any:
+                graph = pick(rows, adapted)
+                kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
+                kinds[f"adapted {kind}" if adapted else kind] += 1
                 return graph
 
             runner.graphs.pick = counted
@@ -183,6 +187,7 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int) -> tuple[li
         filters = [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.5, "seed": 8}, {}]
         random = [SamplingParams(temperature=0.9, max_tokens=6, **each) for each in filters]
         found.append(llm.generate(texts[:5], random))
+        found += [llm.generate(texts, params, adapter=name) for name in adapters]
         vectors = llm.embed(texts, pooling="mean")
     tokens = [[[s.token_ids for s in g.completions] for g in each] for each in found]
     return [tokens, [vector.round(4).tolist() for vector in vectors]], kinds
@@ -194,3 +199,11 @@ def test_the_layout_of_graphs_changes_no_token(registry: Registry, drafter: str,
     got, kinds = run(registry, True, drafter, budget)
     assert got == expected
     assert kinds["mixed"] > 3 and kinds["decode"] > 5 and kinds["random draw"] > 3, kinds
+
+
+def test_steps_with_adapters_have_graphs_of_their_own(registry: Registry, save_lora: Callable[..., str]) -> None:
+    folders = {"a": save_lora("a", seed=1), "b": save_lora("b", seed=2)}
+    expected, _ = run(registry, False, "none", 40, **folders)
+    got, kinds = run(registry, True, "none", 40, **folders)
+    assert got == expected
+    assert min(kinds[kind] for kind in ("mixed", "decode", "adapted mixed", "adapted decode")) > 3, kinds

@@ -49,6 +49,7 @@ from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
 from dovetail.core.testing.formats import SCALED_ROWS
+from dovetail.plugins.adapter.lora.kernel import lora_triton
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
@@ -156,6 +157,21 @@ def multiply(kind: str, rows: int, outputs: int, inputs: int) -> None:
     scaled_matmul(x, weight, *scales, None, BF16, cuda(MOST_SHARED_TILES, dtype=INT32))
 
 
+def adapters() -> None:
+    """Few rows and many, whose last tiles hold one slot's rows or all."""
+    some = [
+        (1, 4096, (4096, 1024, 1024), 16, BF16),
+        (64, 4096, (14336, 14336), 64, BF16),
+        (2048, 14336, (4096,), 32, FP16),
+        (20, 40, (72,), 16, FP32),
+    ]
+    for tokens, inputs, parts, rank, dtype in some if EVERYTHING else some[:2]:
+        a = cuda(4, len(parts), rank, inputs, dtype=dtype)
+        shapes = (tokens, inputs), (tokens, sum(parts)), (4, sum(parts), rank)
+        x, y, b = (cuda(*shape, dtype=dtype) for shape in shapes)
+        lora_triton(x, y, a, b, cuda(tokens, dtype=INT32), cuda(9, 3, dtype=INT32))
+
+
 DECODE, SCARCE, CHUNKS, LONG, MIXED, DRAFTS = (
     HostBounds((1,) * 64, (512,) * 64, 64),
     HostBounds((1,), (32768,), 1),
@@ -257,6 +273,7 @@ CASES: dict[str, Callable[[], None]] = {
     "steps": steps,
     "sums": sums,
     "products": products,
+    "adapters": adapters,
     **dict(attention_cases()),
 }
 

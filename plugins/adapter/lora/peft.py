@@ -1,0 +1,139 @@
+"""An adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors, checked and opened lazily.
+
+The folder may be anybody's: nothing in it runs, no pattern in it is a regular expression here, and shapes are known
+before a tensor is read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.core.checkpoint import LazyTensor, open_safetensors, read_json
+from dovetail.core.errors import ConfigError, RequestError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MOST_CONFIG_BYTES = 1 << 20
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_NAME = re.compile(r"[\w.-]+")
+
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "use_dora": (bool, "DoRA scales each output by a learned magnitude"),
+    "use_qalora": (bool, "QALoRA pools the inputs of quantized layers"),
+    "lora_bias": (bool, "it trains biases of B"),
+    "bias": (lambda v: v not in (None, "none"), "it trains biases of the base model"),
+    "modules_to_save": (bool, "it brings whole layers of its own"),
+    "trainable_token_indices": (bool, "it trains embeddings of tokens"),
+    "target_parameters": (bool, "it changes parameters that are no linear layers"),
+    "layer_replication": (bool, "it repeats layers of the base model"),
+    "fan_in_fan_out": (bool, "its matrices are transposed"),
+    "alora_invocation_tokens": (bool, "it acts on part of a sequence alone (aLoRA)"),
+    "init_lora_weights": (
+        lambda v: isinstance(v, str) and v.lower().startswith(_CHANGES_BASE),
+        "it was trained on base weights changed at its start: save it converted to a plain LoRA "
+        "(PEFT: path_initial_model_for_weight_conversion)",
+    ),
+}
+"""Field -> (whether its value asks for it, what it does)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Of one matrix: its change is scale * B @ A."""
+
+    a: LazyTensor
+    b: LazyTensor
+    rank: int
+    scale: float
+
+
+def open_adapter(folder: Path) -> dict[str, Factors]:
+    """By checkpoint prefix, such as "model.layers.0.self_attn.q_proj". RequestError for what is not a plain LoRA."""
+    try:
+        return _open(folder)
+    except ConfigError as error:
+        raise RequestError(f"adapter: {error}") from None
+
+
+def _open(folder: Path) -> dict[str, Factors]:
+    config = _read_config(folder)
+    if not (folder / WEIGHTS).is_file():
+        pickled = " (pickled weights would run code from the file)" if (folder / "adapter_model.bin").exists() else ""
+        raise ConfigError(f"{folder} has no {WEIGHTS}; that is all that is read{pickled}")
+    reader = open_safetensors(folder / WEIGHTS)
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for name in sorted(reader.keys()):
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise ConfigError(f"{folder / WEIGHTS}: tensor {name!r} belongs to no LoRA of a linear layer")
+        found.setdefault(match[1], {})[match[2]] = reader.get_slice(name)
+    if not found:
+        raise ConfigError(f"{folder / WEIGHTS} holds no tensor")
+    _check_complete(config, found, folder)
+    return {prefix: _factors(prefix, pair, config, folder) for prefix, pair in found.items()}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no {CONFIG}: give a folder as PEFT's save_pretrained writes it")
+    if (size := file.stat().st_size) > _MOST_CONFIG_BYTES:
+        raise ConfigError(f"{file} has {size} bytes, of at most {_MOST_CONFIG_BYTES}")
+    config = read_json(file)
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(f"{file}: peft_type is {config.get('peft_type')!r}, and adapter=lora serves 'LORA'")
+    for field, (asks, what) in _UNSUPPORTED.items():
+        if asks(config.get(field)):
+            raise ConfigError(f"{file}: {field}={config[field]!r} is not supported: {what}")
+    return config
+
+
+def _check_complete(config: Mapping[str, Any], found: Mapping[str, Mapping[str, LazyTensor]], folder: Path) -> None:
+    """Both factors of each matrix, and every module that is named has some."""
+    for prefix, pair in found.items():
+        if pair.keys() != {"A", "B"}:
+            raise ConfigError(f"{folder / WEIGHTS}: {prefix} has lora_{next(iter(pair))} without its other factor")
+    targets = config.get("target_modules")
+    for target in targets if isinstance(targets, list) else ():
+        if not any(_names(target, prefix) for prefix in found):
+            raise ConfigError(f"{folder / WEIGHTS}: no tensor for {target!r} of target_modules")
+
+
+def _factors(prefix: str, pair: Mapping[str, LazyTensor], config: Mapping[str, Any], folder: Path) -> Factors:
+    a, b = pair["A"], pair["B"]
+    shapes = tuple(a.get_shape()), tuple(b.get_shape())
+    if len(shapes[0]) != 2 or len(shapes[1]) != 2 or shapes[0][0] != shapes[1][1]:
+        raise ConfigError(f"{folder / WEIGHTS}: {prefix} has factors A {shapes[0]} and B {shapes[1]}, which do not fit")
+    rank = _number(config, "r", "rank_pattern", prefix, folder)
+    if shapes[0][0] != rank:
+        raise ConfigError(f"{folder}: {prefix} has rank {shapes[0][0]} in {WEIGHTS} and {rank:g} in {CONFIG}")
+    alpha = _number(config, "lora_alpha", "alpha_pattern", prefix, folder)
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Factors(a, b, int(rank), scale)
+
+
+def _number(config: Mapping[str, Any], field: str, pattern: str, prefix: str, folder: Path) -> float:
+    """A field's value for one matrix: the first pattern that names it, else the field."""
+    value = config.get(field, 8)
+    patterns = config.get(pattern) or {}
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"{folder / CONFIG}: {pattern} is no object of names and numbers")
+    for name, own in patterns.items():
+        if _names(name, prefix):
+            value = own
+            break
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{folder / CONFIG}: {field} of {prefix} is {value!r}; it must be a positive number")
+    return value
+
+
+def _names(name: object, prefix: str) -> bool:
+    """Whether a module's name, or the end of it, means this matrix."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{CONFIG}: {name!r} is a pattern; here a module is named by its path, or the end of that")
+    return prefix == name or prefix.endswith(f".{name}")

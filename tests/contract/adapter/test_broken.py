@@ -1,0 +1,145 @@
+"""Adapters that break a sentence of the contract are rejected, by the test that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import LayerAdapters, LinearSite
+from dovetail.core.testing.suite import failures
+from dovetail.plugins.adapter.config import LoRAConfig
+from dovetail.plugins.adapter.lora.adapters import LoRA, LoRALayer
+from dovetail.plugins.adapter.lora.peft import open_adapter
+
+from .test_builtin import TestLoRA
+
+
+class Layered(LoRA):
+    """With a layer class of one's own."""
+
+    layer: type[LoRALayer]
+
+    def attach(self, site: LinearSite) -> LayerAdapters:
+        made = super().attach(site)
+        made.__class__ = self.layer
+        return made
+
+
+class _RoundsEveryRow(LoRALayer):
+    def apply(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots_T: torch.Tensor) -> None:
+        y_TO.mul_(1 + 2**-6)
+        super().apply(x_TI, y_TO, slots_T)
+
+
+class RoundsEveryRow(Layered):
+    layer = _RoundsEveryRow
+
+
+class _FirstSlotForAll(LoRALayer):
+    def apply(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots_T: torch.Tensor) -> None:
+        super().apply(x_TI, y_TO, torch.where(slots_T >= 0, slots_T[:1].clamp(min=0), -1))
+
+
+class FirstSlotForAll(Layered):
+    layer = _FirstSlotForAll
+
+
+class _Synchronizes(LoRALayer):
+    def apply(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots_T: torch.Tensor) -> None:
+        if slots_T.max().item() >= 0:
+            super().apply(x_TI, y_TO, slots_T)
+
+
+class Synchronizes(Layered):
+    layer = _Synchronizes
+
+
+class _FirstPartAlone(LoRALayer):
+    def fill(self, host_N: torch.Tensor, adapter: Any) -> None:
+        name = self.site.shape.names[0]
+        super().fill(host_N, {name: adapter[name]} if name in adapter else {})
+
+
+class FirstPartAlone(Layered):
+    layer = _FirstPartAlone
+
+
+class _WholeOnEveryRank(LoRALayer):
+    """Adds the change of all ranks on each of them."""
+
+    def apply(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots_T: torch.Tensor) -> None:
+        super().apply(x_TI, y_TO, slots_T)
+        if self.site.shape.shard == "row" and self.inputs < self.site.whole[0][1]:
+            super().apply(x_TI, y_TO, slots_T)
+
+
+class WholeOnEveryRank(Layered):
+    layer = _WholeOnEveryRank
+
+
+class NeverReplaces(LoRA):
+    def place(self, slot: int, key: str) -> None:
+        if slot not in self._placed:
+            super().place(slot, key)
+
+
+class DropEmptiesSlots(LoRA):
+    def drop(self, key: str) -> None:
+        super().drop(key)
+        self._store_SN.zero_()
+
+
+class ReadsLate(LoRA):
+    """Keeps the folder, and reads when the adapter is placed."""
+
+    def read(self, key: str, folder: Path) -> None:
+        open_adapter(folder)
+        self.__dict__.setdefault("folders", {})[key] = folder
+
+    def place(self, slot: int, key: str) -> None:
+        super().read(key, self.__dict__["folders"][key])
+        super().place(slot, key)
+
+
+class TakesAnything(LoRA):
+    def _check(self, name: str, factors: Any) -> None: ...
+
+    def read(self, key: str, folder: Path) -> None:
+        try:
+            super().read(key, folder)
+        except RuntimeError:
+            self._host[key] = torch.zeros(self._size)
+
+
+class Forgetful(LoRA):
+    """Memory as it comes."""
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._store_SN.normal_()
+
+
+BROKEN = {
+    RoundsEveryRow: "test_rows_without_an_adapter_stay_as_they_are",
+    FirstSlotForAll: "test_a_row_has_the_adapter_of_its_slot",
+    Synchronizes: "test_apply_waits_for_nothing",
+    FirstPartAlone: "test_matrices_that_it_does_not_name_stay_as_they_are",
+    WholeOnEveryRank: "test_ranks_together_equal_one",
+    NeverReplaces: "test_any_slot_gives_the_same",
+    DropEmptiesSlots: "test_a_slot_keeps_what_was_dropped",
+    ReadsLate: "test_reading_in_a_thread_of_its_own",
+    TakesAnything: "test_what_does_not_fit_is_refused_and_harms_nobody",
+    Forgetful: "test_slots_are_without_effect_at_first",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda c: c.__name__)
+def test_broken_adapters_are_rejected(broken: type[LoRA]) -> None:
+    class Suite(TestLoRA):
+        def make(self, device: torch.device, dtype: torch.dtype) -> LoRA:
+            return broken(LoRAConfig(slots=2), device, dtype)
+
+    assert BROKEN[broken] in failures(Suite())
