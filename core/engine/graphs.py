@@ -42,6 +42,10 @@ Record = Callable[[Callable[[], Any]], tuple[Replay, Any]]
 """Runs a call and says how to run it again, and what it returned: tensors that each repetition writes anew."""
 
 
+DRAWS = ((False, False), (True, False), (True, True))
+"""Kinds of drawing: whether some row is random, and whether some row is filtered."""
+
+
 class Recorder:
     """By CUDA graphs that share one memory pool."""
 
@@ -143,10 +147,6 @@ class StepGraphs:
         self._inputs = SampleInputs.empty(most_rows, self.width, build.spec.hidden, build.dtype, state.device)
         self._forward: list[ForwardGraph] = []
         """Smallest first, within decode and mixed steps each, with adapters and without."""
-        # One rank leaves filters to rows that are random; several would have to gather all logits for them.
-        split = build.collective.size > 1
-        self._kinds = [(False, False), (True, True), *([(True, False)] if split else [])]
-        """Of drawing: whether some row is random, and whether some row may have filters."""
         self._draws: dict[tuple[int, bool, bool], tuple[Replay, Sampled]] = {}
         """By rows and kind."""
 
@@ -173,8 +173,8 @@ class StepGraphs:
             self._forward.insert(0, ForwardGraph(capacity, input_N, replay, tokens, hidden))
         for done, size in enumerate(reversed(self.sizes), len(ordered)):
             progress("capture graphs", done * share)
-            for kind in self._kinds:
-                self._draws[(size, *kind)] = record(partial(self._draw, size, *kind))
+            for kind in DRAWS:
+                self._draws[size, *kind] = record(partial(self._draw, size, *kind))
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -185,7 +185,7 @@ class StepGraphs:
                 self._run(capacity, self._padding(capacity))
         for size in self.sizes:
             if size.bit_count() == 1:
-                for kind in self._kinds:
+                for kind in DRAWS:
                     self._draw(size, *kind)
 
     # Layers.
@@ -276,14 +276,12 @@ class StepGraphs:
 
     def draw(self, rows: int, random: bool, filtered: bool) -> Sampled:
         """For rows that are all `plain` (SlotInfo), of which some are random, and some filtered."""
-        kind = (random, random and (filtered or len(self._kinds) == 2))
-        replay, out = self._draws[(self._size(rows), *kind)]
+        replay, out = self._draws[self._size(rows), random, filtered]
         replay()
         return Sampled(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
 
     def _draw(self, rows: int, random: bool, filtered: bool) -> Sampled:
         state, at = self.state, self._inputs.first(rows)
-        # Rows without filters are done at once.
         temperature_N, top_k_N, top_p_N, min_p_N, key_N = (
             t[at.slots_N] if random else t
             for t in (state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S, state.key_S)

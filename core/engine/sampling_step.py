@@ -69,15 +69,15 @@ def locate(batch: Batch, section: torch.Tensor) -> Positions:
 
 
 def sample_params(slots_N: torch.Tensor, rows: list[Row], state: DeviceState) -> SampleParams:
-    params = [state.slots[row.slot].params for row in rows]
+    infos = [state.slots[row.slot] for row in rows]
     return SampleParams(
         state.temperature_S[slots_N],
         state.top_k_S[slots_N],
         state.top_p_S[slots_N],
         state.min_p_S[slots_N],
         state.key_S[slots_N],
-        random=any(p.temperature > 0 for p in params),
-        filtered=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
+        random=any(info.random for info in infos),
+        filtered=any(info.filtered for info in infos),
     )
 
 

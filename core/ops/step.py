@@ -162,7 +162,7 @@ def least_kept(
 
     In Hugging Face's order: the k largest, of these the fewest that hold top_p of their probability, and none less
     likely than min_p times the first. Logits equal to the last one kept stay, too, so that no order among equals is
-    needed, and no sort: on a GPU the bound is found by bisection. Rows of temperature 0 keep all.
+    needed, and no sort: on a GPU the bound is found by narrowing. Rows of temperature 0 keep all.
     """
     filters = temperature_N, top_k_N, top_p_N, min_p_N
     if logits_NV.is_cuda:

@@ -1,7 +1,11 @@
-"""Top-k, top-p and min-p without a sort: a program a row finds the least logit kept by bisection.
+"""Top-k, top-p and min-p without a sort: the least logit kept is found by narrowing the range that it lies in.
 
-Floats are compared as integers of the same order, so 33 halvings end at the exact value; the row lies in the L2 cache
-after the first pass. Shapes: N rows, V vocabulary.
+Floats are compared as integers of the same order, so that narrowing ends at the exact value. Each launch divides every
+row's range by WAYS, all programs of a row summing over a part of the vocabulary what lies above each of the bounds
+between; the next launch takes up their sums. A row that has top-k and top-p is narrowed twice. Launches depend on
+nothing on the device, and programs of rows that are done, or have no filters, end at once.
+
+Shapes: N rows, V vocabulary, P parts of it, W = WAYS.
 """
 
 from __future__ import annotations
@@ -10,7 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096
+WAYS = 32
+LEVELS = 7
+"""Launches that narrow 2^32 values to one."""
+BLOCK = 512
+SHARE = 2048
+"""Logits of a part, at least."""
+PROGRAMS = 1024
+"""Programs to spread over, all rows together."""
+
+LOWEST = tl.constexpr(-2139095041)
+"""Of minus infinity, as `_ordered` has it."""
 
 
 @triton.jit
@@ -21,73 +35,116 @@ def _ordered(x):
 
 
 @triton.jit
-def _load(row_ptr, i, V, divisor, BLOCK: tl.constexpr):
-    """Scaled logits; NaN and what lies past V count as -inf."""
+def _load(row_ptr, i, end, divisor, BLOCK: tl.constexpr):
+    """Scaled logits; NaN and what lies past the end count as -inf."""
     column = i + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
+    x = tl.load(row_ptr + column, mask=column < end, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
     return tl.div_rn(x, divisor + tl.zeros_like(x))
 
 
-@triton.jit
-def _count(row_ptr, V, divisor, bound, BLOCK: tl.constexpr):
-    """How many are at least the bound."""
-    found = tl.zeros((BLOCK,), tl.int32)
-    for i in range(0, V, BLOCK):
-        inside = i + tl.arange(0, BLOCK) < V
-        found += (inside & (_ordered(_load(row_ptr, i, V, divisor, BLOCK)) >= bound)).to(tl.int32)
-    return tl.sum(found, axis=0)
-
-
-@triton.jit
-def _mass(row_ptr, V, divisor, largest, bound, BLOCK: tl.constexpr):
-    """Sum of exp(x - largest) over those at least the bound."""
-    found = tl.zeros((BLOCK,), tl.float32)
-    for i in range(0, V, BLOCK):
-        x = _load(row_ptr, i, V, divisor, BLOCK)
-        found += tl.where(_ordered(x) >= bound, tl.exp(x - largest), 0.0)
-    return tl.sum(found, axis=0)
-
-
-@triton.jit
-def _least_kept(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, least_ptr, V, BLOCK: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["share"])
+def _largest(logits_ptr, temperature_ptr, largest_ptr, V, share, BLOCK: tl.constexpr):
+    """Program (row, part)."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * V
+    part = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
-    top_k = tl.minimum(tl.load(top_k_ptr + row), V).to(tl.int32)
+    if temperature <= 0:
+        return
+    end = tl.minimum(part * share + share, V)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for i in range(part * share, end, BLOCK):
+        best = tl.maximum(best, _load(logits_ptr + row * V, i, end, temperature, BLOCK))
+    tl.store(largest_ptr + row * tl.num_programs(1) + part, tl.max(best, axis=0))
+
+
+@triton.jit(do_not_specialize=["share", "parts"])
+def _narrow(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    largest_ptr,
+    range_ptr,
+    next_range_ptr,
+    wanted_ptr,
+    next_wanted_ptr,
+    sums_ptr,
+    next_sums_ptr,
+    least_ptr,
+    V,
+    share,
+    parts,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    PARTS: tl.constexpr,
+    WAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, part). A row's range [N, 3] is low (kept), high (not kept) and whether it is by count, for top-k,
+    or by mass, for top-p; `wanted` is what must lie at or above the least kept, -1 = top_p of all that do now."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.minimum(tl.load(top_k_ptr + row), V)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
-    least = float("-inf")
-    if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for i in range(0, V, BLOCK):
-            best = tl.maximum(best, _load(row_ptr, i, V, temperature, BLOCK))
-        largest = tl.max(best, axis=0)
-        above = _ordered(largest).to(tl.int64) + 1
-        # Kept at `low`, not any more at `high`.
-        low = tl.full((), -2139095041, tl.int64)
-        if top_k > 0:
-            high = above
-            for _ in range(33):
-                middle = low + (high - low) // 2
-                enough = _count(row_ptr, V, temperature, middle, BLOCK) >= top_k
-                low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle)
-        if top_p < 1:
-            wanted = top_p * _mass(row_ptr, V, temperature, largest, low, BLOCK)
-            high = above
-            for _ in range(33):
-                middle = low + (high - low) // 2
-                enough = _mass(row_ptr, V, temperature, largest, middle, BLOCK) >= wanted
-                low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle)
+    if (temperature <= 0) | ((top_k <= 0) & (top_p >= 1) & (min_p <= 0)):
+        if LAST:
+            tl.store(least_ptr + row, float("-inf"))
+        return
+
+    way = tl.arange(0, WAYS)
+    each = tl.arange(0, PARTS)
+    maxima = tl.load(largest_ptr + row * parts + each, mask=each < parts, other=float("-inf"))
+    largest = tl.max(maxima, axis=0)
+    above = _ordered(largest).to(tl.int64) + 1
+    if FIRST:
+        low = tl.full((), LOWEST, tl.int64)
+        by_count = (top_k > 0).to(tl.int64)
+        high = tl.where((top_k > 0) | (top_p < 1), above, low + 1)
+        wanted = tl.where(top_k > 0, top_k.to(tl.float32), -1.0)
+    else:
+        low = tl.load(range_ptr + row * 3)
+        high = tl.load(range_ptr + row * 3 + 1)
+        by_count = tl.load(range_ptr + row * 3 + 2)
+        wanted = tl.load(wanted_ptr + row)
+        if high - low > 1:
+            place = (row * parts + each[:, None]) * WAYS + way[None, :]
+            sums = tl.sum(tl.load(sums_ptr + place, mask=each[:, None] < parts, other=0.0), axis=0)
+            wanted = tl.where(wanted < 0, top_p * tl.max(sums, axis=0), wanted)
+            chosen = tl.max(tl.where(sums >= wanted, way, 0), axis=0).to(tl.int64)
+            width = high - low
+            high = low + width * (chosen + 1) // WAYS
+            low += width * chosen // WAYS
+            if (high - low == 1) & (by_count != 0):
+                by_count = tl.zeros((), tl.int64)
+                wanted = tl.full((), -1.0, tl.float32)
+                high = tl.where(top_p < 1, above, high)
+    if LAST:
         key = low.to(tl.int32)
         least = tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
-        if min_p > 0:
-            least = tl.maximum(least, largest + tl.log(min_p))
-    tl.store(least_ptr + row, least)
+        least = tl.where(min_p > 0, tl.maximum(least, largest + tl.log(tl.maximum(min_p, 1e-38))), least)
+        tl.store(least_ptr + row, least)
+        return
+    if part == 0:
+        tl.store(next_range_ptr + row * 3, low)
+        tl.store(next_range_ptr + row * 3 + 1, high)
+        tl.store(next_range_ptr + row * 3 + 2, by_count)
+        tl.store(next_wanted_ptr + row, wanted)
+    if high - low <= 1:
+        return
+    bounds = low + (high - low) * way.to(tl.int64) // WAYS
+    bounds = tl.maximum(tl.minimum(bounds, 2147483647), -2147483648).to(tl.int32)
+    found = tl.zeros((BLOCK, WAYS), tl.float32)
+    end = tl.minimum(part * share + share, V)
+    for i in range(part * share, end, BLOCK):
+        x = _load(logits_ptr + row * V, i, end, temperature, BLOCK)
+        inside = i + tl.arange(0, BLOCK) < end
+        weight = tl.where(inside, tl.where(by_count != 0, 1.0, tl.exp(x - largest)), 0.0)
+        found += tl.where(_ordered(x)[:, None] >= bounds[None, :], weight[:, None], 0.0)
+    tl.store(next_sums_ptr + (row * parts + part) * WAYS + way, tl.sum(found, axis=0))
 
 
 def least_kept_triton(
@@ -98,9 +155,42 @@ def least_kept_triton(
     min_p_N: torch.Tensor,
 ) -> torch.Tensor:
     logits_NV = logits_NV.contiguous()
-    rows, vocab = logits_NV.shape
-    least_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
-    filters = (filter_N.contiguous() for filter_N in (temperature_N, top_k_N, top_p_N, min_p_N))
-    if rows:
-        _least_kept[(rows,)](logits_NV, *filters, least_N, vocab, BLOCK=BLOCK, num_warps=8)
+    (rows, vocab), device = logits_NV.shape, logits_NV.device
+    least_N = torch.empty(rows, dtype=torch.float32, device=device)
+    if not rows:
+        return least_N
+    filters = [filter_N.contiguous() for filter_N in (temperature_N, top_k_N, top_p_N, min_p_N)]
+    parts = max(1, min(triton.cdiv(vocab, SHARE), PROGRAMS // rows))
+    share = triton.cdiv(triton.cdiv(vocab, parts), BLOCK) * BLOCK
+    parts = triton.cdiv(vocab, share)
+    largest_NP = torch.empty(rows, parts, device=device)
+    # Programs of one launch write while others still read: two of each, in turn.
+    ranges = torch.empty(2, rows, 3, dtype=torch.int64, device=device)
+    wanted = torch.empty(2, rows, device=device)
+    sums = torch.empty(2, rows, parts, WAYS, device=device)
+    _largest[rows, parts](logits_NV, filters[0], largest_NP, vocab, share, BLOCK=BLOCK, num_warps=4)
+    for level in range(2 * LEVELS + 1):
+        now, then = level % 2, 1 - level % 2
+        last = level == 2 * LEVELS
+        _narrow[rows, 1 if last else parts](
+            logits_NV,
+            *filters,
+            largest_NP,
+            ranges[now],
+            ranges[then],
+            wanted[now],
+            wanted[then],
+            sums[now],
+            sums[then],
+            least_N,
+            vocab,
+            share,
+            parts,
+            FIRST=level == 0,
+            LAST=last,
+            PARTS=triton.next_power_of_2(parts),
+            WAYS=WAYS,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
     return least_N

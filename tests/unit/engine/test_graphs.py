@@ -61,7 +61,8 @@ def test_captured_draws_know_logits_and_device_state_alone(
 ) -> None:
     request = Request(1, (1, 2), SamplingParams(**options), processors=processors)
     info = SlotInfo(1, 0, JoinBlob((1, 2), request, 0))
-    assert (info.plain, info.random) == (plain, options["temperature"] > 0)
+    filtered = options["temperature"] > 0 and not options.keys().isdisjoint({"top_k", "top_p", "min_p"})
+    assert (info.plain, info.random, info.filtered) == (plain, options["temperature"] > 0, filtered)
 
 
 # Steps as graphs have them, on any device.
@@ -180,7 +181,7 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters:
             draw = runner.graphs.draw
 
             def drawn(rows: int, random: bool, filtered: bool) -> Any:
-                kinds["random draw"] += random
+                kinds["filtered draw"] += filtered
                 return draw(rows, random, filtered)
 
             runner.graphs.draw = drawn
@@ -198,7 +199,7 @@ def test_the_layout_of_graphs_changes_no_token(registry: Registry, drafter: str,
     expected, _ = run(registry, False, drafter, budget)
     got, kinds = run(registry, True, drafter, budget)
     assert got == expected
-    assert kinds["mixed"] > 3 and kinds["decode"] > 5 and kinds["random draw"] > 3, kinds
+    assert kinds["mixed"] > 3 and kinds["decode"] > 5 and kinds["filtered draw"] > 3, kinds
 
 
 def test_steps_with_adapters_have_graphs_of_their_own(registry: Registry, save_lora: Callable[..., str]) -> None:

@@ -125,11 +125,11 @@ def test_random_draws_are_the_reference_s():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_least_logit_kept(dtype):
     """Of each filter and of all, beside rows without any; bf16 logits have many equals."""
-    rows, vocab = 8, 5003
+    rows, vocab = 8, 2203
     logits = (torch.randn(rows, vocab, device=DEVICE) * 3).to(dtype)
     logits[:, 7] = float("-inf")
     temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 0.0, 1.0, 2.0, 1.0], device=DEVICE)
-    top_k = torch.tensor([40, 0, 0, 5000, 3, 0, 12, vocab * 2], device=DEVICE)
+    top_k = torch.tensor([40, 0, 0, 2100, 3, 0, 12, vocab * 2], device=DEVICE)
     top_p = torch.tensor([1.0, 0.9, 1.0, 0.5, 0.5, 1.0, 0.8, 0.999], device=DEVICE)
     min_p = torch.tensor([0.0, 0.0, 0.05, 0.0, 0.5, 0.0, 0.01, 0.0], device=DEVICE)
     got = least_kept_triton(logits, temperature, top_k, top_p, min_p)
@@ -147,12 +147,12 @@ def scaled_rows(logits, temperature):
 
 
 def test_a_filtered_draw_is_one_of_those_kept():
-    rows, vocab = 6, 3000
+    rows, vocab = 3, 700
     logits = torch.randn(rows, vocab, device=DEVICE)
     one, zero = torch.ones(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
     least = least_kept_triton(logits, one, (zero + 3).long(), one, zero)
     best = logits.topk(3, dim=-1).indices
-    for position in range(4):
+    for position in range(2):
         at = torch.full((rows,), position, device=DEVICE)
         _, got = best_triton(logits, at, one, torch.arange(rows, device=DEVICE) * 7919, True, least)
         assert (best == got[:, None]).any(1).all()
