@@ -93,8 +93,9 @@ class SymmMemCollective(NcclCollective):
 
     def abort(self) -> None:
         self._dead = True
-        if self.reducer is not None:
-            self.reducer.mail.stop()
+        reducer = self.reducer  # `close` may come meanwhile.
+        if reducer is not None:
+            reducer.mail.stop()
         super().abort()
 
     def close(self) -> None:

@@ -258,6 +258,17 @@ class RoundsOnOneRank(Sound):
         return logits_BV.bfloat16().float() if self.build.collective.rank else logits_BV
 
 
+class BeginsAtTheFirstToken(Sound):
+    def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return super().local_logits(states_BC)[0], 0
+
+
+class LosesALastToken(Sound):
+    def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        logits_BV, first = super().local_logits(states_BC)
+        return logits_BV[:, :-1], first
+
+
 # Weights.
 
 
@@ -353,6 +364,8 @@ BROKEN: dict[type[Sound], str] = {
     CentersLogitsOverTheBatch: "test_logits_span_the_vocabulary",
     NormsStatesInPlace: "test_logits_span_the_vocabulary",
     GivesItsRanksShare: "test_logits_are_equal_on_every_rank",
+    BeginsAtTheFirstToken: "test_local_logits_are_its_columns",
+    LosesALastToken: "test_local_logits_are_its_columns",
     RoundsOnOneRank: "test_logits_are_equal_on_every_rank",
     IgnoresTheSeed: "test_dummy_weights_depend_on_the_seed_alone",
     DrawsWithoutTheSeed: "test_dummy_weights_depend_on_the_seed_alone",
