@@ -5,9 +5,15 @@ Names follow the field's habits. Times are seconds, shares lie between 0 and 1.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from dovetail.core.interfaces import StepRecord
 
@@ -81,6 +87,27 @@ COUNTED = {
 """Field of EngineCounters -> metric and its help."""
 
 
+class Tally(Collector):
+    """A histogram of what every token has: prometheus_client's own takes 4 us a value, this one a tenth."""
+
+    def __init__(self, name: str, about: str, buckets: tuple[float, ...], labels: Mapping[str, str]) -> None:
+        self._name, self._about, self._buckets, self._labels = name, about, buckets, dict(labels)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, values: Iterable[float]) -> None:
+        for value in values:
+            self._counts[bisect_left(self._buckets, value)] += 1
+            self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._about, labels=tuple(self._labels))
+        bounds = [*map(floatToGoString, self._buckets), "+Inf"]
+        counts = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric(tuple(self._labels.values()), counts, self._sum)
+        yield family
+
+
 class Metrics:
     """A server's. One model a registry; what an engine counts has a label `replica`."""
 
@@ -95,11 +122,13 @@ class Metrics:
         self._counters = {field: self._engine(Counter, name, about) for field, (name, about) in COUNTED.items()}
         self._restarts = self._engine(Counter, "engine_restarts", "Engines started in place of one that died.")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LONG)
-        self._itl = self._histogram(
-            "inter_token_latency_seconds",
+        self._itl = Tally(
+            "dovetail:inter_token_latency_seconds",
             "Between two deliveries of a sample, divided by its new tokens.",
             SHORT,
+            {"model_name": model},
         )
+        self.registry.register(self._itl)
         self._tpot = self._histogram(
             "time_per_output_token_seconds", "Mean over a request's tokens after the first.", SHORT
         )
@@ -154,9 +183,9 @@ class Metrics:
         if record.tpot:
             self._tpot.observe(record.tpot)
 
-    def more_tokens(self, seconds: float, tokens: int) -> None:
-        """A sample, not for the first time, got so many tokens, so long after those before."""
-        self._itl.observe(seconds / tokens)
+    def more_tokens(self, seconds: Iterable[float]) -> None:
+        """Of samples that got tokens, not for the first time: time since those before, divided by their number."""
+        self._itl.observe(seconds)
 
     def error(self, status: int) -> None:
         self._refused.labels(self._model, str(status)).inc()

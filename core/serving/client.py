@@ -83,8 +83,7 @@ class Stream:
 
     # For the client, in the event loop.
 
-    def put(self, delta: Delta, last: bool) -> None:
-        now = time.perf_counter()
+    def put(self, delta: Delta, last: bool, now: float) -> None:
         if delta.token_ids and not self.timing.first_token:
             self.timing.first_token = now
         self._deltas.append(delta)
@@ -115,15 +114,15 @@ class EngineClient:
         max_restarts: int = 0,
         timeout: float = math.inf,
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
-        on_more: Callable[[float, int], None] = lambda seconds, tokens: None,
+        on_more: Callable[[Sequence[float]], None] = lambda seconds: None,
         on_state: Callable[[], None] = lambda: None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`name` begins sentences about it. `ids` number the requests, rising; random draws of requests without a seed
         depend on the number. `max_restarts`: how often within an hour a dead engine is replaced; then the state is
         "failed". `timeout`: seconds of silence after which an engine that has work counts as dead.
-        `on_stats` is called a few times a second while the engine works, `on_more` when a sample, not for the first
-        time, gets tokens: seconds since those before, and how many; `on_state` when the state has changed."""
+        `on_stats` is called a few times a second while the engine works, `on_more` with the times
+        between tokens of samples that got some, not for the first time; `on_state` when the state has changed."""
         self.composition, self.name = composition, name
         self._timeout, self._environment = timeout, environment
         self.max_restarts, self._on_stats, self._on_more, self._on_state = max_restarts, on_stats, on_more, on_state
@@ -244,7 +243,7 @@ class EngineClient:
             self._on_state()
 
     def _on_outcomes(self, outcomes: Iterable[tuple[Stream, Delta | RequestError, bool]]) -> None:
-        now = time.perf_counter()
+        now, gaps = time.perf_counter(), []
         for stream, item, last in outcomes:
             if stream.ended:
                 continue
@@ -256,9 +255,11 @@ class EngineClient:
                 if item.token_ids:
                     self._has_read(stream)
                     if before := stream.latest.get(item.sample):
-                        self._on_more(now - before, len(item.token_ids))
+                        gaps.append((now - before) / len(item.token_ids))
                     stream.latest[item.sample] = now
-                stream.put(item, last)
+                stream.put(item, last, now)
+        if gaps:
+            self._on_more(gaps)
 
     def _on_counters(self, stats: EngineStats) -> None:
         self.stats = stats
@@ -372,11 +373,11 @@ class EngineClient:
         return Delta(
             news.sample,
             text,
-            tuple(tokens),
-            _read(news.logprobs[: len(tokens)]),
-            _read(news.prompt_logprobs),
-            reason,  # type: ignore[arg-type]  # Its module is checked without strict_optional.
-            np.frombuffer(news.pooled, "<f4") if news.pooled else None,  # type: ignore[arg-type]
+            tokens,
+            _read(news.logprobs[: len(tokens)]) if news.logprobs else (),
+            _read(news.prompt_logprobs) if news.prompt_logprobs else (),
+            reason,
+            np.frombuffer(news.pooled, "<f4") if news.pooled else None,
         )
 
 

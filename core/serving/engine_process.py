@@ -217,7 +217,7 @@ class StepLoop:
             self._by_uid[seq.uid] = running
 
     def _reject(self, id: int, detail: str, status: int) -> None:
-        self._news.append(News(id, 0, [], REASONS[FinishReason.REJECTED], detail=detail, status=status))
+        self._news.append(News(id, 0, (), REASONS[FinishReason.REJECTED], detail=detail, status=status))
 
     def _drop(self, running: _Running) -> None:
         for seq in running.sequences:
@@ -249,11 +249,11 @@ class StepLoop:
             News(
                 running.id,
                 sample,
-                list(tokens),
+                tokens,
                 REASONS[event.reason] if event.reason else None,
                 hidden,
-                _wire(event.logprobs),
-                _wire(event.prompt_logprobs),
+                _wire(event.logprobs) if event.logprobs else [],
+                _wire(event.prompt_logprobs) if event.prompt_logprobs else [],
                 running.sequences[0].cached,
                 pooled=b"" if event.pooled_C is None else event.pooled_C.astype("<f4", copy=False).tobytes(),
             )

@@ -25,8 +25,8 @@ class Reports:
 
     stats: Callable[[int, EngineStats], None] = lambda replica, stats: None
     """A few times a second while that replica works."""
-    more: Callable[[float, int], None] = lambda seconds, tokens: None
-    """A sample, not for the first time, got so many tokens, so long after those before."""
+    more: Callable[[Sequence[float]], None] = lambda seconds: None
+    """Of samples that got tokens, not for the first time: time since those before, divided by their number."""
     restarted: Callable[[int], None] = lambda replica: None
     """A replica that had died is ready again."""
 

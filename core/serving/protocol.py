@@ -68,7 +68,7 @@ class News(msgspec.Struct, array_like=True):
 
     id: int
     sample: int
-    tokens: list[int]
+    tokens: tuple[int, ...]
     reason: str | None = None
     """"stop", "length", "abort", "rejected"; None while it runs."""
     hidden: bool = False

@@ -18,8 +18,8 @@ from dovetail.plugins.app.serve.service import Job, Service
 from dovetail.plugins.app.serve.transport import (
     DONE,
     STREAMS,
+    Chunks,
     EventStream,
-    after,
     event,
     json_response,
     while_connected,
@@ -87,7 +87,7 @@ class _Chat:
             except BaseException:
                 output.close(jobs)
                 raise
-            return EventStream(after(first, chunks), lambda: output.close(jobs))
+            return EventStream(first, chunks, lambda: output.close(jobs))
         try:
             choices = await while_connected(self.request, output.collect(jobs, self.n))
             return json_response(self._whole(jobs, choices))
@@ -116,13 +116,11 @@ class _Chat:
         options = self.body.stream_options
         every = options is not None and options.continuous_usage_stats
         head = {**self.head, "object": "chat.completion.chunk"}
+        chunks = Chunks(head)
 
         def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            whole = {**head, "choices": [choice]}
-            if every:
-                whole["usage"] = output.usage(jobs)
-            return event(whole)
+            return chunks.event(choice, output.usage(jobs) if every else None)
 
         begun: dict[int, Choice] = {}
         async for items in output.news(jobs, self.n):

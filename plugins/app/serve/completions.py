@@ -17,8 +17,8 @@ from dovetail.plugins.app.serve.service import Job, Service
 from dovetail.plugins.app.serve.transport import (
     DONE,
     STREAMS,
+    Chunks,
     EventStream,
-    after,
     event,
     json_response,
     while_connected,
@@ -82,12 +82,11 @@ class _Completion:
         if body.stream:
             chunks = self._chunks(jobs)
             try:
-                # The first one before the status: what is refused has a status of its own.
                 first = await while_connected(self.request, anext(chunks))
             except BaseException:
                 output.close(jobs)
                 raise
-            return EventStream(after(first, chunks), lambda: output.close(jobs))
+            return EventStream(first, chunks, lambda: output.close(jobs))
         try:
             choices = await while_connected(self.request, output.collect(jobs, self.samples))
             return json_response(self._whole(jobs, choices))
@@ -139,6 +138,7 @@ class _Completion:
     async def _chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
         options = self.body.stream_options
         every = options is not None and options.continuous_usage_stats
+        chunks = Chunks(self.head)
         begun: dict[int, output.CompletionLogprobs | None] = {}
         # Chunks of a long prompt bring its logprobs bit by bit, and only the first sample's: they wait for a token.
         waiting: dict[int, list[Delta]] = {}
@@ -148,15 +148,13 @@ class _Completion:
                 if not delta.token_ids and delta.finish_reason is None:
                     waiting.setdefault(index, []).append(delta)
                     continue
-                delta = output.join([*waiting.pop(index, []), delta])
-                at = index // self.n
+                if held := waiting.pop(index, None):
+                    delta = output.join([*held, delta])
                 first = index not in begun
                 if first:
                     begun[index] = self._logprobs()
-                chunk = {**self.head, "choices": [self._choice(index, at, delta, begun[index], first=first)]}
-                if every:
-                    chunk["usage"] = output.usage(jobs)
-                piece += event(chunk)
+                choice = self._choice(index, index // self.n, delta, begun[index], first=first)
+                piece += chunks.event(choice, output.usage(jobs) if every else None)
             if piece:
                 yield piece
         tail = b""

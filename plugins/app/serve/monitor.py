@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,9 +109,9 @@ class Monitor:
         if self.metrics is not None:
             self.metrics.engine_restarted(replica)
 
-    def more(self, seconds: float, tokens: int) -> None:
+    def more(self, seconds: Sequence[float]) -> None:
         if self.metrics is not None:
-            self.metrics.more_tokens(seconds, tokens)
+            self.metrics.more_tokens(seconds)
 
     def answered(self, status: int) -> None:
         if status >= 400 and self.metrics is not None:

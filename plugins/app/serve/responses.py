@@ -14,7 +14,7 @@ from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import Message, ResponsesRequest
 from dovetail.plugins.app.serve.service import Job, Service, text_of
-from dovetail.plugins.app.serve.transport import STREAMS, EventStream, after, event, json_response, while_connected
+from dovetail.plugins.app.serve.transport import STREAMS, EventStream, event, json_response, while_connected
 
 
 def router(service: Service) -> APIRouter:
@@ -63,7 +63,7 @@ class _Response:
             except BaseException:
                 output.close(jobs)
                 raise
-            return EventStream(after(first, events), lambda: output.close(jobs))
+            return EventStream(first, events, lambda: output.close(jobs))
         try:
             (whole,) = await while_connected(self.request, output.collect(jobs, 1))
             return json_response(self._response(jobs, whole))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -163,10 +163,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, pieces: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+    def __init__(self, first: bytes, pieces: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        """`first` was taken from the pieces: what is refused has a status of its own."""
         self.status_code = 200
         self.background = None
-        self._pieces, self._on_end = pieces, on_end
+        self._first, self._pieces, self._on_end = first, pieces, on_end
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -183,6 +184,7 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
         try:
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -204,8 +206,12 @@ def event(data: object, name: str | None = None) -> bytes:
     return head + _encoder.encode(data) + b"\n\n"
 
 
-async def after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The stream again, of which the first piece was taken."""
-    yield first
-    async for piece in rest:
-        yield piece
+class Chunks:
+    """Events that differ in their one choice, and in the usage where there is one: the rest is written once."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._head = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
+
+    def event(self, choice: object, usage: object | None = None) -> bytes:
+        tail = b"]}\n\n" if usage is None else b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
+        return b"".join((self._head, _encoder.encode(choice), tail))

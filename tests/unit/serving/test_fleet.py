@@ -66,7 +66,7 @@ class FakeProcess:
 
     def says(self, id: int, tokens: list[int], reason: str | None = None) -> None:
         self.listener.on_message(
-            self, Batch([News(id, 0, tokens, reason)], EngineStats(running=1, pages=4, pages_owned=1))
+            self, Batch([News(id, 0, tuple(tokens), reason)], EngineStats(running=1, pages=4, pages_owned=1))
         )
 
 

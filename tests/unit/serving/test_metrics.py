@@ -8,11 +8,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.metrics import COUNTED, Metrics
+from dovetail.core.metrics import COUNTED, SHORT, Metrics
 from dovetail.core.testing.observer import EMPTY
 from dovetail.core.traces import Traces
 from dovetail.plugins.observer.config import PrometheusConfig
@@ -68,7 +68,7 @@ def test_a_request_is_in_every_histogram_once() -> None:
     metrics.request(record())
     metrics.request(record(output_tokens=1, duration=0.1, tpot=0.0))
     metrics.request(record(outcome="abort", output_tokens=0, ttft=0.0, duration=0.3, tpot=0.0))
-    metrics.more_tokens(0.4, 4)
+    metrics.more_tokens([0.1])
     metrics.error(429)
     metrics.engine_restarted(0)
     found = metrics.registry
@@ -82,6 +82,26 @@ def test_a_request_is_in_every_histogram_once() -> None:
     assert value(found, "requests_finished_total", outcome="abort") == 1
     assert value(found, "request_errors_total", status="429") == 1
     assert value(found, "engine_restarts_total") == 1
+
+
+def test_times_between_tokens_are_in_their_buckets() -> None:
+    """As prometheus_client's own histogram shows them."""
+    metrics, values = Metrics("tiny"), [0.0005, 0.001, 0.0011, 0.3, 99.0]
+    own = Histogram("own", "For comparison.", ("model_name",), buckets=SHORT, registry=None)
+    for seconds in values:
+        metrics.more_tokens([seconds])
+        own.labels("tiny").observe(seconds)
+    metrics.more_tokens(values)
+    for seconds in values:
+        own.labels("tiny").observe(seconds)
+    ours = next(f for f in metrics.registry.collect() if f.name == "dovetail:inter_token_latency_seconds")
+    found, wanted = (
+        {(s.name.removeprefix(family.name), s.labels.get("le")): s.value for s in family.samples}
+        for family in (ours, *own.collect())
+    )
+    wanted.pop(("_created", None))
+    assert found == wanted and found["_bucket", "0.001"] == 4
+    assert all(sample.labels["model_name"] == "tiny" for sample in ours.samples)
 
 
 def test_every_metric_says_what_it_is() -> None:

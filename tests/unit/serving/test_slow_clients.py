@@ -16,14 +16,14 @@ def test_what_came_while_the_client_was_slow_is_one_piece():
         job = SimpleNamespace(stream=stream, output_tokens=0, outcome="")
         taken = []
         for sample, text, last in ((0, "a", False), (1, "x", False), (0, "b", False)):
-            stream.put(Delta(sample, text, (ord(text),)), last)
+            stream.put(Delta(sample, text, (ord(text),)), last, 1.0)
         async for items in news([job], 2):  # type: ignore[list-item]
             taken.append(items)
             if len(taken) == 1:
                 # While this piece is being written, the engine goes on.
-                stream.put(Delta(0, "c", (99,)), False)
-                stream.put(Delta(0, "d", (100,), finish_reason="length"), False)
-                stream.put(Delta(1, "y", (121,), finish_reason="stop"), True)
+                stream.put(Delta(0, "c", (99,)), False, 1.0)
+                stream.put(Delta(0, "d", (100,), finish_reason="length"), False, 1.0)
+                stream.put(Delta(1, "y", (121,), finish_reason="stop"), True, 1.0)
         return taken, job
 
     taken, job = asyncio.run(follow())
