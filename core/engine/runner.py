@@ -178,9 +178,10 @@ class Runner:
         host_pages = kv_cache.target().host_pages(kv_cache.config, self.groups)
         self.host_pools = make_host_pools(self.groups, host_pages, device)
         why_no_graphs = self._reason_against_graphs()
-        if device.type == "cuda":
+        # Parts that can be captured take whatever the device holds; others may index by what no kernel wrote.
+        if why_no_graphs is None:
             progress("compile kernels", None)
-            self._compile_kernels(graphs=why_no_graphs is None)
+            self._compile_kernels()
             clock = phase("compile kernels", clock)
         progress("measure memory", None)
         pages = self._measure_pages()
@@ -245,13 +246,12 @@ class Runner:
 
         self.model.load(counted())
 
-    def _compile_kernels(self, graphs: bool) -> None:
+    def _compile_kernels(self) -> None:
         """What the rehearsals launch, and the graphs."""
         with compile_ahead(compile_workers(self.size)), torch.inference_mode():
             self._rehearse()
-            if graphs:
-                with self._trial(self.engine.page_size):
-                    self.step_graphs().rehearse()
+            with self._trial(self.engine.page_size):
+                self.step_graphs().rehearse()
 
     def _rehearse(self) -> None:
         """The most expensive steps: a full token budget in one chunk, and every slot sampling. Then the mixed ones, so

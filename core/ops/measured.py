@@ -7,18 +7,17 @@ from dovetail.core.ops.tiles import MatmulTile
 MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "bf16", 4096, 4096): {
         16: MatmulTile(16, 64, 256, stages=5, tma=True),
-        64: None,
+        64: MatmulTile(32, 64, 128, stages=8, tma=True),
         256: MatmulTile(128, 64, 64, stages=8, tma=True),
     },
     ("NVIDIA H200", "bf16", 4096, 14336): {
-        1: None,
         16: MatmulTile(16, 64, 256, stages=5, tma=True),
         64: MatmulTile(32, 64, 128, stages=8, tma=True),
     },
     ("NVIDIA H200", "bf16", 6144, 4096): {
         1: MatmulTile(16, 64, 256),
         16: MatmulTile(16, 64, 256, tma=True),
-        64: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
+        64: MatmulTile(64, 64, 128, stages=6, tma=True),
     },
     ("NVIDIA H200", "bf16", 8192, 8192): {
         16: None,
@@ -34,27 +33,38 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         16: MatmulTile(16, 64, 128, tma=True),
     },
     ("NVIDIA H200", "bf16", 28672, 4096): {
+        1: MatmulTile(16, 64, 128),
         16: None,
-        64: MatmulTile(64, 128, 64, warps=8, stages=3, tma=True),
+        64: MatmulTile(64, 128, 128, tma=True),
     },
     ("NVIDIA H200", "bf16", 57344, 8192): {
         1: MatmulTile(16, 64, 256, stages=5),
         16: MatmulTile(16, 64, 256, stages=5, tma=True),
         64: MatmulTile(64, 128, 128, tma=True),
     },
+    ("NVIDIA H200", "bf16", 128256, 4096): {
+        1: MatmulTile(16, 128, 128, stages=6, tma=True),
+        64: MatmulTile(64, 128, 128, tma=True),
+    },
     ("NVIDIA H200", "fp8", 4096, 4096): {
         16: MatmulTile(16, 64, 128, stages=8, split=2),
         64: MatmulTile(64, 64, 128, stages=8, split=2),
-        256: MatmulTile(64, 64, 128, stages=6),
+        128: MatmulTile(64, 64, 128, stages=8),
+        256: MatmulTile(64, 64, 128, stages=6, tma=True),
     },
     ("NVIDIA H200", "fp8", 4096, 14336): {
         16: MatmulTile(16, 64, 128, stages=8, split=2),
         64: MatmulTile(64, 64, 128, stages=8, split=2),
+        96: MatmulTile(64, 64, 128, stages=8),
+        128: MatmulTile(64, 64, 128, stages=6, split=2, tma=True),
+        192: MatmulTile(64, 64, 128, split=2, tma=True),
         256: MatmulTile(128, 64, 128, split=2, tma=True),
     },
     ("NVIDIA H200", "fp8", 6144, 4096): {
         16: MatmulTile(16, 64, 128, stages=8),
         64: MatmulTile(64, 64, 128, stages=8),
+        96: MatmulTile(128, 64, 128, stages=8),
+        128: MatmulTile(64, 64, 128, stages=6, tma=True),
     },
     ("NVIDIA H200", "fp8", 8192, 8192): {
         1: MatmulTile(16, 64, 256, stages=5, tma=True),
@@ -80,6 +90,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         16: MatmulTile(16, 64, 256, tma=True),
         64: MatmulTile(64, 128, 128, warps=8, tma=True),
     },
+    ("NVIDIA H200", "fp8", 128256, 4096): {},
 }
 """(GPU, kind of weight, outputs, inputs) -> {up to so many rows: tile}; None: the library is quicker. More rows than
 any of these are the library's."""
