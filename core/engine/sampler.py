@@ -59,6 +59,6 @@ def probabilities(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor
     scaled_NV = scaled(logits_NV, params.temperature_N)
     least_N = least_logit(logits_NV, params)
     if least_N is not None:
-        scaled_NV = scaled_NV.masked_fill(scaled_NV < least_N[:, None], float("-inf"))
+        scaled_NV = scaled_NV.masked_fill(logits_NV.float() < least_N[:, None], float("-inf"))
     greedy = torch.nn.functional.one_hot(logits_NV.argmax(-1), logits_NV.shape[-1]).float()
     return torch.where((params.temperature_N > 0)[:, None], scaled_NV.softmax(-1), greedy)

@@ -158,7 +158,7 @@ def least_kept(
     top_p_N: torch.Tensor,
     min_p_N: torch.Tensor,
 ) -> torch.Tensor:
-    """float32 [N]: the least of each row's logits / temperature that top-k, top-p and min-p keep; -inf = all.
+    """float32 [N]: the least of each row's logits that top-k, top-p and min-p keep at its temperature; -inf = all.
 
     In Hugging Face's order: the k largest, of these the fewest that hold top_p of their probability, and none less
     likely than min_p times the first. Logits equal to the last one kept stay, too, so that no order among equals is
@@ -181,15 +181,15 @@ def least_kept_reference(
 ) -> torch.Tensor:
     vocab = logits_NV.shape[1]
     random_N = temperature_N > 0
-    ordered_NV = scaled(logits_NV, temperature_N).sort(dim=-1, descending=True).values
+    ordered_NV = logits_NV.float().sort(dim=-1, descending=True).values
     k_N = torch.where(top_k_N > 0, top_k_N.clamp_max(vocab), vocab)
     least_N = ordered_NV.gather(1, k_N[:, None] - 1).squeeze(1)
-    probs_NV = ordered_NV.masked_fill(ordered_NV < least_N[:, None], float("-inf")).softmax(-1)
+    kept_NV = ordered_NV.masked_fill(ordered_NV < least_N[:, None], float("-inf"))
     # The first place where what came so far reaches top_p.
-    reached_N = (probs_NV.cumsum(-1) < top_p_N[:, None]).sum(-1).clamp_max(vocab - 1)
+    reached_N = (scaled(kept_NV, temperature_N).softmax(-1).cumsum(-1) < top_p_N[:, None]).sum(-1).clamp_max(vocab - 1)
     by_p_N = ordered_NV.gather(1, reached_N[:, None]).squeeze(1)
     least_N = torch.where(top_p_N < 1, torch.maximum(least_N, by_p_N), least_N)
-    by_min_p_N = ordered_NV[:, 0] + min_p_N.clamp_min(1e-38).log()
+    by_min_p_N = ordered_NV[:, 0] + temperature_N * min_p_N.clamp_min(1e-38).log()
     least_N = torch.where(min_p_N > 0, torch.maximum(least_N, by_min_p_N), least_N)
     filtered_N = random_N & ((top_k_N > 0) | (top_p_N < 1) | (min_p_N > 0))
     return torch.where(filtered_N, least_N, float("-inf"))
@@ -209,7 +209,7 @@ def draw(
     least_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token id of each row, int64 [N]: the arg-max where temperature is 0, else a draw by the Gumbel maximum from
-    those whose logit / temperature is at least least_N.
+    those that are at least least_N.
 
     `random` = some temperature is not 0. position_N counts the tokens before the one drawn. Of equal logits the first
     wins. Logits may be of any float dtype and are compared in float32.
@@ -248,7 +248,7 @@ def best_reference(
     if random:
         scaled_NV = scaled(score_NV, temperature_N)
         if least_N is not None:
-            scaled_NV = scaled_NV.masked_fill(scaled_NV < least_N[:, None], float("-inf"))
+            scaled_NV = scaled_NV.masked_fill(score_NV < least_N[:, None], float("-inf"))
         noise_NV = gumbel(key_N, position_N, Purpose.SAMPLE, score_NV.shape[-1], first)
         score_NV = torch.where((temperature_N > 0)[:, None], scaled_NV + noise_NV, score_NV)
     token_N = score_NV.argmax(-1)

@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-WAYS = 32
-LEVELS = 7
+WAYS = 8
+LEVELS = 11
 """Launches that narrow 2^32 values to one."""
-BLOCK = 512
+BLOCK = 2048
 SHARE = 2048
 """Logits of a part, at least."""
 PROGRAMS = 1024
@@ -35,12 +35,11 @@ def _ordered(x):
 
 
 @triton.jit
-def _load(row_ptr, i, end, divisor, BLOCK: tl.constexpr):
-    """Scaled logits; NaN and what lies past the end count as -inf."""
+def _load(row_ptr, i, end, BLOCK: tl.constexpr):
+    """Logits; NaN and what lies past the end count as -inf."""
     column = i + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + column, mask=column < end, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))
-    return tl.div_rn(x, divisor + tl.zeros_like(x))
+    return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["share"])
@@ -54,7 +53,7 @@ def _largest(logits_ptr, temperature_ptr, largest_ptr, V, share, BLOCK: tl.const
     end = tl.minimum(part * share + share, V)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for i in range(part * share, end, BLOCK):
-        best = tl.maximum(best, _load(logits_ptr + row * V, i, end, temperature, BLOCK))
+        best = tl.maximum(best, _load(logits_ptr + row * V, i, end, BLOCK))
     tl.store(largest_ptr + row * tl.num_programs(1) + part, tl.max(best, axis=0))
 
 
@@ -125,7 +124,7 @@ def _narrow(
     if LAST:
         key = low.to(tl.int32)
         least = tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
-        least = tl.where(min_p > 0, tl.maximum(least, largest + tl.log(tl.maximum(min_p, 1e-38))), least)
+        least = tl.where(min_p > 0, tl.maximum(least, largest + temperature * tl.log(tl.maximum(min_p, 1e-38))), least)
         tl.store(least_ptr + row, least)
         return
     if part == 0:
@@ -140,9 +139,9 @@ def _narrow(
     found = tl.zeros((BLOCK, WAYS), tl.float32)
     end = tl.minimum(part * share + share, V)
     for i in range(part * share, end, BLOCK):
-        x = _load(logits_ptr + row * V, i, end, temperature, BLOCK)
+        x = _load(logits_ptr + row * V, i, end, BLOCK)
         inside = i + tl.arange(0, BLOCK) < end
-        weight = tl.where(inside, tl.where(by_count != 0, 1.0, tl.exp(x - largest)), 0.0)
+        weight = tl.where(inside, tl.where(by_count != 0, 1.0, tl.exp((x - largest) / temperature)), 0.0)
         found += tl.where(_ordered(x)[:, None] >= bounds[None, :], weight[:, None], 0.0)
     tl.store(next_sums_ptr + (row * parts + part) * WAYS + way, tl.sum(found, axis=0))
 

@@ -273,9 +273,8 @@ def _draw_parts(
             bits = _mix(_mix(a + (first + column).to(tl.uint32) * 0x9E3779B9) ^ b)
             uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
             noise = -tl.log(-tl.log(uniform))
-            # Division as in core.ops.kernels.filters, or the bound would miss its own logit.
             y = tl.div_rn(x, divisor + tl.zeros_like(x))
-            y = tl.where(y >= least, y + noise, float("-inf"))
+            y = tl.where(x >= least, y + noise, float("-inf"))
             x = tl.where(temperature > 0, y, x)
         better = ok & ((x > best) | (at == 2147483647))
         best = tl.where(better, x, best)
