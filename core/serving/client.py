@@ -116,15 +116,17 @@ class EngineClient:
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
         on_more: Callable[[Sequence[float]], None] = lambda seconds: None,
         on_state: Callable[[], None] = lambda: None,
+        adapters: Callable[[], Mapping[str, str] | None] = lambda: None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`name` begins sentences about it. `ids` number the requests, rising; random draws of requests without a seed
         depend on the number. `max_restarts`: how often within an hour a dead engine is replaced; then the state is
         "failed". `timeout`: seconds of silence after which an engine that has work counts as dead.
         `on_stats` is called a few times a second while the engine works, `on_more` with the times
-        between tokens of samples that got some, not for the first time; `on_state` when the state has changed."""
+        between tokens of samples that got some, not for the first time; `on_state` when the state has changed.
+        `adapters` says, each time an engine starts, which it shall begin with: name -> folder; None = as composed."""
         self.composition, self.name = composition, name
-        self._timeout, self._environment = timeout, environment
+        self._timeout, self._environment, self._adapters = timeout, environment, adapters
         self.max_restarts, self._on_stats, self._on_more, self._on_state = max_restarts, on_stats, on_more, on_state
         self.state: State = "stopped"
         self.failure = ""
@@ -181,6 +183,7 @@ class EngineClient:
         hints: Mapping[str, float] | None = None,
         keep: Collection[str] = (),
         pooling: Pooling | None = None,
+        adapter: str = "",
     ) -> Stream:
         """keep: special tokens whose text is part of the output. pooling: embed the prompt; one Delta brings all.
 
@@ -191,7 +194,9 @@ class EngineClient:
         id = next(self._ids)
         stream = Stream(id, [StopWatch(params, tokenizer, keep) for _ in range(params.n)], self._loop)
         chosen = params.model_dump(exclude_unset=True)
-        add = Add(id, list(prompt_ids), chosen, priority, deadline, user, cache_salt, dict(hints or {}), pooling)
+        add = Add(
+            id, list(prompt_ids), chosen, priority, deadline, user, cache_salt, dict(hints or {}), pooling, adapter
+        )
         try:
             message = self._encoder.encode(add)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
@@ -210,7 +215,8 @@ class EngineClient:
             self._process.send(self._encoder.encode(Abort(stream.id)))
 
     async def control(self, op: str, **arguments: Any) -> Any:
-        """`check`: the allocator's own integrity check, then the counters. `reset_cache`: forget cached prefixes."""
+        """`check`: the allocator's own integrity check, then the counters. `reset_cache`: forget cached prefixes.
+        `load_adapter` (name, folder), `unload_adapter` (name). Raises RequestError."""
         if self._process is None or self.state != "ready":
             raise EngineDown(f"{self.name} is {self.state}")
         id = next(self._controls)
@@ -233,7 +239,13 @@ class EngineClient:
 
     def _launch(self) -> None:
         self.state = "starting"
-        self._process = EngineProcess(self.composition, self, timeout=self._timeout, environment=self._environment)
+        self._process = EngineProcess(
+            self.composition,
+            self,
+            timeout=self._timeout,
+            environment=self._environment,
+            adapters=self._adapters(),
+        )
         self._process.start()
 
     def _on_ready(self, process: EngineProcess, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
@@ -269,7 +281,7 @@ class EngineClient:
         answer = self._replies.pop(reply.id, None)
         if answer is not None and not answer.done():
             if reply.error:
-                answer.set_exception(RequestError(reply.error))
+                answer.set_exception(RequestError(reply.error, status=reply.status))
             else:
                 answer.set_result(reply.value)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,11 @@ from dovetail.core.serving.protocol import (
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
+log = logging.getLogger(__name__)
+
 _STATS_SECONDS = 0.25
+_MOMENT_MS = 20
+"""How long an idle loop sleeps while adapters are being read."""
 
 
 def main(control_fd: int, parent: int) -> None:
@@ -60,6 +66,8 @@ def main(control_fd: int, parent: int) -> None:
         engine = Engine(composition)
         began = time.perf_counter()
         engine.start(lambda phase, share: control.send({"op": "progress", "phase": phase, "share": share}))
+        if order["adapters"] is not None:
+            _restore_adapters(engine, order["adapters"])
         _warm_up(engine)
         loop = StepLoop(engine, control, order["commands"], order["outputs"])
         info = _describe(composition, engine, time.perf_counter() - began)
@@ -85,6 +93,20 @@ def _end(engine: Engine | None, status: int) -> None:
     finally:
         # Threads of collectives and allocators have nothing left to do, and some of them take seconds to say so.
         os._exit(status)
+
+
+def _restore_adapters(engine: Engine, wanted: dict[str, str]) -> None:
+    """What was loaded and unloaded while the engine before this one ran. A folder that is gone ends nothing but its own
+    adapter."""
+    for name, folder in dict(engine.adapters).items():
+        if wanted.get(name) != folder:
+            engine.unload_adapter(name)
+    for name, folder in wanted.items():
+        if name not in engine.adapters:
+            try:
+                engine.load_adapter(name, folder).result()
+            except RequestError as error:
+                log.error("adapter %s was not loaded again: %s", name, error)
 
 
 def _warm_up(engine: Engine) -> None:
@@ -113,6 +135,7 @@ def _describe(composition: Composition, engine: Engine, seconds: float) -> Engin
         embedding=info.spec.embedding,
         hidden=info.spec.hidden,
         head=info.spec.head,
+        adapters=dict(engine.adapters),
         notes=list(info.notes),
     )
 
@@ -152,6 +175,8 @@ class StepLoop:
         self._told = 0
         """Of those, how many the front-end knows to be carried out."""
         self._news: list[News] = []
+        self._loading: dict[int, Future[None]] = {}
+        """Commands that are answered when this is done."""
 
     def run(self) -> None:
         engine = self.engine
@@ -168,10 +193,13 @@ class StepLoop:
             # The last word before silence, so that gauges do not stay where they were.
             self._send(Batch(self._news, self._stats(), self._taken, idle=True))
             self._news, self._stats_due, self._told = [], 0.0, self._taken
-        for source, _ in self._poller.poll(None if idle else 0):
+        patience = _MOMENT_MS if self._loading else None
+        for source, _ in self._poller.poll(patience if idle else 0):
             if source is not self._commands:
                 message, _ = self._control.recv()
                 return bool(message["op"] != "stop")
+        for id in [id for id, future in self._loading.items() if future.done()]:
+            self._send(_reply(id, self._loading.pop(id).result))
         while True:
             try:
                 data = self._commands.recv(zmq.NOBLOCK)
@@ -193,7 +221,7 @@ class StepLoop:
                     self.engine.finish(seq.uid, seq.prompt_len + command.tokens, FinishReason.STOP)
                     self._ended(running, seq.uid)
             case Control():
-                self._send(self._answer(command))
+                self._control_engine(command)
 
     def _add(self, command: Add) -> None:
         clock = time.perf_counter()
@@ -207,6 +235,7 @@ class StepLoop:
                 cache_salt=command.cache_salt,
                 hints=command.hints,
                 pooling=command.pooling,
+                adapter=command.adapter,
                 number=command.id,
             )
         except (RequestError, TypeError, ValueError) as error:
@@ -295,14 +324,25 @@ class StepLoop:
             evictions=kv.evictions,
         )
 
-    def _answer(self, command: Control) -> Reply:
+    def _control_engine(self, command: Control) -> None:
         operation = _OPERATIONS.get(command.op)
         if operation is None:
-            return Reply(command.id, error=f"no operation {command.op!r}; there are {', '.join(_OPERATIONS)}")
-        try:
-            return Reply(command.id, operation(self, **command.arguments))
-        except Exception as error:
-            return Reply(command.id, error=f"{type(error).__name__}: {error}")
+            self._send(Reply(command.id, error=f"no operation {command.op!r}; there are {', '.join(_OPERATIONS)}"))
+            return
+        reply = _reply(command.id, lambda: operation(self, **command.arguments))
+        if isinstance(reply.value, Future):
+            self._loading[command.id] = reply.value
+        else:
+            self._send(reply)
+
+
+def _reply(id: int, call: Callable[[], Any]) -> Reply:
+    try:
+        return Reply(id, call())
+    except RequestError as error:
+        return Reply(id, error=str(error), status=error.status)
+    except Exception as error:
+        return Reply(id, error=f"{type(error).__name__}: {error}")
 
 
 def _wire(logprobs: Iterable[TokenLogprobs]) -> list[LogprobWire]:
@@ -318,4 +358,17 @@ def _reset_cache(loop: StepLoop) -> None:
     loop.engine.kv.reset()
 
 
-_OPERATIONS = {"check": _check, "reset_cache": _reset_cache}
+def _load_adapter(loop: StepLoop, name: str, folder: str) -> Future[None]:
+    return loop.engine.load_adapter(name, folder)
+
+
+def _unload_adapter(loop: StepLoop, name: str) -> None:
+    loop.engine.unload_adapter(name)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "check": _check,
+    "reset_cache": _reset_cache,
+    "load_adapter": _load_adapter,
+    "unload_adapter": _unload_adapter,
+}

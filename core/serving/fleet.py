@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import Arrival, ReplicaLoad, SamplingParams
 from dovetail.core.serving.client import EngineClient, EngineDown, State, Stream
 from dovetail.core.serving.protocol import EngineInfo, EngineStats, total
@@ -54,6 +55,9 @@ class Fleet:
         self.failed = asyncio.Event()
         """Set when no engine will come back."""
         self._all_ready = asyncio.Event()
+        self._adapters: dict[str, str] | None = None
+        """Since all replicas were ready once."""
+        self._adapting = asyncio.Lock()
         compositions, ids = replica_compositions(composition), itertools.count()
         self.clients = [
             EngineClient(
@@ -65,6 +69,7 @@ class Fleet:
                 on_stats=lambda stats, replica=replica: self._reports.stats(replica, stats),  # type: ignore[misc]
                 on_more=self._reports.more,
                 on_state=lambda replica=replica: self._changed(replica),  # type: ignore[misc]
+                adapters=lambda: self._adapters,
                 environment=replica_environment(composition),
             )
             for replica, one in enumerate(compositions)
@@ -154,6 +159,7 @@ class Fleet:
                 self._reports.restarted(replica)
             elif all(one.state == "ready" for one in self.clients):
                 self._complete = True
+                self._adapters = dict(self.info.adapters)
                 self._all_ready.set()
         elif client.state != "stopped":
             self.failure = f"{client.name} {client.failure}"
@@ -173,6 +179,9 @@ class Fleet:
             if client.state == "ready"
         ]
         given: dict[str, Any] = {name: request[name] for name in _READ_BY_ROUTERS if request.get(name)}
+        if adapter := request.get("adapter"):
+            # Prefixes are cached by adapter, and a replica that has it in a slot need not copy it.
+            given["cache_salt"] = f"{adapter}\0{request.get('cache_salt', '')}"
         replica = self._door.choose(Arrival(prompt_ids, params.n, **given), loads)
         stream = self.clients[replica].submit(prompt_ids, params, **request)
         stream.replica = replica
@@ -192,6 +201,51 @@ class Fleet:
             for replica in ready:
                 self._door.forget(replica)
         return list(answers)
+
+    # Adapters.
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Those that requests may choose: name -> folder."""
+        return self._adapters or {}
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """On every replica, or on none: raises RequestError. Engines that start later have it, too."""
+        async with self._adapting:
+            self._check_settled()
+            loads = [client.control("load_adapter", name=name, folder=folder) for client in self._open()]
+            answers = await asyncio.gather(*loads, return_exceptions=True)
+            failed = [answer for answer in answers if isinstance(answer, BaseException)]
+            if failed:
+                if len(failed) < len(answers):
+                    await self._unload(name)
+                raise failed[0]
+            assert self._adapters is not None
+            self._adapters[name] = folder
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests that have it run to their end. RequestError for an unknown name."""
+        async with self._adapting:
+            self._check_settled()
+            assert self._adapters is not None
+            if name not in self._adapters:
+                raise RequestError(
+                    f"adapter: {name!r} is not loaded; there is {', '.join(self._adapters) or 'none'}", status=404
+                )
+            del self._adapters[name]
+            await self._unload(name)
+
+    def _check_settled(self) -> None:
+        """An engine that starts has been told already what to begin with."""
+        self._check_ready()
+        for client in self.clients:
+            if client.state == "starting":
+                raise EngineDown(f"{client.name} is starting: adapters can be loaded and unloaded when it is ready")
+
+    async def _unload(self, name: str) -> None:
+        """Where it is."""
+        unloads = [client.control("unload_adapter", name=name) for client in self._open()]
+        await asyncio.gather(*unloads, return_exceptions=True)
 
     def health(self) -> list[Mapping[str, Any]]:
         """Of each replica, for people and their programs."""

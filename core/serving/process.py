@@ -52,11 +52,13 @@ class EngineProcess:
         *,
         timeout: float = math.inf,
         environment: Mapping[str, str] | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
-        """timeout: seconds without a sign of life, while it has work, after which it counts as hung and is killed.
+        """adapters: name -> folder of those to begin with, in place of what the composition says.
+        timeout: seconds without a sign of life, while it has work, after which it counts as hung and is killed.
         environment: of the process; that of this one by default."""
         self._composition, self._listener = composition, listener
-        self._timeout, self._environment = timeout, environment
+        self._timeout, self._environment, self._adapters = timeout, environment, adapters
         self._sending = threading.Lock()
         self._commands: zmq.Socket[bytes] | None = None
         self._sent = 0
@@ -122,7 +124,8 @@ class EngineProcess:
                 sock.set_hwm(0)
                 sock.bind(address)
             self._popen, self._channel = start_process(_MAIN, environment=self._environment)
-            self._channel.send({**order_for(self._composition), **addresses})
+            wanted = None if self._adapters is None else dict(self._adapters)
+            self._channel.send({**order_for(self._composition), **addresses, "adapters": wanted})
             if self._stopping:
                 self._channel.send({"op": "stop"})
             with self._sending:

@@ -36,6 +36,8 @@ class Add(msgspec.Struct, array_like=True, tag=0):
     hints: dict[str, float] = {}
     pooling: Pooling | None = None
     """The prompt is embedded."""
+    adapter: str = ""
+    """By name; "" = the base model."""
 
 
 class Abort(msgspec.Struct, array_like=True, tag=1):
@@ -133,6 +135,8 @@ class Reply(msgspec.Struct, array_like=True, tag=1):
     id: int
     value: Any = None
     error: str = ""
+    status: int = 400
+    """HTTP status of an error."""
 
 
 Output = Batch | Reply
@@ -157,5 +161,7 @@ class EngineInfo(msgspec.Struct):
     """Numbers in one."""
     head: bool
     """It can generate."""
+    adapters: dict[str, str]
+    """Loaded at start-up: name -> folder."""
     notes: list[str]
     """Slower paths that were chosen."""

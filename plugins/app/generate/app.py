@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ class GenerateApp(App):
         return 0
 
     def _params(self) -> SamplingParams:
-        options = self.config.model_dump(exclude={"prompts", "output"})
+        options = self.config.model_dump(exclude={"prompts", "output", "adapter"})
         try:
             return SamplingParams(**options)
         except ValueError as error:
@@ -89,7 +90,7 @@ class GenerateApp(App):
         sys.stdout.write(prompt)
         sys.stdout.flush()
         began, ttft = time.perf_counter(), 0.0
-        for delta in llm.stream(prompt, params):
+        for delta in llm.stream(prompt, params, adapter=self.config.adapter):
             ttft = ttft or time.perf_counter() - began
             sys.stdout.write(delta.text)
             sys.stdout.flush()
@@ -101,7 +102,8 @@ class GenerateApp(App):
         columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar:
             task = bar.add_task("generate", total=len(prompts))
-            return llm.generate(prompts, params, on_done=lambda: bar.advance(task))
+            done = partial(bar.advance, task)
+            return llm.generate(prompts, params, on_done=done, adapter=self.config.adapter)
 
     def _summary(self, llm: LLM, seconds: float, ttft: Sequence[float]) -> None:
         counters = llm.engine.counters

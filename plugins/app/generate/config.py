@@ -54,6 +54,8 @@ class GenerateConfig(AppConfig):
     """Taken per occurrence in the output so far."""
     n: int = Field(1, ge=1)
     """Samples per prompt."""
+    adapter: str = ""
+    """One of adapter.load, by name; empty: the base model."""
     seed: int | None = None
     """Same seed, same text; null: engine.seed."""
     stop: tuple[str, ...] = ()

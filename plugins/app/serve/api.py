@@ -12,7 +12,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 import dovetail
-from dovetail.plugins.app.serve import chat, completions, embeddings, errors, meta, responses
+from dovetail.plugins.app.serve import adapters, chat, completions, embeddings, errors, meta, responses
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.service import Service
 from dovetail.plugins.app.serve.transport import Gate, Left, left
@@ -62,6 +62,8 @@ def build(service: Service, keys: Keys) -> ASGIApp:
     app.add_exception_handler(Left, departed)
     for part in (completions, chat, responses, embeddings, meta):
         app.include_router(part.router(service))
+    if service.config.adapter_root is not None:
+        app.include_router(adapters.router(service))
     if service.config.page:
         app.mount("/static", StaticFiles(directory=_STATIC), name="static")
 

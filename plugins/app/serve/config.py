@@ -83,6 +83,10 @@ class ServeConfig(AppConfig):
     cors_origins: tuple[str, ...] = ()
     """Origins of pages whose scripts may call the server; "*" is any. Empty: none but its own."""
 
+    adapter_root: str | None = None
+    """Folder in which clients may name folders of adapters to load, by POST /v1/load_lora_adapter, and to unload
+    again; null: nobody loads any but the operator (adapter.load)."""
+
     page: bool = True
     """The page at / : chat, composition and live charts."""
     debug: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,7 +23,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_model(service, name) for name in service.model_names]})
+        names = (*service.model_names, *service.client.adapters)
+        return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
@@ -87,7 +89,7 @@ def router(service: Service) -> APIRouter:
         return json_response(
             {
                 "version": dovetail.__version__,
-                "models": service.model_names,
+                "models": (*service.model_names, *client.adapters),
                 "device": info.device,
                 "max_len": info.max_len,
                 "parts": _parts(service),
@@ -111,12 +113,14 @@ def router(service: Service) -> APIRouter:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapter(name)
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "dovetail",
-        "root": service.client.info.model,
+        "root": Path(service.client.adapters[adapter]).name if adapter else service.client.info.model,
+        "parent": service.model_names[0] if adapter else None,
         "max_model_len": service.client.info.max_len,
     }
 

@@ -249,6 +249,21 @@ class EmbeddingRequest(Queued):
     """Cut to so many numbers; for models trained so."""
 
 
+class LoadAdapterRequest(Body):
+    lora_name: Label
+    """What requests will call their model."""
+    lora_path: Annotated[str, StringConstraints(max_length=4096)]
+    """Its folder, in serve.adapter_root."""
+    load_inplace: Literal[False] | None = None
+    """Not served: unload it first."""
+
+
+class UnloadAdapterRequest(Body):
+    lora_name: Label
+    lora_int_id: int | None = None
+    """Accepted and without effect."""
+
+
 class TokenizeRequest(Body):
     model: Label | None = None
     prompt: Text | None = None

@@ -103,6 +103,10 @@ class Service:
         self._template: ChatTemplate | None = None
         self._template_known = False
         self._ends: deque[float] = deque(maxlen=64)
+        if config.adapter_root is not None and composition.part("adapter").name == "none":
+            raise ConfigError(
+                f"serve.adapter_root={config.adapter_root}: adapter=none loads nothing; adapter=lora does"
+            )
         if config.chat_template is not None and not Path(config.chat_template).expanduser().is_file():
             raise ConfigError(f"serve.chat_template={config.chat_template}: no such file")
 
@@ -126,14 +130,18 @@ class Service:
         names = self.model_names
         if asked is None:
             return names[0]
-        if asked not in names:
+        if asked not in names and asked not in self.client.adapters:
             raise FieldError(
-                f"the model {asked!r} does not exist; there is {', '.join(names)}",
+                f"the model {asked!r} does not exist; there is {', '.join((*names, *self.client.adapters))}",
                 "model",
                 status=404,
                 code="model_not_found",
             )
         return asked
+
+    def adapter(self, asked: str | None) -> str:
+        """Of the model that a request names; "" = the base model."""
+        return "" if asked is None or asked in self.model_names else asked
 
     # Text.
 
@@ -263,6 +271,7 @@ class Service:
                     hints=body.hints,
                     keep=keep,
                     pooling=pooling,
+                    adapter=self.adapter(body.model),
                 )
                 job = Job(self, stream, endpoint, len(ids), request.headers.get("traceparent", ""))
                 jobs.append(job)
