@@ -98,6 +98,10 @@ class Counters:
     """Time in which the host had nothing to do but wait for a result."""
     update_seconds: float = 0.0
     """Host time to take results in."""
+    device_seconds: float = 0.0
+    """Time the device was at work, where the executor can tell."""
+    idle_seconds: float = 0.0
+    """Time for which the device had nothing to do while there were requests: it waited for the host."""
 
 
 @dataclass(slots=True)
@@ -108,6 +112,8 @@ class _Launched:
     """uid -> row of those that need a mask."""
     waits: bool = False
     """Its late inputs are still to be given."""
+    follows: bool = False
+    """There was work ever since the plan before: if the device was idle between them, it waited for the host."""
 
 
 class Engine:
@@ -122,6 +128,8 @@ class Engine:
         """uid -> (epoch, prompt positions reported in it, positions ever reported): a preempted prompt is fed again."""
         self._pooler = Pooler()
         self._steps = 0
+        self._had_work = False
+        """Since the plan launched last."""
 
     def start(self, progress: Progress = lambda phase, share: None) -> None:
         """Check that the parts fit each other, then load everything; errors surface here."""
@@ -374,7 +382,8 @@ class Engine:
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began
         self.counters.submit_seconds += time.perf_counter() - decided
-        self._launched.append(_Launched(plan, decided - began, late, bool(late)))
+        self._launched.append(_Launched(plan, decided - began, late, bool(late), follows=self._had_work))
+        self._had_work = True
         return True
 
     def _adapter_slot(self, seq: Sequence) -> int:
@@ -495,6 +504,10 @@ class Engine:
         counters.drafted += drafted
         counters.accepted += accepted
         counters.decode_rows += decodes
+        counters.device_seconds += result.device_seconds
+        if launched.follows:
+            counters.idle_seconds += result.idle_seconds
+        self._had_work = self.has_work
         if not self.observers:
             return
         stats, kv = self.scheduler.stats(), self.kv.stats()

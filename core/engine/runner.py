@@ -39,6 +39,7 @@ from dovetail.core.engine.sampling_step import (
     sampling_section,
     upload_masks,
 )
+from dovetail.core.engine.step_clock import Mark, StepClock
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     Adapters,
@@ -78,14 +79,15 @@ class _Pending:
     outcome: list[torch.Tensor]
     prompt: dict[int, list[torch.Tensor]]
     pooled: tuple[list[int], torch.Tensor] | None
-    done: torch.cuda.Event | None
-    started: float
+    began: Mark
+    done: Mark
 
 
 @dataclass(slots=True)
 class _Step:
     """Between the two halves."""
 
+    began: Mark
     batch: Batch
     hidden: Hidden
     starts: Seq[int]
@@ -100,8 +102,8 @@ class Runner:
         self.composition, self.rank, self.size, self.address = composition, rank, size, address
         self.engine = composition.engine
         self._pending: deque[_Pending] = deque()
-        self._halfway: tuple[StepPlan, _Step, float] | None = None
-        """The plan executed last and when that began, while it lacks its late inputs."""
+        self._halfway: tuple[StepPlan, _Step] | None = None
+        """The plan executed last, while it lacks its late inputs."""
         self._phases: dict[str, float] = {}
         self._progress: Progress = lambda phase, share: None
         self.adapters: Adapters | None = None
@@ -312,6 +314,7 @@ class Runner:
             device=self.device,
             seed=self.engine.seed,
         )
+        self.clock = StepClock(self.device)
         if self._why_no_graphs is None:
             began = time.perf_counter()
             self.graphs = self.step_graphs()
@@ -341,28 +344,27 @@ class Runner:
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         """Enqueue a plan, or its forward alone where `complete` is to follow. On CUDA this returns while the device
         still runs earlier plans."""
-        started = time.perf_counter()
         step = self._forward(plan, blobs)
         if plan.late:
-            self._halfway = plan, step, started
+            self._halfway = plan, step
         else:
-            self._second_half(plan, step, started)
+            self._second_half(plan, step)
 
     @torch.inference_mode()
     def complete(self, late: LateInputs) -> None:
         """Enqueue the sampling half of the plan executed last."""
         assert self._halfway is not None, f"step {late.step} does not wait for late inputs"
-        (plan, step, started), self._halfway = self._halfway, None
-        self._second_half(plan, step, started, late)
+        (plan, step), self._halfway = self._halfway, None
+        self._second_half(plan, step, late)
 
-    def _second_half(self, plan: StepPlan, step: _Step, started: float, late: LateInputs | None = None) -> None:
+    def _second_half(self, plan: StepPlan, step: _Step, late: LateInputs | None = None) -> None:
         sampled = self._sample(step, late)
         prompt = self._prompt_logprobs(step)
         if self.rank == 0:
             pooled = None
             if self.state.pooling:
                 pooled = pooled_states(plan.rows, step.starts, self.state, step.hidden.states)
-            self._pending.append(self._copy_out(plan, step.batch, sampled, prompt, pooled, started))
+            self._pending.append(self._copy_out(plan, step, sampled, prompt, pooled))
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         joined = []
@@ -390,6 +392,7 @@ class Runner:
             starts = row_starts(rows)
             sampling = sampling_section(rows, starts) if graphs is None else graphs.samples(rows, starts)
             sections = [sampling, [row.slot for row in rows], starts, chunk_section(rows)]
+        began = self.clock.mark()
         sent = state.apply(plan, joined, sections)
         for join, info in zip(plan.joins, joined, strict=True):
             for processor in self.processors.values():
@@ -399,14 +402,14 @@ class Runner:
             state.set_drafts(draft.slot, draft.tokens)
         if graph is not None:
             batch, hidden = graphs.forward(graph, rows, sent[0])
-            return _Step(batch, hidden, starts, sent[0][graph.capacity.layout :], graph)
+            return _Step(began, batch, hidden, starts, sent[0][graph.capacity.layout :], graph)
         samples, slots_B, row_start_B1, chunks = sent
         batch = build_batch(rows, slots_B, row_start_B1, state, self.groups, self.attention)
         ctx = ForwardContext(batch.tokens.positions_T, batch.attn)
         with adapting(self.adapters if adapted else None, state.adapter_S, batch.tokens.slots_T):
             hidden = self.model.forward(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
         advance_chunks(chunks, state)
-        return _Step(batch, hidden, starts, samples, None)
+        return _Step(began, batch, hidden, starts, samples, None)
 
     def _sample(self, step: _Step, late: LateInputs | None) -> Sampled | None:
         state, drafter, batch, hidden = self.state, self.drafter, step.batch, step.hidden
@@ -452,30 +455,26 @@ class Runner:
     def _copy_out(
         self,
         plan: StepPlan,
-        batch: Batch,
+        step: _Step,
         sampled: Sampled | None,
         prompt: dict[int, list[torch.Tensor]],
         pooled: tuple[list[int], torch.Tensor] | None,
-        started: float,
     ) -> _Pending:
+        batch = step.batch
         outcome: list[torch.Tensor] = []
         if sampled is not None:
             # Tokens and how many of them count, as one copy.
             outcome = [torch.cat((sampled.tokens_RW, sampled.accepted_R[:, None]), 1), *(sampled.logprobs or ())]
-        pending = _Pending(
+        return _Pending(
             plan=plan,
             sampled_rows=batch.sampled,
             logprobs_wanted=[self.state.slots[batch.rows[i].slot].params.logprobs for i in batch.sampled],
             outcome=[self._to_host(t) for t in outcome],
             prompt={row: [self._to_host(t) for t in tensors] for row, tensors in prompt.items()},
             pooled=(pooled[0], self._to_host(pooled[1])) if pooled else None,
-            done=None,
-            started=started,
+            began=step.began,
+            done=self.clock.mark(),
         )
-        if self.device.type == "cuda":
-            pending.done = torch.cuda.Event()
-            pending.done.record()
-        return pending
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cuda":
@@ -502,7 +501,7 @@ class Runner:
     def collect(self) -> StepResult:
         """The oldest executed plan's result; waits for its copy, not for later plans."""
         pending = self._pending.popleft()
-        if pending.done is not None:
+        if isinstance(pending.done, torch.cuda.Event):
             pending.done.synchronize()
         tokens: dict[int, tuple[int, ...]] = {}
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
@@ -524,7 +523,7 @@ class Runner:
             RowResult(i, row.uid, row.epoch, tokens.get(i, ()), logprobs.get(i, ()), prompt.get(i, ()), pooled.get(i))
             for i, row in enumerate(pending.plan.rows)
         )
-        return StepResult(pending.plan.step, rows, time.perf_counter() - pending.started)
+        return StepResult(pending.plan.step, rows, *self.clock.read(pending.began, pending.done))
 
     # Adapters.
 

@@ -260,3 +260,6 @@ class StepResult:
     rows: tuple[RowResult, ...]
     device_seconds: float = 0.0
     """Time the device spent on the plan, where the executor can tell; 0 = unknown."""
+    idle_seconds: float = 0.0
+    """Time for which the device had nothing to do before it, since the plan before was done; 0 where device_seconds
+    is."""

@@ -265,7 +265,7 @@ class ExecutorContract:
                 ]
                 for found, row in zip(result.rows, plan.rows, strict=True):
                     assert len(found.tokens) == bool(row.flags & SAMPLE), f"{row} brought {found.tokens}"
-                assert result.device_seconds >= 0
+                assert result.device_seconds >= 0 and result.idle_seconds >= 0
 
     def test_tokens_are_those_of_the_plans_in_order(self) -> None:
         """Whether a result is waited for before the next plan or not, and as the core's runner has them."""

@@ -51,6 +51,7 @@ class _Step:
     ready: float
     """time.perf_counter() when the device would be done."""
     seconds: float
+    idle: float
     rows: tuple[RowResult, ...] = ()
 
 
@@ -102,8 +103,10 @@ class SimulatedExecutor(Executor):
             blob = blobs[join.uid, join.epoch]
             self._slots[join.slot] = _Slot(blob.request, blob.tokens[-1])
         seconds = 0.0 if self._cost is None else self._cost.seconds(plan) / self.config.speed
-        self._free_at = max(time.perf_counter(), self._free_at) + seconds
-        self._steps.append(_Step(plan, self._free_at, seconds))
+        now = time.perf_counter()
+        idle = max(now - self._free_at, 0.0) if self._free_at else 0.0
+        self._free_at = max(now, self._free_at) + seconds
+        self._steps.append(_Step(plan, self._free_at, seconds, idle))
         if not plan.late:
             self._run({})
 
@@ -121,7 +124,7 @@ class SimulatedExecutor(Executor):
         step = self._steps.popleft()
         if (left := step.ready - time.perf_counter()) > 0:
             time.sleep(left)
-        return StepResult(step.plan.step, step.rows, step.seconds)
+        return StepResult(step.plan.step, step.rows, step.seconds, step.idle)
 
     @property
     def pending(self) -> int:

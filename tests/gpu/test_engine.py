@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from copy import copy
+
 import pytest
 
 from dovetail import LLM, Grammar, SamplingParams
@@ -181,3 +184,15 @@ def test_grammars(overrides: list[str]) -> None:
         with LLM("tiny", overrides=[FEW, "engine.dtype=float32", "engine.max_seqs=8", *device]) as llm:
             got.append([g.token_ids for g in llm.generate(PROMPTS, params)])
     assert got[0] == got[1]
+
+
+def test_the_device_s_own_time_is_measured() -> None:
+    """By events: work and idleness fill the time in which there are requests, and no more than that."""
+    with LLM("tiny", overrides=(FEW, "engine.device=cuda", "attention=triton", "engine.depth=2")) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        counters = llm.engine.counters
+        before, began = copy(counters), time.perf_counter()
+        llm.generate(PROMPTS, GREEDY)
+        wall = time.perf_counter() - began
+    worked, idle = (getattr(counters, f"{n}_seconds") - getattr(before, f"{n}_seconds") for n in ("device", "idle"))
+    assert worked > 0 and idle >= 0 and 0.5 * wall < worked + idle <= wall

@@ -70,8 +70,6 @@ class Drive:
         self.timelines = [Timeline(r.arrival, len(r.prompt_ids), r.slo) for r in requests]
         self._running: dict[int, Timeline] = {}
         self._added = self._done = 0
-        self._busy = 0.0
-        """Seconds in which the engine had work."""
         self._kv: list[KVStats] = []
         self._before = self._state()
 
@@ -91,7 +89,6 @@ class Drive:
                 continue
             events = engine.step()
             clock = time.perf_counter() - began
-            self._busy += clock - now
             for event in events:
                 line = self._running[event.uid]
                 if event.tokens:
@@ -125,7 +122,7 @@ class Drive:
         def per_step(name: str) -> float:
             return round((getattr(now, name) - getattr(before, name)) / max(steps, 1) * 1e3, 4)
 
-        waited = now.wait_seconds - before.wait_seconds
+        idle, worked = now.idle_seconds - before.idle_seconds, now.device_seconds - before.device_seconds
         rows, entered = now.decode_rows - before.decode_rows, now.entered_tokens - before.entered_tokens
         drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
         used = [stats.owned / stats.pages for stats in self._kv if stats.pages]
@@ -135,8 +132,8 @@ class Drive:
             "host_ms_per_step": {
                 part: per_step(f"{part}_seconds") for part in ("schedule", "submit", "wait", "update")
             },
-            # While the host waits, the device works. A CPU is its own host: nothing can be told.
-            "device_idle_at_most": round(1 - waited / self._busy, 4) if self.engine.info.device != "cpu" else None,
+            "device_ms_per_step": per_step("device_seconds"),
+            "device_idle": round(idle / (idle + worked), 4) if worked else None,
             "kv_used_mean": round(sum(used) / len(used), 4) if used else None,
             "kv_used_max": round(max(used), 4) if used else None,
             "kv_waste": round(1 - sum(stats.used_tokens for stats in self._kv) / slots, 4) if slots else None,

@@ -17,7 +17,7 @@ import yaml
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
-SCHEMA = "dovetail.bench/1"
+SCHEMA = "dovetail.bench/2"
 """Changes whenever a reader of these files would have to."""
 
 

@@ -93,9 +93,11 @@ def _speed(result: dict[str, Any]) -> Table:
 
 def _inside(result: dict[str, Any]) -> Table:
     """Of the last run."""
-    table = _table("inside the engine, last run: host ms a step, shares of the KV cache")
+    table = _table(
+        "inside the engine, last run: ms a step on host and device, how long that waited for the host, the KV cache"
+    )
     for head in (
-        "steps", "schedule", "submit", "wait", "update", "device idle <", "KV used", "waste", "hits", "preempted",
+        "steps", "schedule", "submit", "wait", "update", "device", "idle", "KV used", "waste", "hits", "preempted",
         "accepted",
     ):  # fmt: skip
         table.add_column(head, justify="right")
@@ -106,7 +108,8 @@ def _inside(result: dict[str, Any]) -> Table:
             name,
             str(run["steps"]),
             *(f"{host[part]:.3f}" for part in ("schedule", "submit", "wait", "update")),
-            *(_share(run[key]) for key in ("device_idle_at_most", "kv_used_max", "kv_waste", "prefix_hit_rate")),
+            f"{run['device_ms_per_step']:.3f}",
+            *(_share(run[key]) for key in ("device_idle", "kv_used_max", "kv_waste", "prefix_hit_rate")),
             str(run["preemptions"]),
             NONE if run["acceptance_length"] is None else f"{run['acceptance_length']:.2f}",
         )

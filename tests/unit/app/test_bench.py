@@ -52,7 +52,7 @@ def test_a_run_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         *("-cd", str(tmp_path / "conf"), "bench.workloads=[small,curve,twice]", "bench.runs=2", "bench.slo.ttft=30"),
         f"bench.plot={tmp_path / 'curves.svg'}",
     )
-    assert result["schema"] == "dovetail.bench/1" and result["config"]["model"]["name"] == "llama"
+    assert result["schema"] == "dovetail.bench/2" and result["config"]["model"]["name"] == "llama"
     assert result["versions"]["torch"] and result["startup"]["phases_s"] and result["machine"]["gpus"] == []
     small, curve, twice = result["results"]
     (load,) = small["loads"]
@@ -60,10 +60,11 @@ def test_a_run_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for run in load["runs"]:
         assert (run["requests"], run["failed"], run["prompt_tokens"], run["output_tokens"]) == (4, 0, 24, 20)
         assert run["run_tpot_ms"] == pytest.approx((run["seconds"] - run["one_token_run_s"]) / 4 * 1e3, abs=1e-3)
-        assert run["steps"] == 5 and run["preemptions"] == 0 and run["device_idle_at_most"] is None
+        assert run["steps"] == 5 and run["preemptions"] == 0 and 0 < run["device_idle"] < 1
         assert run["goodput"]["share"] == 1.0
         host = run["host_ms_per_step"]
         assert all(host[part] > 0 for part in ("schedule", "submit", "wait", "update"))
+        assert 0 < run["device_ms_per_step"] <= sum(host.values())
         assert sum(host.values()) * run["steps"] <= run["seconds"] * 1e3
     assert [load["rate"] for load in curve["loads"]] == [30.0, 60.0] and curve["knee"]["rate"] == 60.0
     assert all("run_tpot_ms" not in load["summary"] for load in curve["loads"])

@@ -11,7 +11,7 @@ import pytest
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import FinishReason, Grammar, SamplingParams
+from dovetail.core.interfaces import FinishReason, Grammar, SamplingParams, SchedulerContext, StepPlan
 from dovetail.core.tokenizer import Tokenizer
 
 SHAPES = ("app=generate", "executor=simulated", "model=llama3_8b", "engine.max_len=256", "engine.max_seqs=4")
@@ -53,6 +53,25 @@ def test_a_step_takes_the_time_of_the_cost_model() -> None:
         taken = time.perf_counter() - began
         assert taken >= 8 * 0.015
         assert simulated.counters.wait_seconds > 0.5 * taken, "the host waited for it"
+
+
+@pytest.mark.parametrize(("depth", "least", "most"), [(1, 0.25, 1.0), (2, 0.0, 0.2)])
+def test_the_device_waits_for_the_host_only_without_overlap(depth: int, least: float, most: float) -> None:
+    """A host that takes 15 ms for what the device does in 34. Time without any request is nobody's fault."""
+    with engine("cost=h200", "cost.step_us=30000", f"engine.depth={depth}") as simulated:
+        schedule = simulated.scheduler.schedule
+
+        def slow(ctx: SchedulerContext) -> StepPlan | None:
+            time.sleep(0.015)
+            return schedule(ctx)
+
+        simulated.scheduler.schedule = slow  # type: ignore[method-assign]
+        for _ in range(2):
+            outputs(simulated, SamplingParams(max_tokens=6), [1, 2, 3])
+            time.sleep(0.3)
+        counters = simulated.counters
+    share = counters.idle_seconds / (counters.idle_seconds + counters.device_seconds)
+    assert least <= share < most and counters.device_seconds >= counters.steps * 0.03
 
 
 def test_weights_need_no_room() -> None:
