@@ -161,7 +161,7 @@ class EngineInfo(msgspec.Struct):
     """Numbers in one."""
     head: bool
     """It can generate."""
-    adapters: dict[str, str]
-    """Loaded at start-up: name -> folder."""
     notes: list[str]
     """Slower paths that were chosen."""
+    adapters: dict[str, str] = {}
+    """Loaded at start-up: name -> folder."""

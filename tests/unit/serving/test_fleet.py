@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dovetail.core.compose import compose
-from dovetail.core.errors import PluginError
+from dovetail.core.errors import PluginError, RequestError
 from dovetail.core.interfaces import SamplingParams
 from dovetail.core.serving import client as client_module
 from dovetail.core.serving.client import EngineDown
@@ -40,9 +40,12 @@ class FakeProcess:
 
     lives: list[FakeProcess] = []
 
-    def __init__(self, composition: Any, listener: Any, *, timeout: float, environment: Any) -> None:
+    def __init__(self, composition: Any, listener: Any, *, timeout: float, environment: Any, adapters: Any) -> None:
         self.composition, self.listener, self.environment = composition, listener, environment
+        self.adapters = None if adapters is None else dict(adapters)
         self.heard: list[Any] = []
+        self.refuses = ""
+        """An operation that it answers with an error."""
         self.pid, self.stopped = 1, False
 
     def start(self) -> None:
@@ -56,7 +59,8 @@ class FakeProcess:
         self.heard.append(command)
         if isinstance(command, Control):
             value = f"{command.op} {self.composition.engine.first_gpu}"
-            self.listener.on_message(self, Reply(command.id, value))
+            error = "no room" if command.op == self.refuses else ""
+            self.listener.on_message(self, Reply(command.id, value, error, 409))
 
     def ready(self) -> None:
         self.listener.on_ready(self, INFO)
@@ -210,6 +214,42 @@ def test_control_reaches_every_replica_and_the_router() -> None:
         await settle()
         assert forgotten == [0, 1, 2, 0]
         assert await fleet.control("check") == ["check 2", "check 3"]
+
+    with_fleet(test, max_restarts=1)
+
+
+def test_adapters_are_on_every_replica_or_on_none() -> None:
+    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
+        with pytest.raises(EngineDown, match="starting"):
+            await fleet.load_adapter("sql", "/sql")
+        await all_ready(fleet, lives)
+        assert [process.adapters for process in lives] == [None] * 3
+        await fleet.load_adapter("sql", "/sql")
+        await fleet.load_adapter("chat", "/chat")
+        assert fleet.adapters == {"sql": "/sql", "chat": "/chat"}
+        lives[1].refuses = "load_adapter"
+        with pytest.raises(RequestError, match="no room") as refused:
+            await fleet.load_adapter("third", "/third")
+        assert refused.value.status == 409 and "third" not in fleet.adapters
+        told = [[(c.op, c.arguments["name"]) for c in process.heard] for process in lives]
+        loads = [("load_adapter", name) for name in ("sql", "chat", "third")]
+        assert told == [[*loads, ("unload_adapter", "third")]] * 3
+        await fleet.unload_adapter("sql")
+        with pytest.raises(RequestError, match="'sql' is not loaded; there is chat") as refused:
+            await fleet.unload_adapter("sql")
+        assert refused.value.status == 404
+        # What starts again begins with what there is; until then nothing changes.
+        lives[0].die()
+        await settle()
+        assert lives[3].adapters == {"chat": "/chat"}
+        for change in (fleet.load_adapter("sql", "/sql"), fleet.unload_adapter("chat")):
+            with pytest.raises(EngineDown, match="replica 0 is starting"):
+                await change
+        lives[3].ready()
+        await settle()
+        await fleet.load_adapter("sql", "/sql")
+        assert fleet.submit([1], GREEDY, adapter="sql").replica == 0
+        assert lives[3].heard[-1].adapter == "sql"
 
     with_fleet(test, max_restarts=1)
 
