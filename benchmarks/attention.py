@@ -280,7 +280,7 @@ def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
         (Work(f"decode {rows} x {length}", rows, 1, length, kv, page), DECODE)
         for page in pages
         for kv in ("bf16", "e4m3")
-        for rows, length in ((1, 512), (1, 4096), (1, 32768), (64, 512), (64, 4096), (256, 512))
+        for rows, length in ((1, 640), (1, 4096), (1, 32768), (64, 640), (64, 4096), (256, 640))
     ]
     for page in pages:
         cases += [(Work(f"prefill {n}", 1, n, n, "bf16", page), PREFILL) for n in (512, 2048, 8192)]
@@ -293,9 +293,9 @@ def describe(tile: Tile) -> str:
     return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} p{tile.programs} least {tile.least}{reads}"
 
 
-def compile_share(heads: Heads, pages: list[int], share: int, of: int) -> None:
+def compile_share(heads: Heads, pages: list[int], only: str, share: int, of: int) -> None:
     """Run each candidate of a share once, so that the timed process finds it compiled."""
-    for work, tiles in candidates(pages):
+    for work, tiles in chosen(pages, only):
         bench = Bench(work, heads)
         for tile in tiles[share::of]:
             try:
@@ -304,20 +304,28 @@ def compile_share(heads: Heads, pages: list[int], share: int, of: int) -> None:
                 torch.cuda.synchronize()
 
 
-def compile_all(heads: Heads, pages: list[int]) -> None:
+def chosen(pages: list[int], only: str) -> list[tuple[Work, list[Tile]]]:
+    return [(work, tiles) for work, tiles in candidates(pages) if only in label(work)]
+
+
+def label(work: Work) -> str:
+    return f"{work.name} {work.kv} page {work.page}"
+
+
+def compile_all(heads: Heads, pages: list[int], only: str) -> None:
     count = min(len(DECODE), os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_share, args=(heads, pages, i, count)) for i in range(count)]
+    workers = [context.Process(target=compile_share, args=(heads, pages, only, i, count)) for i in range(count)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
 
 
-def tune(heads: Heads, pages: list[int]) -> list[str]:
-    compile_all(heads, pages)
+def tune(heads: Heads, pages: list[int], only: str) -> list[str]:
+    compile_all(heads, pages, only)
     lines = []
-    for work, tiles in candidates(pages):
+    for work, tiles in chosen(pages, only):
         bench = Bench(work, heads)
         found = []
         for tile in tiles:
@@ -330,11 +338,10 @@ def tune(heads: Heads, pages: list[int]) -> list[str]:
             tile = replace(min(found, key=lambda pair: pair[0])[1], programs=programs, least=least)
             found.append((bench.us(bench.attend(Fixed(tile)), 7), tile))
         found.sort(key=lambda pair: pair[0])
-        label = f"{work.name} {work.kv} page {work.page}"
         for us, tile in found:
-            print(f"  {label}: {describe(tile):32s} {us:8.1f} us {rate(work, heads, us)}", flush=True)
+            print(f"  {label(work)}: {describe(tile):32s} {us:8.1f} us {rate(work, heads, us)}", flush=True)
         us, tile = found[0]
-        lines.append(f"{label:34s} {describe(tile):32s} {us:8.1f} us {rate(work, heads, us)}")
+        lines.append(f"{label(work):34s} {describe(tile):32s} {us:8.1f} us {rate(work, heads, us)}")
         del bench
         torch.cuda.empty_cache()
     return lines
@@ -343,6 +350,7 @@ def tune(heads: Heads, pages: list[int]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--only", default="", help='with --tune: cases whose label has this, such as "decode 64"')
     parser.add_argument("--quick", action="store_true", help="leave out the longest")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -352,7 +360,7 @@ def main() -> None:
     torch.manual_seed(torch.seed() % 2**31)
     heads = Heads(args.heads, args.kv_heads, args.head_dim)
     pages = [int(page) for page in args.page.split(",")]
-    lines = tune(heads, pages) if args.tune else compare(heads, pages, args.quick)
+    lines = tune(heads, pages, args.only) if args.tune else compare(heads, pages, args.quick)
     print(f"\n{torch.cuda.get_device_name()}, {heads.query} heads, {heads.kv} kv heads, head dim {heads.dim}")
     print("\n".join(lines))
 

@@ -61,14 +61,14 @@ def test_graphs_and_paged_kernels_give_the_reference_tokens(
 @pytest.mark.parametrize("budget", [24, 200])
 def test_graphs_of_mixed_steps_give_the_reference_tokens(reference: list[list[int]], drafter: str, budget: int) -> None:
     """Prompts in chunks beside decode rows, the same prompts twice, so that some begin in the cache."""
-    overrides = ["engine.device=cuda", "engine.dtype=float32", "attention=triton", "engine.depth=2"]
+    overrides = [FEW, "engine.device=cuda", "engine.dtype=float32", "attention=triton", "engine.depth=2"]
     overrides += ["engine.max_seqs=4", f"engine.token_budget={budget}", f"spec_decode={drafter}"]
     with LLM("tiny", overrides=overrides) as llm:
         graphs = llm.engine.executor._runner.graphs  # type: ignore[attr-defined]
         picked, pick = [], graphs.pick
 
-        def counted(rows):  # type: ignore[no-untyped-def]
-            picked.append(graph := pick(rows))
+        def counted(rows, adapted=False):  # type: ignore[no-untyped-def]
+            picked.append(graph := pick(rows, adapted))
             return graph
 
         graphs.pick = counted

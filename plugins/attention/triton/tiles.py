@@ -76,8 +76,10 @@ class Tiles:
             return fit(Tile(rows, 64, 4, 3, 2) if shape.padded_dim <= 128 else Tile(rows, 64, 8, 2, 2), shape)
         if shape.padded_dim > 128:
             return fit(Tile(rows, 64, 4, 3, 2), shape)
+        if scarce and shape.kv_dtype.itemsize == 1:
+            return fit(Tile(rows, 128, 8, 3, 2, least=128, pairs=True), shape)
         if scarce:
-            return fit(Tile(rows, 128, 4, 3, 1, least=128, pairs=True), shape)
+            return fit(Tile(rows, 128, 4, 4, 1, least=128), shape)
         if shape.kv_dtype.itemsize == 1:
             return fit(Tile(rows, 64, 4, 3, 2, pairs=True), shape)
         return fit(Tile(rows, 32, 2, 4, 2) if rows <= 16 else Tile(rows, 64, 4, 4, 2), shape)
