@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 
 import pytest
@@ -196,3 +197,19 @@ def test_the_device_s_own_time_is_measured() -> None:
         wall = time.perf_counter() - began
     worked, idle = (getattr(counters, f"{n}_seconds") - getattr(before, f"{n}_seconds") for n in ("device", "idle"))
     assert worked > 0 and idle >= 0 and 0.5 * wall < worked + idle <= wall
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("graphs", ["true", "false"])
+def test_embeddings_beside_generating_equal_the_cpu_s(pooling: str, graphs: str) -> None:
+    """Prompts end in chunks of one token too, which are fed as decode rows are; other rows sample in the same steps."""
+    prompts = [[7] + [i % 200 for i in range(n)] for n in (0, 15, 16, 40, 70)] * 3
+    with LLM("tiny", overrides=(FEW, "engine.device=cpu", "engine.dtype=float32")) as llm:
+        expected = llm.embed(prompts, pooling=pooling)
+        outputs = [g.token_ids for g in llm.generate(PROMPTS, GREEDY)]
+    settings = ("engine.device=cuda", "engine.dtype=float32", "attention=triton", "engine.token_budget=16")
+    with LLM("tiny", overrides=(FEW, *settings, f"engine.cuda_graphs={graphs}", "engine.depth=2")) as llm:
+        with ThreadPoolExecutor(1) as pool:
+            embedded = pool.submit(llm.embed, prompts, pooling=pooling)
+            assert [g.token_ids for g in llm.generate(PROMPTS, GREEDY)] == outputs
+            assert abs(embedded.result() - expected).max() < 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -63,15 +64,12 @@ def test_beside_generating_and_under_preemption(pooling, tmp_path):
     with LLM(str(tmp_path), overrides=CPU) as llm:
         quiet = [result.token_ids for result in llm.generate(PROMPTS, params)]
     with LLM(str(tmp_path), overrides=[*CPU, *tight, "kv_cache=paged"]) as llm:
-        import threading
-
-        embedded = []
-        thread = threading.Thread(target=lambda: embedded.append(llm.embed(PROMPTS * 3, pooling=pooling)))
-        thread.start()
-        assert [result.token_ids for result in llm.generate(PROMPTS, params)] == quiet
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            embedded = pool.submit(llm.embed, PROMPTS * 3, pooling=pooling)
+            assert [result.token_ids for result in llm.generate(PROMPTS, params)] == quiet
+            found = embedded.result()
         assert llm.engine.scheduler.stats().preemptions > 0
-        np.testing.assert_allclose(embedded[0], np.concatenate([expected(reference, pooling)] * 3), atol=TOLERANCE)
+        np.testing.assert_allclose(found, np.concatenate([expected(reference, pooling)] * 3), atol=TOLERANCE)
         llm.engine.kv.check()
 
 
