@@ -18,6 +18,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _START_SECONDS = 90.0
+# It shows what it was given, and its last words choose the reasoning parser.
+TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif -%}
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
+{%- endfor %}<assistant>{# </think> #}"""
 
 
 class Server:
@@ -90,6 +95,21 @@ def server() -> Iterator[Server]:
     started = Server("serve.max_waiting=256", "serve.max_body_bytes=1000000").wait_ready()
     yield started
     assert started.stop() == 0, "".join(started.log)
+
+
+@pytest.fixture(scope="session")
+def conversing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a chat template that knows tools and reasoning."""
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(TEMPLATE)
+    started = Server(f"serve.chat_template={template}").wait_ready()
+    yield started
+    assert started.stop() == 0, "".join(started.log)
+
+
+def wrote(text: str) -> dict[str, str]:
+    """For extra_body: the model writes exactly this."""
+    return {"regex": re.escape(text).replace("\\ ", " ")}
 
 
 def _starting() -> Iterator[Callable[..., Server]]:

@@ -5,15 +5,12 @@ A regular expression makes the bundled model write what a trained one would."""
 from __future__ import annotations
 
 import json
-import re
 
 import openai
 import pytest
 
-TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif -%}
-{%- for message in messages %}<{{ message.role }}>{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
-{%- endfor %}<assistant>{# </think> #}"""
+from .conftest import wrote
+
 WEATHER = {
     "type": "function",
     "function": {
@@ -30,23 +27,14 @@ STOP = {
     "type": "function",
     "function": {"name": "stop", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
 }
+
+
+@pytest.fixture
+def client(conversing):
+    return conversing.client()
+
+
 ASK = dict(model="tiny", messages=[{"role": "user", "content": "Weather?"}], tools=[WEATHER, STOP], max_tokens=200)
-
-
-def wrote(text: str) -> dict:
-    """The model writes exactly this."""
-    return {"regex": re.escape(text).replace("\\ ", " ")}
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    from .conftest import Server
-
-    template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text(TEMPLATE)
-    server = Server(f"serve.chat_template={template}").wait_ready()
-    yield server.client()
-    assert server.stop() == 0, "".join(server.log)
 
 
 def streamed(chunks) -> tuple[str, str, list[dict], list[str]]:

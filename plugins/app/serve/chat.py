@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,20 +11,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dovetail.core.engine.output import Delta
+from dovetail.core.interfaces import Content, ParserEvent, Reasoning, ToolCallArguments, ToolCallBegin
 from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
-from dovetail.plugins.app.serve.reading import Choice, offered
-from dovetail.plugins.app.serve.schemas import ChatRequest
+from dovetail.plugins.app.serve.reading import Reading, offer, template_variables
+from dovetail.plugins.app.serve.schemas import ChatRequest, NamedTool
 from dovetail.plugins.app.serve.service import Job, Service
-from dovetail.plugins.app.serve.transport import (
-    DONE,
-    STREAMS,
-    Chunks,
-    EventStream,
-    event,
-    json_response,
-    while_connected,
-)
+from dovetail.plugins.app.serve.transport import DONE, STREAMS, Chunks, event
 
 
 def router(service: Service) -> APIRouter:
@@ -52,24 +46,22 @@ class _Chat:
             raise FieldError("top_logprobs goes with logprobs=true alone", "top_logprobs")
         if body.stream_options is not None and not body.stream:
             raise FieldError("stream_options goes with stream=true alone", "stream_options")
-        offered(body)
+        choice = body.tool_choice
+        # none: the model is not told of them either.
+        self.functions = [] if choice == "none" else [tool.function for tool in body.tools or ()]
+        forced = choice.function.name if isinstance(choice, NamedTool) else choice == "required"
+        self.offer = offer(self.functions, forced)
 
     async def answer(self) -> Response:
         self._check()
         body, service = self.body, self.service
-        variables = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
-        # tool_choice=none: the model is not told of them either.
-        tools = [] if body.tool_choice == "none" else [t.model_dump(exclude_none=True) for t in body.tools or ()]
         text = await service.render(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            tools=tools or None,
-            **_free(variables),
+            **template_variables(body, self.functions, body.reasoning_effort),
         )
-        self.reading = service.parsers.reading(body, service.template, text)
+        self.reading = service.parsers.reading(body, self.offer, service.template, text)
         # The template has written the special tokens itself.
         ids = await service.encode(text, special=False, param="messages")
         params = service.params(
@@ -80,19 +72,8 @@ class _Chat:
             grammar=self.reading.grammar(),
         )
         jobs = service.submit(self.request, body, "chat", [ids], params, keep=self.reading.special)
-        if body.stream:
-            chunks = self._chunks(jobs)
-            try:
-                first = await while_connected(self.request, anext(chunks))
-            except BaseException:
-                output.close(jobs)
-                raise
-            return EventStream(first, chunks, lambda: output.close(jobs))
-        try:
-            choices = await while_connected(self.request, output.collect(jobs, self.n))
-            return json_response(self._whole(jobs, choices))
-        finally:
-            output.close(jobs)
+        chunks = self._chunks(jobs) if body.stream else None
+        return await output.answer(self.request, jobs, self.n, whole=self._whole, chunks=chunks)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         return output.chat_logprobs(self.service.tokenizer, delta) if self.body.logprobs else None
@@ -100,7 +81,7 @@ class _Chat:
     def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
         choices = []
         for index, delta in enumerate(outputs):
-            choice = self.reading.choice()
+            choice = _Choice(self.reading)
             choice.take(delta.text, delta.finish_reason)
             choices.append(
                 {
@@ -122,12 +103,12 @@ class _Chat:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             return chunks.event(choice, output.usage(jobs) if every else None)
 
-        begun: dict[int, Choice] = {}
+        begun: dict[int, _Choice] = {}
         async for items in output.news(jobs, self.n):
             piece = b""
             for index, delta in items:
                 if index not in begun:
-                    begun[index] = self.reading.choice()
+                    begun[index] = _Choice(self.reading)
                     piece += chunk(index, {"role": "assistant", "content": ""})
                 choice, logprobs = begun[index], self._logprobs(delta)
                 for news in choice.take(delta.text, delta.finish_reason) or [{}]:
@@ -144,10 +125,54 @@ class _Chat:
         yield tail + DONE
 
 
-_TAKEN = {"tools", "add_generation_prompt", "continue_final_message", "messages", "chat_template", "conversations"}
+class _Choice:
+    """One output as a message, and as the deltas that make it up."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._output = reading.output()
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[dict[str, Any], list[str]]] = []
+        """Each without its arguments, and those."""
+
+    def take(self, text: str, reason: str | None) -> list[dict[str, Any]]:
+        """What this piece adds; `reason`: why the output ended with it."""
+        return [delta for event in self._output.take(text, reason) if (delta := self._delta(event))]
+
+    def _delta(self, event: ParserEvent) -> dict[str, Any]:
+        match event:
+            case Content():
+                self._content.append(event.text)
+                return {"content": event.text}
+            case Reasoning():
+                self._reasoning.append(event.text)
+                return {"reasoning_content": event.text}
+            case ToolCallBegin():
+                # Nine letters and digits: some models' templates accept no other form.
+                call = {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": event.name}}
+                self._calls.append((call, []))
+                return {"tool_calls": [{"index": event.index, **_with_arguments(call, "")}]}
+            case ToolCallArguments():
+                self._calls[event.index][1].append(event.text)
+                return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+        return {}
+
+    def reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._calls else reason
+
+    def message(self) -> dict[str, Any]:
+        content = "".join(self._content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if self._calls and not content else content,
+            "refusal": None,
+        }
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = [_with_arguments(call, "".join(arguments)) for call, arguments in self._calls]
+        return message
 
 
-def _free(variables: dict[str, Any]) -> dict[str, Any]:
-    if wrong := sorted(_TAKEN & variables.keys()):
-        raise FieldError(f"chat_template_kwargs: {wrong[0]} has a field of its own", "chat_template_kwargs")
-    return variables
+def _with_arguments(call: dict[str, Any], arguments: str) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -14,15 +14,7 @@ from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import CompletionRequest
 from dovetail.plugins.app.serve.service import Job, Service
-from dovetail.plugins.app.serve.transport import (
-    DONE,
-    STREAMS,
-    Chunks,
-    EventStream,
-    event,
-    json_response,
-    while_connected,
-)
+from dovetail.plugins.app.serve.transport import DONE, STREAMS, Chunks, event
 
 _DEFAULT_TOKENS = 16
 """OpenAI's."""
@@ -79,19 +71,8 @@ class _Completion:
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         jobs = service.submit(self.request, body, "completions", self.prompts, params)
-        if body.stream:
-            chunks = self._chunks(jobs)
-            try:
-                first = await while_connected(self.request, anext(chunks))
-            except BaseException:
-                output.close(jobs)
-                raise
-            return EventStream(first, chunks, lambda: output.close(jobs))
-        try:
-            choices = await while_connected(self.request, output.collect(jobs, self.samples))
-            return json_response(self._whole(jobs, choices))
-        finally:
-            output.close(jobs)
+        chunks = self._chunks(jobs) if body.stream else None
+        return await output.answer(self.request, jobs, self.samples, whole=self._whole, chunks=chunks)
 
     def _texts(self) -> list[str]:
         """Of the prompts, as they were given."""

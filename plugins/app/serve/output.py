@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from dovetail.core.engine.output import Delta
 from dovetail.core.interfaces import TokenLogprobs
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.service import Job
+from dovetail.plugins.app.serve.transport import EventStream, json_response, while_connected
 
 _FLOOR = -9999.0
 """What OpenAI writes for a token that cannot come; JSON has no infinity."""
@@ -87,6 +91,29 @@ async def collect(jobs: Sequence[Job], n: int) -> list[Delta]:
         for index, delta in items:
             parts[index].append(delta)
     return [join(some) for some in parts]
+
+
+async def answer(
+    request: Request,
+    jobs: list[Job],
+    n: int,
+    *,
+    whole: Callable[[list[Job], list[Delta]], dict[str, Any]],
+    chunks: AsyncIterator[bytes] | None,
+) -> Response:
+    """`chunks` as they come, or, where that is None, `whole` of every choice. Ends the jobs."""
+    if chunks is None:
+        try:
+            return json_response(whole(jobs, await while_connected(request, collect(jobs, n))))
+        finally:
+            close(jobs)
+    try:
+        # The first one before the status: what is refused has a status of its own.
+        first = await while_connected(request, anext(chunks))
+    except BaseException:
+        close(jobs)
+        raise
+    return EventStream(first, chunks, lambda: close(jobs))
 
 
 def close(jobs: Iterable[Job]) -> None:

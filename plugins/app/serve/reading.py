@@ -1,10 +1,10 @@
-"""How the outputs of a chat are read: tool calls and reasoning, by the parsers that request or model ask for."""
+"""How outputs are read: tool calls and reasoning, by the parsers that request or model ask for."""
 
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,17 +15,14 @@ from dovetail.core.interfaces import (
     Grammar,
     ParserEvent,
     ParserStream,
-    Reasoning,
     ReasoningParser,
     Tool,
-    ToolCallArguments,
-    ToolCallBegin,
     ToolParser,
 )
 from dovetail.core.parsing import OutputStream, fitting
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError
-from dovetail.plugins.app.serve.schemas import ChatRequest, NamedTool
+from dovetail.plugins.app.serve.schemas import Conversing, Function
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -43,10 +40,9 @@ class Parsers:
         self._tools: dict[str, ToolParser] = _build(composition, "tool_parser", config.tool_parser)
         self._reasoning: dict[str, ReasoningParser] = _build(composition, "reasoning_parser", config.reasoning_parser)
 
-    def reading(self, body: ChatRequest, template: str, prompt: str) -> Reading:
+    def reading(self, body: Conversing, offer: Offer, template: str, prompt: str) -> Reading:
         """`prompt`: rendered by `template`. Raises FieldError for what cannot be read or forced."""
-        tools = offered(body)
-        forced = body.tool_choice not in (None, "none", "auto")
+        tools, forced = offer.tools, offer.forced
         tool_parser = reasoning_parser = None
         if tools:
             asked = body.tool_parser or self._config.tool_parser
@@ -81,25 +77,46 @@ def _pick(kind: str, parsers: Mapping[str, P], asked: str, template: str) -> P |
     return None if name is None else parsers[name]
 
 
-def offered(body: ChatRequest) -> tuple[Tool, ...]:
-    """The tools that this request may call."""
-    if not body.tools or body.tool_choice == "none":
-        if isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required":
-            raise FieldError("tool_choice: there are no tools to choose from", "tool_choice")
-        return ()
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The tools that one request may call."""
+
+    tools: tuple[Tool, ...] = ()
+    forced: bool = False
+    """It must call one."""
+
+
+def offer(functions: Sequence[Function], forced: bool | str) -> Offer:
+    """`forced`: one of them must be called; its name, where only one will do."""
+    if not functions and forced:
+        raise FieldError("tool_choice: there are no tools to choose from", "tool_choice")
     tools: dict[str, Tool] = {}
-    for function in (tool.function for tool in body.tools):
+    for function in functions:
         if not _NAME.fullmatch(function.name):
             raise FieldError(f"tools: {function.name!r} is no name of a tool: letters, digits and _ . - alone", "tools")
         if function.name in tools:
             raise FieldError(f"tools: two are called {function.name}", "tools")
         tools[function.name] = Tool(function.name, function.description or "", function.parameters or {})
-    if isinstance(body.tool_choice, NamedTool):
-        name = body.tool_choice.function.name
-        if name not in tools:
-            raise FieldError(f"tool_choice: {name!r} is none of the tools {', '.join(tools)}", "tool_choice")
-        return (tools[name],)
-    return tuple(tools.values())
+    if isinstance(forced, bool):
+        return Offer(tuple(tools.values()), forced)
+    if forced not in tools:
+        raise FieldError(f"tool_choice: {forced!r} is none of the tools {', '.join(tools)}", "tool_choice")
+    return Offer((tools[forced],), True)
+
+
+_OWN = {"tools", "add_generation_prompt", "continue_final_message", "messages", "chat_template", "conversations"}
+
+
+def template_variables(body: Conversing, functions: Sequence[Function], effort: str | None) -> dict[str, Any]:
+    """What the chat template is given beside the messages."""
+    variables = dict(body.chat_template_kwargs or {})
+    if wrong := sorted(_OWN & variables.keys()):
+        raise FieldError(f"chat_template_kwargs: {wrong[0]} has a field of its own", "chat_template_kwargs")
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+    described = [function.model_dump(exclude_none=True, exclude={"type"}) for function in functions]
+    tools = [{"type": "function", "function": function} for function in described]
+    return variables | {"tools": tools or None}
 
 
 class Reading:
@@ -130,67 +147,27 @@ class Reading:
         except ValidationError as error:
             raise FieldError(f"tools: {error.errors()[0]['msg']}", "tools") from None
 
-    def choice(self) -> Choice:
+    def output(self) -> Output:
         """For one output."""
         streams: list[ParserStream] = []
         if self._reasoning_parser is not None:
             streams.append(self._reasoning_parser.stream(self._prompt))
         if self._tool_parser is not None:
             streams.append(self._tool_parser.stream(self._tools, forced=self._forced))
-        return Choice(OutputStream(*streams) if len(streams) == 2 else streams[0] if streams else None)
+        return Output(OutputStream(*streams) if len(streams) == 2 else streams[0] if streams else None)
 
 
-class Choice:
-    """One output as a message, and as the deltas that make it up."""
+class Output:
+    """One output on its way."""
 
     def __init__(self, stream: ParserStream | None) -> None:
         self._stream = stream
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
 
-    def take(self, text: str, reason: str | None) -> list[dict[str, Any]]:
-        """What this piece adds; `reason`: why the output ended with it."""
+    def take(self, text: str, reason: str | None) -> list[ParserEvent]:
+        """What this piece brings; `reason`: why the output ended with it."""
         if self._stream is None:
-            events: list[ParserEvent] = [Content(text)] if text else []
-        else:
-            events = self._stream.feed(text)
-            if reason is not None:
-                events += self._stream.finish()
-        return [delta for event in events if (delta := self._delta(event))]
-
-    def _delta(self, event: ParserEvent) -> dict[str, Any]:
-        match event:
-            case Content():
-                self._content.append(event.text)
-                return {"content": event.text}
-            case Reasoning():
-                self._reasoning.append(event.text)
-                return {"reasoning_content": event.text}
-            case ToolCallBegin():
-                # Nine letters and digits: some models' templates accept no other form.
-                head = {"id": uuid.uuid4().hex[:9], "type": "function"}
-                self._calls.append({**head, "function": {"name": event.name, "arguments": ""}})
-                return {
-                    "tool_calls": [{"index": event.index, **head, "function": {"name": event.name, "arguments": ""}}]
-                }
-            case ToolCallArguments():
-                self._calls[event.index]["function"]["arguments"] += event.text
-                return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-        return {}
-
-    def reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._calls else reason
-
-    def message(self) -> dict[str, Any]:
-        content = "".join(self._content)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if self._calls and not content else content,
-            "refusal": None,
-        }
-        if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = self._calls
-        return message
+            return [Content(text)] if text else []
+        events = self._stream.feed(text)
+        if reason is not None:
+            events += self._stream.finish()
+        return events

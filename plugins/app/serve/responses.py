@@ -1,4 +1,4 @@
-"""/v1/responses, for text. Nothing is stored: each request carries its whole conversation."""
+"""/v1/responses: the conversation comes with every request, nothing is stored."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from starlette.responses import Response
 
 from dovetail.core.engine.output import Delta
 from dovetail.plugins.app.serve import output
-from dovetail.plugins.app.serve.errors import FieldError
-from dovetail.plugins.app.serve.schemas import Message, ResponsesRequest
-from dovetail.plugins.app.serve.service import Job, Service, text_of
-from dovetail.plugins.app.serve.transport import STREAMS, EventStream, event, json_response, while_connected
+from dovetail.plugins.app.serve.errors import FieldError, body_of
+from dovetail.plugins.app.serve.items import OutputItems, messages_of
+from dovetail.plugins.app.serve.reading import offer, template_variables
+from dovetail.plugins.app.serve.schemas import Message, NamedFunctionTool, ResponsesRequest
+from dovetail.plugins.app.serve.service import Job, Service
+from dovetail.plugins.app.serve.transport import STREAMS, event
 
 
 def router(service: Service) -> APIRouter:
@@ -30,124 +32,126 @@ def router(service: Service) -> APIRouter:
 class _Response:
     def __init__(self, service: Service, body: ResponsesRequest, request: Request) -> None:
         self.service, self.body, self.request = service, body, request
-        self.id, self.message_id = output.new_id("resp"), output.new_id("msg")
+        self.id = output.new_id("resp")
         self.model = service.model(body.model)
         self.created = int(time.time())
+        if body.stream_options is not None and not body.stream:
+            raise FieldError("stream_options goes with stream=true alone", "stream_options")
+        choice = body.tool_choice
+        self.tools = [] if choice == "none" else list(body.tools or ())
+        self.offer = offer(self.tools, choice.name if isinstance(choice, NamedFunctionTool) else choice == "required")
 
     def _messages(self) -> list[Message]:
         body = self.body
         if body.previous_response_id is not None:
-            raise FieldError("previous_response_id: nothing is stored here; send the conversation", "input")
-        messages = []
-        if body.instructions:
-            messages.append(Message(role="system", content=body.instructions))
+            raise FieldError(
+                "previous_response_id: nothing is stored here; send the conversation", "previous_response_id"
+            )
+        messages = [Message(role="system", content=body.instructions)] if body.instructions else []
         if isinstance(body.input, str):
-            messages.append(Message(role="user", content=body.input))
-            return messages
-        for item in body.input:
-            if item.type != "message" or item.role is None:
-                raise FieldError(f"input: an item of type {item.type!r}: this server reads messages alone", "input")
-            messages.append(Message(role=item.role, content=text_of(item.content)))
-        return messages
+            return [*messages, Message(role="user", content=body.input)]
+        return messages + messages_of(body.input)
 
     async def answer(self) -> Response:
         body, service = self.body, self.service
-        text = await service.render(self._messages(), add_generation_prompt=True)
+        effort = body.reasoning.effort if body.reasoning is not None else None
+        text = await service.render(
+            self._messages(), add_generation_prompt=True, **template_variables(body, self.tools, effort)
+        )
+        self.reading = service.parsers.reading(body, self.offer, service.template, text)
         ids = await service.encode(text, special=False, param="input")
-        params = service.params(body, max_tokens=body.max_output_tokens)
-        jobs = service.submit(self.request, body, "responses", [ids], params)
-        if body.stream:
-            events = self._events(jobs)
-            try:
-                first = await while_connected(self.request, anext(events))
-            except BaseException:
-                output.close(jobs)
-                raise
-            return EventStream(first, events, lambda: output.close(jobs))
-        try:
-            (whole,) = await while_connected(self.request, output.collect(jobs, 1))
-            return json_response(self._response(jobs, whole))
-        finally:
-            output.close(jobs)
+        params = service.params(body, max_tokens=body.max_output_tokens, grammar=self.reading.grammar())
+        jobs = service.submit(self.request, body, "responses", [ids], params, keep=self.reading.special)
+        return await output.answer(
+            self.request, jobs, 1, whole=self._whole, chunks=self._events(jobs) if body.stream else None
+        )
 
-    def _message(self, text: str, status: str) -> dict[str, Any]:
-        content = [_part(text)] if status != "in_progress" else []
-        return {"id": self.message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
+        (whole,) = outputs
+        items, status = OutputItems(), _status(whole)
+        for news in self.reading.output().take(whole.text, whole.finish_reason):
+            for _ in items.take(news):
+                pass
+        for _ in items.finish(status):
+            pass
+        return self._response(jobs, status, items)
 
-    def _response(self, jobs: list[Job], whole: Delta | None) -> dict[str, Any]:
-        """whole: the complete output; None while it runs."""
+    def _response(self, jobs: list[Job], status: str, items: OutputItems | None = None) -> dict[str, Any]:
+        """items: the complete output; None while it runs."""
         body = self.body
-        status = "in_progress"
-        if whole is not None:
-            status = "incomplete" if whole.finish_reason == "length" else "completed"
-        used = output.usage(jobs)
+        stated = body.model_dump(
+            by_alias=True, exclude_unset=True, include={"tools", "tool_choice", "text", "reasoning"}
+        )
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
             "status": status,
+            "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self.model,
-            "output": [self._message(whole.text, status)] if whole is not None else [],
-            "parallel_tool_calls": False,
+            "output": [] if items is None else items.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None} | (stated.get("reasoning") or {}),
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
+            "text": {"format": {"type": "text"}} | (stated.get("text") or {}),
+            "tool_choice": stated.get("tool_choice") or "auto",
+            "tools": [{"parameters": None, "strict": None, **tool} for tool in stated.get("tools") or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
-            "usage": None
-            if whole is None
-            else {
-                "input_tokens": used["prompt_tokens"],
-                "input_tokens_details": used["prompt_tokens_details"],
-                "output_tokens": used["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": used["total_tokens"],
-            },
+            "usage": None if items is None else self._usage(jobs, items.reasoning),
+        }
+
+    def _usage(self, jobs: list[Job], reasoning: str) -> dict[str, Any]:
+        used = output.usage(jobs)
+        # Text again as tokens: the parsers, which found the reasoning, know of no others.
+        tokens = len(self.service.tokenizer.encode(reasoning, special=False)) if reasoning else 0
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": used["prompt_tokens_details"],
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": min(tokens, used["completion_tokens"])},
+            "total_tokens": used["total_tokens"],
         }
 
     async def _events(self, jobs: list[Job]) -> AsyncIterator[bytes]:
         count = 0
 
-        def named(name: str, **fields: Any) -> bytes:
+        def numbered(kind: str, fields: dict[str, Any]) -> bytes:
             nonlocal count
             count += 1
-            return event({"type": name, "sequence_number": count - 1, **fields}, name)
+            return event({"type": kind, "sequence_number": count - 1, **fields}, kind)
 
-        here = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
-        opening = [
-            named("response.created", response=self._response(jobs, None)),
-            named("response.in_progress", response=self._response(jobs, None)),
-            named("response.output_item.added", output_index=0, item=self._message("", "in_progress")),
-            named("response.content_part.added", **here, part=_part("")),
-        ]
-        parts: list[Delta] = []
-        async for items in output.news(jobs, 1):
-            piece = b"".join(opening)
-            opening = []
-            for _, delta in items:
-                parts.append(delta)
-                if delta.text:
-                    piece += named("response.output_text.delta", **here, delta=delta.text, logprobs=[])
-            yield piece
-        whole = output.join(parts)
-        response = self._response(jobs, whole)
-        yield b"".join(
-            [
-                named("response.output_text.done", **here, text=whole.text, logprobs=[]),
-                named("response.content_part.done", **here, part=_part(whole.text)),
-                named("response.output_item.done", output_index=0, item=self._message(whole.text, response["status"])),
-                named(f"response.{response['status']}", response=response),
-            ]
-        )
+        running = {"response": self._response(jobs, "in_progress")}
+        opening = numbered("response.created", running) + numbered("response.in_progress", running)
+        items, read, status = OutputItems(), self.reading.output(), "completed"
+        try:
+            async for batch in output.news(jobs, 1):
+                piece, opening = opening, b""
+                for _, delta in batch:
+                    for news in read.take(delta.text, delta.finish_reason):
+                        for name, fields in items.take(news):
+                            piece += numbered(f"response.{name}", fields)
+                    status = _status(delta)
+                if piece:
+                    yield piece
+        except Exception as error:
+            if opening:
+                raise  # Nothing went out: it has a status of its own.
+            _, body, _ = body_of(error)
+            wrong = body["error"]
+            # `error` beside the fields of the event: by it clients of any endpoint know that a stream has failed.
+            yield numbered("error", {name: wrong[name] for name in ("code", "message", "param")} | {"error": wrong})
+            return
+        piece = b"".join(numbered(f"response.{name}", fields) for name, fields in items.finish(status))
+        yield piece + numbered(f"response.{status}", {"response": self._response(jobs, status, items)})
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _status(delta: Delta) -> str:
+    return "incomplete" if delta.finish_reason == "length" else "completed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
@@ -150,7 +150,9 @@ class Message(Body):
     refusal: Text | None = None
 
 
-class FunctionDefinition(Body):
+class Function(Body):
+    """A tool that the model may call."""
+
     name: Label
     description: Text | None = None
     parameters: dict[str, JsonValue] | None = None
@@ -159,7 +161,7 @@ class FunctionDefinition(Body):
 
 class ToolDefinition(Body):
     type: Literal["function"]
-    function: FunctionDefinition
+    function: Function
 
 
 class NamedFunction(Body):
@@ -171,7 +173,20 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class ChatRequest(Penalised):
+class Conversing(Body):
+    """What endpoints take whose prompt comes from a chat template."""
+
+    parallel_tool_calls: bool | None = None
+    """false: a forced call is exactly one."""
+    tool_parser: Label | None = None
+    """Format of tool calls in the output; null: serve.tool_parser."""
+    reasoning_parser: Label | None = None
+    """Format of reasoning in the output; null: serve.reasoning_parser."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Variables for the chat template."""
+
+
+class ChatRequest(Penalised, Conversing):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     max_tokens: int | None = Field(None, ge=1, le=MOST)
@@ -181,16 +196,8 @@ class ChatRequest(Penalised):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    """false: a forced call is exactly one."""
-    tool_parser: Label | None = None
-    """Format of tool calls in the output; null: serve.tool_parser."""
-    reasoning_parser: Label | None = None
-    """Format of reasoning in the output; null: serve.reasoning_parser."""
     reasoning_effort: Label | None = None
     """Handed to the chat template."""
-    chat_template_kwargs: dict[str, JsonValue] | None = None
-    """Variables for the chat template."""
     add_generation_prompt: bool = True
     """Let the template open the assistant's turn."""
     continue_final_message: bool = False
@@ -200,13 +207,18 @@ class ChatRequest(Penalised):
 
 
 class ResponseItem(BaseModel):
-    """A message of the input. Items of other types are refused."""
+    """Of the input: a message, or what an earlier answer had in its output. Which fields it needs depends on the
+    type; others, which outputs also have, mean nothing here."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = "message"
+    type: Label = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Text | list[ContentPart] | None = None
+    call_id: Label | None = None
+    name: Label | None = None
+    arguments: Text | None = None
+    output: Text | list[ContentPart] | None = None
 
 
 class TextFormat(Body):
@@ -222,23 +234,39 @@ class TextOptions(Body):
     verbosity: Label | None = None
 
 
-class ResponsesRequest(Common):
+class ReasoningOptions(Body):
+    effort: Label | None = None
+    """Handed to the chat template as reasoning_effort."""
+    summary: Literal["auto"] | None = None
+    """Accepted; there are no summaries, as the reasoning itself comes back."""
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+
+class NamedFunctionTool(NamedFunction):
+    type: Literal["function"]
+
+
+class ResponsesRequest(Common, Conversing):
     input: Text | Annotated[list[ResponseItem], Field(min_length=1)]
     instructions: Text | None = None
     """Goes before the input as a system message."""
     max_output_tokens: int | None = Field(None, ge=1, le=MOST)
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
-    store: bool | None = None
+    store: Literal[False] | None = None
     """Nothing is ever stored."""
+    background: Literal[False] | None = None
     previous_response_id: Label | None = None
     """Not served, as nothing is stored: send the whole conversation."""
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
-    reasoning: dict[str, JsonValue] | None = None
-    """Accepted and without effect."""
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """Accepted: reasoning comes back in clear, and as such may be sent again."""
+    reasoning: ReasoningOptions | None = None
+    stream_options: StreamOptions | None = None
 
 
 class EmbeddingRequest(Queued):

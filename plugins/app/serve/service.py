@@ -36,6 +36,7 @@ _THREADS = 4
 _INLINE_CHARACTERS = 256
 """Shorter prompts are tokenized faster than a thread would be woken."""
 _MASK63 = 2**63 - 1
+_TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _PROMPT_FIELD = {"completions": "prompt", "chat": "messages", "responses": "input", "embeddings": "input"}
 """Where each endpoint's requests have what the model reads."""
 
@@ -339,11 +340,11 @@ def _arguments(text: str) -> Any:
         return text
 
 
-def text_of(content: Any) -> str:
-    """Of a message whose parts are all text."""
+def text_of(content: Any, param: str = "messages") -> str:
+    """Of content whose parts are all text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
-            raise FieldError(f"a content part of type {part.type!r}: this server reads text alone", "messages")
+        if part.type not in _TEXT_PARTS or part.text is None:
+            raise FieldError(f"a content part of type {part.type!r}: this server reads text alone", param)
     return "\n".join(part.text for part in content)
