@@ -47,21 +47,28 @@ DRAWS = ((False, False), (True, False), (True, True))
 
 
 class Recorder:
-    """By CUDA graphs that share one memory pool."""
+    """By CUDA graphs that share one memory pool. Before each, `torch.cuda.graph` would give all free memory back, and
+    then ask for it again."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
 
     def __call__(self, call: Callable[[], Any]) -> tuple[Replay, Any]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()  # Compiles kernels, which capture cannot.
-        torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = call()
+        with torch.cuda.stream(self._stream):
+            call()  # Compiles kernels, which capture cannot.
+            graph.capture_begin(pool=self._pool)
+            try:
+                outputs = call()
+            finally:
+                graph.capture_end()
         return graph.replay, outputs
+
+    def close(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +168,8 @@ class StepGraphs:
         return next(size for size in self.sizes if size >= rows)
 
     @torch.inference_mode()
-    def capture(self, progress: Progress, record: Record | None = None) -> None:
-        """Largest first, in one memory pool: the smaller ones reuse its blocks."""
-        record = record or Recorder()
+    def capture(self, record: Record, progress: Progress) -> None:
+        """Largest first, so that the smaller ones reuse its memory."""
         ordered = sorted(self.capacities, key=lambda capacity: -capacity.tokens)
         share = 1 / (len(ordered) + len(self.sizes))
         for done, capacity in enumerate(ordered):

@@ -26,7 +26,7 @@ from dovetail.core.engine.batch import Batch, build_batch, row_starts
 from dovetail.core.engine.compile_ahead import compile_ahead, compile_workers
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
-from dovetail.core.engine.graphs import ForwardGraph, StepGraphs
+from dovetail.core.engine.graphs import ForwardGraph, Recorder, StepGraphs
 from dovetail.core.engine.host import detect_host
 from dovetail.core.engine.pooling import pooled_states
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
@@ -318,7 +318,9 @@ class Runner:
         if self._why_no_graphs is None:
             began = time.perf_counter()
             self.graphs = self.step_graphs()
-            self.graphs.capture(self._progress)
+            recorder = Recorder()
+            self.graphs.capture(recorder, self._progress)
+            recorder.close()
             self._phases["capture graphs"] = time.perf_counter() - began
 
     def step_graphs(self) -> StepGraphs:

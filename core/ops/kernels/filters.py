@@ -17,7 +17,7 @@ import triton.language as tl
 WAYS = 8
 LEVELS = 11
 """Launches that narrow 2^32 values to one."""
-BLOCK = 2048
+BLOCK = 1024
 SHARE = 2048
 """Logits of a part, at least."""
 PROGRAMS = 1024

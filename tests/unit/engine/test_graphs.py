@@ -156,7 +156,7 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters:
                 plane.fill_(float("nan"))
         if graphs:
             runner.graphs = runner.step_graphs()
-            runner.graphs.capture(lambda phase, share: None, run_again)
+            runner.graphs.capture(run_again, lambda phase, share: None)
             pick = runner.graphs.pick
 
             def counted(rows: Any, adapted: bool = False) -> Any:
