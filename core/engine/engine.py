@@ -204,8 +204,6 @@ class Engine:
     def _check_lengths(self, here: Host) -> None:
         """Drafts in flight leave the host with bounds of lengths, which some attention backends cannot plan from."""
         composition, depth = self.composition, self.composition.engine.depth
-        if "attention" not in composition.parts:
-            return
         attention, drafter = composition.part("attention"), composition.part("spec_decode")
         exact = attention.capabilities(here).provides.get("exact_lengths") == "host"
         if exact and depth > 1 and composition.build("spec_decode").lookahead:

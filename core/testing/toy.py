@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.core.compose import EngineConfig
+from dovetail.core.compose import Capabilities, EngineConfig
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     Blobs,
@@ -325,6 +325,10 @@ class _ToyModelPart:
     @staticmethod
     def source(config: object) -> ModelSource:
         return ModelSource(None, True)
+
+    @staticmethod
+    def capabilities(host: object) -> Capabilities:
+        return Capabilities()
 
 
 class _NoHostDrafts:
