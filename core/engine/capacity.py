@@ -18,8 +18,10 @@ MOST_GPUS = 16
 
 def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> None:
     """CapacityError if the weights alone exceed what the engine may take of a device. Silent where a model cannot count
-    its parameters or a quantizer does not state its `weight_bits`: then allocating them tells."""
+    its parameters or a quantizer does not state its `weight_bits`: then allocating them tells. An executor may hold none."""
     if spec.parameters is None or not host.memory_bytes:
+        return
+    if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):
         return
     weights, quant = _Weights(composition, spec, host), composition.part("quant")
     bits = 8.0 * weights.size if quant.name == "none" else _weight_bits(quant, host)

@@ -198,8 +198,7 @@ class Engine:
         here = host.detect_host(self.composition.engine.device)
         self.composition.check(here, host.model_facts(spec))
         self._check_lengths(here)
-        if self.composition.part("executor").capabilities(here).provides.get("holds_weights", True):
-            check_weights_fit(self.composition, spec, here)
+        check_weights_fit(self.composition, spec, here)
 
     def _check_lengths(self, here: Host) -> None:
         """Drafts in flight leave the host with bounds of lengths, which some attention backends cannot plan from."""

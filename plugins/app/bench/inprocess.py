@@ -27,6 +27,9 @@ class EngineTarget(Target):
         began = time.perf_counter()
         self.engine = Engine(self.composition)
         self.engine.start(progress)
+        # As in a server: what was loaded stays, and the collector need not walk it again and again.
+        gc.collect()
+        gc.freeze()
         info = self.engine.info
         self.max_len = info.max_len
         return {
