@@ -310,6 +310,16 @@ class Engine:
             self._adapters.sweep(self._used_adapters())
         return self._grammars is None or not self._grammars.leave(uid)
 
+    def reset_cache(self) -> bool:
+        """Forget cached prefixes. False: this allocator cannot."""
+        if not self.kv.stats().cached:
+            return True
+        try:
+            self.kv.reset()
+        except NotImplementedError:
+            return False
+        return True
+
     @property
     def has_work(self) -> bool:
         return bool(self._sequences) or bool(self._launched)

@@ -9,13 +9,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from dovetail.core.compose import compose
-from dovetail.core.engine.engine import Engine, SequenceEvent
+from dovetail.core.engine.engine import Counters, Engine, SequenceEvent
 from dovetail.core.engine.output import REASONS, Completion, Delta, Generation, StopWatch, Timing
 from dovetail.core.engine.pooling import cut
 from dovetail.core.errors import DovetailError, RequestError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dovetail.core.compose import Composition
+    from dovetail.core.serving.replicated import ReplicatedEngine
     from dovetail.core.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -79,7 +81,7 @@ class LLM:
             chosen = [] if model is None else _model_overrides(model)
             composition = compose([*chosen, *overrides])
         self.composition = composition
-        self.engine = Engine(composition)
+        self.engine = make_engine(composition)
         began = time.perf_counter()
         self.engine.start(progress)
         self.start_seconds = time.perf_counter() - began
@@ -214,6 +216,11 @@ class LLM:
     def adapters(self) -> dict[str, str]:
         """Those that requests may choose: name -> folder."""
         return self._call(lambda: dict(self.engine.adapters))
+
+    @property
+    def counters(self) -> Counters:
+        """What was counted since the start, over all replicas."""
+        return self._call(lambda: copy(self.engine.counters))
 
     def close(self) -> None:
         """Abort what runs, stop the engine, free its memory. Idempotent."""
@@ -391,6 +398,15 @@ class LLM:
             if not stream.open:
                 stream.timing.finished = time.perf_counter()
                 stream.put(None)
+
+
+def make_engine(composition: Composition) -> Engine | ReplicatedEngine:
+    """Not started yet. One replica runs in this process."""
+    if composition.engine.dp == 1:
+        return Engine(composition)
+    from dovetail.core.serving.replicated import ReplicatedEngine
+
+    return ReplicatedEngine(composition)
 
 
 class _Collector:

@@ -17,19 +17,19 @@ import numpy as np
 
 from dovetail.core.engine.output import Delta, StopWatch, Timing
 from dovetail.core.errors import DovetailError, RequestError
-from dovetail.core.interfaces import Pooling, SamplingParams, TokenLogprobs
+from dovetail.core.interfaces import Pooling, SamplingParams
 from dovetail.core.serving.process import EngineProcess
 from dovetail.core.serving.protocol import (
     Abort,
-    Add,
     Batch,
     Control,
     EngineInfo,
     EngineStats,
     Finish,
-    LogprobWire,
     News,
     Reply,
+    encode_add,
+    read_logprobs,
 )
 from dovetail.core.tokenizer import Tokenizer
 
@@ -193,15 +193,10 @@ class EngineClient:
         tokenizer = self.tokenizer if params.stop else self._tokenizer
         id = next(self._ids)
         stream = Stream(id, [StopWatch(params, tokenizer, keep) for _ in range(params.n)], self._loop)
-        chosen = params.model_dump(exclude_unset=True)
-        add = Add(
-            id, list(prompt_ids), chosen, priority, deadline, user, cache_salt, dict(hints or {}), pooling, adapter
+        told = {"priority": priority, "deadline": deadline, "user": user, "cache_salt": cache_salt}
+        message = encode_add(
+            self._encoder, id, prompt_ids, params, hints=dict(hints or {}), pooling=pooling, adapter=adapter, **told
         )
-        try:
-            message = self._encoder.encode(add)
-        except (OverflowError, TypeError, ValueError, RecursionError) as error:
-            # Numbers past 64 bits, half of a surrogate pair, a nest too deep: JSON has them, a message has not.
-            raise RequestError(f"a value cannot be sent to the engine: {error}") from None
         self._streams[id] = stream
         self.samples += params.n
         stream.unread = len(prompt_ids)
@@ -386,12 +381,8 @@ class EngineClient:
             news.sample,
             text,
             tokens,
-            _read(news.logprobs[: len(tokens)]) if news.logprobs else (),
-            _read(news.prompt_logprobs) if news.prompt_logprobs else (),
+            read_logprobs(news.logprobs[: len(tokens)]) if news.logprobs else (),
+            read_logprobs(news.prompt_logprobs) if news.prompt_logprobs else (),
             reason,
             np.frombuffer(news.pooled, "<f4") if news.pooled else None,
         )
-
-
-def _read(logprobs: Sequence[LogprobWire]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(logprob, tuple(top)) for logprob, top in logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import logging
@@ -136,6 +137,9 @@ def _describe(composition: Composition, engine: Engine, seconds: float) -> Engin
         hidden=info.spec.hidden,
         head=info.spec.head,
         adapters=dict(engine.adapters),
+        num_pages=dict(info.num_pages),
+        lookahead=info.lookahead,
+        phases=dict(info.phases),
         notes=list(info.notes),
     )
 
@@ -322,6 +326,8 @@ class StepLoop:
             prefix_queries=counters.entered_tokens,
             prefix_hits=counters.cached_tokens,
             evictions=kv.evictions,
+            tokens_owned=kv.owned_tokens,
+            tokens_used=kv.used_tokens,
         )
 
     def _control_engine(self, command: Control) -> None:
@@ -354,8 +360,8 @@ def _check(loop: StepLoop) -> dict[str, Any]:
     return msgspec.to_builtins(msgspec.structs.asdict(loop._stats()))
 
 
-def _reset_cache(loop: StepLoop) -> None:
-    loop.engine.kv.reset()
+def _reset_cache(loop: StepLoop) -> bool:
+    return loop.engine.reset_cache()
 
 
 def _load_adapter(loop: StepLoop, name: str, folder: str) -> Future[None]:
@@ -366,9 +372,15 @@ def _unload_adapter(loop: StepLoop, name: str) -> None:
     loop.engine.unload_adapter(name)
 
 
+def _figures(loop: StepLoop) -> dict[str, Any]:
+    stats = msgspec.structs.asdict(loop._stats())
+    return {"counters": dataclasses.asdict(loop.engine.counters), "stats": stats}
+
+
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "check": _check,
     "reset_cache": _reset_cache,
+    "figures": _figures,
     "load_adapter": _load_adapter,
     "unload_adapter": _unload_adapter,
 }

@@ -90,16 +90,22 @@ class EngineProcess:
     def stop(self) -> None:
         """Blocks until the process is gone."""
         self._stopping = True
-        if self._channel is not None:
-            try:
-                self._channel.send({"op": "stop"})
-            except (ChannelClosed, OSError):
-                pass  # It is dead already.
+        self._tell_to_stop()
         self._thread.join(_STOP_SECONDS)
         if self._thread.is_alive() and self._popen is not None:
             log.warning("the engine did not end within %g s and is killed", _STOP_SECONDS)
             self._popen.kill()
             self._thread.join()
+
+    def _tell_to_stop(self) -> None:
+        """Who still loads cannot hear, and has nothing to finish: it is killed."""
+        try:
+            if self._doing == "starting" and self._popen is not None:
+                self._popen.kill()
+            elif self._channel is not None:
+                self._channel.send({"op": "stop"})
+        except (ChannelClosed, OSError):
+            pass  # It is dead already.
 
     def _run(self) -> None:
         try:
@@ -127,7 +133,7 @@ class EngineProcess:
             wanted = None if self._adapters is None else dict(self._adapters)
             self._channel.send({**order_for(self._composition), **addresses, "adapters": wanted})
             if self._stopping:
-                self._channel.send({"op": "stop"})
+                self._tell_to_stop()
             with self._sending:
                 self._commands = commands
             self._listen(outputs, self._channel)
@@ -188,7 +194,7 @@ class EngineProcess:
     def _heard(self, message: dict[str, Any], raw: bytes) -> None:
         if message["op"] == "ready":
             self._doing = "serving"
-            self._listener.on_ready(self, msgspec.convert(message["info"], EngineInfo))
+            self._listener.on_ready(self, msgspec.convert(message["info"], EngineInfo, str_keys=True))
         elif message["op"] == "error":
             self._said = f"failed: {message['text']}"
         elif message["op"] == "progress":

@@ -6,18 +6,23 @@ Both ends come from one installation and are compared before they speak (`identi
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from dovetail.core.interfaces import EmbeddingSpec, Pooling
+from dovetail.core.errors import RequestError
+from dovetail.core.interfaces import EmbeddingSpec, Pooling, SamplingParams, TokenLogprobs
 
 SHOW_STACKS = signal.SIGUSR1
 """Makes the engine's process write to stderr where each of its threads is."""
 
 LogprobWire = tuple[float, list[tuple[int, float]]]
 """Of one token, and of the most likely ones."""
+
+
+def read_logprobs(logprobs: Sequence[LogprobWire]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(logprob, tuple(top)) for logprob, top in logprobs)
 
 
 class Add(msgspec.Struct, array_like=True, tag=0):
@@ -38,6 +43,18 @@ class Add(msgspec.Struct, array_like=True, tag=0):
     """The prompt is embedded."""
     adapter: str = ""
     """By name; "" = the base model."""
+
+
+def encode_add(
+    encoder: msgspec.msgpack.Encoder, id: int, prompt_ids: Sequence[int], params: SamplingParams, **request: Any
+) -> bytes:
+    """`request`: the other fields of Add. RequestError for what no message can hold."""
+    add = Add(id, list(prompt_ids), params.model_dump(exclude_unset=True), **request)
+    try:
+        return encoder.encode(add)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        # Numbers past 64 bits, half of a surrogate pair, a nest too deep: JSON has them, a message has not.
+        raise RequestError(f"a value cannot be sent to the engine: {error}") from None
 
 
 class Abort(msgspec.Struct, array_like=True, tag=1):
@@ -108,6 +125,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_hits: int = 0
     """Of those, found in the prefix cache."""
     evictions: int = 0
+    tokens_owned: int = 0
+    """Slots of the pages that running sequences own."""
+    tokens_used: int = 0
+    """Of those slots, the ones that hold a key and a value."""
 
     @property
     def kv_usage(self) -> float:
@@ -165,3 +186,9 @@ class EngineInfo(msgspec.Struct):
     """Slower paths that were chosen."""
     adapters: dict[str, str] = {}
     """Loaded at start-up: name -> folder."""
+    num_pages: dict[int, int] = {}
+    """KV pages by group."""
+    lookahead: int = 0
+    """Draft tokens per step."""
+    phases: dict[str, float] = {}
+    """Start-up seconds by phase."""

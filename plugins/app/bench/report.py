@@ -25,6 +25,8 @@ def show(result: dict[str, Any]) -> None:
     console.print(_speed(result))
     if any("steps" in load["runs"][-1] for found in result["results"] for load in found["loads"]):
         console.print(_inside(result))
+    if any("replicas" in load["runs"][-1] for _, load in _rows(result)):
+        console.print(_replicas(result))
     for found in result["results"]:
         if "knee" in found:
             bend = found["knee"] or {"rate": None, "rule": "too few rates, or no bend"}
@@ -45,9 +47,12 @@ def _where(result: dict[str, Any]) -> str:
     if startup["target"] == "server":
         return f"{startup['model']} at {startup['url']}"
     long = [f"{name} {seconds:.1f} s" for name, seconds in startup["phases_s"].items() if seconds >= 0.05]
-    lines = [
-        f"{startup['device']}, started in {startup['startup_s']:.1f} s" + (f" ({', '.join(long)})" if long else "")
-    ]
+    layout = startup["layout"]
+    gpus = layout["tp"] * layout["pp"] * layout["dp"]
+    many = f"{gpus} x " if gpus > 1 else ""
+    spread = f" ({' '.join(f'{name}={n}' for name, n in layout.items() if n > 1)})" if gpus > 1 else ""
+    phases = f" ({', '.join(long)})" if long else ""
+    lines = [f"{many}{startup['device']}{spread}, started in {startup['startup_s']:.1f} s{phases}"]
     return "\n".join(lines + [f"slower path: {note}" for note in startup["slower_paths"]])
 
 
@@ -113,6 +118,27 @@ def _inside(result: dict[str, Any]) -> Table:
             str(run["preemptions"]),
             NONE if run["acceptance_length"] is None else f"{run['acceptance_length']:.2f}",
         )
+    return table
+
+
+def _replicas(result: dict[str, Any]) -> Table:
+    """Of the last run."""
+    table = _table("replicas, last run")
+    for head in ("replica", "requests", "output/s", "steps", "KV used", "hits", "preempted"):
+        table.add_column(head, justify="right")
+    for name, load in _rows(result):
+        run = load["runs"][-1]
+        for number, one in enumerate(run.get("replicas", ())):
+            table.add_row(
+                name if not number else "",
+                str(number),
+                str(one["requests"]),
+                _number(one["output_tokens"] / run["seconds"] if run["seconds"] else None),
+                str(one["steps"]),
+                _share(one["kv_used_max"]),
+                _share(one["prefix_hit_rate"]),
+                str(one["preemptions"]),
+            )
     return table
 
 

@@ -106,7 +106,7 @@ class GenerateApp(App):
             return llm.generate(prompts, params, on_done=done, adapter=self.config.adapter)
 
     def _summary(self, llm: LLM, seconds: float, ttft: Sequence[float]) -> None:
-        counters = llm.engine.counters
+        counters = llm.counters
         parts = [
             f"{counters.output_tokens} tokens in {seconds:.2f} s",
             f"{counters.output_tokens / seconds:.1f} tokens/s",

@@ -1,0 +1,125 @@
+"""Two replicas in processes of their own give the tokens of one engine, and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dovetail import LLM, RequestError, SamplingParams
+from dovetail.core.compose.cli import main
+from dovetail.core.interfaces import Grammar
+from dovetail.core.serving.replicated import ReplicatedEngine
+
+ROOT = Path(__file__).parents[2]
+BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=256", "router=round_robin"]
+PROMPTS = ["def fib(n):\n", "import os\n\nclass Path:\n", "for i in range(10):\n    print(i)\nfor ", "x = 1\n"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.8, max_tokens=24, n=3),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=16, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=80, stop=("\n\n",)),
+    SamplingParams(temperature=0.9, max_tokens=20, grammar=Grammar(kind="choice", value=("yes", "no", "perhaps"))),
+]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    with LLM("tiny", overrides=[*BASE, "engine.dp=2"]) as llm:
+        yield llm
+
+
+def everything(llm: LLM) -> object:
+    params = [PARAMS[i % len(PARAMS)] for i in range(3 * len(PARAMS))]
+    found = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(params))], params)
+    outputs = [[(c.text, c.token_ids, c.finish_reason, c.logprobs) for c in g.completions] for g in found]
+    return outputs, [g.prompt_logprobs for g in found]
+
+
+def test_they_equal_one(two: LLM) -> None:
+    """What is drawn without a seed, too: requests are numbered over both."""
+    with LLM("tiny", overrides=BASE) as one:
+        expected, vectors = everything(one), one.embed(PROMPTS, pooling="mean")
+        counted = one.counters
+    assert everything(two) == expected
+    np.testing.assert_allclose(two.embed(PROMPTS, pooling="mean"), vectors, atol=1e-5)
+    both = two.counters
+    assert (both.prompt_tokens, both.entered_tokens) == (counted.prompt_tokens, counted.entered_tokens)
+    assert both.output_tokens >= counted.output_tokens > 400, "of a stop string a replica learns a step later"
+    assert isinstance(two.engine, ReplicatedEngine)
+    assert two._call(two.engine.reset_cache) is True
+    each = two._call(two.engine.check)
+    assert all(one["steps"] > 20 and one["pages_owned"] == one["pages_cached"] == 0 for one in each)
+
+
+def test_a_wrong_request_is_refused_and_none_runs(two: LLM) -> None:
+    with pytest.raises(RequestError, match="not in the model's vocabulary"):
+        two.generate([[1, 2], [99999]], PARAMS[0])
+    with pytest.raises(RequestError, match="cannot be sent"):
+        two.generate([[1, 2]], PARAMS[0], user="\ud800")
+    assert not two.engine.has_work
+
+
+def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    streams = [two.stream(prompt, long) for prompt in PROMPTS[:2]]
+    for stream in streams:
+        next(stream)
+    for stream in streams:
+        stream.close()  # type: ignore[attr-defined]
+    engine = two.engine
+    assert isinstance(engine, ReplicatedEngine)
+    deadline = time.monotonic() + 20
+    while any(one["pages_owned"] for one in two._call(engine.check)):
+        assert time.monotonic() < deadline
+    assert not engine.has_work and [replica.samples for replica in engine._replicas] == [0, 0]
+    assert [replica.prompt_tokens for replica in engine._replicas] == [0, 0]
+
+
+def test_a_death_ends_all_with_its_name(two: LLM) -> None:
+    """The last test of this engine."""
+    engine = two.engine
+    assert isinstance(engine, ReplicatedEngine)
+    pids = [replica.process.pid for replica in engine._replicas]
+    stream = two.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+    next(stream)
+    os.kill(pids[1] or 0, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="replica 1 was killed by SIGKILL"):
+        list(stream)
+        two.generate(PROMPTS, PARAMS[0])
+    two.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_ctrl_c_while_they_load_ends_everything_soon() -> None:
+    with subprocess.Popen(
+        [sys.executable, "run.py", "+preset=tiny_cpu", "engine.dp=2"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+    ) as process:
+        tasks, pids = Path(f"/proc/{process.pid}/task"), []
+        while len(pids) < 2:
+            assert process.poll() is None
+            time.sleep(0.02)
+            pids = [int(pid) for file in tasks.glob("*/children") for pid in file.read_text().split()]
+        os.killpg(process.pid, signal.SIGINT)
+        began = time.monotonic()
+        process.communicate(timeout=30)
+    assert process.returncode == 130 and time.monotonic() - began < 5
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_replica_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["+preset=tiny_cpu", "engine.dp=2", "attention=triton"]) == 2
+    told = capfd.readouterr().err.partition("dovetail: ")[2]
+    assert told.startswith("replica ") and "attention=triton requires host with device" in told
+    assert "Traceback" not in told
