@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 from dovetail.core.engine.engine import Counters, SequenceEvent
 from dovetail.core.engine.intake import Intake
 from dovetail.core.engine.output import REASONS
-from dovetail.core.errors import DovetailError
+from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import (
     Arrival,
     ExecutorInfo,
@@ -186,8 +186,11 @@ class ReplicatedEngine:
         cache_salt: str = "",
         hints: Mapping[str, float] | None = None,
         pooling: Pooling | None = None,
+        adapter: str = "",
     ) -> list[Sequence]:
         """As `Engine.add`; the sequences stay as long as their prompt, with `cached` once there is output."""
+        if adapter:
+            raise self._no_adapters()
         told: dict[str, Any] = {"priority": priority, "user": user, "cache_salt": cache_salt, "hints": hints or {}}
         sequences = self._intake.sequences(prompt_ids, params, deadline=deadline, pooling=pooling, **told)
         request = sequences[0].request
@@ -289,6 +292,22 @@ class ReplicatedEngine:
     def _has_read(self, running: _Running) -> None:
         self._replicas[running.replica].prompt_tokens -= running.unread
         running.unread = 0
+
+    # Adapters.
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return {}
+
+    def load_adapter(self, name: str, folder: str) -> Future[None]:
+        raise self._no_adapters()
+
+    def unload_adapter(self, name: str) -> None:
+        raise self._no_adapters()
+
+    def _no_adapters(self) -> RequestError:
+        dp = self.composition.engine.dp
+        return RequestError(f"adapter: engine.dp={dp} replicas share none from Python: app=serve does, or engine.dp=1")
 
     # What they know.
 

@@ -64,7 +64,10 @@ def test_a_wrong_request_is_refused_and_none_runs(two: LLM) -> None:
         two.generate([[1, 2], [99999]], PARAMS[0])
     with pytest.raises(RequestError, match="cannot be sent"):
         two.generate([[1, 2]], PARAMS[0], user="\ud800")
-    assert not two.engine.has_work
+    for call in (lambda: two.generate("x", adapter="mine"), lambda: two.load_adapter("mine", "/nowhere")):
+        with pytest.raises(RequestError, match=r"engine\.dp=2 replicas"):
+            call()
+    assert not two.engine.has_work and two.adapters == {}
 
 
 def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:

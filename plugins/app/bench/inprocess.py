@@ -209,9 +209,7 @@ def _figures(seen: Sequence[Seen], now: Sequence[tuple[Counters, int]]) -> dict[
     used, slots = [look.used for look in looks], sum(look.owned_tokens for look in looks)
     return {
         "steps": steps,
-        "host_ms_per_step": {
-            part: per_step(f"{part}_seconds") for part in ("schedule", "submit", "wait", "update")
-        },
+        "host_ms_per_step": {part: per_step(f"{part}_seconds") for part in ("schedule", "submit", "wait", "update")},
         "device_ms_per_step": per_step("device_seconds"),
         "device_idle": round(idle / (idle + worked), 4) if worked else None,
         "kv_used_mean": round(sum(used) / len(used), 4) if used else None,
