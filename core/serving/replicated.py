@@ -275,9 +275,9 @@ class ReplicatedEngine:
             self._close(news.id, running, news.sample)
         return SequenceEvent(
             running.sequences[news.sample].uid,
-            tuple(news.tokens),
-            read_logprobs(news.logprobs),
-            read_logprobs(news.prompt_logprobs),
+            news.tokens,
+            read_logprobs(news.logprobs) if news.logprobs else (),
+            read_logprobs(news.prompt_logprobs) if news.prompt_logprobs else (),
             None if news.reason is None else _FINISH[news.reason],
             pooled_C=np.frombuffer(news.pooled, "<f4") if news.pooled else None,
         )
