@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import RequestError
-from dovetail.core.interfaces import Arrival, ReplicaLoad, SamplingParams
+from dovetail.core.interfaces import ReplicaLoad, SamplingParams
 from dovetail.core.serving.client import EngineClient, EngineDown, State, Stream
 from dovetail.core.serving.protocol import EngineInfo, EngineStats, total
-from dovetail.core.serving.replicas import FrontDoor, replica_compositions, replica_environment
+from dovetail.core.serving.replicas import FrontDoor, arrival_of, replica_compositions, replica_environment
 from dovetail.core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -178,11 +178,7 @@ class Fleet:
             for replica, client in enumerate(self.clients)
             if client.state == "ready"
         ]
-        given: dict[str, Any] = {name: request[name] for name in _READ_BY_ROUTERS if request.get(name)}
-        if adapter := request.get("adapter"):
-            # Prefixes are cached by adapter, and a replica that has it in a slot need not copy it.
-            given["cache_salt"] = f"{adapter}\0{request.get('cache_salt', '')}"
-        replica = self._door.choose(Arrival(prompt_ids, params.n, **given), loads)
+        replica = self._door.choose(arrival_of(prompt_ids, params.n, **request), loads)
         stream = self.clients[replica].submit(prompt_ids, params, **request)
         stream.replica = replica
         return stream
@@ -261,6 +257,3 @@ class Fleet:
             }
             for client in self.clients
         ]
-
-
-_READ_BY_ROUTERS = ("cache_salt", "user", "priority", "hints")

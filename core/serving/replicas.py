@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import PluginError
@@ -37,6 +37,15 @@ def replica_environment(composition: Composition) -> Mapping[str, str] | None:
         return None
     cores = (os.cpu_count() or 1) // (composition.engine.dp * composition.engine.tp)
     return {"OMP_NUM_THREADS": str(max(1, cores)), **os.environ}
+
+
+def arrival_of(prompt_ids: Sequence[int], samples: int, *, adapter: str | None = None, **request: Any) -> Arrival:
+    """What a router sees of a request. The adapter is part of the salt: prefixes are cached by it, and who has it in a
+    slot need not copy it."""
+    given = {name: request[name] for name in ("cache_salt", "user", "priority", "hints") if request.get(name)}
+    if adapter:
+        given["cache_salt"] = f"{adapter}\0{given.get('cache_salt', '')}"
+    return Arrival(prompt_ids, samples, **given)
 
 
 class FrontDoor:

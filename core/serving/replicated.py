@@ -20,7 +20,6 @@ from dovetail.core.engine.intake import Intake
 from dovetail.core.engine.output import REASONS
 from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import (
-    Arrival,
     ExecutorInfo,
     FinishReason,
     ModelSpec,
@@ -43,7 +42,7 @@ from dovetail.core.serving.protocol import (
     encode_add,
     read_logprobs,
 )
-from dovetail.core.serving.replicas import FrontDoor, replica_compositions, replica_environment
+from dovetail.core.serving.replicas import FrontDoor, arrival_of, replica_compositions, replica_environment
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -145,6 +144,8 @@ class ReplicatedEngine:
                 elif op == "progress" and all(replica.info for replica in self._replicas[:number]):
                     progress(value, None)
             self.info = self._describe()
+            first = self._replicas[0].info
+            self._adapters = dict(first.adapters if first is not None else {})
             self._intake = Intake(self.composition, self.info.spec, self.info.max_len)
         except BaseException:
             self.shutdown()
@@ -189,8 +190,9 @@ class ReplicatedEngine:
         adapter: str = "",
     ) -> list[Sequence]:
         """As `Engine.add`; the sequences stay as long as their prompt, with `cached` once there is output."""
-        if adapter:
-            raise self._no_adapters()
+        if adapter and adapter not in self._adapters:
+            there = ", ".join(self._adapters) or "none"
+            raise RequestError(f"adapter: {adapter!r} is not loaded; there is {there}", status=404)
         told: dict[str, Any] = {"priority": priority, "user": user, "cache_salt": cache_salt, "hints": hints or {}}
         sequences = self._intake.sequences(prompt_ids, params, deadline=deadline, pooling=pooling, **told)
         request = sequences[0].request
@@ -198,10 +200,17 @@ class ReplicatedEngine:
             ReplicaLoad(number, replica.samples, replica.prompt_tokens, replica.stats.kv_usage)
             for number, replica in enumerate(self._replicas)
         ]
-        number = self._door.choose(Arrival(request.prompt_ids, len(sequences), **told), loads)
+        number = self._door.choose(arrival_of(request.prompt_ids, len(sequences), adapter=adapter, **told), loads)
         left = None if deadline is None else deadline - time.perf_counter()
         add = encode_add(
-            self._encoder, request.uid, request.prompt_ids, request.params, deadline=left, pooling=pooling, **told
+            self._encoder,
+            request.uid,
+            request.prompt_ids,
+            request.params,
+            deadline=left,
+            pooling=pooling,
+            adapter=adapter,
+            **told,
         )
         running = _Running(number, sequences, {seq.sample for seq in sequences}, len(request.prompt_ids))
         self._requests[request.uid] = running
@@ -297,25 +306,34 @@ class ReplicatedEngine:
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        return {}
+        """As `Engine.adapters`: those that every replica has."""
+        return self._adapters
 
     def load_adapter(self, name: str, folder: str) -> Future[None]:
-        raise self._no_adapters()
+        """As `Engine.load_adapter`, on every replica or on none; done when it returns. Raises RequestError."""
+        replies = self._ask("load_adapter", name=name, folder=folder)
+        if refused := [reply for reply in replies if reply.error]:
+            if len(refused) < len(replies):
+                self._ask("unload_adapter", name=name)
+            raise RequestError(refused[0].error, status=refused[0].status)
+        self._adapters[name] = folder
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def unload_adapter(self, name: str) -> None:
-        raise self._no_adapters()
-
-    def _no_adapters(self) -> RequestError:
-        dp = self.composition.engine.dp
-        return RequestError(f"adapter: engine.dp={dp} replicas share none from Python: app=serve does, or engine.dp=1")
+        """As `Engine.unload_adapter`."""
+        for reply in self._ask("unload_adapter", name=name):
+            if reply.error:
+                raise RequestError(reply.error, status=reply.status)
+        del self._adapters[name]
 
     # What they know.
 
     def figures(self) -> list[Figures]:
         """Of each replica. Waits for their answers."""
-        return [
-            Figures(Counters(**answer["counters"]), EngineStats(**answer["stats"])) for answer in self._ask("figures")
-        ]
+        answers = self._values("figures")
+        return [Figures(Counters(**answer["counters"]), EngineStats(**answer["stats"])) for answer in answers]
 
     @property
     def counters(self) -> Counters:
@@ -327,25 +345,31 @@ class ReplicatedEngine:
         """As `Engine.reset_cache`, of every replica."""
         for number in range(len(self._replicas)):
             self._door.forget(number)
-        return all(self._ask("reset_cache"))
+        return all(self._values("reset_cache"))
 
     def check(self) -> list[dict[str, Any]]:
         """Each allocator's own integrity check; the counters of each replica."""
-        return self._ask("check")
+        return self._values("check")
 
-    def _ask(self, op: str) -> list[Any]:
+    def _values(self, op: str) -> list[Any]:
+        replies = self._ask(op)
+        for number, reply in enumerate(replies):
+            if reply.error:
+                raise ReplicaError(f"replica {number}: {op}: {reply.error}")
+        return [reply.value for reply in replies]
+
+    def _ask(self, op: str, **arguments: Any) -> list[Reply]:
+        """Each replica's answer. What else they say meanwhile is kept for `step`."""
         number = next(self._controls)
         for replica in self._replicas:
-            replica.process.send(self._encoder.encode(Control(number, op)))
-        answers: dict[int, Any] = {}
+            replica.process.send(self._encoder.encode(Control(number, op, arguments)))
+        answers: dict[int, Reply] = {}
         while len(answers) < len(self._replicas):
             said = self._heard(self._inbox.get())
-            if not isinstance(said.value, Reply):
-                self._waiting.append(said)
-            elif said.value.error:
-                raise ReplicaError(f"replica {said.replica}: {op}: {said.value.error}")
+            if isinstance(said.value, Reply):
+                answers[said.replica] = said.value
             else:
-                answers[said.replica] = said.value.value
+                self._waiting.append(said)
         return [answers[replica] for replica in range(len(self._replicas))]
 
     @staticmethod

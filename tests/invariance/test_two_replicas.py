@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LLM]:
-    with LLM("tiny", overrides=[*BASE, "engine.dp=2"]) as llm:
+    with LLM("tiny", overrides=[*BASE, "engine.dp=2", "adapter=lora"]) as llm:
         yield llm
 
 
@@ -65,9 +65,27 @@ def test_a_wrong_request_is_refused_and_none_runs(two: LLM) -> None:
     with pytest.raises(RequestError, match="cannot be sent"):
         two.generate([[1, 2]], PARAMS[0], user="\ud800")
     for call in (lambda: two.generate("x", adapter="mine"), lambda: two.load_adapter("mine", "/nowhere")):
-        with pytest.raises(RequestError, match=r"engine\.dp=2 replicas"):
+        with pytest.raises(RequestError, match="adapter"):
             call()
     assert not two.engine.has_work and two.adapters == {}
+
+
+def test_an_adapter_is_on_both_or_on_none(two: LLM, save_lora: Callable[..., str]) -> None:
+    folder = save_lora("mine", seed=1)
+    two.load_adapter("mine", folder)
+    assert two.adapters == {"mine": folder}
+    # Round robin: each prompt runs on both.
+    base, *adapted = (
+        [g.token_ids for g in two.generate([PROMPTS[0]] * 2, PARAMS[0], adapter=name)] for name in ("", "mine", "mine")
+    )
+    assert adapted[0] == adapted[1] and adapted[0][0] == adapted[0][1] != base[0] == base[1]
+    with pytest.raises(RequestError, match="'mine' is loaded"):
+        two.load_adapter("mine", folder)
+    two.unload_adapter("mine")
+    with pytest.raises(RequestError, match="'mine' is not loaded"):
+        two.generate("x", adapter="mine")
+    with pytest.raises(RequestError, match="'mine' is not loaded"):
+        two.unload_adapter("mine")
 
 
 def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:

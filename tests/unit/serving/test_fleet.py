@@ -30,7 +30,7 @@ from dovetail.core.serving.replicas import replica_compositions
 
 INFO = EngineInfo(
     model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
-    embedding=None, hidden=8, head=True, num_pages={}, lookahead=0, phases={},
+    embedding=None, hidden=8, head=True,
 )  # fmt: skip
 GREEDY = SamplingParams(max_tokens=4)
 

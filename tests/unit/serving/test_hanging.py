@@ -19,7 +19,7 @@ from dovetail.core.serving.protocol import SHOW_STACKS, Abort, Add, Batch
 
 TIMEOUT = 0.6
 INFO = dict(model="m", folder=None, vocab=1, max_len=1, max_seqs=1, device="cpu", start_seconds=0.0)
-INFO |= dict(embedding=None, hidden=1, head=True, num_pages={}, lookahead=0, phases={}, notes=[])
+INFO |= dict(embedding=None, hidden=1, head=True, notes=[])
 
 
 def played(control_fd: int, parent: int) -> None:
