@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dovetail.core.engine import engine as engine_module
+from dovetail.core.engine import intake
 from dovetail.core.engine.engine import Engine
 from dovetail.core.interfaces import SamplingParams, Sequence, Status
 from dovetail.core.testing.scheduler import SchedulerContract
@@ -74,7 +75,8 @@ class Bench:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=clock))
+    for module in (engine_module, intake):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
     return clock
 
 
