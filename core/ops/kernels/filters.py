@@ -159,13 +159,15 @@ def least_kept_triton(
     if not rows:
         return least_N
     filters = [filter_N.contiguous() for filter_N in (temperature_N, top_k_N, top_p_N, min_p_N)]
-    parts = max(1, min(triton.cdiv(vocab, SHARE), PROGRAMS // rows))
+    most = triton.cdiv(vocab, SHARE)
+    parts = max(1, min(most, PROGRAMS // rows))
     share = triton.cdiv(triton.cdiv(vocab, parts), BLOCK) * BLOCK
     parts = triton.cdiv(vocab, share)
     largest_NP = torch.empty(rows, parts, device=device)
-    # Programs of one launch write while others still read: two of each, in turn.
-    ranges = torch.empty(2, rows, 3, dtype=torch.int64, device=device)
-    wanted = torch.empty(2, rows, device=device)
+    # Programs of one launch write while others still read: two of each, in turn, aligned alike.
+    aligned = -(-rows // 16) * 16
+    ranges = torch.empty(2, aligned, 3, dtype=torch.int64, device=device)
+    wanted = torch.empty(2, aligned, device=device)
     sums = torch.empty(2, rows, parts, WAYS, device=device)
     _largest[rows, parts](logits_NV, filters[0], largest_NP, vocab, share, BLOCK=BLOCK, num_warps=4)
     for level in range(2 * LEVELS + 1):
@@ -187,7 +189,7 @@ def least_kept_triton(
             parts,
             FIRST=level == 0,
             LAST=last,
-            PARTS=triton.next_power_of_2(parts),
+            PARTS=triton.next_power_of_2(most),
             WAYS=WAYS,
             BLOCK=BLOCK,
             num_warps=8,

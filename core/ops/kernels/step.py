@@ -74,7 +74,7 @@ def lay_out_tokens_triton(
     ids_T = torch.empty(total, dtype=torch.int32, device=device)
     positions_T, rows_T, slots_T = torch.empty(3, total, dtype=torch.int64, device=device).unbind(0)
     kv_len_B = torch.empty(len(slots_B), dtype=torch.int32, device=device)
-    block = min(256, triton.next_power_of_2(longest))
+    block = 32 if longest <= 32 else 256
     _lay_out_tokens[len(slots_B) + 1, triton.cdiv(longest, block)](
         slots_B,
         row_start_B1,
@@ -90,7 +90,7 @@ def lay_out_tokens_triton(
         total,
         len(computed_S) - 1,
         BLOCK=block,
-        num_warps=1 if block <= 32 else 4,
+        num_warps=block // 64 or 1,
     )
     return TokenLayout(ids_T, positions_T, rows_T, slots_T, kv_len_B)
 
