@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from dovetail import LLM, SamplingParams
+from dovetail import LLM, RequestError, SamplingParams
 
 PROMPTS = ["def fib(n):\n", "import os\n\nclass Path:\n", "for i in range(10):\n    print(i)\nfor "]
 PARAMS = [
@@ -26,3 +28,29 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
 )
 def test_two_processes_equal_one(overrides: list[str]) -> None:
     assert tokens("executor=multiproc", "engine.tp=2", *overrides) == tokens()
+
+
+def test_adapters_over_two_processes_equal_one(save_lora: Callable[..., str]) -> None:
+    """Read by each rank for itself, while steps run and through one slot; refused by all."""
+    first, second, wide = (save_lora(name, seed=seed, rank=seed * 8) for seed, name in enumerate("abc", 1))
+
+    def tokens(*overrides: str) -> list[list[int]]:
+        base = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=128", "adapter=lora", "adapter.slots=1"]
+        with LLM("tiny", overrides=[*base, f"+adapter.load.first='{first}'", *overrides]) as llm:
+            running = llm.stream(PROMPTS[0], PARAMS[0], adapter="first")
+            found = [list(next(running).token_ids)]
+            llm.load_adapter("second", second)
+            with pytest.raises(RequestError, match="rank 24"):
+                llm.load_adapter("wide", wide)
+            llm.unload_adapter("first")
+            with pytest.raises(RequestError, match="'first' is not loaded; there is second"):
+                llm.generate(PROMPTS[0], PARAMS[0], adapter="first")
+            found += [llm.generate(PROMPTS[1], PARAMS[0], adapter=name)[0].token_ids for name in ("second", "")]
+            found[0] += [token for delta in running for token in delta.token_ids]
+            llm.load_adapter("first", first)
+            found += [g.token_ids for g in llm.generate(PROMPTS, PARAMS[0], adapter="first")]
+            return found
+
+    expected = tokens()
+    assert expected[0] == expected[3] and expected[1] != expected[2]
+    assert tokens("executor=multiproc", "engine.tp=2", "engine.depth=2") == expected

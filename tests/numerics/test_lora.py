@@ -112,3 +112,31 @@ def test_beside_a_quantizer_adapters_read_the_plain_activation(quant, tmp_path):
     unadapted = logits({}, quantizer=build("quant", quant))
     error = (quantized - exact).norm() / exact.norm()
     assert error < 0.2 < 0.6 < (unadapted - exact).norm() / exact.norm()
+
+
+def test_greedy_output_of_the_engine_equals_peft(tmp_path):
+    """The whole engine on a model folder: two plans in flight, chunked prompts, adapters that share one slot."""
+    from peft import PeftModel
+
+    from dovetail import LLM, SamplingParams
+
+    base = tmp_path / "base"
+    reference = save_random(base, "gqa")
+    names = ("first", "second")
+    for seed, name in enumerate(names):
+        save_adapter(tmp_path / name, reference, seed=seed)
+    prompts = [random_tokens(n, seed=n) for n in (5, 70, 33)]
+    overrides = ["engine.device=cpu", "engine.token_budget=24", "engine.depth=2", "adapter=lora", "adapter.slots=1"]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with LLM(
+        str(base), overrides=[*overrides, *(f"+adapter.load.{name}='{tmp_path / name}'" for name in names)]
+    ) as llm:
+        found = {name: llm.generate(prompts, params, adapter=name) for name in names}
+    for name in names:
+        wrapped = PeftModel.from_pretrained(reference, tmp_path / name)
+        for prompt, result in zip(prompts, found[name], strict=True):
+            expected = wrapped.generate(
+                input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=30, eos_token_id=None, pad_token_id=0
+            )
+            assert list(result.token_ids) == expected[0, len(prompt) :].tolist()
+        wrapped.unload()
