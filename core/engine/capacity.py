@@ -18,7 +18,8 @@ MOST_GPUS = 16
 
 def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> None:
     """CapacityError if the weights alone exceed what the engine may take of a device. Silent where a model cannot count
-    its parameters or a quantizer does not state its `weight_bits`: then allocating them tells. An executor may hold none."""
+    its parameters or a quantizer does not state its `weight_bits`: then allocating them tells. An executor may hold
+    none."""
     if spec.parameters is None or not host.memory_bytes:
         return
     if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):

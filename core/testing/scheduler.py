@@ -30,6 +30,8 @@ from dovetail.core.interfaces import (
 from dovetail.core.testing.toy import ToyComposition, ToyDevice, expected_output
 
 PAGE = 4
+ADAPTERS = "abc"
+"""A name each."""
 
 
 @dataclass
@@ -48,9 +50,10 @@ class Job:
 
 
 def random_load(
-    seed: int, jobs: int = 14, *, aborts: bool = True, shared: bool = True, grammars: bool = False
+    seed: int, jobs: int = 14, *, aborts: bool = True, shared: bool = True, grammars: bool = False, adapters: str = ""
 ) -> list[Job]:
-    """Arrivals over time, some with a common prefix, some aborted, some with several samples, some with a grammar."""
+    """Arrivals over time, some with a common prefix, some aborted, some with several samples, some with a grammar, some
+    with one of the adapters."""
     rng = random.Random(seed)
     common = [rng.randrange(1, 50) for _ in range(rng.randrange(0, 14))] if shared else []
     load = []
@@ -68,6 +71,7 @@ def random_load(
                     "user": rng.choice("ab"),
                     "priority": rng.randrange(3),
                     "cache_salt": rng.choice(["", "", "x"]),
+                    "adapter": rng.choice(["", *adapters]) if adapters else "",
                 },
                 grammar=_toy_grammar(rng) if grammars and rng.random() < 0.5 else None,
             )
@@ -105,16 +109,27 @@ class SchedulerContract:
         delay: int = 0,
         mask_wait: float = 1.0,
         window_pages: int = 0,
+        adapter_slots: int = 0,
     ) -> Engine:
         groups = [KVGroup(0, (0,), page_tokens=PAGE), KVGroup(1, (1,), page_tokens=2 * PAGE)]
         num_pages = {0: pages, 1: pages // 2}
         if window_pages:
             groups.append(KVGroup(2, (2,), kind="window", window=7, page_tokens=PAGE))
             num_pages[2] = window_pages
-        device = ToyDevice(groups, num_pages, max_seqs=max_seqs, max_len=max_len, lookahead=lookahead, delay=delay)
+        device = ToyDevice(
+            groups,
+            num_pages,
+            max_seqs=max_seqs,
+            max_len=max_len,
+            lookahead=lookahead,
+            delay=delay,
+            adapter_slots=adapter_slots,
+        )
         config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
         engine = Engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
         engine.start()
+        for name in ADAPTERS if adapter_slots else "":
+            engine.load_adapter(name, name)
         return engine
 
     def run(self, engine: Engine, load: Seq[Job], limit: int = 3000) -> dict[tuple[int, int], list[int]]:
@@ -198,6 +213,31 @@ class SchedulerContract:
             engine = self.engine(**options, window_pages=least + seed % 2, mask_wait=0.0)
             self.check_outputs(engine, load, self.run(engine, load))
             engine.shutdown()
+
+    @pytest.mark.parametrize("depth", [1, 2, 4])
+    @pytest.mark.parametrize("slots", [1, 2])
+    def test_sequences_wait_for_their_adapters(self, depth: int, slots: int) -> None:
+        """There are more adapters than slots: nobody runs without his own, and the others go on meanwhile."""
+        for seed in range(2):
+            load = random_load(seed, adapters=ADAPTERS)
+            engine = self.engine(pages=24, depth=depth, lookahead=2, delay=depth - 1, adapter_slots=slots)
+            self.check_outputs(engine, load, self.run(engine, load))
+            engine.shutdown()
+
+    def test_an_adapter_in_use_does_not_keep_others_out(self) -> None:
+        """Requests for it come all the time; a single one for another gets the slot in the end."""
+        engine = self.engine(max_seqs=3, adapter_slots=1)
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        other = None
+        for step in range(400):
+            if step % 2 == 0:
+                engine.add([1 + step % 40, 2, 3], params, adapter="a")
+            if step == 10:
+                (other,) = engine.add([7, 7], params, adapter="b")
+            engine.step()
+            if other is not None and other.status is Status.FINISHED:
+                return
+        raise AssertionError(f"after {step} steps: {engine.scheduler.stats()}")
 
     def test_equal_calls_give_equal_plans(self) -> None:
         plans = []

@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +126,8 @@ class _Slot:
     epoch: int
     tokens: list[int]
     computed: int
+    adapter: int
+    key: str
     drafts: list[int] = field(default_factory=list)
     tables: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -141,6 +144,7 @@ class ToyDevice(Executor):
         max_len: int,
         lookahead: int = 0,
         delay: int = 0,
+        adapter_slots: int = 0,
     ) -> None:
         self.groups, self.num_pages = tuple(groups), num_pages
         self.max_seqs, self.max_len, self.lookahead, self.delay = max_seqs, max_len, lookahead, delay
@@ -151,7 +155,13 @@ class ToyDevice(Executor):
         self.slots: dict[int, _Slot] = {}
         self.plans: list[StepPlan] = []
         """Every plan submitted, for assertions."""
-        self._queue: deque[tuple[StepPlan, Blobs]] = deque()
+        self.adapter_slots = adapter_slots
+        self.adapters: dict[int, str] = {}
+        """Adapter slot -> what it holds."""
+        self._loaded: set[str] = set()
+        """Adapters that were loaded."""
+        self._queue: deque[tuple[StepPlan, Blobs, list[str]]] = deque()
+        """With adapters to forget after the plan."""
         self._late: dict[int, LateInputs] = {}
         """By step."""
         self._waiting: StepPlan | None = None
@@ -159,12 +169,21 @@ class ToyDevice(Executor):
         self._results: deque[StepResult] = deque()
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        return ExecutorInfo(SPEC, self.groups, self.num_pages, self.max_len, self.lookahead, "toy", {})
+        return ExecutorInfo(
+            SPEC,
+            self.groups,
+            self.num_pages,
+            self.max_len,
+            self.lookahead,
+            "toy",
+            {},
+            adapter_slots=self.adapter_slots,
+        )
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         assert self._waiting is None, f"step {plan.step} comes before the late inputs of {self._waiting}"
         self.plans.append(plan)
-        self._queue.append((plan, dict(blobs)))
+        self._queue.append((plan, dict(blobs), []))
         if plan.late:
             self._waiting = plan
         else:
@@ -187,6 +206,19 @@ class ToyDevice(Executor):
             self._run(*self._queue.popleft())
         return self._results.popleft()
 
+    def load_adapter(self, key: str, folder: str) -> Future[None]:
+        assert key not in self._loaded, f"adapter {key} is loaded twice"
+        self._loaded.add(key)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def unload_adapter(self, key: str) -> None:
+        if self._queue:
+            self._queue[-1][2].append(key)
+        else:
+            self._loaded.discard(key)
+
     @property
     def pending(self) -> int:
         return len(self._queue) + len(self._results)
@@ -196,7 +228,7 @@ class ToyDevice(Executor):
 
     # The device.
 
-    def _run(self, plan: StepPlan, blobs: Blobs) -> None:
+    def _run(self, plan: StepPlan, blobs: Blobs, unloads: Seq[str]) -> None:
         for slot in plan.leaves:
             assert slot in self.slots, f"step {plan.step}: slot {slot} leaves and nobody is there"
             del self.slots[slot]
@@ -205,12 +237,23 @@ class ToyDevice(Executor):
                 f"step {plan.step}: slot {join.slot} is taken by {self.slots[join.slot].uid}"
             )
             assert 0 <= join.slot < self.max_seqs, f"slot {join.slot} of {self.max_seqs}"
-            tokens = list(blobs[join.uid, join.epoch].tokens)
+            blob = blobs[join.uid, join.epoch]
+            key, tokens = blob.request.adapter, list(blob.tokens)
+            if key:
+                assert 0 <= blob.adapter < self.adapter_slots, f"sequence {join.uid}: adapter slot {blob.adapter}"
+                assert key in self._loaded, f"sequence {join.uid} joins with {key}, which is not loaded"
+                self.adapters[blob.adapter] = key
             assert join.computed < len(tokens), (
                 f"sequence {join.uid}: {join.computed} of {len(tokens)} tokens given, none to feed"
             )
             self.slots[join.slot] = _Slot(
-                join.uid, join.epoch, tokens, join.computed, [], {g.id: {} for g in self.groups}
+                join.uid,
+                join.epoch,
+                tokens,
+                join.computed,
+                blob.adapter,
+                key,
+                tables={g.id: {} for g in self.groups},
             )
         for delta in plan.pages:
             assert 1 <= delta.page <= self.num_pages[delta.group], f"page {delta.page} of group {delta.group}"
@@ -230,11 +273,15 @@ class ToyDevice(Executor):
         )
         results = tuple(self._read(i, row, *fed[row.slot], allowed) for i, row in enumerate(plan.rows))
         self._results.append(StepResult(plan.step, results))
+        self._loaded.difference_update(unloads)
 
     def _write(self, plan: StepPlan, row: Any) -> tuple[int, list[int]]:
         slot = self.slots[row.slot]
         where = f"step {plan.step}, sequence {row.uid}"
         assert (slot.uid, slot.epoch) == (row.uid, row.epoch), f"{where}: slot {row.slot} holds {slot.uid}/{slot.epoch}"
+        assert not slot.key or self.adapters[slot.adapter] == slot.key, (
+            f"{where} runs with {slot.key}, and its adapter slot holds {self.adapters[slot.adapter]}"
+        )
         known = slot.tokens + (slot.drafts if row.flags & RowFlag.DECODE else [])
         if row.flags & RowFlag.DECODE:
             assert slot.computed == len(slot.tokens) - 1, (
@@ -329,6 +376,10 @@ class _ToyModelPart:
     @staticmethod
     def capabilities(host: object) -> Capabilities:
         return Capabilities()
+
+    @staticmethod
+    def initial(config: object) -> dict[str, str]:
+        return {}
 
 
 class _NoHostDrafts:

@@ -164,7 +164,33 @@ class Doubled(PolicyScheduler):
         return plan
 
 
+class Reckless(PolicyScheduler):
+    """Lets sequences join without what they need."""
+
+    def _acquire(self, seq: Sequence) -> bool:
+        return True
+
+
+class Hoarder(PolicyScheduler):
+    """Keeps adapter slots for sequences that have left."""
+
+    def _release(self, seq: Sequence) -> None: ...
+
+
+class Jealous(PolicyScheduler):
+    """Asks for those whose adapter is in first, and gives up what it was refused."""
+
+    def _acquire(self, seq: Sequence) -> bool:
+        got = super()._acquire(seq)
+        if not got:
+            self._release(seq)
+        return got
+
+
 BROKEN: dict[type[PolicyScheduler], str] = {
+    Reckless: "test_sequences_wait_for_their_adapters",
+    Hoarder: "test_sequences_wait_for_their_adapters",
+    Jealous: "test_an_adapter_in_use_does_not_keep_others_out",
     Undecided: "test_equal_calls_give_equal_plans",
     Greedy: "test_limits_hold",
     Forgetful: "test_every_request_gets_its_own_output",
