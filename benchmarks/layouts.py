@@ -1,0 +1,154 @@
+"""Which layout of a model over the GPUs of one host wins for which load, measured: app=bench on one after another.
+
+    python benchmarks/layouts.py --layouts +preset=h200_fp8_tp8 +preset=h200_fp8_tp4_dp2 +preset=h200_fp8_dp8 \
+        --workloads latency,batch64,batch256,throughput --runs 3 --out benchmarks/results/NAME.json --plot layouts.png \
+        -- engine.max_len=1024
+    python benchmarks/layouts.py --layouts +preset=h200_fp8_tp8 +preset=h200_fp8_dp8 --workloads latency,throughput \
+        -- executor=simulated
+
+A layout is a preset, or overrides in quotes ("engine.tp=4 engine.dp=2"); what follows `--` holds for all of them. Each
+runs in a process of its own and gets the same requests. Where all requests arrive at once, the layout with the most
+output tokens/s wins; at an offered rate, which fixes those, the one with the lowest median latency. A lead that is no
+greater than the range over runs is a tie. A layout that cannot start, or fails, is told with its reason and leaves the
+race.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RUN = Path(__file__).parent.parent / "run.py"
+SCHEMA = "dovetail.layouts/1"
+
+
+@dataclass(frozen=True)
+class Load:
+    """A workload, or one rate of it."""
+
+    workload: str
+    rate: float | None
+
+    def __str__(self) -> str:
+        return self.workload if self.rate is None else f"{self.workload} {self.rate:g}/s"
+
+    @property
+    def figure(self) -> tuple[str, str, bool]:
+        """What decides: its name in a summary, in words, and whether more is better."""
+        if self.rate is None:
+            return "output_tokens_per_s", "output tokens/s", True
+        return "e2e_ms.median", "E2E median, ms", False
+
+
+Figures = dict[Load, dict[str, dict[str, dict[str, float]]]]
+"""Load -> layout -> figure -> median, min and max over the runs."""
+
+
+def measure(layout: str, common: Sequence[str], workloads: str, runs: int) -> dict[str, Any]:
+    """The result file of app=bench, or {"error": why there is none}."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        words = [*layout.split(), *common, f"bench.workloads=[{workloads}]", f"bench.runs={runs}", f"bench.out={out}"]
+        command = [sys.executable, str(RUN), "app=bench", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        sys.stdout.write(done.stdout)
+        sys.stdout.flush()
+        if not out.is_file() or not (text := out.read_text(encoding="utf-8")) or done.returncode:
+            return {"error": done.stderr.strip() or f"exit status {done.returncode}: requests failed"}
+        result: dict[str, Any] = json.loads(text)
+        return result
+
+
+def figures(results: dict[str, dict[str, Any]]) -> Figures:
+    found: Figures = {}
+    for layout, result in results.items():
+        for workload in result.get("results", ()):
+            for load in workload["loads"]:
+                found.setdefault(Load(workload["workload"], load["rate"]), {})[layout] = load["summary"]
+    return found
+
+
+def winner(load: Load, by_layout: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """The best, by how much, and whether its worst run still beats the best run of every other."""
+    name, _, more = load.figure
+    ranked = sorted(by_layout, key=lambda layout: by_layout[layout][name]["median"], reverse=more)
+    first, others = by_layout[ranked[0]][name], [by_layout[layout][name] for layout in ranked[1:]]
+    if not others:
+        return {"layout": ranked[0], "lead": None, "tie": []}
+    better, worse = (first, others[0]) if more else (others[0], first)
+    clear = [first["min"] > other["max"] if more else first["max"] < other["min"] for other in others]
+    tie = [layout for layout, beaten in zip(ranked[1:], clear, strict=True) if not beaten]
+    return {"layout": ranked[0], "lead": better["median"] / worse["median"] - 1, "tie": tie}
+
+
+def table(found: Figures, layouts: Sequence[str]) -> Iterator[str]:
+    """Markdown."""
+    yield "| load | figure | " + " | ".join(layouts) + " | wins |"
+    yield "|---|---|" + "---|" * len(layouts) + "---|"
+    for load, by_layout in found.items():
+        name, words, _ = load.figure
+        cells = [f"{by_layout[one][name]['median']:.4g}" if one in by_layout else "-" for one in layouts]
+        won = winner(load, by_layout)
+        lead = "" if won["lead"] is None else f", {won['lead']:+.1%}"
+        tie = f" (no clear lead over {', '.join(won['tie'])})" if won["tie"] else ""
+        yield f"| {load} | {words} | {' | '.join(cells)} | {won['layout']}{lead}{tie} |"
+
+
+def draw(path: str, found: Figures, layouts: Sequence[str]) -> None:
+    """Each layout's share of the best, a group of bars for each load."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(6.0, 2 + 1.6 * len(found)), 3.5 + 0.25 * len(layouts)), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(layouts)
+    for number, layout in enumerate(layouts):
+        heights = []
+        for load, by_layout in found.items():
+            name, _, more = load.figure
+            best = by_layout[winner(load, by_layout)["layout"]][name]["median"]
+            mine = by_layout[layout][name]["median"] if layout in by_layout else None
+            heights.append(0.0 if mine is None else (mine / best if more else best / mine))
+        axes.bar(
+            [x + (number - (len(layouts) - 1) / 2) * width for x in range(len(found))], heights, width, label=layout
+        )
+    axes.set_xticks(range(len(found)), [f"{load}\n{load.figure[1]}" for load in found], fontsize=8)
+    axes.set(ylabel="share of the best", ylim=(0, 1.05))
+    figure.legend(fontsize=8, loc="outside upper center")
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", required=True, help="presets, or overrides in quotes")
+    parser.add_argument("--workloads", default="latency,batch64,batch256,throughput")
+    parser.add_argument("--runs", type=int, default=1, help="repeats of each workload")
+    parser.add_argument("--out", help="JSON file: every result, and who wins")
+    parser.add_argument("--plot", help="png, svg or pdf")
+    args = parser.parse_args(argv[:cut])
+    results: dict[str, dict[str, Any]] = {}
+    for layout in args.layouts:
+        print(f"== {layout}", flush=True)
+        results[layout] = measure(layout, argv[cut + 1 :], args.workloads, args.runs)
+        if error := results[layout].get("error"):
+            print(f"{layout}: {error}", file=sys.stderr, flush=True)
+    found = figures(results)
+    print("\n".join(table(found, args.layouts)) if found else "no layout could be measured")
+    if args.out is not None:
+        wins = {str(load): winner(load, by_layout) for load, by_layout in found.items()}
+        written = {"schema": SCHEMA, "layouts": results, "wins": wins}
+        Path(args.out).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None and found:
+        draw(args.plot, found, args.layouts)
+    return 1 if any("error" in result for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""layouts.py: who wins, and a whole race between two layouts on the simulated device."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "layouts.py"
+
+
+@pytest.fixture
+def layouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("layouts", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "layouts", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def summary(name: str, low: float, median: float, high: float) -> dict[str, dict[str, float]]:
+    return {name: {"min": low, "median": median, "max": high}}
+
+
+def test_most_tokens_win_a_burst_and_least_time_wins_at_a_rate(layouts: ModuleType) -> None:
+    burst, rate = layouts.Load("batch64", None), layouts.Load("online", 4.0)
+    tokens = {
+        "a": summary("output_tokens_per_s", 90, 100, 110),
+        "b": summary("output_tokens_per_s", 118, 120, 122),
+        "c": summary("output_tokens_per_s", 100, 110, 119),
+    }
+    won = layouts.winner(burst, tokens)
+    assert (won["layout"], won["tie"]) == ("b", ["c"]) and won["lead"] == pytest.approx(120 / 110 - 1)
+    times = {"a": summary("e2e_ms.median", 10, 11, 12), "b": summary("e2e_ms.median", 20, 22, 24)}
+    won = layouts.winner(rate, times)
+    assert (won["layout"], won["tie"], won["lead"]) == ("a", [], pytest.approx(1.0))
+    assert layouts.winner(rate, {"a": times["a"]}) == {"layout": "a", "lead": None, "tie": []}
+    lines = list(layouts.table({burst: tokens, rate: {"b": times["b"]}}, ["a", "b", "c"]))
+    assert lines[2] == "| batch64 | output tokens/s | 100 | 120 | 110 | b, +9.1% (no clear lead over c) |"
+    assert lines[3] == "| online 4/s | E2E median, ms | - | 22 | - | b |"
+
+
+def test_a_race(layouts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """At a simulated H200's pace eight ranks answer one request sooner than one; the third cannot start."""
+    conf = tmp_path / "conf" / "workload"
+    conf.mkdir(parents=True)
+    (conf / "few.yaml").write_text("defaults: [fixed, _self_]\nrequests: 2\nprompt_tokens: 8\noutput_tokens: 6\n")
+    one, eight, none = "+preset=h200_fp8_tp1", "+preset=h200_fp8_tp8 model=llama3_8b", "+preset=nothing"
+    out, plot = tmp_path / "layouts.json", tmp_path / "layouts.svg"
+    words = ["--layouts", one, eight, none, "--workloads", "few", "--out", str(out), "--plot", str(plot)]
+    common = ["executor=simulated", "engine.device=cpu", "attention=sdpa", "engine.max_len=256", "bench.warmup=0"]
+    code = layouts.main([*words, "--", "--config-dir", str(tmp_path / "conf"), *common])
+    told = capfd.readouterr()
+    assert code == 1 and "+preset=nothing: dovetail:" in told.err
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert result["wins"]["few"]["layout"] == eight and result["wins"]["few"]["lead"] > 0.1, told.out
+    assert [result["layouts"][name]["startup"]["layout"]["tp"] for name in (one, eight)] == [1, 8]
+    assert set(result["layouts"][none]) == {"error"} and "| few | output tokens/s |" in told.out
+    assert "<svg" in plot.read_text()
