@@ -38,6 +38,7 @@ NOT_RUN = {
     "printf ": "makes a key; tests/server/test_limits.py has one",
     "python benchmarks/profile_step.py": "needs a GPU",
     "python benchmarks/lora.py": "needs a GPU",
+    "python benchmarks/layouts.py": "needs GPUs; tests/unit/benchmarks/test_layouts.py runs it without",
     "docker ": "needs Docker",
     "GRAFANA_PASSWORD=... ": "needs Docker",
     "kubectl ": "needs a cluster",
