@@ -47,10 +47,12 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """special: let the tokenizer add its own special tokens (a leading BOS, as a rule)."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # As a batch of one: `encode` would hold the interpreter all the while, seconds for a text of megabytes.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
 
     def token_bytes(self, token: int) -> bytes:
         """What the token stands for, be it part of a character. Special tokens: their name."""

@@ -494,11 +494,20 @@ class Runner:
             start = row.bound - row.count
             count = min(row.count, len(info.blob.request.prompt_ids) - 1 - start)
             if wanted is not None and count > 0:
-                logprobs = self.model.logits(step.hidden.states[first : first + count]).float().log_softmax(-1)
                 following = self.state.tokens_SL[row.slot, start + 1 : start + 1 + count].long()
-                top = logprobs.topk(max(wanted, 1), dim=-1)
-                found[i] = [logprobs.gather(-1, following[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
+                states = step.hidden.states[first : first + count]
+                # So many rows of logits as sampling was measured with: those of a whole prompt may fill the device.
+                most = self.engine.max_seqs
+                pieces = zip(states.split(most), following.split(most), strict=True)
+                best = [self._best(*piece, wanted) for piece in pieces]
+                found[i] = [torch.cat(parts) for parts in zip(*best, strict=True)]
         return found
+
+    def _best(self, states_NC: torch.Tensor, chosen_N: torch.Tensor, wanted: int) -> list[torch.Tensor]:
+        """Log-probabilities of the chosen, and of the most likely ones with their ids."""
+        logprobs = self.model.logits(states_NC).float().log_softmax(-1)
+        top = logprobs.topk(max(wanted, 1), dim=-1)
+        return [logprobs.gather(-1, chosen_N[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
 
     def collect(self) -> StepResult:
         """The oldest executed plan's result; waits for its copy, not for later plans."""

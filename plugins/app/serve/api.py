@@ -40,6 +40,7 @@ _STATUSES = {
     400: "The request is wrong; the message says what.",
     401: "No valid API key.",
     404: "No such model or endpoint.",
+    408: "The body took too long to arrive.",
     413: "The body is too long.",
     429: "The queue is full: try again after Retry-After seconds.",
     500: "A defect of the server.",
@@ -75,6 +76,7 @@ def build(service: Service, keys: Keys) -> ASGIApp:
         app,
         keys=keys,
         max_body_bytes=service.config.max_body_bytes,
+        receive_timeout=service.config.receive_timeout,
         log_requests=service.config.log_requests,
         on_status=service.monitor.answered,
     )

@@ -19,7 +19,7 @@ from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.interfaces import App
 from dovetail.core.serving.client import EngineDown
-from dovetail.plugins.app.serve import api, keys
+from dovetail.plugins.app.serve import api, keys, protocol
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.service import Service
 
@@ -53,6 +53,7 @@ class ServeApp(App):
         server = _Server(
             uvicorn.Config(
                 api.build(service, accepted),
+                http=protocol.bounded(self.config.receive_timeout),
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -55,12 +55,10 @@ class _Chat:
     async def answer(self) -> Response:
         self._check()
         body, service = self.body, self.service
-        text = await service.render(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            **template_variables(body, self.functions, body.reasoning_effort),
-        )
+        variables = template_variables(body, self.functions, body.reasoning_effort)
+        variables["add_generation_prompt"] = body.add_generation_prompt
+        variables["continue_final_message"] = body.continue_final_message
+        text = await service.render(body.messages, variables)
         self.reading = service.parsers.reading(body, self.offer, service.template, text)
         # The template has written the special tokens itself.
         ids = await service.encode(text, special=False, param="messages")

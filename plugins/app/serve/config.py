@@ -60,6 +60,8 @@ class ServeConfig(AppConfig):
     """Bytes of a request's body at most; more get 413."""
     max_prompts: int = Field(256, ge=1)
     """Prompts in one request at most."""
+    receive_timeout: float = Field(60.0, gt=0)
+    """Seconds in which a request's head must arrive, and after it the body; else 408."""
     timeout: float | None = Field(None, gt=0)
     """Seconds that a request may take, from its arrival; then it ends with 504. A request's own `timeout` can only
     shorten it. null: no limit."""

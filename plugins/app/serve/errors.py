@@ -16,6 +16,8 @@ from dovetail.core.serving.client import EngineDown
 
 log = logging.getLogger(__name__)
 
+_LONGEST_PATH = 8
+"""Parts of a field's path. A body may be a nest of hundreds."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 
@@ -54,9 +56,13 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
 
 
+def body_bytes(error: Exception) -> bytes:
+    return msgspec.json.encode(body_of(error)[1])
+
+
 def respond(error: Exception) -> Response:
-    status, body, headers = body_of(error)
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    status, _, headers = body_of(error)
+    return Response(body_bytes(error), status, headers, media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
@@ -89,5 +95,5 @@ def _field_error(error: RequestValidationError) -> FieldError:
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     # Of a union's alternatives, pydantic names each that failed: the field is what the user wrote.
-    path = ".".join(where) or None
+    path = ".".join(where[:_LONGEST_PATH] + ["..."] * (len(where) > _LONGEST_PATH)) or None
     return FieldError(f"{path or 'body'}: {first['msg']}", path.split(".")[0] if path else None)

@@ -104,14 +104,17 @@ def offer(functions: Sequence[Function], forced: bool | str) -> Offer:
     return Offer((tools[forced],), True)
 
 
-_OWN = {"tools", "add_generation_prompt", "continue_final_message", "messages", "chat_template", "conversations"}
+_OWN = {
+    *("self", "tools", "messages", "chat_template", "conversations"),
+    *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+}
 
 
 def template_variables(body: Conversing, functions: Sequence[Function], effort: str | None) -> dict[str, Any]:
     """What the chat template is given beside the messages."""
     variables = dict(body.chat_template_kwargs or {})
     if wrong := sorted(_OWN & variables.keys()):
-        raise FieldError(f"chat_template_kwargs: {wrong[0]} has a field of its own", "chat_template_kwargs")
+        raise FieldError(f"chat_template_kwargs: {wrong[0]} cannot be set here", "chat_template_kwargs")
     if effort is not None:
         variables["reasoning_effort"] = effort
     described = [function.model_dump(exclude_none=True, exclude={"type"}) for function in functions]

@@ -55,9 +55,7 @@ class _Response:
     async def answer(self) -> Response:
         body, service = self.body, self.service
         effort = body.reasoning.effort if body.reasoning is not None else None
-        text = await service.render(
-            self._messages(), add_generation_prompt=True, **template_variables(body, self.tools, effort)
-        )
+        text = await service.render(self._messages(), template_variables(body, self.tools, effort))
         self.reading = service.parsers.reading(body, self.offer, service.template, text)
         ids = await service.encode(text, special=False, param="input")
         params = service.params(body, max_tokens=body.max_output_tokens, grammar=self.reading.grammar())

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
 MOST = 2**31 - 1
 Token = Annotated[int, Field(ge=0, le=MOST)]
 Text = Annotated[str, StringConstraints(max_length=16 << 20)]
 Label = Annotated[str, StringConstraints(max_length=512)]
+Stop = Annotated[str, StringConstraints(max_length=1024)]
+"""Compared with the end of the output after every token."""
+
+
+def _sendable(value: object) -> object:
+    """JSON may hold what UTF-8 cannot, half of a surrogate pair; it would fail only in the answer that repeats it."""
+    try:
+        msgspec.json.encode(value)
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"cannot be written as JSON again ({type(error).__name__})") from None
+    return value
+
+
+Json = Annotated[JsonValue, AfterValidator(_sendable)]
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_sendable)]
 
 
 class Body(BaseModel):
@@ -28,7 +44,7 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     name: Label = ""
     description: Text | None = None
-    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -51,7 +67,7 @@ class Queued(Body):
     """Lower runs first (scheduler=priority)."""
     cache_salt: Label | None = None
     """Prefix pages are shared only between requests of equal salt."""
-    hints: dict[Label, float] | None = None
+    hints: Annotated[dict[Label, float], Field(max_length=64)] | None = None
     """Numbers that schedulers may read, for instance the expected output length."""
     timeout: float | None = Field(None, gt=0, le=1e6)
     """Seconds from arrival after which the request ends."""
@@ -63,7 +79,7 @@ class Common(Queued):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
-    metadata: dict[str, JsonValue] | None = None
+    metadata: JsonObject | None = None
     """Accepted and without effect."""
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: Label | None = None
@@ -83,7 +99,7 @@ class Common(Queued):
     """The output is one of these strings."""
     grammar: Text | None = None
     """The output follows this grammar, in llguidance's dialect of Lark."""
-    extra: dict[Label, JsonValue] | None = None
+    extra: dict[Label, Json] | None = None
     """Parameters of logits processors from plugins."""
 
 
@@ -92,7 +108,7 @@ class Penalised(Common):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
@@ -155,7 +171,7 @@ class Function(Body):
 
     name: Label
     description: Text | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -182,7 +198,7 @@ class Conversing(Body):
     """Format of tool calls in the output; null: serve.tool_parser."""
     reasoning_parser: Label | None = None
     """Format of reasoning in the output; null: serve.reasoning_parser."""
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: JsonObject | None = None
     """Variables for the chat template."""
 
 
@@ -225,7 +241,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Label = ""
     description: Text | None = None
-    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 

@@ -7,9 +7,10 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 _THREADS = 4
 _INLINE_CHARACTERS = 256
 """Shorter prompts are tokenized faster than a thread would be woken."""
+_DENSE = 8
+"""Characters a token: few texts have more."""
+_CUT = 64
+"""Tokens by which the beginning of a text may exceed what it has in the whole text."""
 _MASK63 = 2**63 - 1
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _PROMPT_FIELD = {"completions": "prompt", "chat": "messages", "responses": "input", "embeddings": "input"}
@@ -151,7 +156,11 @@ class Service:
         return self.client.tokenizer
 
     async def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
-        tokenizer = self.tokenizer
+        tokenizer, limit = self.tokenizer, self.client.info.max_len
+        if len(text) > _DENSE * limit:
+            # It hardly fits, and its beginning tells so at a fraction of the cost.
+            if len(await self.threaded(tokenizer.encode, text[: _DENSE * limit], special=special)) > limit + _CUT:
+                raise _too_long(f"more than {limit}", limit, param)
         if len(text) <= _INLINE_CHARACTERS:
             ids = tokenizer.encode(text, special=special)
         else:
@@ -164,11 +173,11 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: function(*arguments, **named))
 
-    async def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    async def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """Through the model's chat template."""
         return await self.threaded(self._render, [plain(message) for message in messages], variables)
 
-    def _render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         if not self._template_known:
             folder, file = self.client.info.folder, self.config.chat_template
             if folder is not None or file is not None:
@@ -253,11 +262,7 @@ class Service:
         limit = self.client.info.max_len
         for ids in prompts:
             if len(ids) >= limit:
-                raise FieldError(
-                    f"the prompt has {len(ids)} tokens and the context is {limit} (engine.max_len): shorten it",
-                    _PROMPT_FIELD[endpoint],
-                    code="context_length_exceeded",
-                )
+                raise _too_long(str(len(ids)), limit, _PROMPT_FIELD[endpoint])
         seconds = min((s for s in (self.config.timeout, body.timeout) if s is not None), default=None)
         jobs: list[Job] = []
         try:
@@ -323,6 +328,14 @@ class Service:
         self.monitor.request(record)
 
 
+def _too_long(tokens: str, limit: int, param: str) -> FieldError:
+    return FieldError(
+        f"the prompt has {tokens} tokens and the context is {limit} (engine.max_len): shorten it",
+        param,
+        code="context_length_exceeded",
+    )
+
+
 def plain(message: Message) -> dict[str, Any]:
     """As chat templates expect a message: its content is text."""
     found = message.model_dump(exclude_none=True)
@@ -336,7 +349,7 @@ def _arguments(text: str) -> Any:
     """Templates write arguments as JSON themselves. What is none, as a model may have written it, stays text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

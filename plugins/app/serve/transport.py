@@ -36,10 +36,19 @@ class Gate:
     """Refuses a request without an accepted key, and a body that is too long, before anything reads it."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: Keys, max_body_bytes: int, log_requests: bool, on_status: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        max_body_bytes: int,
+        receive_timeout: float,
+        log_requests: bool,
+        on_status: Callable[[int], None],
     ) -> None:
-        """`on_status` hears the status of every answer but those of probes."""
+        """`receive_timeout`: seconds for a body to arrive. `on_status` hears the status of every answer but those of
+        probes."""
         self._app, self._keys, self._limit, self._log = app, keys, max_body_bytes, log_requests
+        self._seconds = receive_timeout
         self._on_status = on_status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,27 +77,48 @@ class Gate:
         await self._bounded(scope, receive, send)
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A body that comes in chunks states no length: it is counted."""
-        taken, started = 0, False
+        """A body that comes in chunks states no length: it is counted. One that comes slowly is not waited for."""
+        taken, whole, started, ended = 0, False, False, False
+        deadline = asyncio.get_running_loop().time() + self._seconds
 
         async def counted() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, whole
+            if whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise _Refused(self._too_slow()) from None
+            whole = not message.get("more_body", False)
             taken += len(message.get("body", b""))
             if taken > self._limit:
-                raise _TooLong
+                raise _Refused(self._too_long())
             return message
 
         async def watched(message: Message) -> None:
-            nonlocal started
+            nonlocal started, ended
             started = True
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         try:
             await self._app(scope, counted, watched)
-        except _TooLong:
+        except _Refused as refused:
             if not started:
-                await respond(self._too_long())(scope, receive, send)
+                response = respond(refused.error)
+                if refused.error.status == 408:
+                    # Whoever sends too much may go on and then read this; whoever sends too slowly may not.
+                    response.headers["connection"] = "close"
+                await response(scope, receive, send)
+        except Exception:
+            if not ended:
+                raise
+            # Its answer, a 500, is out: passed on, the error would cost the client the connection as well.
+            log.exception("%s %s failed", scope["method"], scope["path"])
+
+    def _too_slow(self) -> FieldError:
+        return FieldError(f"the body took more than {self._seconds:g} s (serve.receive_timeout)", status=408)
 
     def _too_long(self) -> FieldError:
         return FieldError(f"the body is longer than {self._limit} bytes (serve.max_body_bytes)", status=413)
@@ -117,8 +147,11 @@ class Gate:
         return noting
 
 
-class _TooLong(BaseException):
+class _Refused(BaseException):
     """Passes through whatever reads the body: FastAPI turns an Exception there into its own answer."""
+
+    def __init__(self, error: FieldError) -> None:
+        self.error = error
 
 
 def json_response(body: object, status: int = 200) -> Response:

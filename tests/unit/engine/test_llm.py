@@ -91,6 +91,16 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     )
 
 
+def test_prompt_logprobs_are_found_a_few_rows_at_a_time(llm: LLM) -> None:
+    """As many as sampling needs: the logits of a long prompt would fill a device."""
+    params, prompt = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2), [5, 9, 200, 31, 8, 77, 40]
+    with LLM("tiny", overrides=["engine.device=cpu", "engine.max_seqs=2"]) as small:
+        found = small.generate(prompt, params)[0].prompt_logprobs
+    expected = llm.generate(prompt, params)[0].prompt_logprobs
+    assert [lp.logprob for lp in found] == pytest.approx([lp.logprob for lp in expected], abs=1e-4)
+    assert [[token for token, _ in lp.top] for lp in found] == [[token for token, _ in lp.top] for lp in expected]
+
+
 def test_stop_token_min_tokens_and_include_stop(llm: LLM) -> None:
     free = llm.generate("def main():\n", GREEDY)[0].token_ids
     stop = free[3]
