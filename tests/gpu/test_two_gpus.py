@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
+from dovetail.core.compose.cli import main
+from dovetail.core.serving.replicated import ReplicatedEngine
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROMPTS = ["def fibonacci(n):\n", "import os\n\nclass Path:\n", "for i in range(10):\n    "]
@@ -40,6 +42,42 @@ def tokens(*overrides: str) -> list[list[int]]:
 )
 def test_two_gpus_equal_one_cpu(overrides: list[str]) -> None:
     assert tokens(*TP2, *overrides) == tokens("engine.device=cpu", "engine.max_len=256")
+
+
+def on_replicas(*overrides: str) -> list[list[int]]:
+    """Of two replicas or more, and each has run something."""
+    with LLM("tiny", overrides=overrides) as llm:
+        assert isinstance(llm.engine, ReplicatedEngine)
+        found = [g.token_ids for g in llm.generate(PROMPTS * 4, PARAMS * 4)]
+        assert all(one["steps"] for one in llm._call(llm.engine.check))
+    assert found[:3] == found[3:6] == found[6:9] == found[9:]
+    return found[:3]
+
+
+REPLICAS = ["engine.device=cuda", "engine.dtype=float32", "engine.max_len=256", "router=round_robin"]
+
+
+@pytest.mark.parametrize("graphs", ["true", "false"])
+def test_a_replica_on_each_gpu_equals_one_cpu(graphs: str) -> None:
+    parts = ["attention=triton", "engine.depth=2", "engine.max_seqs=8", f"engine.cuda_graphs={graphs}"]
+    assert on_replicas(*REPLICAS, *parts, "engine.dp=2") == tokens("engine.device=cpu", "engine.max_len=256")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_two_replicas_of_two_ranks_equal_one_cpu() -> None:
+    parts = ["attention=triton", "executor=multiproc", "engine.tp=2", "engine.max_seqs=8"]
+    assert on_replicas(*REPLICAS, *parts, "engine.dp=2") == tokens("engine.device=cpu", "engine.max_len=256")
+
+
+def test_replicas_take_gpus_of_their_own_and_no_more_than_there_are(capfd: pytest.CaptureFixture[str]) -> None:
+    gpus = torch.cuda.device_count()
+    before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(gpus)]
+    with LLM("tiny", overrides=[*REPLICAS, "engine.dp=2", "engine.kv_pages=20000"]):
+        taken = [free - torch.cuda.mem_get_info(gpu)[0] for gpu, free in enumerate(before)]
+    assert min(taken[:2]) > 300 << 20 and max(taken[:2]) < 1.2 * min(taken[:2]), taken
+    assert all(abs(amount) < 100 << 20 for amount in taken[2:]), taken
+    assert main([*REPLICAS, f"engine.dp={gpus + 1}"]) == 2
+    assert f"replica {gpus} failed: engine.device=cuda: rank 0 needs GPU {gpus}" in capfd.readouterr().err
 
 
 def test_a_killed_rank_ends_the_engine_with_its_name() -> None:

@@ -59,6 +59,15 @@ def test_they_equal_one(two: LLM) -> None:
     assert all(one["steps"] > 20 and one["pages_owned"] == one["pages_cached"] == 0 for one in each)
 
 
+@pytest.mark.skipif("DOVETAIL_RANKS" not in os.environ, reason="four processes of one: .ci/nightly runs it")
+def test_two_replicas_of_two_ranks_equal_one() -> None:
+    ranks = [*BASE, "executor=multiproc", "engine.tp=2"]
+    with LLM("tiny", overrides=ranks) as one:
+        expected = everything(one)
+    with LLM("tiny", overrides=[*ranks, "engine.dp=2"]) as llm:
+        assert everything(llm) == expected
+
+
 def test_a_wrong_request_is_refused_and_none_runs(two: LLM) -> None:
     with pytest.raises(RequestError, match="not in the model's vocabulary"):
         two.generate([[1, 2], [99999]], PARAMS[0])
