@@ -31,6 +31,10 @@ _MASKING = min(8, os.cpu_count() or 1)
 """Threads."""
 _KEPT = 128
 """Compiled grammars kept for requests to come."""
+_SLOW = 0.005
+"""Seconds that an advance may take in the step loop, while everybody waits."""
+_FORGIVEN = 1.0
+"""Seconds that one sequence's slower ones may take in all: an ambiguous grammar is the slower the longer the output."""
 _MOMENT = 0.01
 """Seconds to wait where there is nothing else to do; new requests wait as long."""
 
@@ -57,6 +61,8 @@ class _Followed:
     """Set by a mask thread when the mask is that of the matcher's state, cleared by the engine's."""
     asked: float = 0.0
     """time.perf_counter() when it was cleared."""
+    slow: float = 0.0
+    """Seconds that its slow advances took. Written by the engine's thread."""
     empty: bool = False
     """No token may follow, nor end the output. Written by a mask thread."""
     error: str = ""
@@ -184,10 +190,16 @@ class Grammars:
         """The output of a followed sequence goes on with this token. Unless that was the end, its next mask is being
         computed from now on."""
         followed = self._followed[uid]
+        began = time.perf_counter()
         try:
             followed.matcher.advance(token)
         except Exception as error:  # a plugin's method may raise anything; it concerns this request alone
             return Ended(uid, FinishReason.REJECTED, _words(error))
+        if (taken := time.perf_counter() - began) > _SLOW:
+            followed.slow += taken
+            if followed.slow > _FORGIVEN:
+                detail = f"grammar: following the output held everybody up for {followed.slow:.1f} s: is it ambiguous?"
+                return Ended(uid, FinishReason.REJECTED, detail)
         if followed.matcher.finished:
             return Ended(uid, FinishReason.STOP)
         followed.ready.clear()

@@ -335,6 +335,25 @@ def test_a_compiler_that_takes_too_long(engine: Engine, monkeypatch: pytest.Monk
     assert "0.05 s" in event.detail
 
 
+def test_a_grammar_that_holds_the_step_loop_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = HeldMatcher.advance
+
+    def slow(self: HeldMatcher, token: int) -> None:
+        time.sleep(0.4 if self.salt == 3 else 0.002)
+        advance(self, token)
+
+    monkeypatch.setattr(HeldMatcher, "advance", slow)
+    Held.may_compile.set()
+    Held.may_mask.set()
+    (bound,) = engine.add([1, 2, 3], BOUND)
+    (other,) = engine.add([1, 2], BOUND.model_copy(update={"grammar": Grammar(kind="regex", value="4:9")}))
+    last: dict[int, Any] = {}
+    while engine.has_work:
+        last |= {event.uid: event for event in engine.step()}
+    assert last[bound.uid].reason is FinishReason.REJECTED and "held everybody up for" in last[bound.uid].detail
+    assert last[other.uid].reason is FinishReason.STOP
+
+
 @pytest.mark.parametrize("decodes", [0, 1, 4])
 def test_the_rehearsal_has_masks(decodes: int) -> None:
     """It runs where memory is measured, on a GPU: here by hand."""
