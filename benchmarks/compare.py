@@ -67,6 +67,8 @@ class Shared:
 def shared_settings(composition: Composition, folder: Path) -> Shared:
     """Of our composition; a model of shapes alone gets a config.json in `folder`."""
     engine, model = composition.engine, composition.part("model")
+    if engine.dp > 1:
+        raise ConfigError(f"engine.dp={engine.dp}: the peers here run one replica; benchmarks/layouts.py compares ours")
     spec: ModelSpec = model.facts() or model.target().spec(model.config)
     source = model.target().source(model.config)
     if source.folder is None:

@@ -208,3 +208,9 @@ def test_a_comparison(
     }
     started, table = load("docs/hooks.py", monkeypatch, BENCHMARKS.parent)._comparison(result)
     assert started.startswith("dovetail ") and "transformers " in started and "| `fixed` |" in table
+
+
+def test_replicas_are_not_compared_with_one(compare: ModuleType, tmp_path: Path) -> None:
+    """A peer would get the GPUs of one replica."""
+    with pytest.raises(ConfigError, match=r"engine\.dp=2: .*benchmarks/layouts\.py"):
+        compare.shared_settings(compose([*TINY, "engine.dp=2"], app="bench"), tmp_path)
