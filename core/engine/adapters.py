@@ -49,8 +49,8 @@ class AdapterSlots(Resource):
     """Slots of the device, each with one adapter, which any number of running sequences share.
 
     A slot that nobody runs with goes to the first that asks, the longest unused one first. When somebody has been
-    refused for a while, one slot takes nobody new, so that it will be free: without that, requests for adapters that
-    are in would keep the others out for ever.
+    refused for a while, one slot takes nobody new, so that it will be free for another: without that, requests for
+    adapters that are in would keep the others out for ever, above all where the newest are asked first.
     """
 
     def __init__(self, count: int) -> None:
@@ -65,6 +65,8 @@ class AdapterSlots(Resource):
         """By uid, those who wait."""
         self._emptying: int | None = None
         """The slot that takes nobody new."""
+        self._idle_refusals = 0
+        """Of those who want what the emptied slot still holds, while nobody runs with it."""
 
     def slot(self, uid: int) -> int:
         """Of a sequence on the device; -1 = it holds none."""
@@ -80,6 +82,11 @@ class AdapterSlots(Resource):
             refused.times += 1
             if self._emptying is None and refused.times > _TERM:
                 self._emptying = min(self._order, key=lambda slot: len(self._users[slot]))
+                self._idle_refusals = 0
+            elif self._emptying is not None and key == self._keys[self._emptying] and not self._users[self._emptying]:
+                self._idle_refusals += 1
+                if self._idle_refusals > _TERM:
+                    self._emptying = None  # Whom it was emptied for does not ask: a policy may not get to him.
             return False
         self._refused.pop(uid, None)
         if self._keys[slot] != key:
@@ -93,7 +100,7 @@ class AdapterSlots(Resource):
     def _find(self, key: str) -> int | None:
         if key in self._keys:
             slot = self._keys.index(key)
-            return None if slot == self._emptying and self._users[slot] else slot
+            return None if slot == self._emptying else slot
         return next((slot for slot in self._order if not self._users[slot]), None)
 
     def release(self, seq: Sequence) -> None:
