@@ -72,7 +72,7 @@ class ServeApp(App):
         watches = [
             asyncio.ensure_future(_until_stopped(service, server)),
             asyncio.ensure_future(_until_failed(service, server)),
-            asyncio.ensure_future(service.threaded(chat_template.warm)),
+            asyncio.ensure_future(service.text.threaded(chat_template.warm)),
         ]
         try:
             await server.serve(sockets=[sock])

@@ -58,10 +58,10 @@ class _Chat:
         variables = template_variables(body, self.functions, body.reasoning_effort)
         variables["add_generation_prompt"] = body.add_generation_prompt
         variables["continue_final_message"] = body.continue_final_message
-        text = await service.render(body.messages, variables)
-        self.reading = service.parsers.reading(body, self.offer, service.template, text)
+        text = await service.text.render(body.messages, variables)
+        self.reading = service.parsers.reading(body, self.offer, service.text.template, text)
         # The template has written the special tokens itself.
-        ids = await service.encode(text, special=False, param="messages")
+        ids = await service.text.encode(text, special=False, param="messages")
         params = service.params(
             body,
             n=self.n,
@@ -74,7 +74,7 @@ class _Chat:
         return await output.answer(self.request, jobs, self.n, whole=self._whole, chunks=chunks)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        return output.chat_logprobs(self.service.tokenizer, delta) if self.body.logprobs else None
+        return output.chat_logprobs(self.service.text.tokenizer, delta) if self.body.logprobs else None
 
     def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
         choices = []

@@ -59,7 +59,7 @@ class _Completion:
     async def answer(self) -> Response:
         self._check()
         body, service = self.body, self.service
-        self.prompts = await service.prompts(body.prompt, "prompt")
+        self.prompts = await service.text.prompts(body.prompt, "prompt")
         self.texts = self._texts() if body.echo else []
         wants_logprobs = body.logprobs if body.logprobs is not None else (0 if self.samples > self.n else None)
         max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
@@ -76,7 +76,7 @@ class _Completion:
 
     def _texts(self) -> list[str]:
         """Of the prompts, as they were given."""
-        given, decode = self.body.prompt, self.service.tokenizer.decode
+        given, decode = self.body.prompt, self.service.text.tokenizer.decode
         if isinstance(given, str):
             return [given]
         if isinstance(given[0], str):
@@ -96,7 +96,7 @@ class _Completion:
     def _logprobs(self) -> output.CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
-        return output.CompletionLogprobs(self.service.tokenizer)
+        return output.CompletionLogprobs(self.service.text.tokenizer)
 
     def _choice(
         self, index: int, at: int, delta: Delta, logprobs: output.CompletionLogprobs | None, *, first: bool = True

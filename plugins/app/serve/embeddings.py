@@ -27,13 +27,13 @@ def router(service: Service) -> APIRouter:
         model = service.model(body.model)
         how = _how(service, model)
         _check_dimensions(body.dimensions, how, service)
-        prompts = await service.prompts(body.input, "input")
+        prompts = await service.text.prompts(body.input, "input")
         jobs = service.submit(request, body, "embeddings", prompts, SamplingParams(max_tokens=1), pooling=how.pooling)
         try:
             found = await while_connected(request, output.collect(jobs, 1))
             vectors = np.stack([delta.pooled_C for delta in found])
             vectors = cut(vectors, normalize=how.normalize, dimensions=body.dimensions)
-            data = await service.threaded(_data, vectors, body.encoding_format == "base64")
+            data = await service.text.threaded(_data, vectors, body.encoding_format == "base64")
             tokens = sum(map(len, prompts))
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
             return json_response({"object": "list", "data": data, "model": model, "usage": usage})

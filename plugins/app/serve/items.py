@@ -16,7 +16,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import FunctionCall, Message, ResponseItem, ToolCall
-from dovetail.plugins.app.serve.service import text_of
+from dovetail.plugins.app.serve.text import text_of
 
 Event = tuple[str, dict[str, Any]]
 """Name, without `response.`, and fields."""

@@ -36,13 +36,13 @@ def router(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give one of prompt and messages", "prompt")
         if body.messages is not None:
-            ids = await service.encode(await service.render(body.messages), special=False, param="messages")
+            ids = await service.text.encode(await service.text.render(body.messages), special=False, param="messages")
         else:
-            tokenizer = service.tokenizer
-            ids = await service.threaded(tokenizer.encode, body.prompt, special=body.add_special_tokens)
+            tokenizer = service.text.tokenizer
+            ids = await service.text.threaded(tokenizer.encode, body.prompt, special=body.add_special_tokens)
         answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": client.info.max_len}
         if body.return_token_strs:
-            answer["token_strs"] = [spell(service.tokenizer, token) for token in ids]
+            answer["token_strs"] = [spell(service.text.tokenizer, token) for token in ids]
         return json_response(answer)
 
     @routes.post("/detokenize")
@@ -50,7 +50,7 @@ def router(service: Service) -> APIRouter:
         service.model(body.model)
         if wrong := [token for token in body.tokens if token >= client.info.vocab]:
             raise FieldError(f"token id {wrong[0]} is not in the model's vocabulary of {client.info.vocab}", "tokens")
-        text = await service.threaded(service.tokenizer.decode, body.tokens, skip_special=False)
+        text = await service.text.threaded(service.text.tokenizer.decode, body.tokens, skip_special=False)
         return json_response({"prompt": text})
 
     @routes.get("/health")

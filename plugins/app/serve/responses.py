@@ -55,9 +55,9 @@ class _Response:
     async def answer(self) -> Response:
         body, service = self.body, self.service
         effort = body.reasoning.effort if body.reasoning is not None else None
-        text = await service.render(self._messages(), template_variables(body, self.tools, effort))
-        self.reading = service.parsers.reading(body, self.offer, service.template, text)
-        ids = await service.encode(text, special=False, param="input")
+        text = await service.text.render(self._messages(), template_variables(body, self.tools, effort))
+        self.reading = service.parsers.reading(body, self.offer, service.text.template, text)
+        ids = await service.text.encode(text, special=False, param="input")
         params = service.params(body, max_tokens=body.max_output_tokens, grammar=self.reading.grammar())
         jobs = service.submit(self.request, body, "responses", [ids], params, keep=self.reading.special)
         return await output.answer(
@@ -109,7 +109,7 @@ class _Response:
     def _usage(self, jobs: list[Job], reasoning: str) -> dict[str, Any]:
         used = output.usage(jobs)
         # Text again as tokens: the parsers, which found the reasoning, know of no others.
-        tokens = len(self.service.tokenizer.encode(reasoning, special=False)) if reasoning else 0
+        tokens = len(self.service.text.tokenizer.encode(reasoning, special=False)) if reasoning else 0
         return {
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": used["prompt_tokens_details"],

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from dovetail.core.chat_template import ChatTemplate
-from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Pooling, SamplingParams
 from dovetail.core.serving.client import Stream
 from dovetail.core.serving.fleet import Fleet, Reports
-from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.monitor import Monitor, RequestRecord, Tracer
 from dovetail.plugins.app.serve.reading import Parsers
-from dovetail.plugins.app.serve.schemas import Common, Message, Penalised, Prompts, Queued
+from dovetail.plugins.app.serve.schemas import Common, Penalised, Queued
 from dovetail.plugins.app.serve.structured import grammar_of
+from dovetail.plugins.app.serve.text import Texts, too_long
 from dovetail.plugins.app.serve.transport import KEY
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
-_THREADS = 4
-_INLINE_CHARACTERS = 256
-"""Shorter prompts are tokenized faster than a thread would be woken."""
-_DENSE = 8
-"""Characters a token: few texts have more."""
-_CUT = 64
-"""Tokens by which the beginning of a text may exceed what it has in the whole text."""
 _MASK63 = 2**63 - 1
-_TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _PROMPT_FIELD = {"completions": "prompt", "chat": "messages", "responses": "input", "embeddings": "input"}
 """Where each endpoint's requests have what the model reads."""
 
@@ -105,16 +92,12 @@ class Service:
         """Written by the server when it is told to stop."""
         self.was_ready = False
         """The engine has been ready once. Written by the server."""
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dovetail-text")
-        self._template: ChatTemplate | None = None
-        self._template_known = False
+        self.text = Texts(config, self.client)
         self._ends: deque[float] = deque(maxlen=64)
         if config.adapter_root is not None and composition.part("adapter").name == "none":
             raise ConfigError(
                 f"serve.adapter_root={config.adapter_root}: adapter=none loads nothing; adapter=lora does"
             )
-        if config.chat_template is not None and not Path(config.chat_template).expanduser().is_file():
-            raise ConfigError(f"serve.chat_template={config.chat_template}: no such file")
 
     @property
     def ready(self) -> bool:
@@ -123,7 +106,7 @@ class Service:
     def close(self) -> None:
         if self._tracer is not None:
             self._tracer.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.text.close()
 
     # Names.
 
@@ -148,61 +131,6 @@ class Service:
     def adapter(self, asked: str | None) -> str:
         """Of the model that a request names; "" = the base model."""
         return "" if asked is None or asked in self.model_names else asked
-
-    # Text.
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.client.tokenizer
-
-    async def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
-        tokenizer, limit = self.tokenizer, self.client.info.max_len
-        if len(text) > _DENSE * limit:
-            # It hardly fits, and its beginning tells so at a fraction of the cost.
-            if len(await self.threaded(tokenizer.encode, text[: _DENSE * limit], special=special)) > limit + _CUT:
-                raise _too_long(f"more than {limit}", limit, param)
-        if len(text) <= _INLINE_CHARACTERS:
-            ids = tokenizer.encode(text, special=special)
-        else:
-            ids = await self.threaded(tokenizer.encode, text, special=special)
-        if not ids:
-            raise FieldError(f"{param}: empty, and this model has no token that begins a text", param)
-        return ids
-
-    async def threaded(self, function: Any, *arguments: Any, **named: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: function(*arguments, **named))
-
-    async def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """Through the model's chat template."""
-        return await self.threaded(self._render, [plain(message) for message in messages], variables)
-
-    def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        if not self._template_known:
-            folder, file = self.client.info.folder, self.config.chat_template
-            if folder is not None or file is not None:
-                path = None if file is None else Path(file).expanduser()
-                self._template = ChatTemplate.load(Path(folder or "."), path)
-            self._template_known = True
-        if self._template is None:
-            raise RequestError(
-                f"the model {self.client.info.model} has no chat template: use /v1/completions, or start the server "
-                "with serve.chat_template=FILE"
-            )
-        return self._template.render(messages, **variables)
-
-    @property
-    def template(self) -> str:
-        """Source of the chat template, once something was rendered."""
-        return "" if self._template is None else self._template.source
-
-    async def prompts(self, given: Prompts, param: str) -> list[Sequence[int]]:
-        """One or many, each as token ids."""
-        one = isinstance(given, str) or isinstance(given[0], int)
-        many: list[Any] = [given] if one else list(given)
-        if len(many) > self.config.max_prompts:
-            raise FieldError(f"{param}: {len(many)} prompts, of at most {self.config.max_prompts}", param)
-        return [await self.encode(text, param=param) if isinstance(text, str) else text for text in many]
 
     # Requests.
 
@@ -262,7 +190,7 @@ class Service:
         limit = self.client.info.max_len
         for ids in prompts:
             if len(ids) >= limit:
-                raise _too_long(str(len(ids)), limit, _PROMPT_FIELD[endpoint])
+                raise too_long(str(len(ids)), limit, _PROMPT_FIELD[endpoint])
         seconds = min((s for s in (self.config.timeout, body.timeout) if s is not None), default=None)
         jobs: list[Job] = []
         try:
@@ -326,38 +254,3 @@ class Service:
     def finished(self, record: RequestRecord) -> None:
         self._ends.append(time.perf_counter())
         self.monitor.request(record)
-
-
-def _too_long(tokens: str, limit: int, param: str) -> FieldError:
-    return FieldError(
-        f"the prompt has {tokens} tokens and the context is {limit} (engine.max_len): shorten it",
-        param,
-        code="context_length_exceeded",
-    )
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """As chat templates expect a message: its content is text."""
-    found = message.model_dump(exclude_none=True)
-    role = "system" if message.role == "developer" else message.role
-    for call in found.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-    return {**found, "role": role, "content": text_of(message.content)}
-
-
-def _arguments(text: str) -> Any:
-    """Templates write arguments as JSON themselves. What is none, as a model may have written it, stays text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def text_of(content: Any, param: str = "messages") -> str:
-    """Of content whose parts are all text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in _TEXT_PARTS or part.text is None:
-            raise FieldError(f"a content part of type {part.type!r}: this server reads text alone", param)
-    return "\n".join(part.text for part in content)
