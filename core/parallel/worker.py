@@ -137,6 +137,8 @@ class _Worker:
 
 def answer(key: str, done: Future[None]) -> dict[str, str]:
     """What a rank says of an adapter that it has read, or could not."""
+    if done.cancelled():
+        return {"key": key, "error": "adapter: the rank stops"}
     error = done.exception()
     return {"key": key, "error": "" if error is None else str(error)}
 

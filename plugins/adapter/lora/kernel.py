@@ -21,10 +21,10 @@ BLOCK_O = 128
 """Outputs of a tile of `expand`."""
 PROGRAMS = 256
 """With so many there is work for every multiprocessor."""
-MOST_SPLITS = 16
+MOST_SPLITS = 8
 
 
-@triton.jit(do_not_specialize=["tokens", "slots"])
+@triton.jit(do_not_specialize=["tokens", "slots", "parts", "splits"])
 def _shrink(
     x_ptr,
     a_ptr,
@@ -33,11 +33,11 @@ def _shrink(
     tokens,
     inputs,
     slots,
+    parts,
+    splits,
     x_st,
     a_ss,
     R: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -57,16 +57,16 @@ def _shrink(
         a_at = a_ptr + a_ss.to(tl.int64) * slot + (part * R + r)[:, None] * inputs
         blocks = tl.cdiv(inputs, BLOCK_I)
         acc = tl.zeros((BLOCK_T, R), tl.float32)
-        for block in range(split * blocks // SPLITS, (split + 1) * blocks // SPLITS):
+        for block in range(split * blocks // splits, (split + 1) * blocks // splits):
             i = block * BLOCK_I + tl.arange(0, BLOCK_I)
             x_TI = tl.load(x_at + i[None, :], mask=mine[:, None] & (i < inputs)[None, :], other=0.0)
             a_RI = tl.load(a_at + i[None, :], mask=(i < inputs)[None, :], other=0.0)
             acc = tl.dot(x_TI, a_RI.T, acc, input_precision=PRECISION)
-        at = ((split * tokens + t.to(tl.int64)) * PARTS + part) * R
+        at = ((split * tokens + t.to(tl.int64)) * parts + part) * R
         tl.store(inner_ptr + at[:, None] + r[None, :], acc, mask=mine[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "groups"])
+@triton.jit(do_not_specialize=["tokens", "slots", "groups", "parts", "splits"])
 def _expand(
     inner_ptr,
     b_ptr,
@@ -76,11 +76,11 @@ def _expand(
     tokens,
     slots,
     groups,
+    parts,
+    splits,
     b_ss,
     y_st,
     R: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -99,10 +99,10 @@ def _expand(
     for slot in range(tl.program_id(0) % groups, slots, groups):
         mine = slot_T == slot
         if tl.max(mine.to(tl.int32), axis=0) > 0:
-            at = (t.to(tl.int64) * PARTS + part) * R
+            at = (t.to(tl.int64) * parts + part) * R
             acc = tl.zeros((BLOCK_T, R), tl.float32)
-            for split in range(SPLITS):
-                inner_at = inner_ptr + split * tokens.to(tl.int64) * (PARTS * R) + at[:, None] + r[None, :]
+            for split in tl.range(0, splits, num_stages=4):
+                inner_at = inner_ptr + split * tokens.to(tl.int64) * (parts * R) + at[:, None] + r[None, :]
                 acc += tl.load(inner_at, mask=mine[:, None], other=0.0)
             b_at = b_ptr + b_ss.to(tl.int64) * slot + o[:, None] * R + r[None, :]
             b_OR = tl.load(b_at, mask=inside[:, None], other=0.0)
@@ -142,8 +142,6 @@ def lora_triton(
     inner_KTPR = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x_TI.device)
     shared = dict(
         R=rank,
-        PARTS=parts,
-        SPLITS=splits,
         BLOCK_T=block_t,
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
         **dependent(x_TI),
@@ -156,6 +154,8 @@ def lora_triton(
         tokens,
         inputs,
         slots,
+        parts,
+        splits,
         x_TI.stride(0),
         a_SPRI.stride(0),
         BLOCK_I=block_i,
@@ -172,6 +172,8 @@ def lora_triton(
         tokens,
         slots,
         groups,
+        parts,
+        splits,
         b_SOR.stride(0),
         y_TO.stride(0),
         BLOCK_O=BLOCK_O,
