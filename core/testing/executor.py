@@ -6,18 +6,22 @@ Plans are written by hand, over a small Llama with random weights that every ran
 from __future__ import annotations
 
 import copy
+import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dovetail.core.compose import Composition, compose
 from dovetail.core.engine.runner import Runner
-from dovetail.core.errors import DovetailError
+from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import (
     Executor,
     ExecutorInfo,
@@ -41,6 +45,8 @@ SMALL_LLAMA = (
     "rms_norm_eps: 1.0e-5, rope_theta: 10000.0, eos_token_id: 2, torch_dtype: float32}"
 )
 SAMPLE, DECODE, LATE = RowFlag.SAMPLE, RowFlag.DECODE | RowFlag.SAMPLE, RowFlag.LATE
+TIMEOUT = 60.0
+"""Seconds that reading a small adapter may take."""
 NOBODY = 7777
 """A uid that never joins."""
 
@@ -86,23 +92,26 @@ class Script:
         joins: Mapping[Join, Seq[int]] | None = None,
         leaves: Seq[int] = (),
         masks: Mapping[int, Seq[int]] | None = None,
+        adapter: str = "",
     ) -> None:
-        """joins: each with its known tokens. masks: by row, the tokens that it may sample."""
+        """joins: each with its known tokens, and the first with the adapter, in its only slot. masks: by row, the
+        tokens that it may sample."""
         before = self if self.steps else self.after
         step = before.plans[-1].step + 1 if before else 0
         if before is self.after and before:
             leaves = sorted(before.held)
         plan = StepPlan(step, list(rows), leaves=list(leaves))
         self.held = self.held - set(leaves) | {join.slot for join in joins or ()}
-        blobs = {}
+        blobs: dict[tuple[int, int], JoinBlob] = {}
         for join, tokens in (joins or {}).items():
             plan.joins.append(join)
             plan.pages += [
                 PageDelta(0, join.slot, index, join.slot * PAGES_PER_SLOT + index + 1)
                 for index in range(PAGES_PER_SLOT)
             ]
-            request = Request(join.uid, tuple(tokens), SamplingParams(temperature=0.0), eos_ids=(2,))
-            blobs[join.uid, join.epoch] = JoinBlob(request.prompt_ids, request, 0)
+            key = "" if blobs else adapter
+            request = Request(join.uid, tuple(tokens), SamplingParams(temperature=0.0), eos_ids=(2,), adapter=key)
+            blobs[join.uid, join.epoch] = JoinBlob(request.prompt_ids, request, 0, 0 if key else -1)
         self.steps.append((plan, blobs))
         if masks is not None:
             bits = np.zeros((len(masks), -(-VOCAB // 32)), np.uint32)
@@ -157,6 +166,34 @@ def with_masks(after: Script | None = None) -> Script:
     return script
 
 
+def with_adapters() -> Script:
+    """Two sequences of one prompt with an adapter each, one after the other; a third runs beside them without."""
+    script = Script()
+    rows = [Row(0, 1, 1, 23, 23, 0, SAMPLE), Row(2, 2, 1, 5, 5, 0, SAMPLE)]
+    script.add(rows, {Join(0, 1, 1, 0): A, Join(2, 2, 1, 0): B}, adapter="x@1")
+    script.add([Row(0, 1, 1, 1, 24, 0, DECODE), Row(2, 2, 1, 1, 6, 0, DECODE)])
+    rows = [Row(2, 2, 1, 1, 7, 0, DECODE), Row(0, 3, 1, 23, 23, 0, SAMPLE)]
+    script.add(rows, {Join(0, 3, 1, 0): A}, leaves=[0], adapter="y@2")
+    script.add([Row(0, 3, 1, 1, 24, 0, DECODE), Row(2, 2, 1, 1, 8, 0, DECODE)])
+    return script
+
+
+def save_adapter(folder: Path, seed: int, rank: int = 4) -> None:
+    """A LoRA of the small model's down projections."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"base_model.model.model.layers.{layer}.mlp.down_proj.lora_{factor}.weight": torch.randn(
+            shape, generator=random
+        )
+        for layer in range(2)
+        for factor, shape in (("A", (rank, 64)), ("B", (32, rank)))
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8 * rank, "target_modules": ["down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 class ExecutorContract:
     """Every sentence of dovetail.core.interfaces.Executor. `make` is the only thing that must be overridden."""
 
@@ -173,9 +210,9 @@ class ExecutorContract:
     # Drivers.
 
     @contextmanager
-    def running(self) -> Iterator[Executor]:
+    def running(self, *overrides: str) -> Iterator[Executor]:
         with _own_grad_mode():
-            executor = self.make(small_composition(*self.overrides))
+            executor = self.make(small_composition(*self.overrides, *overrides))
             try:
                 executor.start(quiet)
                 yield executor
@@ -300,6 +337,39 @@ class ExecutorContract:
                 assert [result.step for result in results] == [plan.step for plan in script.plans], (
                     "it goes on as before"
                 )
+
+    # Adapters.
+
+    def test_adapters_come_and_go_in_order_with_plans(self) -> None:
+        """Every rank reads them; one that is unloaded serves the plans submitted before; a wrong one harms nobody."""
+        script, overrides = with_adapters(), ("adapter=lora", "adapter.slots=1")
+        with tempfile.TemporaryDirectory() as name, _own_grad_mode():
+            folders = {key: Path(name) / key for key in ("x@1", "y@2", "wide@3")}
+            for seed, (key, folder) in enumerate(folders.items()):
+                save_adapter(folder, seed, rank=32 if key == "wide@3" else 4)
+            runner = Runner(small_composition(*overrides))
+            runner.bind(runner.load(quiet).num_pages)
+            for key in ("x@1", "y@2"):
+                runner.load_adapter(key, str(folders[key])).result(TIMEOUT)
+            for plan, blobs in script.steps:
+                runner.execute(plan, blobs)
+            expected = _tokens([runner.collect() for _ in script.steps])
+            runner.close()
+            with self.running(*overrides) as executor:
+                if type(executor).load_adapter is Executor.load_adapter:
+                    pytest.skip("it loads no adapters")
+                executor.load_adapter("x@1", str(folders["x@1"])).result(TIMEOUT)
+                with pytest.raises(RequestError, match="rank 32"):
+                    executor.load_adapter("wide@3", str(folders["wide@3"])).result(TIMEOUT)
+                for plan, blobs in script.steps[:2]:
+                    executor.submit(plan, blobs)
+                executor.unload_adapter("x@1")
+                executor.unload_adapter("wide@3")
+                executor.load_adapter("y@2", str(folders["y@2"])).result(TIMEOUT)
+                for plan, blobs in script.steps[2:]:
+                    executor.submit(plan, blobs)
+                executor.unload_adapter("y@2")
+                assert _tokens([executor.collect() for _ in script.steps]) == expected
 
     # Late inputs.
 

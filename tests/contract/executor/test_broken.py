@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -166,6 +167,22 @@ class DoesNotWait(Sound):
         super().submit(plan, blobs)
 
 
+class UnloadsAtOnce(Sound):
+    """Though plans that use the adapter have not run."""
+
+    delay = 3
+
+    def unload_adapter(self, key: str) -> None:
+        self._runner.unload_adapter(key)
+
+
+class ReadsNothing(Sound):
+    def load_adapter(self, key: str, folder: str) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
 BROKEN: dict[type[Executor], str] = {
     EatsThePlan: "test_results_come_in_order_with_their_keys",
     LastInFirstOut: "test_results_come_in_order_with_their_keys",
@@ -184,6 +201,8 @@ BROKEN: dict[type[Executor], str] = {
     IgnoresMasks: "test_rows_sample_what_their_masks_allow",
     SamplesWithoutMask: "test_rows_sample_what_their_masks_allow",
     ShiftsMasks: "test_rows_sample_what_their_masks_allow",
+    UnloadsAtOnce: "test_adapters_come_and_go_in_order_with_plans",
+    ReadsNothing: "test_adapters_come_and_go_in_order_with_plans",
     DoesNotWait: "test_a_plan_with_late_rows_waits_for_them",
 }
 
