@@ -38,19 +38,12 @@ _TERM = 32
 joins its batch: adapters that took turns for each request would leave the device half idle."""
 
 
-@dataclass(slots=True)
-class _Refused:
-    key: str
-    times: int = 0
-    """Since a slot changed hands."""
-
-
 class AdapterSlots(Resource):
     """Slots of the device, each with one adapter, which any number of running sequences share.
 
     A slot that nobody runs with goes to the first that asks, the longest unused one first. When somebody has been
-    refused for a while, one slot takes nobody new, so that it will be free for another: without that, requests for
-    adapters that are in would keep the others out for ever, above all where the newest are asked first.
+    refused for a while, one slot takes nobody new, so that it will be free, and he is to be asked first: without that,
+    requests for adapters that are in would keep him out for ever.
     """
 
     def __init__(self, count: int) -> None:
@@ -61,12 +54,12 @@ class AdapterSlots(Resource):
         """Slots, the one whose last user left longest ago first."""
         self._held: dict[int, int] = {}
         """uid -> slot"""
-        self._refused: dict[int, _Refused] = {}
-        """By uid, those who wait."""
+        self._refused: dict[int, int] = {}
+        """uid -> how often since a slot changed hands, of those who wait."""
         self._emptying: int | None = None
         """The slot that takes nobody new."""
-        self._idle_refusals = 0
-        """Of those who want what the emptied slot still holds, while nobody runs with it."""
+        self._first: int | None = None
+        """For whom: a uid."""
 
     def slot(self, uid: int) -> int:
         """Of a sequence on the device; -1 = it holds none."""
@@ -78,21 +71,16 @@ class AdapterSlots(Resource):
             return True
         slot = self._find(key)
         if slot is None:
-            refused = self._refused.setdefault(uid, _Refused(key))
-            refused.times += 1
-            if self._emptying is None and refused.times > _TERM:
+            self._refused[uid] = times = self._refused.get(uid, 0) + 1
+            if self._emptying is None and times > _TERM:
                 self._emptying = min(self._order, key=lambda slot: len(self._users[slot]))
-                self._idle_refusals = 0
-            elif self._emptying is not None and key == self._keys[self._emptying] and not self._users[self._emptying]:
-                self._idle_refusals += 1
-                if self._idle_refusals > _TERM:
-                    self._emptying = None  # Whom it was emptied for does not ask: a policy may not get to him.
+                self._first = uid
             return False
-        self._refused.pop(uid, None)
+        self._gone(uid)
         if self._keys[slot] != key:
-            self._keys[slot], self._emptying = key, None
-            for refused in self._refused.values():
-                refused.times = 0
+            self._keys[slot] = key
+            self._emptying = self._first = None
+            self._refused = dict.fromkeys(self._refused, 0)
         self._users[slot].add(uid)
         self._held[uid] = slot
         return True
@@ -100,7 +88,7 @@ class AdapterSlots(Resource):
     def _find(self, key: str) -> int | None:
         if key in self._keys:
             slot = self._keys.index(key)
-            return None if slot == self._emptying else slot
+            return None if slot == self._emptying and self._users[slot] else slot
         return next((slot for slot in self._order if not self._users[slot]), None)
 
     def release(self, seq: Sequence) -> None:
@@ -110,10 +98,17 @@ class AdapterSlots(Resource):
             if not self._users[slot]:
                 self._order.remove(slot)
                 self._order.append(slot)
-        if self._refused.pop(seq.uid, None) is not None and self._emptying is not None:
-            held = self._keys[self._emptying]
-            if all(refused.key == held for refused in self._refused.values()):
-                self._emptying = None  # Whom it was emptied for is gone.
+        self._gone(seq.uid)
+
+    def _gone(self, uid: int) -> None:
+        """It does not wait any more."""
+        self._refused.pop(uid, None)
+        if uid == self._first:
+            self._emptying = self._first = None
+
+    @property
+    def first(self) -> int | None:
+        return self._first
 
     def forget(self, key: str) -> None:
         """An adapter that nobody will ask for again: its slot goes first."""

@@ -272,7 +272,11 @@ class PolicyScheduler(Scheduler):
     def _schedule_waiting(self, step: _Step, ctx: SchedulerContext) -> None:
         if not step.budget or not self._free_slots:
             return
-        for seq in self._candidates(step, ctx):
+        candidates = self._candidates(step, ctx)
+        if self.resources:
+            first = {resource.first for resource in self.resources}
+            candidates.sort(key=lambda seq: seq.uid not in first)
+        for seq in candidates:
             if not step.budget or not self._free_slots:
                 return
             if self._turned_away(seq, ctx):

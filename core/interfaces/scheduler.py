@@ -75,6 +75,11 @@ class Resource(ABC):
         refused is served once running holders have ended, however many others come.
         """
 
+    @property
+    def first(self) -> int | None:
+        """Uid of who has waited long enough to be asked before all others that may enter; None = the policy's order."""
+        return None
+
     @abstractmethod
     def release(self, seq: Sequence) -> None:
         """It has left the device, or does not wait any more. Any number of times, holder or not."""

@@ -225,12 +225,12 @@ class SchedulerContract:
             engine.shutdown()
 
     def test_an_adapter_in_use_does_not_keep_others_out(self) -> None:
-        """Requests for it come all the time, never too many at once; one for another gets the slot in the end."""
-        engine = self.engine(max_seqs=3, adapter_slots=1)
+        """Requests for it come all the time, fewer than could run; one for another gets the slot in the end."""
+        engine = self.engine(max_seqs=6, adapter_slots=1)
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         other = None
         for step in range(400):
-            if step % 6 == 0:
+            if step % 4 == 0:
                 engine.add([1 + step % 40, 2, 3], params, adapter="a")
             if step == 10:
                 (other,) = engine.add([7, 7], params, adapter="b")

@@ -85,3 +85,16 @@ def test_a_slot_is_emptied_only_while_somebody_waits_for_another_adapter() -> No
     assert not slots.try_acquire(late), "the slot takes nobody new, since b waits"
     slots.release(other)
     assert slots.try_acquire(late), "b is gone"
+
+
+def test_who_waited_long_is_asked_first_and_gets_the_slot_that_was_emptied() -> None:
+    """Under a policy that prefers the newest, too: whoever has the adapter that was in would else always come first."""
+    slots = AdapterSlots(1)
+    runs, other = wants(1, "a@1"), wants(2, "b@2")
+    assert slots.try_acquire(runs) and slots.first is None
+    for _ in range(100):
+        slots.try_acquire(other)
+    assert slots.first == 2
+    slots.release(runs)
+    assert slots.try_acquire(other) and slots.first is None
+    assert not slots.try_acquire(wants(3, "a@1"))
