@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.core.checkpoint import open_weights
-from dovetail.core.compose import Host, Selected
 from dovetail.core.engine.adapters import adapting
 from dovetail.core.engine.batch import Batch, build_batch, row_starts
+from dovetail.core.engine.capturable import reason_against_graphs
 from dovetail.core.engine.compile_ahead import compile_ahead, compile_workers
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
 from dovetail.core.engine.graphs import ForwardGraph, Recorder, StepGraphs
 from dovetail.core.engine.host import detect_host
+from dovetail.core.engine.outcomes import Outcomes, prompt_logprobs
 from dovetail.core.engine.pooling import pooled_states
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
 from dovetail.core.engine.sampling_step import (
@@ -39,7 +39,7 @@ from dovetail.core.engine.sampling_step import (
     sampling_section,
     upload_masks,
 )
-from dovetail.core.engine.step_clock import Mark, StepClock
+from dovetail.core.engine.step_clock import Mark
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     Adapters,
@@ -52,11 +52,9 @@ from dovetail.core.interfaces import (
     LateInputs,
     ModelSource,
     Progress,
-    RowResult,
     StepPlan,
     StepResult,
     TargetView,
-    TokenLogprobs,
 )
 from dovetail.core.memory.pools import apply_page_ops, make_host_pools, make_pools
 from dovetail.core.memory.sizing import measure_pages, page_count, wanted_tokens
@@ -67,20 +65,6 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A plan that was launched; its outcome is on the way to the host."""
-
-    plan: StepPlan
-    sampled_rows: list[int]
-    logprobs_wanted: list[int | None]
-    outcome: list[torch.Tensor]
-    prompt: dict[int, list[torch.Tensor]]
-    pooled: tuple[list[int], torch.Tensor] | None
-    began: Mark
-    done: Mark
 
 
 @dataclass(slots=True)
@@ -101,7 +85,6 @@ class Runner:
     def __init__(self, composition: Composition, *, rank: int = 0, size: int = 1, address: str = "") -> None:
         self.composition, self.rank, self.size, self.address = composition, rank, size, address
         self.engine = composition.engine
-        self._pending: deque[_Pending] = deque()
         self._halfway: tuple[StepPlan, _Step] | None = None
         """The plan executed last, while it lacks its late inputs."""
         self._phases: dict[str, float] = {}
@@ -179,7 +162,7 @@ class Runner:
         kv_cache = self.composition.part("kv_cache")
         host_pages = kv_cache.target().host_pages(kv_cache.config, self.groups)
         self.host_pools = make_host_pools(self.groups, host_pages, device)
-        why_no_graphs = self._reason_against_graphs()
+        why_no_graphs = reason_against_graphs(composition, spec, device, self.size)
         # Parts that can be captured take whatever the device holds; others may index by what no kernel wrote.
         if why_no_graphs is None:
             progress("compile kernels", None)
@@ -209,30 +192,6 @@ class Runner:
             if adapters.slots:
                 self.adapters = adapters
         return self.adapters
-
-    def _reason_against_graphs(self) -> str | None:
-        if self.device.type != "cuda":
-            return "there is no CUDA device"
-        if not self.spec.head:
-            return "the model has no head: it only embeds"
-        if not self.engine.cuda_graphs:
-            return "engine.cuda_graphs=false"
-        host = detect_host("cuda")
-        attention, collective = self.composition.part("attention"), self.composition.part("collective")
-        if not attention.capabilities(host).provides.get("graphs"):
-            can = self._capturing("attention", "graphs", host)
-            return f"attention={attention.name} cannot be captured ({', '.join(can) or 'no backend'} can)"
-        if self.size > 1 and not collective.capabilities(host).provides.get("graph_safe"):
-            can = self._capturing("collective", "graph_safe", host)
-            return f"collective={collective.name} cannot be captured ({', '.join(can) or 'none'} can)"
-        return None
-
-    def _capturing(self, kind: str, fact: str, host: Host) -> list[str]:
-        """Options of a kind, with their default settings, that state the fact."""
-        registry = self.composition.registry
-        parts = (registry.get(kind, name) for name in registry.options(kind))
-        selected = (Selected(part, part.component.config()) for part in parts)
-        return [part.name for part in selected if part.capabilities(host).provides.get(fact)]
 
     def _load_weights(self, source: ModelSource, progress: Progress) -> None:
         progress("load weights", 0.0)
@@ -272,14 +231,13 @@ class Runner:
                 self.execute(plan, blobs)
                 if plan.late:
                     self.complete(rehearsed_masks(plan, self.spec.vocab))
-                self._pending.clear()
 
     @contextmanager
     def _trial(self, tokens: int) -> Iterator[None]:
         """With KV pools of so many tokens."""
         self.bind({group.id: page_count(group, tokens) for group in self.groups})
         yield
-        del self.pools, self.state
+        del self.pools, self.state, self.outcomes
         self.attention.bind({})
 
     def _measure_pages(self) -> dict[int, int]:
@@ -314,7 +272,7 @@ class Runner:
             device=self.device,
             seed=self.engine.seed,
         )
-        self.clock = StepClock(self.device)
+        self.outcomes = Outcomes(self.device)
         if self._why_no_graphs is None:
             began = time.perf_counter()
             self.graphs = self.step_graphs()
@@ -361,12 +319,17 @@ class Runner:
 
     def _second_half(self, plan: StepPlan, step: _Step, late: LateInputs | None = None) -> None:
         sampled = self._sample(step, late)
-        prompt = self._prompt_logprobs(step)
+        state, batch, states_TC = self.state, step.batch, step.hidden.states
+        # So many rows of logits as sampling was measured with.
+        prompt = prompt_logprobs(batch.rows, step.starts, states_TC, state, self.model, self.engine.max_seqs)
         if self.rank == 0:
-            pooled = None
-            if self.state.pooling:
-                pooled = pooled_states(plan.rows, step.starts, self.state, step.hidden.states)
-            self._pending.append(self._copy_out(plan, step, sampled, prompt, pooled))
+            pooled = pooled_states(plan.rows, step.starts, state, states_TC) if state.pooling else None
+            wanted = [state.slots[batch.rows[i].slot].params.logprobs for i in batch.sampled]
+            self.outcomes.send(plan, step.began, batch.sampled, wanted, sampled, prompt, pooled)
+
+    def collect(self) -> StepResult:
+        """The oldest executed plan's result; waits for its copy, not for later plans."""
+        return self.outcomes.collect()
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         joined = []
@@ -394,7 +357,7 @@ class Runner:
             starts = row_starts(rows)
             sampling = sampling_section(rows, starts) if graphs is None else graphs.samples(rows, starts)
             sections = [sampling, [row.slot for row in rows], starts, chunk_section(rows)]
-        began = self.clock.mark()
+        began = self.outcomes.clock.mark()
         sent = state.apply(plan, joined, sections)
         for join, info in zip(plan.joins, joined, strict=True):
             for processor in self.processors.values():
@@ -452,90 +415,6 @@ class Runner:
             positions_T=tokens.positions_T,
         )
 
-    # Results.
-
-    def _copy_out(
-        self,
-        plan: StepPlan,
-        step: _Step,
-        sampled: Sampled | None,
-        prompt: dict[int, list[torch.Tensor]],
-        pooled: tuple[list[int], torch.Tensor] | None,
-    ) -> _Pending:
-        batch = step.batch
-        outcome: list[torch.Tensor] = []
-        if sampled is not None:
-            # Tokens and how many of them count, as one copy.
-            outcome = [torch.cat((sampled.tokens_RW, sampled.accepted_R[:, None]), 1), *(sampled.logprobs or ())]
-        return _Pending(
-            plan=plan,
-            sampled_rows=batch.sampled,
-            logprobs_wanted=[self.state.slots[batch.rows[i].slot].params.logprobs for i in batch.sampled],
-            outcome=[self._to_host(t) for t in outcome],
-            prompt={row: [self._to_host(t) for t in tensors] for row, tensors in prompt.items()},
-            pooled=(pooled[0], self._to_host(pooled[1])) if pooled else None,
-            began=step.began,
-            done=self.clock.mark(),
-        )
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type != "cuda":
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    def _prompt_logprobs(self, step: _Step) -> dict[int, list[torch.Tensor]]:
-        """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since
-        logits are gathered from all of them."""
-        found: dict[int, list[torch.Tensor]] = {}
-        for i, (row, first) in enumerate(zip(step.batch.rows, step.starts, strict=False)):
-            info = self.state.slots[row.slot]
-            wanted = info.params.prompt_logprobs
-            start = row.bound - row.count
-            count = min(row.count, len(info.blob.request.prompt_ids) - 1 - start)
-            if wanted is not None and count > 0:
-                following = self.state.tokens_SL[row.slot, start + 1 : start + 1 + count].long()
-                states = step.hidden.states[first : first + count]
-                # So many rows of logits as sampling was measured with: those of a whole prompt may fill the device.
-                most = self.engine.max_seqs
-                pieces = zip(states.split(most), following.split(most), strict=True)
-                best = [self._best(*piece, wanted) for piece in pieces]
-                found[i] = [torch.cat(parts) for parts in zip(*best, strict=True)]
-        return found
-
-    def _best(self, states_NC: torch.Tensor, chosen_N: torch.Tensor, wanted: int) -> list[torch.Tensor]:
-        """Log-probabilities of the chosen, and of the most likely ones with their ids."""
-        logprobs = self.model.logits(states_NC).float().log_softmax(-1)
-        top = logprobs.topk(max(wanted, 1), dim=-1)
-        return [logprobs.gather(-1, chosen_N[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
-
-    def collect(self) -> StepResult:
-        """The oldest executed plan's result; waits for its copy, not for later plans."""
-        pending = self._pending.popleft()
-        if isinstance(pending.done, torch.cuda.Event):
-            pending.done.synchronize()
-        tokens: dict[int, tuple[int, ...]] = {}
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        if pending.sampled_rows:
-            outcome, *detail = (t.tolist() for t in pending.outcome)
-            for r, row in enumerate(pending.sampled_rows):
-                count = outcome[r][-1] + 1
-                tokens[row] = tuple(outcome[r][:count])
-                wanted = pending.logprobs_wanted[r]
-                if wanted is not None:
-                    chosen, best, ids = (values[r][:count] for values in detail)
-                    logprobs[row] = _logprobs(chosen, best, ids, wanted)
-        prompt = {
-            row: _logprobs([v[0] for v in chosen.tolist()], values.tolist(), ids.tolist(), len(ids[0]))
-            for row, (chosen, values, ids) in pending.prompt.items()
-        }
-        pooled = dict(zip(pending.pooled[0], pending.pooled[1].numpy(), strict=True)) if pending.pooled else {}
-        rows = tuple(
-            RowResult(i, row.uid, row.epoch, tokens.get(i, ()), logprobs.get(i, ()), prompt.get(i, ()), pooled.get(i))
-            for i, row in enumerate(pending.plan.rows)
-        )
-        return StepResult(pending.plan.step, rows, *self.clock.read(pending.began, pending.done))
-
     # Adapters.
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
@@ -561,22 +440,12 @@ class Runner:
         """Give device memory back, whoever still holds this object."""
         if self._reading is not None:
             self._reading.shutdown(wait=False, cancel_futures=True)
-        self._pending.clear()
         self._halfway = None
         self.graphs = None
         self.adapters = None
-        for name in ("state", "pools", "model", "drafter", "attention", "processors"):
+        for name in ("outcomes", "state", "pools", "model", "drafter", "attention", "processors"):
             self.__dict__.pop(name, None)
         if "collective" in self.__dict__:
             self.collective.close()
         if "device" in self.__dict__ and self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _logprobs(
-    chosen: list[float], values: list[list[float]], ids: list[list[int]], wanted: int
-) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        TokenLogprobs(value, tuple(zip(best_ids[:wanted], best[:wanted], strict=True)))
-        for value, best, best_ids in zip(chosen, values, ids, strict=True)
-    )

@@ -45,7 +45,7 @@ class EatsThePlan(Sound):
 class LastInFirstOut(Sound):
     def collect(self) -> StepResult:
         if self.pending:
-            self._runner._pending.rotate(1)
+            self._runner.outcomes._pending.rotate(1)
         return super().collect()
 
 

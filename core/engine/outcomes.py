@@ -1,0 +1,133 @@
+"""What steps brought, on its way to the host: copied while later steps run, read in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.core.engine.device_state import DeviceState
+from dovetail.core.engine.sampling_step import Sampled
+from dovetail.core.engine.step_clock import Mark, StepClock
+from dovetail.core.interfaces import Model, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A plan that was launched."""
+
+    plan: StepPlan
+    sampled_rows: list[int]
+    logprobs_wanted: list[int | None]
+    outcome: list[torch.Tensor]
+    prompt: dict[int, list[torch.Tensor]]
+    pooled: tuple[list[int], torch.Tensor] | None
+    began: Mark
+    done: Mark
+
+
+class Outcomes:
+    def __init__(self, device: torch.device) -> None:
+        self.clock = StepClock(device)
+        self._cuda = device.type == "cuda"
+        self._pending: deque[_Pending] = deque()
+
+    def send(
+        self,
+        plan: StepPlan,
+        began: Mark,
+        sampled_rows: list[int],
+        logprobs_wanted: list[int | None],
+        sampled: Sampled | None,
+        prompt: dict[int, list[torch.Tensor]],
+        pooled: tuple[list[int], torch.Tensor] | None,
+    ) -> None:
+        """Behind everything enqueued. `sampled_rows` index plan.rows, as the keys of `prompt` and the list beside the
+        pooled states do."""
+        outcome: list[torch.Tensor] = []
+        if sampled is not None:
+            # Tokens and how many of them count, as one copy.
+            outcome = [torch.cat((sampled.tokens_RW, sampled.accepted_R[:, None]), 1), *(sampled.logprobs or ())]
+        self._pending.append(
+            _Pending(
+                plan=plan,
+                sampled_rows=sampled_rows,
+                logprobs_wanted=logprobs_wanted,
+                outcome=[self._to_host(t) for t in outcome],
+                prompt={row: [self._to_host(t) for t in tensors] for row, tensors in prompt.items()},
+                pooled=(pooled[0], self._to_host(pooled[1])) if pooled else None,
+                began=began,
+                done=self.clock.mark(),
+            )
+        )
+
+    def collect(self) -> StepResult:
+        """The oldest plan's result; waits for its copy, not for later plans."""
+        pending = self._pending.popleft()
+        if isinstance(pending.done, torch.cuda.Event):
+            pending.done.synchronize()
+        tokens: dict[int, tuple[int, ...]] = {}
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        if pending.sampled_rows:
+            outcome, *detail = (t.tolist() for t in pending.outcome)
+            for r, row in enumerate(pending.sampled_rows):
+                count = outcome[r][-1] + 1
+                tokens[row] = tuple(outcome[r][:count])
+                wanted = pending.logprobs_wanted[r]
+                if wanted is not None:
+                    chosen, best, ids = (values[r][:count] for values in detail)
+                    logprobs[row] = _logprobs(chosen, best, ids, wanted)
+        prompt = {
+            row: _logprobs([v[0] for v in chosen.tolist()], values.tolist(), ids.tolist(), len(ids[0]))
+            for row, (chosen, values, ids) in pending.prompt.items()
+        }
+        pooled = dict(zip(pending.pooled[0], pending.pooled[1].numpy(), strict=True)) if pending.pooled else {}
+        rows = tuple(
+            RowResult(i, row.uid, row.epoch, tokens.get(i, ()), logprobs.get(i, ()), prompt.get(i, ()), pooled.get(i))
+            for i, row in enumerate(pending.plan.rows)
+        )
+        return StepResult(pending.plan.step, rows, *self.clock.read(pending.began, pending.done))
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+
+def prompt_logprobs(
+    rows: Seq[Row], starts: Seq[int], states_TC: torch.Tensor, state: DeviceState, model: Model, most: int
+) -> dict[int, list[torch.Tensor]]:
+    """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since logits
+    are gathered from all of them. `most`: rows of logits at a time; those of a whole prompt may fill the device."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for i, (row, first) in enumerate(zip(rows, starts, strict=False)):
+        info = state.slots[row.slot]
+        wanted = info.params.prompt_logprobs
+        start = row.bound - row.count
+        count = min(row.count, len(info.blob.request.prompt_ids) - 1 - start)
+        if wanted is not None and count > 0:
+            following = state.tokens_SL[row.slot, start + 1 : start + 1 + count].long()
+            states = states_TC[first : first + count]
+            pieces = zip(states.split(most), following.split(most), strict=True)
+            best = [_best(model.logits(states_NC), chosen_N, wanted) for states_NC, chosen_N in pieces]
+            found[i] = [torch.cat(parts) for parts in zip(*best, strict=True)]
+    return found
+
+
+def _best(logits_NV: torch.Tensor, chosen_N: torch.Tensor, wanted: int) -> list[torch.Tensor]:
+    """Log-probabilities of the chosen, and of the most likely ones with their ids."""
+    logprobs = logits_NV.float().log_softmax(-1)
+    top = logprobs.topk(max(wanted, 1), dim=-1)
+    return [logprobs.gather(-1, chosen_N[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
+
+
+def _logprobs(
+    chosen: list[float], values: list[list[float]], ids: list[list[int]], wanted: int
+) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(value, tuple(zip(best_ids[:wanted], best[:wanted], strict=True)))
+        for value, best, best_ids in zip(chosen, values, ids, strict=True)
+    )
