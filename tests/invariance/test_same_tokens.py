@@ -47,10 +47,10 @@ VARIANTS = {
 }
 
 
-def run(*overrides: str) -> list[Generation]:
+def run(*overrides: str, params: list[SamplingParams] = PARAMS) -> list[Generation]:
     with LLM("tiny", overrides=[*BASE, *overrides]) as llm:
-        first = llm.generate(PROMPTS, PARAMS)
-        second = llm.generate(PROMPTS, PARAMS)  # Again, with whatever the prefix cache now holds.
+        first = llm.generate(PROMPTS, params)
+        second = llm.generate(PROMPTS, params)  # Again, with whatever the prefix cache now holds.
         llm.engine.kv.check()
         assert llm.engine.kv.stats().owned == 0
     assert [outputs(g) for g in first] == [outputs(g) for g in second], "the second run differs from the first"

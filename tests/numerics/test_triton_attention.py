@@ -85,22 +85,27 @@ STEPS = {
     "tree and window": Case(lengths=(150, 20, 64), counts=(5, 1, 4), num_decode=3, tree_width=5, window=9),
 }
 CUTS = {"whole": None, "split": SmallTiles(), "few splits": SmallTiles(programs=1)}
+MOST = torch.cuda.is_available() or os.environ.get("DOVETAIL_KERNELS") == "all"
+"""The interpreter takes a second for a case: there, combinations of two things that are tested by themselves are a
+nightly job's."""
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STEPS if MOST else ["prompts", "drafts", "mixed", "window", "tree and window"])
 def test_equals_the_loop(step, cut):
     check(STEPS[step], CUTS[cut])
 
 
-@pytest.mark.parametrize("page_tokens", [4, 32, 64, 128])
-@pytest.mark.parametrize("window", [0, 40])
+PAGES = [(tokens, window) for tokens in (4, 32, 64, 128) for window in (0, 40)]
+
+
+@pytest.mark.parametrize(("page_tokens", "window"), PAGES if MOST else [(4, 40), (128, 0)])
 def test_page_sizes(page_tokens, window):
     check(replace(MIXED, page_tokens=page_tokens, window=window), SmallTiles())
     check(replace(MIXED, page_tokens=page_tokens, window=window))
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [0, 40] if MOST else [40])
 @pytest.mark.parametrize("step", ["prompts", "chunks", "mixed"])
 def test_tensor_maps(step, window):
     """K and V through tensor map descriptors, which read whole pages, poison included."""
@@ -157,7 +162,7 @@ def test_other_kv_dtype():
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize("step", ["decode", "mixed"] if MOST else ["decode"])
 def test_emits(step, cut):
     """Encoded as it is joined: as encoding the rounded plain output, which is joined in another order."""
     step = make_step(STEPS[step], backend := make(CUTS[cut]), DEVICE)

@@ -75,7 +75,7 @@ def test_gathered_samples(width, channels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 2049), (7, 5000)])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 2049), (2, 5000)])
 def test_greedy_draw_takes_the_first_of_the_largest(dtype, rows, vocab):
     logits = torch.randn(rows, vocab, device=DEVICE).to(dtype)
     logits[:, vocab // 2] = logits[:, 1] = logits.max() + 1
@@ -87,7 +87,7 @@ def test_greedy_draw_takes_the_first_of_the_largest(dtype, rows, vocab):
 
 @pytest.mark.parametrize("random", [False, True])
 def test_the_best_of_the_parts_is_the_best_of_all(random):
-    rows, vocab, parts = 6, 3001, ((0, 700), (700, 2999), (2999, 3001))
+    rows, vocab, parts = 3, 2101, ((0, 700), (700, 2099), (2099, 2101))
     logits = torch.randn(rows, vocab, device=DEVICE).bfloat16()  # with equal ones
     key, position = torch.randint(1 << 62, (2, rows), device=DEVICE)
     given = position, torch.full((rows,), 0.7, device=DEVICE), key, random
@@ -107,9 +107,9 @@ def test_a_row_of_nan_draws_some_token():
 
 
 def test_random_draws_are_the_reference_s():
-    rows, vocab = 8, 3001
+    rows, vocab = 4, 3001
     logits = torch.randn(rows, vocab, device=DEVICE) * 2
-    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0] * 2, device=DEVICE)
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0], device=DEVICE)
     key = torch.randint(1 << 62, (rows,), device=DEVICE)
     position = torch.randint(1 << 20, (rows,), device=DEVICE)
     _, got = best_triton(logits, position, temperature, key, True)
