@@ -90,7 +90,7 @@ MOST = torch.cuda.is_available() or os.environ.get("DOVETAIL_KERNELS") == "all"
 nightly job's."""
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", CUTS if MOST else ["whole", "split"])
 @pytest.mark.parametrize("step", STEPS if MOST else ["prompts", "drafts", "mixed", "window", "tree and window"])
 def test_equals_the_loop(step, cut):
     check(STEPS[step], CUTS[cut])
@@ -113,12 +113,12 @@ def test_tensor_maps(step, window):
     check(case, SmallTiles(programs=1, tma=True))
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (7, 1), (10, 2), (24, 1)])
+@pytest.mark.parametrize("heads", [(4, 4), (7, 1), (10, 2), (24, 1)] if MOST else [(7, 1), (10, 2)])
 def test_head_groups(heads):
     check(replace(MIXED, heads=heads), SmallTiles())
 
 
-@pytest.mark.parametrize("dim", [16, 40, 80, 128, 192])
+@pytest.mark.parametrize("dim", [16, 40, 80, 128, 192] if MOST else [40, 192])
 def test_head_dims(dim):
     check(replace(MIXED, dim=dim), SmallTiles())
     check(replace(MIXED, dim=dim, dtype=torch.float16))

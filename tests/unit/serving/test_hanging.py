@@ -6,6 +6,7 @@ import queue
 import signal
 import socket
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -61,6 +62,7 @@ class Heard:
 
 
 def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # where the script's process finds this module
     monkeypatch.setattr(process, "start_process", lambda entry, environment: start_process(f"{__name__}:played"))
     heard = Heard()
     engine = process.EngineProcess(compose(["+preset=tiny_cpu"]), heard, timeout=TIMEOUT)
