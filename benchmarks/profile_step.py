@@ -2,9 +2,12 @@
 
     python benchmarks/profile_step.py 1 64 256 -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --prefill -- +preset=h200_bf16_tp1 engine.max_len=1024
+    python benchmarks/profile_step.py 256 --mixed -- +preset=h200_bf16_tp1 engine.max_len=1024
 
-Decode steps of so many sequences, or with --prefill the steps that feed so many prompts. Kernels that start before the
-one in front has ended (programmatic dependent launch) count from their start, so their sum may pass the step's time.
+Decode steps of so many sequences, or with --prefill the steps that feed so many prompts, or with --mixed the steps in
+which half of them decode while the prompts of the others enter. Kernels that start before the one in front has ended
+(programmatic dependent launch) count from their start, so their sum may pass the step's time. How often the device had
+to give memory meanwhile (cudaMalloc, and retries after cudaFree, which wait for all work) is printed too.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import argparse
 import random
 import sys
 from collections import defaultdict
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -31,6 +36,32 @@ Activity = tuple[str, float, float]
 """Name, start and duration in microseconds, of something that the device did."""
 
 
+@dataclass(slots=True)
+class Recording:
+    activities: list[Activity] = field(default_factory=list)
+    """In order of their start."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """How often memory came from the device, and went back to it."""
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """What the device does within; filled at the end."""
+    found, before = Recording(), device_memory()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorder:
+        yield found
+        torch.cuda.synchronize()
+    found.memory = {name: count - before[name] for name, count in device_memory().items()}
+    on_device = (e for e in recorder.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    found.activities = [(e.name, e.time_range.start, e.time_range.elapsed_us()) for e in on_device]
+    found.activities.sort(key=lambda activity: activity[1])
+
+
+def device_memory() -> dict[str, int]:
+    stats = torch.cuda.memory_stats()
+    return {name: stats[name] for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
+
+
 def burst(engine: Engine, rows: int, context: int, output: int) -> list[Sequence]:
     """Queue `rows` prompts of random ids."""
     vocab = engine.info.spec.vocab
@@ -38,19 +69,36 @@ def burst(engine: Engine, rows: int, context: int, output: int) -> list[Sequence
     return [engine.add([random.randrange(vocab) for _ in range(context)], params)[0] for _ in range(rows)]
 
 
-def prefill(engine: Engine, rows: int, context: int) -> tuple[list[Activity], int]:
+def prefill(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
     """Of the steps that feed `rows` prompts, after as many to warm up; and how many steps that were."""
-    for counted in (False, True):
+    for record in (nullcontext, recording):
         burst(engine, rows, context, 1)
         before = engine.counters.steps
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) if counted else nullcontext() as recorder:
+        with record() as found:
             while engine.has_work:
                 engine.step()
-            torch.cuda.synchronize()
-    return activities(recorder), engine.counters.steps - before
+    return found, engine.counters.steps - before
 
 
-def decode(engine: Engine, rows: int, context: int) -> tuple[list[Activity], int]:
+def mixed(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
+    """Of the steps that feed half of `rows` prompts beside the other half's decode rows, after the same to warm up."""
+    for record in (nullcontext, recording):
+        decoding = burst(engine, rows - rows // 2, context, 4 * (WARM + STEPS))
+        while any(seq.known_len < seq.prompt_len + WARM for seq in decoding):
+            engine.step()
+        entering = burst(engine, rows // 2, context, 2)
+        torch.cuda.synchronize()
+        before = engine.counters.steps
+        with record() as found:
+            while any(seq.known_len == seq.prompt_len for seq in entering):
+                engine.step()
+        steps = engine.counters.steps - before
+        while engine.has_work:
+            engine.step()
+    return found, steps
+
+
+def decode(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
     """Of STEPS decode steps of `rows` sequences."""
     sequences = burst(engine, rows, context, 2 * (WARM + STEPS))
 
@@ -58,24 +106,16 @@ def decode(engine: Engine, rows: int, context: int) -> tuple[list[Activity], int
         target = sequences[-1].known_len + steps
         while sequences[-1].known_len < target:
             engine.step()
-        torch.cuda.synchronize()
 
     while any(seq.known_len == seq.prompt_len for seq in sequences):
         engine.step()
     go(WARM)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorder:
+    torch.cuda.synchronize()
+    with recording() as found:
         go(STEPS)
     while engine.has_work:
         engine.step()
-    return activities(recorder), STEPS
-
-
-def activities(recorder: profile) -> list[Activity]:
-    return [
-        (e.name, e.time_range.start, e.time_range.elapsed_us())
-        for e in recorder.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    return found, STEPS
 
 
 def main() -> None:
@@ -84,21 +124,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=int, nargs="+")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each sequence")
-    parser.add_argument("--prefill", action="store_true", help="the steps that feed prompts, not decode steps")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--prefill", action="store_true", help="the steps that feed prompts, not decode steps")
+    kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half of the rows each")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to list, longest first")
     args = parser.parse_args(argv[:cut])
     engine = Engine(compose([*argv[cut + 1 :], f"engine.max_seqs={max(args.rows)}"]))
     engine.start()
     for rows in args.rows:
-        found, steps = (prefill if args.prefill else decode)(engine, rows, args.context)
-        found.sort(key=lambda k: k[1])
+        measure = prefill if args.prefill else mixed if args.mixed else decode
+        recorded, steps = measure(engine, rows, args.context)
+        found = recorded.activities
         span = found[-1][1] + found[-1][2] - found[0][1]
         busy = sum(duration for _, _, duration in found)
         by_name: dict[str, list[float]] = defaultdict(list)
         for name, _, duration in found:
             by_name[name].append(duration)
         step_ms, idle = span / steps / 1e3, 1 - busy / span
-        print(f"\n{rows} rows: {step_ms:.3f} ms a step, {idle:.1%} idle, {len(found) / steps:.0f} kernels")
+        print(
+            f"\n{rows} rows: {step_ms:.3f} ms a step, {idle:.1%} idle, {len(found) / steps:.0f} kernels, {steps} steps"
+        )
+        print("  ".join(f"{name} {count}" for name, count in recorded.memory.items()))
         for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[: args.kernels]:
             each, mean = len(times) / steps, sum(times) / len(times)
             print(f"{each * mean:9.1f} us {each:7.1f} x {mean:7.2f} us  {name[:90]}")
