@@ -45,5 +45,8 @@ class EngineConfig(Config):
     """Tokens in the largest step with prompts in it that has a graph; 0: decode steps alone have graphs."""
     mask_wait: float = Field(0.01, ge=0)
     """Seconds that a step waits for the mask of a row with a grammar; one without it sits the step out."""
+    start_timeout: float | None = Field(900.0, gt=0)
+    """Seconds without progress of any rank, while the engine starts, after which it hangs and is ended; null: never.
+    Compiling kernels and reading one tensor are such steps, so it must outlast the longest."""
     kv_pages: int | None = Field(None, ge=1)
     """Pages in each KV group; null: as many as fit, measured."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.records import Request, StepResult
 
 Progress = Callable[[str, float | None], None]
-"""progress(phase, share done 0..1 or None): start-up phases, for a bar."""
+"""progress(phase, share done 0..1 or None): start-up phases, for a bar. Each call is a sign of life, may repeat the
+last one, and may come from any thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,10 @@ class RankError(DovetailError):
         super().__init__(f"rank {rank} {cause}")
 
 
+class StartHung(RankError):
+    """No rank went on loading for engine.start_timeout. `rank` is the one that is furthest behind."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     rank: int
@@ -26,9 +30,10 @@ class Failure:
     """Ends a sentence that begins with the rank."""
     silent: bool
     """It left no message: a signal, or an exit in C code."""
+    kind: type[RankError] = RankError
 
     def error(self) -> RankError:
-        return RankError(self.rank, self.cause)
+        return self.kind(self.rank, self.cause)
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

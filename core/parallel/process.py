@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from dovetail.core.parallel.channel import Channel
 
+SHOW_STACKS = signal.SIGUSR1
+"""Makes such a process write to stderr where each of its threads is."""
+LAST_LOOK_SECONDS = 1.0
+"""For a process that hangs, to write that."""
 _BOOT = """
 import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])

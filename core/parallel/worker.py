@@ -22,12 +22,15 @@ from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.interfaces import JoinBlob
 from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.process import SHOW_STACKS
 from dovetail.core.parallel.ring import RingReader
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 _PR_SET_PDEATHSIG = 1
+_TELL_SECONDS = 1.0
+"""Between two words that a phase goes on."""
 CONTROL = b""
 """A message of the plan ring that says: the next control message is due, in order with the plans."""
 
@@ -38,6 +41,7 @@ def main(control_fd: int, parent: int) -> None:
     # Ctrl-C is the parent's to handle; it then ends the workers in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
+    faulthandler.register(SHOW_STACKS, all_threads=True)
     control = Channel(socket.socket(fileno=control_fd))
     try:
         order, _ = control.recv()
@@ -57,7 +61,7 @@ class _Worker:
     def __init__(self, control: Channel, order: dict[str, Any]) -> None:
         self.control = control
         self.rank: int = order["rank"]
-        self.phase = ""
+        self.phase, self._told = "", 0.0
         self.plans = RingReader(order["plan_fd"], self.rank - 1)
         self.blobs = RingReader(order["blob_fd"], self.rank - 1)
         self.composition = recompose(order)
@@ -129,9 +133,10 @@ class _Worker:
         return message
 
     def _progress(self, phase: str, share: float | None) -> None:
-        """Only tells what it is doing, for the message should it die there."""
-        if phase != self.phase:
-            self.phase = phase
+        """Tells what it is doing, for the message should it die there, and that it goes on."""
+        now = time.monotonic()
+        if phase != self.phase or now - self._told >= _TELL_SECONDS:
+            self.phase, self._told = phase, now
             self.control.send({"op": "phase", "phase": phase})
 
 

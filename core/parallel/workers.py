@@ -7,7 +7,9 @@ One thread starts them, hears them and watches them. It lives as long as they do
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
+import math
 import os
 import selectors
 import signal
@@ -21,8 +23,8 @@ from typing import Any
 
 from dovetail.core.errors import DovetailError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
-from dovetail.core.parallel.failure import Failure, describe_exit, first_cause
-from dovetail.core.parallel.process import start_process
+from dovetail.core.parallel.failure import Failure, StartHung, describe_exit, first_cause
+from dovetail.core.parallel.process import LAST_LOOK_SECONDS, SHOW_STACKS, start_process
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class _Process:
     popen: subprocess.Popen[bytes]
     channel: Channel
     phase: str = "starting"
+    heard: float = field(default_factory=time.monotonic)
+    """When it said something last."""
     inbox: dict[str, dict[str, Any]] = field(default_factory=dict)
     """op -> the message; each comes once."""
 
@@ -58,12 +62,19 @@ class Workers:
         inherited: Sequence[int],
         on_failure: Callable[[], None],
         on_answer: Callable[[Mapping[str, str]], None] = lambda message: None,
+        on_progress: Callable[[], None] = lambda: None,
+        start_timeout: float = math.inf,
     ) -> None:
         """`order` is the first message to each, to which its rank is added. `inherited` are the descriptors they use.
         `on_failure` is called from another thread, several times, to end calls of rank 0 that wait for a dead rank.
-        `on_answer` is called there with what a serving worker answers."""
+        `on_answer` is called there with what a serving worker answers, `on_progress` when a loading one goes on.
+        `start_timeout`: seconds without progress of any rank, this one included (`told`), after which those that load
+        are ended."""
         self._size, self._order, self._inherited, self._on_failure = size, order, inherited, on_failure
-        self._on_answer = on_answer
+        self._on_answer, self._on_progress = on_answer, on_progress
+        self._start_timeout = start_timeout
+        self._phase, self._said = "starting", time.monotonic()
+        """Of rank 0."""
         self._processes: list[_Process] = []
         self._failures: list[Failure] = []
         self._failure: Failure | None = None
@@ -95,6 +106,14 @@ class Workers:
         time.sleep(seconds)
         self.check()
 
+    def told(self, phase: str) -> None:
+        """Rank 0 goes on loading."""
+        self._phase, self._said = f"in phase {phase!r} of loading", time.monotonic()
+
+    def started(self) -> None:
+        """Nobody loads any more: silence is no sign of hanging."""
+        self._start_timeout = math.inf
+
     def post(self, message: Mapping[str, Any]) -> None:
         for process in self._processes:
             try:
@@ -104,16 +123,14 @@ class Workers:
                 self._blame(error)
                 raise
 
-    def gather(self, op: str, timeout: float) -> list[dict[str, Any]]:
+    def gather(self, op: str) -> list[dict[str, Any]]:
         """Each worker's message `op`, by rank."""
+        self._phase, self._said = "waiting for the other ranks", time.monotonic()
         with self._changed:
-            arrived = self._changed.wait_for(
-                lambda: self._failure is not None or all(op in process.inbox for process in self._processes), timeout
+            self._changed.wait_for(
+                lambda: self._failure is not None or all(op in process.inbox for process in self._processes)
             )
         self.check()
-        if not arrived:
-            late = [f"rank {p.rank} ({p.phase})" for p in self._processes if op not in p.inbox]
-            raise TimeoutError(f"after {timeout:g} s there is no word {op!r} from {', '.join(late)}")
         return [process.inbox[op] for process in self._processes]
 
     @contextmanager
@@ -186,8 +203,15 @@ class Workers:
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.channel, selectors.EVENT_READ, process)
+            # Only time in which this thread listened counts: all of them may have been stopped and gone on.
+            silent = 0.0
             while selector.get_map() and not self._failures:
-                self._listen(selector, None)
+                said, limit = self._said, self._start_timeout
+                tick = min(1.0, limit / 4)
+                heard = self._listen(selector, tick if limit < math.inf else None)
+                silent = 0.0 if heard or said != self._said else silent + tick
+                if silent >= self._start_timeout:
+                    self._failures.append(self._hung(silent))
             if self._failures and not self._stopping:
                 # Whoever died takes others along, and their complaint may be read before its own.
                 deadline = time.monotonic() + _GATHER_SECONDS
@@ -206,8 +230,28 @@ class Workers:
         process.channel.send({**self._order, "rank": rank})
         return process
 
-    def _listen(self, selector: selectors.BaseSelector, timeout: float | None) -> None:
-        for key, _ in selector.select(timeout):
+    def _hung(self, seconds: float) -> Failure:
+        """Whoever has been silent longest keeps the others waiting, unless it is plain who cannot go on."""
+        ranks = [(self._said, 0, self._phase, "")]
+        ranks += [(p.heard, p.rank, p.phase, _stuck(p.popen.pid)) for p in self._processes]
+        _, rank, phase, stuck = min(ranks, key=lambda one: (not one[3], one))
+        others = [f"rank {other} {doing}{how}" for _, other, doing, how in sorted(ranks, key=lambda one: one[1])]
+        others.pop(rank)
+        # To stderr, which is where the others write.
+        faulthandler.dump_traceback(2)
+        for process in self._processes:
+            process.popen.send_signal(SHOW_STACKS)
+        time.sleep(LAST_LOOK_SECONDS)
+        cause = (
+            f"hangs while {phase}{stuck}: no rank has gone on for {seconds:g} s (engine.start_timeout); "
+            f"the others: {', '.join(others)}"
+        )
+        return Failure(rank, time.monotonic(), cause, silent=True, kind=StartHung)
+
+    def _listen(self, selector: selectors.BaseSelector, timeout: float | None) -> bool:
+        """Whether anybody said something."""
+        events = selector.select(timeout)
+        for key, _ in events:
             process: _Process = key.data
             try:
                 message, _ = process.channel.recv()
@@ -218,14 +262,16 @@ class Workers:
                 self._heard(process, message)
             with self._changed:
                 self._changed.notify_all()
+        return bool(events)
 
     def _heard(self, process: _Process, message: dict[str, Any]) -> None:
-        op = message["op"]
+        op, process.heard = message["op"], time.monotonic()
         if op == "error":
             cause = f"failed while {process.phase}: {message['text']}"
             self._failures.append(Failure(process.rank, message["at"], cause, silent=False))
         elif op == "phase":
             process.phase = f"in phase {message['phase']!r} of loading"
+            self._on_progress()
         elif op == "answer":
             self._on_answer(message)
         else:
@@ -260,6 +306,16 @@ class Workers:
 
 
 _PHASES = {"ready": "waiting to load", "loaded": "waiting for memory sizes", "bound": "serving"}
+
+
+def _stuck(pid: int) -> str:
+    """What Linux tells of a process that does not run; elsewhere nothing."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except OSError:
+        return ""
+    return {b"T": ", stopped by a signal", b"D": ", waiting for a disk or a device"}.get(state, "")
 
 
 def _kill(processes: Sequence[_Process]) -> None:

@@ -290,8 +290,8 @@ class EngineClient:
         self._deaths.append(now)
         while self._deaths[0] < now - _HOUR:
             self._deaths.popleft()
-        # An engine that could not start will not start next time either.
-        again = was == "ready" and len(self._deaths) <= self.max_restarts
+        # An engine that could not start will not start next time either, except one that hung.
+        again = (was == "ready" or process.hung_at_start) and len(self._deaths) <= self.max_restarts
         if was == "ready" or self._deaths:
             log.error("%s %s%s", self.name, cause, "; it is started again" if again else "")
         self._fail_all(EngineDown(f"{self.name} {cause.splitlines()[0]}"))

@@ -24,9 +24,9 @@ from dovetail.core.engine.output import REASONS
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence, TokenLogprobs
 from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.process import SHOW_STACKS
 from dovetail.core.parallel.worker import die_with, recompose, report
 from dovetail.core.serving.protocol import (
-    SHOW_STACKS,
     Abort,
     Add,
     Batch,

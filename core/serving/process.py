@@ -15,10 +15,10 @@ import msgspec
 import zmq
 
 from dovetail.core.parallel.channel import Channel, ChannelClosed
-from dovetail.core.parallel.failure import describe_exit
-from dovetail.core.parallel.process import start_process
+from dovetail.core.parallel.failure import StartHung, describe_exit
+from dovetail.core.parallel.process import LAST_LOOK_SECONDS, SHOW_STACKS, start_process
 from dovetail.core.parallel.worker import order_for
-from dovetail.core.serving.protocol import SHOW_STACKS, Batch, EngineInfo, Output, Reply
+from dovetail.core.serving.protocol import Batch, EngineInfo, Output, Reply
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 _MAIN = "dovetail.core.serving.engine_process:main"
 _STOP_SECONDS = 10.0
-_LAST_LOOK_SECONDS = 1.0
-"""For a process that hangs, to write where."""
+_RANKS_FIRST_SECONDS = 5.0
+"""Longer than they wait themselves: where a rank hangs, the others can say which."""
 
 
 class Listener(Protocol):
@@ -55,10 +55,15 @@ class EngineProcess:
         adapters: Mapping[str, str] | None = None,
     ) -> None:
         """adapters: name -> folder of those to begin with, in place of what the composition says.
-        timeout: seconds without a sign of life, while it has work, after which it counts as hung and is killed.
+        timeout: seconds without a sign of life, while it has work, after which it counts as hung and is killed; while
+        it starts, that is engine.start_timeout.
         environment: of the process; that of this one by default."""
         self._composition, self._listener = composition, listener
         self._timeout, self._environment, self._adapters = timeout, environment, adapters
+        engine = composition.engine
+        self._start_timeout = math.inf if engine.start_timeout is None else engine.start_timeout
+        if engine.tp * engine.pp > 1:
+            self._start_timeout += _RANKS_FIRST_SECONDS
         self._sending = threading.Lock()
         self._commands: zmq.Socket[bytes] | None = None
         self._sent = 0
@@ -69,6 +74,10 @@ class EngineProcess:
         self._doing = "starting"
         self._said = ""
         """Its last words."""
+        self._phase = ""
+        """Of starting."""
+        self.hung_at_start = False
+        """Final when `on_death` is called."""
         # Linux ends a child with the thread that started it: this one lives as long as the process.
         self._thread = threading.Thread(target=self._run, name="dovetail-output", daemon=True)
 
@@ -160,19 +169,21 @@ class EngineProcess:
         poller = zmq.Poller()
         poller.register(outputs, zmq.POLLIN)
         poller.register(channel.fileno(), zmq.POLLIN)
-        tick = max(0.001, min(1.0, self._timeout / 4))
+        tick = max(0.001, min(1.0, self._timeout / 4, self._start_timeout / 4))
         # Only time in which this thread listened counts: all of the server may have been stopped and gone on.
         silent, taken, idle = 0.0, 0, True
         while True:
             sources = poller.poll(int(tick * 1e3))
             if not sources:
-                silent = 0.0 if idle and taken == self._sent else silent + tick
-                if silent >= self._timeout:
+                starts = self._doing == "starting"
+                silent = 0.0 if idle and taken == self._sent and not starts else silent + tick
+                if silent >= (self._start_timeout if starts else self._timeout):
                     self._end_hung(silent)
                     return
             for source, _ in sources:
+                silent = 0.0
                 if source is outputs:
-                    silent, message = 0.0, decoder.decode(outputs.recv())
+                    message = decoder.decode(outputs.recv())
                     if isinstance(message, Batch):
                         taken, idle = message.taken, message.idle
                     self._listener.on_message(self, message)
@@ -184,10 +195,15 @@ class EngineProcess:
 
     def _end_hung(self, seconds: float) -> None:
         assert self._popen is not None
-        self._said = f"hangs: it had work and said nothing for {seconds:g} s, so it was killed"
+        if self._doing == "starting":
+            self.hung_at_start = True
+            phase = f" in phase {self._phase!r}" if self._phase else ", before any phase"
+            self._said = f"hangs: no progress for {seconds:g} s while starting{phase} (engine.start_timeout)"
+        else:
+            self._said = f"hangs: it had work and said nothing for {seconds:g} s, so it was killed"
         self._popen.send_signal(SHOW_STACKS)
         try:
-            self._popen.wait(_LAST_LOOK_SECONDS)
+            self._popen.wait(LAST_LOOK_SECONDS)
         except subprocess.TimeoutExpired:
             self._popen.kill()
 
@@ -197,5 +213,7 @@ class EngineProcess:
             self._listener.on_ready(self, msgspec.convert(message["info"], EngineInfo, str_keys=True))
         elif message["op"] == "error":
             self._said = f"failed: {message['text']}"
+            self.hung_at_start = message["type"] == StartHung.__name__
         elif message["op"] == "progress":
-            self._listener.on_progress(self, message["phase"])
+            self._phase = message["phase"]
+            self._listener.on_progress(self, self._phase)

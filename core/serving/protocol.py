@@ -5,7 +5,6 @@ Both ends come from one installation and are compared before they speak (`identi
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,9 +12,6 @@ import msgspec
 
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import EmbeddingSpec, Pooling, SamplingParams, TokenLogprobs
-
-SHOW_STACKS = signal.SIGUSR1
-"""Makes the engine's process write to stderr where each of its threads is."""
 
 LogprobWire = tuple[float, list[tuple[int, float]]]
 """Of one token, and of the most likely ones."""

@@ -35,11 +35,12 @@ class Rendezvous:
         store = dist.TCPStore(host, int(port), size, rank == 0, timeout=timeout, wait_for_workers=False)
         store.set(f"here/{rank}", "")
         deadline = time.monotonic() + timeout.total_seconds()
-        while rank == 0 and not store.check([f"here/{other}" for other in range(size)]):
+        while rank == 0 and (missing := [other for other in range(size) if not store.check([f"here/{other}"])]):
+            names = ", ".join(map(str, missing))
             if self._aborted.wait(_POLL):
-                raise RuntimeError("a rank died before the ranks were connected")
+                raise RuntimeError(f"a rank died before the ranks were connected; missing: {names}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all of {size} ranks came to {address} within {timeout}")
+                raise TimeoutError(f"of {size} ranks these did not come to {address} within {timeout}: {names}")
         self.store = store
         return make(dist.PrefixStore("group", store), rank, size, host, timeout)
 

@@ -17,8 +17,6 @@ class InprocConfig(Config):
 class MultiprocConfig(Config):
     """engine.tp ranks on one machine: rank 0 in the calling process, the others in processes of their own."""
 
-    start_timeout: float = Field(1800.0, gt=0)
-    """Seconds that the ranks may take to load."""
     stop_timeout: float = Field(5.0, gt=0)
     """Seconds that worker processes get to end by themselves at shutdown; then they are killed."""
     plan_bytes: int = Field(1 << 20, ge=1 << 12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -72,8 +73,10 @@ class MultiprocExecutor(Executor):
             return self._start(address, progress)
 
     def _start(self, address: str, progress: Progress) -> ExecutorInfo:
-        size, timeout = self.composition.engine.tp, self.config.start_timeout
-        progress("start ranks", None)
+        engine = self.composition.engine
+        size = engine.tp
+        said: tuple[str, float | None] = ("start ranks", None)
+        progress(*said)
         self._plans = RingWriter(size - 1, self.config.plan_bytes)
         self._blobs = RingWriter(size - 1, self.config.blob_bytes)
         order = {
@@ -91,6 +94,8 @@ class MultiprocExecutor(Executor):
                 inherited=(self._plans.fd, self._blobs.fd),
                 on_failure=self._abort,
                 on_answer=self._adapter_read,
+                on_progress=lambda: progress(*said),
+                start_timeout=math.inf if engine.start_timeout is None else engine.start_timeout,
             )
         except BaseException:
             self._plans.close()
@@ -99,20 +104,24 @@ class MultiprocExecutor(Executor):
         self._workers = workers
 
         def guarded(phase: str, share: float | None) -> None:
+            nonlocal said
             workers.check()
+            workers.told(phase)
+            said = phase, share
             progress(phase, share)
 
         with workers.blamed():
             # The workers import and compose meanwhile.
             runner = self._runner = load_class(self.runner_class)(self.composition, rank=0, size=size, address=address)
-            workers.gather("ready", timeout)
+            workers.gather("ready")
             workers.post({"op": "load"})
             info = runner.load(guarded)
-            loaded = [dict(message["pages"]) for message in workers.gather("loaded", timeout)]
+            loaded = [dict(message["pages"]) for message in workers.gather("loaded")]
             pages = {group: min([n, *(other[group] for other in loaded)]) for group, n in info.num_pages.items()}
             workers.post({"op": "bind", "pages": sorted(pages.items())})
             runner.bind(pages)
-            workers.gather("bound", timeout)
+            workers.gather("bound")
+            workers.started()
         return replace(info, num_pages=pages)
 
     def _abort(self) -> None:

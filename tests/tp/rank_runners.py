@@ -78,6 +78,15 @@ class SlowRankZero(Runner):
         return super().load(progress)
 
 
+class SlowRankOne(Runner):
+    def load(self, progress: Progress) -> ExecutorInfo:
+        if self.rank == 1:
+            for i in range(12):
+                progress("weights", i / 12)
+                time.sleep(0.1)
+        return super().load(progress)
+
+
 class KilledInLoad(SlowRankZero):
     def load(self, progress: Progress) -> ExecutorInfo:
         if self.rank == 2:
@@ -100,6 +109,16 @@ class KilledBeforeConnecting(Connected):
         if self.rank == 1:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().load(progress)
+
+
+class StoppedBeforeConnecting(Connected):
+    """As a machine that swaps, or a disk that does not answer, would stop it."""
+
+    def load(self, progress: Progress) -> ExecutorInfo:
+        if self.rank == 2:
+            progress("weights", None)
+            os.kill(os.getpid(), signal.SIGSTOP)
         return super().load(progress)
 
 

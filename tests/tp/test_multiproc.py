@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import rank_runners
 import torch.distributed as dist
-from processes import runs
+from processes import runs, state
 
 from dovetail.core.compose import Composition, compose
 from dovetail.core.interfaces import Blobs, Join, JoinBlob, Request, Row, SamplingParams, StepPlan
-from dovetail.core.parallel.failure import RankError
+from dovetail.core.parallel.failure import RankError, StartHung
 from dovetail.plugins.executor import multiproc
 from dovetail.plugins.executor.multiproc import MultiprocExecutor
 
@@ -125,6 +125,38 @@ def test_a_rank_that_fails_in_start_up_ends_it(
     assert raised.value.rank == rank
     assert f"rank {rank} " in caplog.text
     assert len(pids) == tp - 1 and all(map(gone, pids))
+
+
+def test_a_rank_that_never_connects_is_named(gone: Gone, capfd: pytest.CaptureFixture[str]) -> None:
+    """The others wait for it; none of them dies."""
+    executor = rank_runners.executor(rank_runners.StoppedBeforeConnecting, composition(3))
+
+    def hurry() -> None:
+        while len(executor.worker_pids) < 2 or state(executor.worker_pids[1]) != "T":
+            time.sleep(0.01)
+        assert executor._workers is not None
+        executor._workers._start_timeout = 0.5
+
+    watcher = threading.Thread(target=hurry, daemon=True)
+    watcher.start()
+    cause = r"rank 2 hangs while in phase 'weights' of loading, stopped by a signal: no rank has gone on for .*: rank 0 .*rank 1 "
+    with pytest.raises(StartHung, match=cause):
+        executor.start(quiet)
+    watcher.join()
+    pids = executor.worker_pids
+    executor.shutdown()
+    assert len(pids) == 2 and all(map(gone, pids))
+    assert "in start" in capfd.readouterr().err, "where rank 0 waited is told"
+
+
+def test_a_slow_rank_is_a_sign_of_life_of_all() -> None:
+    signs: list[str] = []
+    executor = rank_runners.executor(rank_runners.SlowRankOne, composition(2))
+    try:
+        executor.start(lambda phase, share: signs.append(phase))
+    finally:
+        executor.shutdown()
+    assert signs.count("weights") > 1, "rank 0 itself said it once"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class FakeProcess:
         self.heard: list[Any] = []
         self.refuses = ""
         """An operation that it answers with an error."""
-        self.pid, self.stopped = 1, False
+        self.pid, self.stopped, self.hung_at_start = 1, False, False
 
     def start(self) -> None:
         self.lives.append(self)
@@ -67,6 +67,10 @@ class FakeProcess:
 
     def die(self) -> None:
         self.listener.on_death(self, "was killed")
+
+    def hang_at_start(self) -> None:
+        self.hung_at_start = True
+        self.listener.on_death(self, "hangs")
 
     def says(self, id: int, tokens: list[int], reason: str | None = None) -> None:
         self.listener.on_message(
@@ -101,6 +105,25 @@ async def all_ready(fleet: Fleet, lives: list[FakeProcess]) -> None:
     for process in lives:
         process.ready()
     await fleet.wait_ready()
+
+
+def test_a_start_that_hung_is_tried_again_and_one_that_failed_is_not() -> None:
+    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
+        lives[0].hang_at_start()
+        await settle()
+        assert len(lives) == 4 and fleet.state == "starting"
+        lives[3].hang_at_start()
+        await settle()
+        assert fleet.state == "failed" and fleet.failure == "replica 0 hangs"
+
+    async def failing(fleet: Fleet, lives: list[FakeProcess]) -> None:
+        lives[0].die()
+        await settle()
+        assert len(lives) == 3 and fleet.state == "failed"
+
+    with_fleet(test, max_restarts=1)
+    FakeProcess.lives.clear()
+    with_fleet(failing, max_restarts=1)
 
 
 def test_it_takes_requests_once_all_are_ready() -> None:

@@ -14,9 +14,9 @@ import zmq
 
 from dovetail import compose
 from dovetail.core.parallel.channel import Channel
-from dovetail.core.parallel.process import start_process
+from dovetail.core.parallel.process import SHOW_STACKS, start_process
 from dovetail.core.serving import process
-from dovetail.core.serving.protocol import SHOW_STACKS, Abort, Add, Batch
+from dovetail.core.serving.protocol import Abort, Add, Batch
 
 TIMEOUT = 0.6
 INFO = dict(model="m", folder=None, vocab=1, max_len=1, max_seqs=1, device="cpu", start_seconds=0.0)
@@ -43,12 +43,20 @@ def played(control_fd: int, parent: int) -> None:
     time.sleep(60)
 
 
+def never_starts(control_fd: int, parent: int) -> None:
+    signal.signal(SHOW_STACKS, signal.SIG_IGN)
+    control = Channel(socket.socket(fileno=control_fd))
+    control.recv()
+    control.send({"op": "progress", "phase": "compile kernels", "share": None})
+    time.sleep(60)
+
+
 class Heard:
     def __init__(self) -> None:
         self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def on_progress(self, process, phase):
-        pass
+        process._start_timeout = TIMEOUT
 
     def on_ready(self, process, info):
         self.said.put("ready")
@@ -61,12 +69,25 @@ class Heard:
         self.said.put(cause)
 
 
-def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def playing(script, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> process.EngineProcess:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # where the script's process finds this module
-    monkeypatch.setattr(process, "start_process", lambda entry, environment: start_process(f"{__name__}:played"))
-    heard = Heard()
+    entry = f"{__name__}:{script.__name__}"
+    monkeypatch.setattr(process, "start_process", lambda _, environment: start_process(entry))
     engine = process.EngineProcess(compose(["+preset=tiny_cpu"]), heard, timeout=TIMEOUT)
     engine.start()
+    return engine
+
+
+def test_a_start_without_progress_is_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    engine = playing(never_starts, heard, monkeypatch)
+    assert "while starting in phase 'compile kernels' (engine.start_timeout)" in str(heard.said.get(timeout=60))
+    assert engine.hung_at_start
+
+
+def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    engine = playing(played, heard, monkeypatch)
     assert heard.said.get(timeout=30) == "ready"
     engine.send(msgspec.msgpack.encode(Add(1, [1], {})))
     assert heard.said.get(timeout=30) == "idle"
