@@ -89,9 +89,9 @@ def _without_hints(error: Exception) -> str:
 
 def _compose(repository: Repository, checked: Checked, registry: Registry) -> Draft:
     defaults = _defaults_list(repository, checked.overrides)
-    if checked.added:
-        longer = [_lengthened(kind, names, defaults) for kind, names in checked.added.items()]
-        kept = [o for o in checked.overrides if o.key_or_group not in checked.added]
+    if added := _added(repository, checked):
+        longer = [_lengthened(kind, names, defaults) for kind, names in added.items()]
+        kept = [o for o in checked.overrides if o.key_or_group not in added]
         defaults = _defaults_list(repository, [*kept, *OverridesParser.create().parse_overrides(longer)])
     loader = ConfigLoaderImpl(ConfigSearchPathImpl())
     config = loader._compose_config_from_defaults_list(defaults=defaults.defaults, repo=repository)
@@ -116,14 +116,26 @@ def _defaults_list(repository: Repository, overrides: list[Override]) -> Default
     )
 
 
+def _added(repository: Repository, checked: Checked) -> dict[str, list[str]]:
+    """Kind that is a list -> what presets add, unless a word of the command line chose the list, and what words add."""
+    chosen = {override.key_or_group for override in checked.overrides}
+    kinds = [*(kind for kind in repository.added if kind not in chosen), *checked.added]
+    return {
+        kind: [*(repository.added.get(kind, []) if kind not in chosen else []), *checked.added.get(kind, [])]
+        for kind in dict.fromkeys(kinds)
+    }
+
+
 def _lengthened(kind: str, names: Sequence[str], defaults: DefaultsList) -> str:
     """The override that chooses what `defaults` has of a kind, and then these."""
     # Entries of other parents are the bases of variants, or parts inside parts.
     paths = [str(entry.config_path) for entry in defaults.defaults if entry.parent == PRIMARY]
     chosen = [path.removeprefix(f"{kind}/") for path in paths if path.startswith(f"{kind}/")]
-    if twice := [name for name in names if name in chosen]:
-        raise ConfigError(f"+{kind}={twice[0]}: it is chosen already: {kind}=[{','.join(chosen)}]")
-    return f"{kind}=[{','.join([*chosen, *names])}]"
+    for name in names:
+        if name in chosen:
+            raise ConfigError(f"+{kind}={name}: it is chosen already: {kind}=[{','.join(chosen)}]")
+        chosen.append(name)
+    return f"{kind}=[{','.join(chosen)}]"
 
 
 def _text(override: Override) -> str:

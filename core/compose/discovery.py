@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -106,12 +106,23 @@ def _load(entry: EntryPoint, key: str) -> tuple[list[Component], list[str]]:
         raise ConfigError(_misspelt_hook(manager, str(error))) from error
     if not manager.get_hookcallers(plugin):
         raise ConfigError(f"nothing in {entry.value} is marked with @hookimpl")
-    components = [c for group in manager.hook.dovetail_components() for c in group]
-    folders = [f for group in manager.hook.dovetail_config_dirs() for f in group]
+    components, folders = _returned(manager, "dovetail_components"), _returned(manager, "dovetail_config_dirs")
     for folder in folders:
         if not (isinstance(folder, str) and folder.startswith("pkg://")):
             raise ConfigError(f"config folder {folder!r} is not of the form pkg://package.folder")
     return components, folders
+
+
+def _returned(manager: pluggy.PluginManager, hook: str) -> list[Any]:
+    """What the package's functions for a hook return. Pluggy would pass over a forgotten `return`."""
+    items: list[Any] = []
+    for implementation in getattr(manager.hook, hook).get_hookimpls():
+        returned = implementation.function()
+        if isinstance(returned, str) or not isinstance(returned, Iterable):
+            what = "nothing" if returned is None else f"a {type(returned).__name__}"
+            raise ConfigError(f"{hook}() returned {what}, not a list")
+        items += returned
+    return items
 
 
 def _misspelt_hook(manager: pluggy.PluginManager, fallback: str) -> str:
@@ -128,13 +139,15 @@ def _fault(component: Any) -> str:
         return f"dovetail_components() gave {component!r}, not a Component"
     if component.kind not in KINDS:
         return f"there is no kind `{component.kind}`.{did_you_mean(component.kind, KINDS)} Kinds: {listing(KINDS)}."
-    for what, text in (("name", component.name), ("target", component.target), ("api", component.api)):
+    optional = {"capabilities": component.capabilities, "facts": component.facts}
+    references = {"target": component.target} | {what: text for what, text in optional.items() if text is not None}
+    for what, text in ({"name": component.name, "api": component.api} | references).items():
         if not isinstance(text, str):
             return f"its {what} is {text!r}, not text"
     if not _NAME.fullmatch(component.name):
         return f"the name {component.name!r} is not lower case letters, digits and underscores"
-    for what, reference in (("target", component.target), ("capabilities", component.capabilities)):
-        if reference is not None and not _REFERENCE.fullmatch(reference):
+    for what, reference in references.items():
+        if not _REFERENCE.fullmatch(reference):
             return f"its {what} {reference!r} is not of the form package.module:name"
     return _wrong_api(component) or "; ".join(_config_faults(component))
 

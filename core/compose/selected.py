@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class Selected:
         """`Class(config, *args, **kwargs)`. What the class raises leaves as a PluginError that names its package."""
         target = self.target()
         with self.registered.blamed("could not be built"):
+            try:
+                inspect.signature(target).bind(self.config, *args, **kwargs)
+            except TypeError as error:
+                call = ", ".join(["config", *("..." for _ in args), *(f"{name}=..." for name in kwargs)])
+                raise TypeError(f"it is called as {target.__name__}({call}), which does not fit: {error}") from None
             return target(self.config, *args, **kwargs)
 
     def capabilities(self, host: Host) -> Capabilities:

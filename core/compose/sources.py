@@ -17,6 +17,7 @@ from typing import Any
 from hydra import version as hydra_version
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.default_element import GroupDefault
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
@@ -91,6 +92,8 @@ class Repository(ConfigRepository):
     def __init__(self, sources: Sequence[ConfigSource]) -> None:
         self.sources = list(sources)
         self._loaded: dict[str, ConfigResult | None] = {}
+        self.added: dict[str, list[str]] = {}
+        """Kind that is a list -> what the presets that were loaded add to it."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         if config_path not in self._loaded:
@@ -98,8 +101,20 @@ class Repository(ConfigRepository):
             if result is not None:
                 # Hydra would look in its ConfigStore for a schema of that name.
                 result.is_schema_source = True
+                if config_path.startswith(f"{PRESET}/"):
+                    self._take_additions(result)
             self._loaded[config_path] = result
         return self._loaded[config_path]
+
+    def _take_additions(self, preset: ConfigResult) -> None:
+        """Hydra takes `/logits: mine` for a second choice of the kind. It is one more item: the composer adds it."""
+        entries, preset.defaults_list = preset.defaults_list or [], []
+        for entry in entries:
+            if isinstance(entry, GroupDefault) and not entry.override and entry.group is not None:
+                names = entry.value if isinstance(entry.value, list) else [entry.value]
+                self.added.setdefault(entry.group.removeprefix("/"), []).extend(map(str, names))
+            else:
+                preset.defaults_list.append(entry)
 
 
 Opened = tuple[Registry, tuple[ConfigSource, ...]]
@@ -205,12 +220,16 @@ def _read(known: Repository, source: ConfigSource, owner: str, group: str, name:
         if reason := _bad_choice(known, entry):
             raise ConfigError(f"{path}.yaml: {reason}")
     chosen = [item for entry in defaults if entry != "_self_" for item in entry.items()]
-    words = (f"{key.split()[1].removeprefix('/')}={_choice(value)}" for key, value in chosen)
+    words = (f"{_overridden(key)}={_choice(value)}" for key, value in chosen)
     return ConfigFile(group, name, owner, tuple(words), _about(source, path))
 
 
+def _overridden(key: str) -> str:
+    """As on the command line, like `_choice`."""
+    return f"+{key[1:]}" if key.startswith("/") else key.split()[1].removeprefix("/")
+
+
 def _choice(value: object) -> str:
-    """As on the command line."""
     return f"[{','.join(map(show, value))}]" if isinstance(value, list) else show(value)
 
 
@@ -225,12 +244,14 @@ def _bad_choice(known: Repository, entry: object) -> str:
     if entry == "_self_":
         return ""
     (key, choice), *more = entry.items() if isinstance(entry, dict) and entry else [("", None)]
-    words = str(key).split()
-    if more or len(words) != 2 or words[0] != "override" or not words[1].startswith("/"):
+    *override, where = str(key).split() or [""]
+    if more or override not in ([], ["override"]) or not where.startswith("/"):
         return f"the entry `{entry}` does not have the form `override /<kind>: <name>`"
-    kind = words[1][1:].partition("@")[0]
+    kind = where[1:].partition("@")[0] if override else where[1:]
     if kind not in KINDS:
         return f"there is no kind `{kind}`.{did_you_mean(kind, KINDS)}"
+    if not override and KINDS[kind].cardinality == "one":
+        return f"the entry `{entry}` adds one more, and there is one {kind}: write `override {where}`"
     for name in choice if isinstance(choice, list) else [choice]:
         if not known.config_exists(f"{kind}/{name}"):
             return f"there is no {kind} called `{name}`.{did_you_mean(str(name), known.get_group_options(kind))}"

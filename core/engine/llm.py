@@ -327,7 +327,7 @@ class LLM:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(f"the engine stopped: {self._failure}") from self._failure
+            raise _stopped(self._failure)
 
     # Engine's thread.
 
@@ -342,9 +342,7 @@ class LLM:
             failure = error
         self._failure = failure
         for stream in {id(s): s for s in self._streams.values()}.values():
-            stopped = RuntimeError(f"the engine stopped: {failure}")
-            stopped.__cause__ = failure
-            stream.put(stopped)
+            stream.put(_stopped(failure))
         self._streams.clear()
 
     def _take_calls(self) -> bool:
@@ -433,6 +431,12 @@ class _Collector:
             _merge(self._generation, item)
         self._generation.cached_tokens = self.sequences[0].cached
         return self._generation
+
+
+def _stopped(failure: BaseException) -> RuntimeError:
+    error = RuntimeError(f"the engine stopped: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error
 
 
 def _embedding(inbox: queue.SimpleQueue[Delta | BaseException | None]) -> NDArray[np.float32]:

@@ -27,7 +27,7 @@ from dovetail.core.compose import (
     compose,
 )
 
-ENGINE_NODES = ("engine", "model", "scheduler", "kv_cache", "spec_decode", "logits")
+ENGINE_NODES = ("engine", "model", "scheduler", "kv_cache", "spec_decode", "logits", "observer")
 
 
 class GenerateConfig(AppConfig):

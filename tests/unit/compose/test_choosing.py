@@ -117,7 +117,10 @@ class TestPresets:
             ("# @package _global_\nkv_cache:\n  hosts: 3\n", "sets kv_cache: a preset only chooses"),
             ("# @package _global_\ngenerate:\n  max_tokens: 3\n", "sets generate: a preset only chooses"),
             ("defaults:\n  - override /kv_cache: radix\n", "must begin with `# @package _global_`"),
-            ("# @package _global_\ndefaults:\n  - /kv_cache: radix\n", "does not have the form"),
+            ("# @package _global_\ndefaults:\n  - /kv_cache: radix\n", "there is one kv_cache: write `override"),
+            ("# @package _global_\ndefaults:\n  - kv_cache: radix\n", "does not have the form"),
+            ("# @package _global_\ndefaults:\n  - /logits@x: penalties\n", "there is no kind `logits@x`"),
+            ("# @package _global_\ndefaults:\n  - /logits: penaltis\n", "Did you mean `penalties`"),
             ("# @package _global_\ndefaults:\n  - override /kv_cach: radix\n", "Did you mean `kv_cache`"),
             ("# @package _global_\ndefaults:\n  - override /kv_cache: radx\n", "Did you mean `radix`"),
             ("# @package _global_\ndefaults: [}\n", "cannot be read"),
@@ -130,6 +133,32 @@ class TestPresets:
         with pytest.raises((PluginError, ConfigError)) as caught:
             composed("+preset=bad", config_dirs=[folder])
         assert reason in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("words", "observers"),
+        [
+            ([], ["trace"]),
+            (["+observer=log"], ["trace", "log"]),
+            (["observer=[]"], []),
+            (["observer=[]", "+observer=log"], ["log"]),
+            (["logits=[]", "observer.trace.every=3"], ["trace"]),
+        ],
+    )
+    def test_a_preset_adds_to_a_list(self, composed, conf, words, observers):
+        """As `+observer=trace` does; a word that chooses the list wins over it."""
+        text = "# @package _global_\ndefaults:\n  - override /logits: [penalties]\n"
+        folder = conf("preset/more.yaml", text + "  - /observer: trace\n  - /logits: [min_tokens, logit_bias]\n")
+        found = composed("+preset=more", *words, app="generate", config_dirs=[folder])
+        logits = [] if "logits=[]" in words else ["penalties", "min_tokens", "logit_bias"]
+        assert list(found.many("logits")) == logits
+        listed = [file.chooses for file in found.registry.files if file.name == "more"]
+        assert listed == [("logits=[penalties]", "+observer=trace", "+logits=[min_tokens,logit_bias]")]
+        assert list(found.many("observer")) == observers
+
+    def test_what_a_preset_adds_is_not_added_twice(self, composed, conf):
+        folder = conf("preset/more.yaml", "# @package _global_\ndefaults:\n  - /observer: trace\n")
+        with pytest.raises(ConfigError, match=r"\+observer=trace: it is chosen already: observer=\[trace\]"):
+            composed("+preset=more", "+observer=trace", config_dirs=[folder])
 
     def test_a_missing_plus_is_explained(self, composed):
         with pytest.raises(ConfigError, match=r"write `\+preset=tiny_cpu`"):

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from dovetail.core.compose import AppConfig, Registry, cli, compose, composer
-from dovetail.core.errors import ConfigError
+from dovetail.core.compose import AppConfig, Registry, Selected, cli, compose, composer
+from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces.app import App
 
 ROOT = Path(__file__).parents[3]
@@ -114,6 +114,12 @@ def test_a_constructor_that_raises_is_a_message_that_names_the_package(app_that_
     err = capsys.readouterr().err
     assert "dovetail: package home 1.0: app=sweep could not be built: KeyError: 'no such table'" in err
     assert ("Traceback" in err, "DOVETAIL_DEBUG=1 shows" in err) == (bool(debug), not debug)
+
+
+def test_a_constructor_that_is_called_otherwise_than_it_expects_says_how(app_that_raises):
+    part = app_that_raises(ConfigError("is not reached")).registered["app", "sweep"]
+    with pytest.raises(PluginError, match=r"called as Sweep\(config, \.\.\., kv=\.\.\.\), which does not fit: too"):
+        Selected(part, part.component.config()).build(1, kv=2)
 
 
 def test_an_error_of_ours_leaves_a_constructor_as_it_is(app_that_raises):

@@ -60,6 +60,14 @@ def test_a_config_folder_that_does_not_exist_is_listed(install, plugin, composed
         ),
         ("from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    return 1 / 0", "ZeroDivisionError"),
         ("from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    return [3]", "not a Component"),
+        (
+            "from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    pass",
+            "dovetail_components() returned nothing, not a list",
+        ),
+        (
+            "from dovetail import hookimpl\n@hookimpl\ndef dovetail_config_dirs():\n    return 'pkg://conf'",
+            "dovetail_config_dirs() returned a str, not a list",
+        ),
     ],
 )
 def test_a_broken_package_is_listed_and_stops_nobody(install, plugin, composed, registry, source, reason):
@@ -83,6 +91,8 @@ def test_a_broken_package_is_listed_and_stops_nobody(install, plugin, composed, 
         (('api="scheduler/0.1"', 'api="0.1"'), "not of the form scheduler/<major>.<minor>"),
         (("size: int", "name: int"), "has a field `name`"),
         (('target="json:JSONDecoder"', 'target="json.JSONDecoder"'), "not of the form package.module:name"),
+        (("config=C", "config=C, capabilities=print"), "its capabilities is <built-in function print>, not text"),
+        (("config=C", "config=C, facts='json.loads'"), "its facts 'json.loads' is not of the form"),
         (("class C(Config)", "class C"), "not a subclass of dovetail.Config"),
         (("size: int = 3", "model_config = {'extra': 'ignore'}"), "must stay frozen, with extra='forbid'"),
         (("config=C", "config=C, renamed={'old': 'siz'}"), "renames `old` to `siz`"),
