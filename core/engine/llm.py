@@ -17,8 +17,7 @@ import numpy as np
 
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Counters, Engine, SequenceEvent
-from dovetail.core.engine.output import REASONS, Completion, Delta, Generation, StopWatch, Timing
-from dovetail.core.engine.pooling import cut
+from dovetail.core.engine.output import REASONS, Completion, Delta, Generation, StopWatch, Timing, cut
 from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import EmbeddingSpec, FinishReason, Pooling, Progress, SamplingParams, Sequence
 

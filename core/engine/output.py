@@ -6,11 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from dovetail.core.interfaces import FinishReason, SamplingParams, TokenLogprobs
 from dovetail.core.tokenizer import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -125,3 +126,11 @@ REASONS = {
     FinishReason.ABORT: "abort",
     FinishReason.REJECTED: "rejected",
 }
+
+
+def cut(vectors: NDArray[np.float32], *, normalize: bool, dimensions: int | None) -> NDArray[np.float32]:
+    """The first `dimensions` of each (Matryoshka, Kusupati et al. 2022), then scaled to length 1."""
+    vectors = vectors[..., :dimensions]
+    if not normalize:
+        return vectors
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)

@@ -70,11 +70,3 @@ class Pooler:
             self._parts[seq.uid] = result.epoch, pooled_C
             return None
         return pooled_C / np.float32(seq.prompt_len) if seq.request.pooling == "mean" else pooled_C
-
-
-def cut(vectors: NDArray[np.float32], *, normalize: bool, dimensions: int | None) -> NDArray[np.float32]:
-    """The first `dimensions` of each (Matryoshka, Kusupati et al. 2022), then scaled to length 1."""
-    vectors = vectors[..., :dimensions]
-    if not normalize:
-        return vectors
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)

@@ -1,4 +1,4 @@
-"""The engine's process: the step loop and its two sockets, in one thread."""
+"""The engine's process: the step loop and its sockets, in one thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +26,7 @@ from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence, Tok
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.process import SHOW_STACKS
 from dovetail.core.parallel.worker import die_with, recompose, report
+from dovetail.core.serving import link as sockets
 from dovetail.core.serving.protocol import (
     Abort,
     Add,
@@ -70,7 +71,7 @@ def main(control_fd: int, parent: int) -> None:
         if order["adapters"] is not None:
             _restore_adapters(engine, order["adapters"])
         _warm_up(engine)
-        loop = StepLoop(engine, control, order["commands"], order["outputs"])
+        loop = StepLoop(engine, control, order["link"])
         info = _describe(composition, engine, time.perf_counter() - began)
         control.send({"op": "ready", "info": msgspec.to_builtins(info)})
         # What was loaded stays: the collector need not walk it again and again.
@@ -145,9 +146,23 @@ def _describe(composition: Composition, engine: Engine, seconds: float) -> Engin
 
 
 @dataclass(slots=True)
+class _Link:
+    """The engine's end of what joins it to one process that uses it."""
+
+    commands: zmq.Socket[bytes]
+    outputs: zmq.Socket[bytes]
+    taken: int = 0
+    """Commands."""
+    told: int = 0
+    """Of those, how many the other end knows to be carried out."""
+    news: list[News] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class _Running:
     """One request in the engine."""
 
+    link: _Link
     id: int
     sequences: list[Sequence]
     left: int
@@ -155,32 +170,25 @@ class _Running:
 
 
 class StepLoop:
-    """Takes commands between two steps; sends what each step brought as one message."""
+    """Takes commands between two steps; sends what each step brought as one message to each link that it concerns."""
 
-    def __init__(self, engine: Engine, control: Channel, commands: str, outputs: str) -> None:
+    def __init__(self, engine: Engine, control: Channel, link: Mapping[str, str]) -> None:
+        """`link`: the addresses of the first, whose number is 0."""
         self.engine, self._control = engine, control
-        context = zmq.Context()
-        self._commands = context.socket(zmq.PULL)
-        self._outputs = context.socket(zmq.PUSH)
-        for sock, address in ((self._commands, commands), (self._outputs, outputs)):
-            sock.set_hwm(0)
-            sock.linger = 1000
-            sock.connect(address)
+        self._context = zmq.Context[zmq.Socket[bytes]]()
         self._poller = zmq.Poller()
-        self._poller.register(self._commands, zmq.POLLIN)
         self._poller.register(control.fileno(), zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._encoder = msgspec.msgpack.Encoder()
+        self._links: dict[int, _Link] = {}
+        """By number."""
+        self._by_socket: dict[zmq.Socket[bytes], _Link] = {}
         self._requests: dict[int, _Running] = {}
         self._by_uid: dict[int, _Running] = {}
         self._stats_due = 0.0
-        self._taken = 0
-        """Commands."""
-        self._told = 0
-        """Of those, how many the front-end knows to be carried out."""
-        self._news: list[News] = []
-        self._loading: dict[int, Future[None]] = {}
+        self._loading: list[tuple[_Link, int, Future[None]]] = []
         """Commands that are answered when this is done."""
+        self._attach(0, **link)
 
     def run(self) -> None:
         engine = self.engine
@@ -193,29 +201,82 @@ class StepLoop:
     def _take_commands(self) -> bool:
         """Carry out what arrived; sleeps only while the engine has nothing to do. False = stop."""
         idle = not self.engine.has_work
-        if idle and (self._stats_due or self._told < self._taken):
+        if idle and (self._stats_due or any(link.told < link.taken for link in self._links.values())):
             # The last word before silence, so that gauges do not stay where they were.
-            self._send(Batch(self._news, self._stats(), self._taken, idle=True))
-            self._news, self._stats_due, self._told = [], 0.0, self._taken
+            stats, self._stats_due = self._stats(), 0.0
+            for one in self._links.values():
+                self._tell(one, stats, idle=True)
         patience = _MOMENT_MS if self._loading else None
         for source, _ in self._poller.poll(patience if idle else 0):
-            if source is not self._commands:
-                message, _ = self._control.recv()
-                return bool(message["op"] != "stop")
-        for id in [id for id, future in self._loading.items() if future.done()]:
-            self._send(_reply(id, self._loading.pop(id).result))
+            if (link := self._by_socket.get(source)) is not None:
+                self._take(link)
+            elif not self._ordered():
+                return False
+        if self._loading:
+            self._answer_loaded()
+        return True
+
+    def _take(self, link: _Link) -> None:
         while True:
             try:
-                data = self._commands.recv(zmq.NOBLOCK)
+                data = link.commands.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return True
-            self._obey(self._decoder.decode(data))
-            self._taken += 1
+                return
+            self._obey(link, self._decoder.decode(data))
+            link.taken += 1
 
-    def _obey(self, command: Command) -> None:
+    def _answer_loaded(self) -> None:
+        done = [entry for entry in self._loading if entry[2].done()]
+        self._loading = [entry for entry in self._loading if entry not in done]
+        for link, id, future in done:
+            self._send(link, _reply(id, future.result))
+
+    # Links.
+
+    def _ordered(self) -> bool:
+        """What the process that started this one says; False = stop."""
+        message, _ = self._control.recv()
+        match message["op"]:
+            case "attach":
+                self._attach(message["link"], message["commands"], message["outputs"])
+                # The first word says that commands may come.
+                self._tell(self._links[message["link"]], self._stats(), idle=not self.engine.has_work)
+            case "detach":
+                self._detach(message["link"])
+            case "stop":
+                return False
+            case other:
+                raise ValueError(f"the engine's process was sent {other!r}")
+        return True
+
+    def _attach(self, number: int, commands: str, outputs: str) -> None:
+        link = _Link(self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH))
+        link.outputs.linger = 1000
+        sockets.bind(link.commands, commands)
+        sockets.connect(link.outputs, outputs)
+        self._poller.register(link.commands, zmq.POLLIN)
+        self._links[number] = self._by_socket[link.commands] = link
+
+    def _detach(self, number: int) -> None:
+        """Its other end is gone, and with it whoever wanted its requests."""
+        link = self._links.pop(number, None)
+        if link is None:
+            return
+        for running in [running for running in self._requests.values() if running.link is link]:
+            del self._requests[running.id]
+            self._drop(running)
+        self._loading = [entry for entry in self._loading if entry[0] is not link]
+        self._poller.unregister(link.commands)
+        del self._by_socket[link.commands]
+        link.commands.close(linger=0)
+        link.outputs.close(linger=0)
+
+    # Requests.
+
+    def _obey(self, link: _Link, command: Command) -> None:
         match command:
             case Add():
-                self._add(command)
+                self._add(link, command)
             case Abort():
                 if running := self._requests.pop(command.id, None):
                     self._drop(running)
@@ -225,9 +286,9 @@ class StepLoop:
                     self.engine.finish(seq.uid, seq.prompt_len + command.tokens, FinishReason.STOP)
                     self._ended(running, seq.uid)
             case Control():
-                self._control_engine(command)
+                self._control_engine(link, command)
 
-    def _add(self, command: Add) -> None:
+    def _add(self, link: _Link, command: Add) -> None:
         clock = time.perf_counter()
         try:
             sequences = self.engine.add(
@@ -243,14 +304,14 @@ class StepLoop:
                 number=command.id,
             )
         except (RequestError, TypeError, ValueError) as error:
-            self._reject(command.id, str(error), getattr(error, "status", 400))
+            self._reject(link, command.id, str(error), getattr(error, "status", 400))
             return
-        running = self._requests[command.id] = _Running(command.id, sequences, len(sequences))
+        running = self._requests[command.id] = _Running(link, command.id, sequences, len(sequences))
         for seq in sequences:
             self._by_uid[seq.uid] = running
 
-    def _reject(self, id: int, detail: str, status: int) -> None:
-        self._news.append(News(id, 0, (), REASONS[FinishReason.REJECTED], detail=detail, status=status))
+    def _reject(self, link: _Link, id: int, detail: str, status: int) -> None:
+        link.news.append(News(id, 0, (), REASONS[FinishReason.REJECTED], detail=detail, status=status))
 
     def _drop(self, running: _Running) -> None:
         for seq in running.sequences:
@@ -273,12 +334,12 @@ class StepLoop:
         if event.reason is FinishReason.REJECTED:
             del self._requests[running.id]
             self._drop(running)
-            self._reject(running.id, event.detail, 400)
+            self._reject(running.link, running.id, event.detail, 400)
             return
         tokens = event.tokens
         stop = event.reason is FinishReason.STOP and bool(tokens)
         hidden = stop and not seq.request.params.include_stop and tokens[-1] in seq.request.stop_ids
-        self._news.append(
+        running.link.news.append(
             News(
                 running.id,
                 sample,
@@ -300,13 +361,16 @@ class StepLoop:
         if now >= self._stats_due:
             # Without news, too: a long prompt has none for many steps, and silence would look like death.
             stats, self._stats_due = self._stats(), now + _STATS_SECONDS
-        elif not self._news:
-            return
-        self._send(Batch(self._news, stats, self._taken))
-        self._news, self._told = [], self._taken
+        for link in self._links.values():
+            if stats is not None or link.news:
+                self._tell(link, stats)
 
-    def _send(self, message: Output) -> None:
-        self._outputs.send(self._encoder.encode(message))
+    def _tell(self, link: _Link, stats: EngineStats | None, *, idle: bool = False) -> None:
+        self._send(link, Batch(link.news, stats, link.taken, idle))
+        link.news, link.told = [], link.taken
+
+    def _send(self, link: _Link, message: Output) -> None:
+        sockets.send(link.outputs, self._encoder.encode(message))
 
     def _stats(self) -> EngineStats:
         scheduler, kv, counters = self.engine.scheduler.stats(), self.engine.kv.stats(), self.engine.counters
@@ -330,16 +394,17 @@ class StepLoop:
             tokens_used=kv.used_tokens,
         )
 
-    def _control_engine(self, command: Control) -> None:
+    def _control_engine(self, link: _Link, command: Control) -> None:
         operation = _OPERATIONS.get(command.op)
         if operation is None:
-            self._send(Reply(command.id, error=f"no operation {command.op!r}; there are {', '.join(_OPERATIONS)}"))
+            there = ", ".join(_OPERATIONS)
+            self._send(link, Reply(command.id, error=f"no operation {command.op!r}; there are {there}"))
             return
         reply = _reply(command.id, lambda: operation(self, **command.arguments))
         if isinstance(reply.value, Future):
-            self._loading[command.id] = reply.value
+            self._loading.append((link, command.id, reply.value))
         else:
-            self._send(reply)
+            self._send(link, reply)
 
 
 def _reply(id: int, call: Callable[[], Any]) -> Reply:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-import zmq
 
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import StartHung, describe_exit
 from dovetail.core.parallel.process import LAST_LOOK_SECONDS, SHOW_STACKS, start_process
 from dovetail.core.parallel.worker import order_for
-from dovetail.core.serving.protocol import Batch, EngineInfo, Output, Reply
+from dovetail.core.serving.link import Link
+from dovetail.core.serving.protocol import Batch, EngineInfo, Reply
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -59,15 +57,14 @@ class EngineProcess:
         it starts, that is engine.start_timeout.
         environment: of the process; that of this one by default."""
         self._composition, self._listener = composition, listener
-        self._timeout, self._environment, self._adapters = timeout, environment, adapters
+        self._environment, self._adapters = environment, adapters
         engine = composition.engine
-        self._start_timeout = math.inf if engine.start_timeout is None else engine.start_timeout
+        start_timeout = math.inf if engine.start_timeout is None else engine.start_timeout
         if engine.tp * engine.pp > 1:
-            self._start_timeout += _RANKS_FIRST_SECONDS
-        self._sending = threading.Lock()
-        self._commands: zmq.Socket[bytes] | None = None
-        self._sent = 0
-        """Commands."""
+            start_timeout += _RANKS_FIRST_SECONDS
+        self._link = Link(
+            lambda message: listener.on_message(self, message), timeout=timeout, start_timeout=start_timeout
+        )
         self._popen: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._stopping = False
@@ -91,10 +88,7 @@ class EngineProcess:
 
     def send(self, command: bytes) -> None:
         """A Command, encoded; from any thread. To a dead process nothing is sent: its death is on the way."""
-        with self._sending:
-            if self._commands is not None:
-                self._commands.send(command)
-                self._sent += 1
+        self._link.send(command)
 
     def stop(self) -> None:
         """Blocks until the process is gone."""
@@ -118,9 +112,7 @@ class EngineProcess:
 
     def _run(self) -> None:
         try:
-            # mkdtemp's mode is 0700: nobody else can connect.
-            with tempfile.TemporaryDirectory(prefix="dovetail-") as folder, zmq.Context() as context:
-                cause = self._serve(context, Path(folder))
+            cause = self._serve()
         except Exception as error:
             log.exception("the thread that listens to the engine failed")
             cause = f"cannot be heard any more: {error!r}"
@@ -130,28 +122,19 @@ class EngineProcess:
                 self._popen.wait()
         self._listener.on_death(self, cause)
 
-    def _serve(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> str:
-        commands, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        addresses = {"commands": f"ipc://{folder}/commands", "outputs": f"ipc://{folder}/outputs"}
+    def _serve(self) -> str:
         try:
-            for sock, address in zip((commands, outputs), addresses.values(), strict=True):
-                sock.linger = 0
-                sock.set_hwm(0)
-                sock.bind(address)
             self._popen, self._channel = start_process(_MAIN, environment=self._environment)
             wanted = None if self._adapters is None else dict(self._adapters)
-            self._channel.send({**order_for(self._composition), **addresses, "adapters": wanted})
+            order = {**order_for(self._composition), "link": self._link.addresses, "adapters": wanted}
+            self._channel.send(order)
             if self._stopping:
                 self._tell_to_stop()
-            with self._sending:
-                self._commands = commands
-            self._listen(outputs, self._channel)
+            if silent := self._link.listen(self._channel.fileno(), self._heard):
+                self._end_hung(silent)
             return self._cause(self._popen)
         finally:
-            with self._sending:
-                self._commands = None
-            commands.close()
-            outputs.close()
+            self._link.close()
             if self._channel is not None:
                 self._channel.close()
 
@@ -162,36 +145,6 @@ class EngineProcess:
             popen.kill()
             status = popen.wait()
         return self._said or describe_exit(status, self._doing)
-
-    def _listen(self, outputs: zmq.Socket[bytes], channel: Channel) -> None:
-        """Until the process closes its end."""
-        decoder = msgspec.msgpack.Decoder(Output)
-        poller = zmq.Poller()
-        poller.register(outputs, zmq.POLLIN)
-        poller.register(channel.fileno(), zmq.POLLIN)
-        tick = max(0.001, min(1.0, self._timeout / 4, self._start_timeout / 4))
-        # Only time in which this thread listened counts: all of the server may have been stopped and gone on.
-        silent, taken, idle = 0.0, 0, True
-        while True:
-            sources = poller.poll(int(tick * 1e3))
-            if not sources:
-                starts = self._doing == "starting"
-                silent = 0.0 if idle and taken == self._sent and not starts else silent + tick
-                if silent >= (self._start_timeout if starts else self._timeout):
-                    self._end_hung(silent)
-                    return
-            for source, _ in sources:
-                silent = 0.0
-                if source is outputs:
-                    message = decoder.decode(outputs.recv())
-                    if isinstance(message, Batch):
-                        taken, idle = message.taken, message.idle
-                    self._listener.on_message(self, message)
-                    continue
-                try:
-                    self._heard(*channel.recv())
-                except ChannelClosed:
-                    return
 
     def _end_hung(self, seconds: float) -> None:
         assert self._popen is not None
@@ -207,9 +160,16 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._popen.kill()
 
-    def _heard(self, message: dict[str, Any], raw: bytes) -> None:
+    def _heard(self) -> bool:
+        """Something on the channel; False: its end."""
+        assert self._channel is not None
+        try:
+            message, _ = self._channel.recv()
+        except ChannelClosed:
+            return False
         if message["op"] == "ready":
             self._doing = "serving"
+            self._link.open()
             self._listener.on_ready(self, msgspec.convert(message["info"], EngineInfo, str_keys=True))
         elif message["op"] == "error":
             self._said = f"failed: {message['text']}"
@@ -217,3 +177,4 @@ class EngineProcess:
         elif message["op"] == "progress":
             self._phase = message["phase"]
             self._listener.on_progress(self, self._phase)
+        return True

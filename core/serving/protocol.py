@@ -143,7 +143,7 @@ class Batch(msgspec.Struct, array_like=True, tag=0):
     news: list[News]
     stats: EngineStats | None = None
     taken: int = 0
-    """Commands that were carried out since the engine started."""
+    """Commands of this link that were carried out."""
     idle: bool = False
     """Nothing is left to do: silence may follow."""
 

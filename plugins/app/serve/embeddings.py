@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from numpy.typing import NDArray
 from starlette.responses import Response
 
-from dovetail.core.engine.pooling import cut
+from dovetail.core.engine.output import cut
 from dovetail.core.interfaces import EmbeddingSpec, SamplingParams
 from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError

@@ -31,8 +31,8 @@ def played(control_fd: int, parent: int) -> None:
     order, _ = control.recv()
     context = zmq.Context()
     commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    commands.connect(order["commands"])
-    outputs.connect(order["outputs"])
+    commands.bind(order["link"]["commands"])
+    outputs.connect(order["link"]["outputs"])
     time.sleep(2 * TIMEOUT)
     control.send({"op": "ready", "info": INFO})
     commands.recv()
@@ -56,7 +56,7 @@ class Heard:
         self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def on_progress(self, process, phase):
-        process._start_timeout = TIMEOUT
+        process._link._start_timeout = TIMEOUT
 
     def on_ready(self, process, info):
         self.said.put("ready")
