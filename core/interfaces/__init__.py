@@ -13,7 +13,7 @@ from dovetail.core.interfaces.attention import (
     QKNorm,
     Rope,
 )
-from dovetail.core.interfaces.collective import Collective
+from dovetail.core.interfaces.collective import Collective, Residual
 from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
 from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
 from dovetail.core.interfaces.grammar import Grammar, GrammarCompiler, Matcher, Vocabulary
@@ -159,6 +159,7 @@ __all__ = [
     "ReplicaLoad",
     "Request",
     "Reservation",
+    "Residual",
     "Resource",
     "Rope",
     "Router",

@@ -4,7 +4,7 @@ core.parallel."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle, Partial
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
     Norm = Callable[..., tuple[Bundle, torch.Tensor]]
     """norm(x, residual, emit) -> (bundle of norm(x + residual), x + residual); norms behind layers that leave their
-    scales to them take scale=Partial.scale, too."""
+    scales to them take scale=Partial.scale, too. It treats each row by itself, so a component may call it on some."""
+
+Residual = Any
+"""The sum of all blocks so far, as the component keeps it: every row [T, C], or a form of its own. Models hand it on as
+it is, and ask `Collective.whole` where they want to read it."""
 
 
 class Collective(ABC):
@@ -68,16 +72,24 @@ class Collective(ABC):
 
     def boundary(
         self,
-        x: torch.Tensor | Partial,
-        residual: torch.Tensor | None,
+        x: torch.Tensor | Partial | Residual,
+        residual: Residual | None,
         norm: Norm,
         emit: tuple[ActFormat, ...] = (PLAIN,),
-    ) -> tuple[Bundle, torch.Tensor]:
+    ) -> tuple[Bundle, Residual]:
         """The edge between two blocks: sum a Partial over ranks, add the residual, norm, emit. This is the one place
-        where row-parallel layers reduce, so that a component can fuse all four."""
+        where row-parallel layers reduce, so that a component can fuse all four.
+
+        `residual` is None, every row, or what an earlier edge of the same pass returned; so may x be, where a block
+        norms that twice. The bundle has every row and the same bits on every rank."""
         if isinstance(x, Partial) and x.scale is not None:
             return norm(x.values, residual, emit, scale=x.scale)
         return norm(self.reduce(x), residual, emit)
+
+    def whole(self, residual: Residual) -> torch.Tensor:
+        """Every row [T, C] of what `boundary` returned, the same bits on every rank. Leaves it as it is."""
+        rows: torch.Tensor = residual
+        return rows
 
     def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
         if not isinstance(x, Partial):

@@ -18,15 +18,31 @@ import pytest
 import torch
 
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial
-from dovetail.core.layers import RMSNorm
+from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle, Collective, Partial, Residual
+from dovetail.core.layers import LayerNorm, RMSNorm
 from dovetail.core.ops.norm import rms_norm_reference
 from dovetail.core.testing.ranks import on_ranks
 
-HALVED = ActFormat("halved", reference=lambda x_TC: (x_TC / 2, x_TC.new_full((len(x_TC), 1), 2.0)))
-"""A format of the suite's own."""
 SHAPES = ((1,), (7,), (3, 5), (2, 3, 4), (64, 33))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+def by_column(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_TG = x_TC.unflatten(1, (-1, 16)).abs().amax(-1)
+    return x_TC / scale_TG.repeat_interleave(16, 1), scale_TG
+
+
+HALVED = ActFormat("halved", reference=lambda x_TC: (x_TC / 2, x_TC.new_full((len(x_TC), 1), 2.0)))
+BY_COLUMN = ActFormat("by_column", group=16, scale_layout="column", reference=by_column)
+LOUDEST = ActFormat("loudest", group="tensor", reference=lambda x_TC: (x_TC / x_TC.abs().max(), x_TC.abs().max()[None]))
+STATIC = ActFormat(
+    "static",
+    dtype=torch.float8_e4m3fn,
+    group="tensor",
+    static_scale=torch.full((1,), 4.0),
+    reference=lambda x_TC: (x_TC / 4, None),
+)
+"""Formats of the suite's own, one for each way that scales lie."""
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -223,14 +239,77 @@ class CollectiveContract:
                 kept = None if before is None else before.clone().to(self.device)
                 bundle, after = collective.boundary(given, kept, called, emit)
                 expected, expected_after = norm(whole, before, emit)
-                _assert_close(after.cpu(), expected_after, "x + residual")
+                _assert_close(collective.whole(after).cpu(), expected_after, "x + residual")
                 for fmt in emit:
                     _assert_close(bundle[fmt].values.cpu(), expected[fmt].values, f"format {fmt.name}")
                 assert bundle[HALVED].scale is not None
-                found += [_bits(after), _bits(bundle[PLAIN].values)]
+                found += [_bits(collective.whole(after)), _bits(bundle[PLAIN].values)]
             reduced = collective.reduce(Partial(parts[rank].clone().to(self.device)))
             _assert_close(reduced.cpu(), torch.stack(parts).sum(0), "reduce of a Partial")
             assert torch.equal(collective.reduce(own.to(self.device)).cpu(), own), "reduce of a whole tensor changed it"
+        return found
+
+    def test_edges_follow_each_other(self) -> None:
+        """The residual goes from edge to edge as the component keeps it; a tap reads all of it."""
+        bits = self.on_ranks(self._passes)
+        assert all(other == bits[0] for other in bits), "ranks hold different bits after a pass"
+
+    def _passes(self, rank: int, size: int, address: str) -> list[bytes]:
+        columns, emit = 64, (PLAIN, HALVED, BY_COLUMN, LOUDEST, STATIC)
+        build: Any = SimpleNamespace(dtype=torch.float32, device=self.device)
+        norm, with_mean = RMSNorm("norm", build, columns, 1e-5), LayerNorm("norm", build, columns, 1e-5)
+        for weight, seed in ((norm.weight, 90), (with_mean.weight, 91), (with_mean.bias, 92)):
+            weight.copy_(values(seed, (columns,), torch.float32).abs().clamp(max=10))
+        found: list[bytes] = []
+        with self.connected(rank, size, address) as collective:
+
+            def edge(
+                x: torch.Tensor | Partial | Residual, kept: Residual | None, expected: torch.Tensor, called: Any
+            ) -> Residual:
+                """One, held against the norm of what the whole should be."""
+                before = None if kept is None else _bits(collective.whole(kept))
+                bundle, after = collective.boundary(x, kept, called, emit)
+                assert kept is None or _bits(collective.whole(kept)) == before, "an edge changed the residual before it"
+                wanted, _ = called(expected.to(self.device), None, emit)
+                for fmt in emit:
+                    given, want = bundle[fmt], wanted[fmt]
+                    assert given.values.dtype == want.values.dtype, f"format {fmt.name}: {given.values.dtype}"
+                    assert (given.scale is None) == (want.scale is None), f"format {fmt.name}: scale {given.scale}"
+                    step = 0.13 if fmt is STATIC else 1e-4
+                    what = f"{len(expected)} rows, format {fmt.name}"
+                    _assert_close(_decoded(given), _decoded(want), what, rtol=step)
+                    found.extend(_bits(x) for x in (given.values, given.scale) if x is not None)
+                strides = bundle[BY_COLUMN].scale.stride()
+                assert len(expected) < 2 or strides[0] == 1, f"scales by column have strides {strides}"
+                whole = collective.whole(after)
+                _assert_close(whole.cpu(), expected, f"{len(expected)} rows, the residual")
+                found.append(_bits(whole))
+                return after
+
+            for rows in (1, size - 1, size, size + 1, 4 * size, 4 * size + 3):
+                shape = (rows, columns)
+
+                def partial(seed: int, shape: tuple[int, int] = shape) -> tuple[Partial, torch.Tensor]:
+                    own = [
+                        torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + r)) for r in range(size)
+                    ]
+                    return Partial(own[rank].to(self.device)), torch.stack(own).sum(0)
+
+                total = values(93, shape, torch.float32, rows)
+                residual = edge(total.to(self.device), None, total, norm)
+                for seed, called in enumerate((norm, with_mean, norm)):
+                    x, added = partial(seed)
+                    total = total + added
+                    residual = edge(x, residual, total, called)
+                # A block with two norms of the same.
+                edge(residual, None, total, with_mean)
+                # A tap: what it reduced goes on as it is.
+                x, added = partial(9)
+                reduced, total = collective.reduce(x), total + added
+                _assert_close((reduced + collective.whole(residual)).cpu(), total, "a tap")
+                residual = edge(reduced, residual, total, norm)
+                x, added = partial(10)
+                edge(x, residual, total + added, norm)
         return found
 
     # Alone.
@@ -320,5 +399,14 @@ def _bits(x: torch.Tensor) -> bytes:
     return bytes(x.cpu().contiguous().view(torch.uint8).reshape(-1).tolist())
 
 
-def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4), f"{what}: {found}, not {expected}"
+def _decoded(x: Activation) -> torch.Tensor:
+    values_TC = x.values.cpu().float()
+    if x.scale is None:
+        return values_TC
+    scale = x.scale.cpu().float()
+    return values_TC * scale.repeat_interleave(values_TC.shape[-1] // scale.shape[-1], -1)
+
+
+def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, rtol: float = 1e-4) -> None:
+    assert found.shape == expected.shape, f"{what}: of shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    assert torch.allclose(found, expected, rtol=rtol, atol=1e-4), f"{what}: {found}, not {expected}"

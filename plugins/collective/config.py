@@ -15,6 +15,10 @@ class NcclConfig(Config):
     timeout: float = Field(3600.0, gt=0)
     """Seconds that a rank waits for the others in one call. A dead one is noticed at once; this is for hanging ones."""
 
+    shard_rows: int | None = Field(None, ge=1)
+    """Rows of a step from which on each rank keeps, norms and encodes its share of them alone: sums are
+    reduce-scattered, encoded rows gathered. None = every rank keeps all rows."""
+
 
 class OrderedConfig(NcclConfig):
     """Sums in rank order in float32: the same bits on any transport. Slower: each rank gets every summand."""

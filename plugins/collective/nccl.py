@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from dovetail.core.interfaces import Collective
+from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial, Residual
 from dovetail.plugins.collective.config import NcclConfig
 from dovetail.plugins.collective.process_group import Rendezvous
+from dovetail.plugins.collective.sharded import RowShard, edge, whole
+
+if TYPE_CHECKING:
+    from dovetail.core.interfaces.collective import Norm
 
 
 class NcclCollective(Collective):
     """On CUDA a call enqueues and returns; later work on the current stream sees its result."""
+
+    config: NcclConfig
 
     def __init__(self, config: NcclConfig) -> None:
         super().__init__(config)
@@ -51,6 +58,51 @@ class NcclCollective(Collective):
         options.asyncOp = False
         self._wait(self._group._allgather_base(stacked, x.reshape(-1), options))
         return stacked.view(self.size, *x.shape)
+
+    def boundary(
+        self,
+        x: torch.Tensor | Partial | Residual,
+        residual: Residual | None,
+        norm: Norm,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> tuple[Bundle, Residual]:
+        if isinstance(x, RowShard) or isinstance(residual, RowShard) or self._shards(x):
+            return edge(self, x, residual, norm, emit)
+        return super().boundary(x, residual, norm, emit)
+
+    def _shards(self, x: torch.Tensor | Partial) -> bool:
+        """What is no sum leaves every rank with every row, which takes no call."""
+        least = self.config.shard_rows
+        return self.size > 1 and least is not None and isinstance(x, Partial) and len(x.values) >= least
+
+    def whole(self, residual: Residual) -> torch.Tensor:
+        return whole(self, residual) if isinstance(residual, RowShard) else residual
+
+    def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
+        x_TC = x_TC.contiguous()
+        out = x_TC.new_empty(len(x_TC) // self.size, *x_TC.shape[1:])
+        options = c10d.ReduceScatterOptions()
+        options.asyncOp = False
+        self._wait(self._group._reduce_scatter_base(out, x_TC, options))
+        return out
+
+    def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As bytes, of whatever type, and in one call where the transport can."""
+        # Encoded rows are types that a transport need not know.
+        mine = [part.contiguous().view(torch.uint8) for part in parts]
+        every = [part.new_empty(self.size * len(part), *part.shape[1:]) for part in mine]
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        together = len(parts) > 1 and self._group.supports_coalescing
+        if together:
+            self._group._start_coalescing()
+        for into, part in zip(every, mine, strict=True):
+            work = self._group._allgather_base(into, part, options)
+            if not together:
+                self._wait(work)
+        if together:
+            self._wait(self._group._end_coalescing())
+        return [into.view(part.dtype) for into, part in zip(every, parts, strict=True)]
 
     def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
         if self.size == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.plugins.collective.nccl import NcclCollective
+from dovetail.plugins.collective.sharded import own_rows
 
 
 class OrderedCollective(NcclCollective):
@@ -19,3 +20,6 @@ class OrderedCollective(NcclCollective):
         for part in parts[1:]:
             total = total + part.to(wide)
         return total.to(x.dtype)
+
+    def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
+        return own_rows(self, self.all_reduce(x_TC))

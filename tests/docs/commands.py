@@ -22,6 +22,7 @@ COMPOSED_ONLY = {
     "attention=triton": "needs a GPU",
     "attention=flashinfer": "needs a GPU",
     "collective=symm_mem": "needs GPUs",
+    "collective.shard_rows": "needs GPUs",
 }
 """Commands with these words are composed and checked (`--cfg job`), not run, unless they plan."""
 

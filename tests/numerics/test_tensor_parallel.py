@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.testing.rank_threads import ThreadCollective, on_threads
+from dovetail.plugins.collective.config import OrderedConfig
+from dovetail.plugins.collective.ordered import OrderedCollective
 from dovetail.plugins.model.config import LlamaConfig
 
 from .checkpoints import random_tokens, save_random
@@ -42,6 +46,29 @@ def test_ranks_together_equal_one(variant, size, tmp_path):
     expected = logits_of(load_model(tmp_path), TOKENS)
     for got in on_threads(size, lambda collective: logits_of(load_model(tmp_path, collective=collective), TOKENS)):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ("gqa", "falcon_40b", "gptj"))
+def test_a_residual_that_lies_over_the_ranks_changes_nothing(variant, tmp_path):
+    """Sums in rank order have the same bits wherever they are made. 49 rows and then one; falcon_40b norms twice."""
+    save_random(tmp_path, variant)
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def run(ranks: ThreadCollective, shard_rows: int | None) -> list[torch.Tensor]:
+        collective = OrderedCollective(OrderedConfig(timeout=60, shard_rows=shard_rows))
+        collective.connect(ranks.rank, ranks.size, address, torch.device("cpu"))
+        driver = Driver(load_model(tmp_path, collective=collective))
+        found = driver.step([("a", TOKENS[:-1])], taps=(0,)) + list(driver.hidden.taps.values())
+        found += driver.step([("a", TOKENS[-1:])], num_decode=1)
+        ranks.barrier()
+        collective.close()
+        return found
+
+    replicated, sharded = (on_threads(2, partial(run, shard_rows=shard_rows)) for shard_rows in (None, 1))
+    for expected, got in zip(replicated, sharded, strict=True):
+        assert len(got) == 3 and all(map(torch.equal, got, expected))
 
 
 def dummy(folder: Path, collective: ThreadCollective | None = None, seed: int = 5) -> torch.Tensor:

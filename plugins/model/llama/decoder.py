@@ -30,6 +30,7 @@ from dovetail.core.interfaces import (
     Partial,
     Plane,
     QKNorm,
+    Residual,
     Rope,
 )
 from dovetail.core.layers import (
@@ -144,25 +145,25 @@ class Block:
         self.attention, self.mlp = Attention(index, build, layout, group, rope), MLP(index, build, layout)
 
     def __call__(
-        self, x: torch.Tensor | Partial, residual_TC: torch.Tensor | None, ctx: ForwardContext
-    ) -> tuple[Partial, torch.Tensor]:
+        self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext
+    ) -> tuple[Partial, Residual]:
         if self.parallel:
-            return self._parallel(x, residual_TC, ctx)
-        normed, residual_TC = self.boundary(x, residual_TC, self.norms[0], self.attention.qkv.inputs)
+            return self._parallel(x, residual, ctx)
+        normed, residual = self.boundary(x, residual, self.norms[0], self.attention.qkv.inputs)
         x = self.attention(normed, ctx)
-        normed, residual_TC = self.boundary(x, residual_TC, self.norms[1], self.mlp.up.inputs)
-        return self.mlp(normed), residual_TC
+        normed, residual = self.boundary(x, residual, self.norms[1], self.mlp.up.inputs)
+        return self.mlp(normed), residual
 
     def _parallel(
-        self, x: torch.Tensor | Partial, residual_TC: torch.Tensor | None, ctx: ForwardContext
-    ) -> tuple[Partial, torch.Tensor]:
+        self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext
+    ) -> tuple[Partial, Residual]:
         """Attention and MLP side by side: one sum over ranks a layer, not two."""
         wanted = self.attention.qkv.inputs + self.mlp.up.inputs * (len(self.norms) == 1)
-        normed, residual_TC = self.boundary(x, residual_TC, self.norms[0], tuple(dict.fromkeys(wanted)))
+        normed, residual = self.boundary(x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
         x = self.attention(normed, ctx)
         if len(self.norms) == 2:
-            normed, _ = self.boundary(residual_TC, None, self.norms[1], self.mlp.up.inputs)
-        return Partial(x.values + self.mlp(normed).values), residual_TC
+            normed, _ = self.boundary(residual, None, self.norms[1], self.mlp.up.inputs)
+        return Partial(x.values + self.mlp(normed).values), residual
 
 
 class Llama(Model):
@@ -226,14 +227,14 @@ class Llama(Model):
     def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
         boundary = self.build.collective.boundary
         x: torch.Tensor | Partial = embeds_TC
-        residual_TC, tapped = None, {}
+        residual, tapped = None, {}
         for index, block in enumerate(self.blocks):
-            x, residual_TC = block(x, residual_TC, ctx)
+            x, residual = block(x, residual, ctx)
             if index in taps:
                 # The next norm would add these anyway; a tap pays for one reduction of its own.
                 x = self.build.collective.reduce(x)
-                tapped[index] = x + residual_TC
-        states, _ = boundary(x, residual_TC, self.norm)
+                tapped[index] = x + self.build.collective.whole(residual)
+        states, _ = boundary(x, residual, self.norm)
         return Hidden(states[PLAIN].values, tapped)
 
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial
+from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial, Residual
 from dovetail.core.testing.collective import CollectiveContract
 from dovetail.core.testing.suite import failures
 from dovetail.plugins.collective.config import OrderedConfig
@@ -129,6 +129,30 @@ class EmitsOneFormat(Sound):
         return super().boundary(x, residual, norm, emit[:1])
 
 
+class Shards(Sound):
+    def __init__(self) -> None:
+        OrderedCollective.__init__(self, OrderedConfig(timeout=self.timeout, shard_rows=1))
+
+
+class TakesItsRowsForAll(Shards):
+    def whole(self, residual: Residual) -> torch.Tensor:
+        return super().whole(residual) if isinstance(residual, torch.Tensor) else residual.values
+
+
+class ForgetsTheResidualOfATap(Shards):
+    """An edge without a sum keeps what it is given."""
+
+    def boundary(
+        self,
+        x: torch.Tensor | Partial | Residual,
+        residual: Residual | None,
+        norm: Any,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> tuple[Bundle, Residual]:
+        lost = isinstance(x, torch.Tensor) and not isinstance(residual, torch.Tensor)
+        return super().boundary(x, None if lost else residual, norm, emit)
+
+
 class DoublesAlone(Sound):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return super().all_reduce(x) * (2 if self.size == 1 else 1)
@@ -187,6 +211,8 @@ BROKEN: dict[type[Collective], str] = {
     ForgetsTheResidual: "test_boundary_reduces_adds_and_norms",
     NormsBeforeItSums: "test_boundary_reduces_adds_and_norms",
     EmitsOneFormat: "test_boundary_reduces_adds_and_norms",
+    TakesItsRowsForAll: "test_edges_follow_each_other",
+    ForgetsTheResidualOfATap: "test_edges_follow_each_other",
     DoublesAlone: "test_one_rank_alone_changes_nothing",
     ClosesOnce: "test_close_is_idempotent",
     DoesNotSayWhoItIs: "test_connect_sets_rank_and_size",

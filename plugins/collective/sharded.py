@@ -1,0 +1,114 @@
+"""Edges whose residual lies over the ranks by rows: each rank sums, norms and encodes its share, then gathers what the
+next product reads (sequence parallelism, Korthikanti et al. 2022). Beside an all-reduce, the norm takes a share of the
+time, and what comes back is encoded: half the bytes in FP8.
+
+Shapes: T tokens, S rows of a rank's shard (the last ranks' end in zeros where T does not divide), C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import pad
+
+from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle, Partial, Residual
+from dovetail.core.ops.formats import encode
+
+if TYPE_CHECKING:
+    from dovetail.core.interfaces.collective import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class RowShard:
+    """Rows [rank * S, (rank + 1) * S) of a residual."""
+
+    values: torch.Tensor
+    tokens: int
+    """T."""
+
+
+class Ranks(Protocol):
+    """What an edge needs of a transport."""
+
+    rank: int
+    size: int
+
+    def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over ranks; T divides by the ranks."""
+
+    def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each, all ranks' rows one below the other, in rank order."""
+
+
+def edge(
+    ranks: Ranks,
+    x: torch.Tensor | Partial | RowShard,
+    residual: Residual | None,
+    norm: Norm,
+    emit: tuple[ActFormat, ...],
+) -> tuple[Bundle, RowShard]:
+    """Collective.boundary. Calls of every rank take the same way: it follows from types and shapes."""
+    if isinstance(x, Partial):
+        tokens, x_SC = len(x.values), _summed_rows(ranks, x.values)
+    else:
+        tokens, x_SC = x.tokens if isinstance(x, RowShard) else len(x), own_rows(ranks, x)
+    residual_SC = None if residual is None else own_rows(ranks, residual)
+    by_row = tuple(fmt for fmt in emit if _by_row(fmt))
+    rest = tuple(fmt for fmt in emit if not _by_row(fmt))
+    bundle, summed_SC = norm(x_SC, residual_SC, by_row if not rest or PLAIN in by_row else (*by_row, PLAIN))
+    gathered = _gathered(ranks, bundle, tokens)
+    encoded = encode(gathered[PLAIN].values, rest) if rest else Bundle(())
+    made = Bundle((*gathered.items, *encoded.items))
+    return Bundle(tuple(made[fmt] for fmt in emit)), RowShard(summed_SC, tokens)
+
+
+def whole(ranks: Ranks, shard: RowShard) -> torch.Tensor:
+    """Every row, on every rank."""
+    return ranks.gather_rows([shard.values])[0][: shard.tokens]
+
+
+def shard_rows(tokens: int, size: int) -> int:
+    return -(-tokens // size)
+
+
+def own_rows(ranks: Ranks, x: torch.Tensor | RowShard) -> torch.Tensor:
+    """This rank's rows of what every rank has, or of what lies over them already."""
+    if isinstance(x, RowShard):
+        return x.values
+    rows = shard_rows(len(x), ranks.size)
+    return _padded(x[ranks.rank * rows : (ranks.rank + 1) * rows], rows)
+
+
+def _summed_rows(ranks: Ranks, x_TC: torch.Tensor) -> torch.Tensor:
+    return ranks.reduce_rows(_padded(x_TC, ranks.size * shard_rows(len(x_TC), ranks.size)))
+
+
+def _padded(x_TC: torch.Tensor, rows: int) -> torch.Tensor:
+    """With rows of zeros behind it."""
+    return x_TC if len(x_TC) == rows else pad(x_TC, (0, 0, 0, rows - len(x_TC)))
+
+
+def _gathered(ranks: Ranks, bundle: Bundle, tokens: int) -> Bundle:
+    """Every row of a bundle of own rows."""
+    mine = [item.values for item in bundle.items]
+    mine += [item.scale for item in bundle.items if _scaled_by_row(item)]
+    found = iter([x[:tokens] for x in ranks.gather_rows(mine)])
+    items = [replace(item, values=next(found)) for item in bundle.items]
+    return Bundle(tuple(_scaled(item, next(found)) if _scaled_by_row(item) else item for item in items))
+
+
+def _scaled_by_row(item: Activation) -> bool:
+    return item.scale is not None and item.format.group != "tensor"
+
+
+def _scaled(item: Activation, scale_TG: torch.Tensor) -> Activation:
+    by_column = item.format.scale_layout == "column"
+    return replace(item, scale=scale_TG.t().contiguous().t() if by_column else scale_TG)
+
+
+def _by_row(fmt: ActFormat) -> bool:
+    """Whether a row's encoding depends on that row alone."""
+    return fmt.group != "tensor" or fmt.static_scale is not None
