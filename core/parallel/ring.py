@@ -66,7 +66,7 @@ class RingWriter(_Shared):
         if capacity < 1:
             raise ValueError(f"a ring needs room for a byte, not capacity={capacity}")
         capacity += -capacity % _WORD
-        fd = _anonymous_file()
+        fd = anonymous_file("dovetail-ring")
         os.ftruncate(fd, _WORD * (_CURSORS + _LINE * readers) + capacity)
         super().__init__(fd)
         self._words[_CAPACITY] = capacity
@@ -138,8 +138,9 @@ def _wait(ready: Callable[[], bool], idle: Idle) -> None:
         waited = time.perf_counter() - began
 
 
-def _anonymous_file() -> int:
+def anonymous_file(name: str) -> int:
+    """Its descriptor; whoever starts a process hands it on. `name` is for people who look at /proc."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("dovetail-ring", os.MFD_CLOEXEC)
+        return os.memfd_create(name, os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

@@ -1,16 +1,17 @@
-"""EngineClient: one engine in a process of its own, for asyncio. Requests go in, text comes out; a death is told."""
+"""EngineClient: one engine in another process, for asyncio. Requests go in, text comes out; a death is told."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
-import math
+import threading
 import time
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from dovetail.core.engine.output import Delta, StopWatch, Timing
 from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import Pooling, SamplingParams
-from dovetail.core.serving.process import EngineProcess
+from dovetail.core.serving.board import Board, Load
 from dovetail.core.serving.protocol import (
     Abort,
     Batch,
@@ -33,13 +34,9 @@ from dovetail.core.serving.protocol import (
 )
 from dovetail.core.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from dovetail.core.compose import Composition
-
 log = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "failed", "stopped"]
-_HOUR = 3600.0
 
 
 class EngineDown(DovetailError):
@@ -102,42 +99,39 @@ class Stream:
             self._waiter.set_result(None)
 
 
-class EngineClient:
-    """Belongs to one event loop; every method is called there."""
+class Transport(Protocol):
+    def send(self, command: bytes) -> None:
+        """From any thread."""
+
+
+class EngineClient(ABC):
+    """Belongs to one event loop; every method is called there but those of the thread that hears the engine. Who
+    derives from it knows how the engine comes to life."""
 
     def __init__(
         self,
-        composition: Composition,
         *,
         name: str = "the engine",
         ids: Iterator[int] | None = None,
-        max_restarts: int = 0,
-        timeout: float = math.inf,
+        load: Load | None = None,
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
         on_more: Callable[[Sequence[float]], None] = lambda seconds: None,
         on_state: Callable[[], None] = lambda: None,
-        adapters: Callable[[], Mapping[str, str] | None] = lambda: None,
-        environment: Mapping[str, str] | None = None,
+        on_phase: Callable[[], None] = lambda: None,
     ) -> None:
         """`name` begins sentences about it. `ids` number the requests, rising; random draws of requests without a seed
-        depend on the number. `max_restarts`: how often within an hour a dead engine is replaced; then the state is
-        "failed". `timeout`: seconds of silence after which an engine that has work counts as dead.
-        `on_stats` is called a few times a second while the engine works, `on_more` with the times
-        between tokens of samples that got some, not for the first time; `on_state` when the state has changed.
-        `adapters` says, each time an engine starts, which it shall begin with: name -> folder; None = as composed."""
-        self.composition, self.name = composition, name
-        self._timeout, self._environment, self._adapters = timeout, environment, adapters
-        self.max_restarts, self._on_stats, self._on_more, self._on_state = max_restarts, on_stats, on_more, on_state
+        depend on the number. `load` counts them. `on_stats` is called a few times a second while the engine works,
+        `on_more` with the times between tokens of samples that got some, not for the first time; `on_state` when the
+        state has changed, `on_phase` when a starting engine does something else."""
+        self.name = name
+        self._on_stats, self._on_more, self._on_state, self._on_phase = on_stats, on_more, on_state, on_phase
         self.state: State = "stopped"
         self.failure = ""
         """Why the engine died last."""
         self.phase = ""
         """What a starting engine is doing."""
         self.stats = EngineStats()
-        self.samples = 0
-        """Samples that run or wait, over all requests."""
-        self.prompt_tokens = 0
-        """Of requests that have no output yet."""
+        self._load = load or Board(1, 1).load(0)
         self._info: EngineInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -145,8 +139,26 @@ class EngineClient:
         self._controls = itertools.count()
         self._streams: dict[int, Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._deaths: deque[float] = deque()
-        self._process: EngineProcess | None = None
+        self._transport: Transport | None = None
+        """To an engine that is ready."""
+
+    def start(self) -> None:
+        """Returns at once."""
+        self._loop = asyncio.get_running_loop()
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Fail what runs, and have no more to do with the engine. Idempotent."""
+
+    @property
+    def samples(self) -> int:
+        """That run or wait, over all requests of all processes that use the engine."""
+        return self._load.samples
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of requests that have no output yet, likewise."""
+        return self._load.prompt_tokens
 
     @property
     def info(self) -> EngineInfo:
@@ -160,16 +172,6 @@ class EngineClient:
         if self._tokenizer is None:
             raise RequestError(f"the model {self.info.model} has no tokenizer: give token ids, and no stop strings")
         return self._tokenizer
-
-    @property
-    def pid(self) -> int | None:
-        """Of the engine's process."""
-        return None if self._process is None else self._process.pid
-
-    def start(self) -> None:
-        """Returns at once."""
-        self._loop = asyncio.get_running_loop()
-        self._launch()
 
     def submit(
         self,
@@ -188,7 +190,7 @@ class EngineClient:
         """keep: special tokens whose text is part of the output. pooling: embed the prompt; one Delta brings all.
 
         deadline: seconds from now, which schedulers may read. A refusal comes out of the stream as RequestError."""
-        if self.state != "ready" or self._process is None:
+        if self.state != "ready" or self._transport is None:
             raise EngineDown(f"{self.name} is {self.state}{f': {self.failure}' if self.failure else ''}")
         tokenizer = self.tokenizer if params.stop else self._tokenizer
         id = next(self._ids)
@@ -198,56 +200,40 @@ class EngineClient:
             self._encoder, id, prompt_ids, params, hints=dict(hints or {}), pooling=pooling, adapter=adapter, **told
         )
         self._streams[id] = stream
-        self.samples += params.n
         stream.unread = len(prompt_ids)
-        self.prompt_tokens += stream.unread
-        self._process.send(message)
+        self._load.add(params.n, stream.unread)
+        self._transport.send(message)
         return stream
 
     def abort(self, stream: Stream) -> None:
         """Idempotent; a complete stream is left alone."""
-        if self._forget(stream) and self._process is not None:
-            self._process.send(self._encoder.encode(Abort(stream.id)))
+        if self._forget(stream) and self._transport is not None:
+            self._transport.send(self._encoder.encode(Abort(stream.id)))
 
     async def control(self, op: str, **arguments: Any) -> Any:
         """`check`: the allocator's own integrity check, then the counters. `reset_cache`: forget cached prefixes.
         `load_adapter` (name, folder), `unload_adapter` (name). Raises RequestError."""
-        if self._process is None or self.state != "ready":
+        if self.state != "ready" or self._transport is None:
             raise EngineDown(f"{self.name} is {self.state}")
         id = next(self._controls)
         message = self._encoder.encode(Control(id, op, arguments))
         answer = self._replies[id] = self._loop.create_future()
-        self._process.send(message)
+        self._transport.send(message)
         return await answer
-
-    async def close(self) -> None:
-        """Abort what runs and end the engine's process. Idempotent."""
-        if self.state != "failed":
-            self.state = "stopped"
-        self._fail_all(EngineDown("the server stops"))
-        self._on_state()
-        process, self._process = self._process, None
-        if process is not None:
-            await asyncio.to_thread(process.stop)
 
     # In the event loop.
 
-    def _launch(self) -> None:
-        self.state = "starting"
-        self._process = EngineProcess(
-            self.composition,
-            self,
-            timeout=self._timeout,
-            environment=self._environment,
-            adapters=self._adapters(),
-        )
-        self._process.start()
+    def _opened(self, transport: Transport, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+        self._transport, self._info, self._tokenizer = transport, info, tokenizer
+        self.state = "ready"
+        self._on_state()
 
-    def _on_ready(self, process: EngineProcess, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
-        if process is self._process:
-            self._info, self._tokenizer = info, tokenizer
-            self.state = "ready"
-            self._on_state()
+    def _lost(self, cause: str) -> None:
+        """`cause` ends a sentence that begins with the engine."""
+        self._transport = None
+        self.failure = cause
+        self.stats = EngineStats()
+        self._fail_all(EngineDown(f"{self.name} {cause.splitlines()[0]}"))
 
     def _on_outcomes(self, outcomes: Iterable[tuple[Stream, Delta | RequestError, bool]]) -> None:
         now, gaps = time.perf_counter(), []
@@ -260,7 +246,9 @@ class EngineClient:
                 stream.fail(item)
             else:
                 if item.token_ids:
-                    self._has_read(stream)
+                    if stream.unread:
+                        self._load.add(0, -stream.unread)
+                        stream.unread = 0
                     if before := stream.latest.get(item.sample):
                         gaps.append((now - before) / len(item.token_ids))
                     stream.latest[item.sample] = now
@@ -280,41 +268,16 @@ class EngineClient:
             else:
                 answer.set_result(reply.value)
 
-    def _on_death(self, process: EngineProcess, cause: str) -> None:
-        if process is not self._process:
-            return
-        was, self.failure = self.state, cause
-        self._process = None
-        self.stats = EngineStats()
-        now = time.monotonic()
-        self._deaths.append(now)
-        while self._deaths[0] < now - _HOUR:
-            self._deaths.popleft()
-        # An engine that could not start will not start next time either, except one that hung.
-        again = (was == "ready" or process.hung_at_start) and len(self._deaths) <= self.max_restarts
-        if was == "ready" or self._deaths:
-            log.error("%s %s%s", self.name, cause, "; it is started again" if again else "")
-        self._fail_all(EngineDown(f"{self.name} {cause.splitlines()[0]}"))
-        if again:
-            self._launch()
-        else:
-            self.state = "failed"
-        self._on_state()
-
     def _forget(self, stream: Stream) -> bool:
         if self._streams.pop(stream.id, None) is None:
             return False
-        self.samples -= len(stream.watches)
-        self._has_read(stream)
-        return True
-
-    def _has_read(self, stream: Stream) -> None:
-        self.prompt_tokens -= stream.unread
+        self._load.add(-len(stream.watches), -stream.unread)
         stream.unread = 0
+        return True
 
     def _fail_all(self, error: EngineDown) -> None:
         streams, self._streams = self._streams, {}
-        self.samples = self.prompt_tokens = 0
+        self._load.clear()
         for stream in streams.values():
             stream.fail(error)
         replies, self._replies = self._replies, {}
@@ -322,17 +285,13 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(error)
 
-    # From the engine's process, in its output thread.
-
-    def on_progress(self, process: EngineProcess, phase: str) -> None:
+    def _on_progress(self, phase: str) -> None:
         self.phase = phase
+        self._on_phase()
 
-    def on_ready(self, process: EngineProcess, info: EngineInfo) -> None:
-        folder = None if info.folder is None else Path(info.folder)
-        has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
-        self._call(self._on_ready, process, info, Tokenizer(folder) if folder and has_tokenizer else None)
+    # In the thread that hears the engine.
 
-    def on_message(self, process: EngineProcess, message: Batch | Reply) -> None:
+    def _hear(self, message: Batch | Reply) -> None:
         if isinstance(message, Reply):
             self._call(self._on_reply, message)
             return
@@ -340,9 +299,6 @@ class EngineClient:
             self._call(self._on_counters, message.stats)
         if message.news and (outcomes := self._translate(message)):
             self._call(self._on_outcomes, outcomes)
-
-    def on_death(self, process: EngineProcess, cause: str) -> None:
-        self._call(self._on_death, process, cause)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
@@ -369,8 +325,8 @@ class EngineClient:
         text, stopped = watch.push(tokens[:-1] if news.hidden else tokens)
         if stopped:
             tokens = tokens[: watch.tokens - before]
-            if reason is None and (process := self._process) is not None:
-                process.send(self._encoder.encode(Finish(news.id, news.sample, watch.tokens)))
+            if reason is None and (transport := self._transport) is not None:
+                transport.send(self._encoder.encode(Finish(news.id, news.sample, watch.tokens)))
             reason = "stop"
         elif reason is not None:
             text += watch.flush()
@@ -386,3 +342,17 @@ class EngineClient:
             reason,
             np.frombuffer(news.pooled, "<f4") if news.pooled else None,
         )
+
+
+_reading_tokenizer = threading.Lock()
+
+
+def tokenizer_of(info: EngineInfo) -> Tokenizer | None:
+    """Of the engine's model, where it has one. Engines of one model share it. Blocks while it is read."""
+    with _reading_tokenizer:
+        return None if info.folder is None else _tokenizer(Path(info.folder))
+
+
+@functools.cache
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import ReplicaLoad, SamplingParams
+from dovetail.core.serving.board import Board
 from dovetail.core.serving.client import EngineClient, EngineDown, State, Stream
 from dovetail.core.serving.protocol import EngineInfo, EngineStats, total
-from dovetail.core.serving.replicas import FrontDoor, arrival_of, replica_compositions, replica_environment
+from dovetail.core.serving.replicas import FrontDoor, arrival_of
 from dovetail.core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,50 +29,48 @@ class Reports:
     """Of samples that got tokens, not for the first time: time since those before, divided by their number."""
     restarted: Callable[[int], None] = lambda replica: None
     """A replica that had died is ready again."""
+    changed: Callable[[], None] = lambda: None
+    """A replica's state, what a starting one does, or the adapters."""
 
 
-class Fleet:
-    """Belongs to one event loop; every method is called there."""
+class Fleet(ABC):
+    """Belongs to one event loop; every method is called there. Who derives from it knows where the engines come from,
+    and who changes them."""
 
-    def __init__(
-        self,
-        composition: Composition,
-        *,
-        max_restarts: int = 0,
-        timeout: float = math.inf,
-        reports: Reports | None = None,
-    ) -> None:
-        """`max_restarts` within an hour and `timeout` are those of each replica: see `EngineClient`. One that fails for
-        good leaves its work to the others; with max_restarts=0, or before all were ready once, or when it was the last,
-        the fleet has failed with it."""
-        self.composition, self._max_restarts = composition, max_restarts
+    clients: Sequence[EngineClient]
+    """Of each replica."""
+
+    def __init__(self, composition: Composition, *, board: Board | None = None, reports: Reports | None = None) -> None:
+        """`board`: what other processes that use these engines know of one another; None where there is no other."""
+        self.composition = composition
+        self.board = board or Board(1, composition.engine.dp)
         self._reports = reports or Reports()
-        self._door = FrontDoor(composition)
-        self._closed = self._complete = False
+        self._router = FrontDoor(composition)
+        self._numbers = self.board.numbers()
+        self._closed = self.complete = False
         self.failure = ""
         """Why the last replica that died did; a sentence."""
         self.failed = asyncio.Event()
         """Set when no engine will come back."""
         self._all_ready = asyncio.Event()
-        self._adapters: dict[str, str] | None = None
+        self._adapters: dict[str, str] = {}
         """Since all replicas were ready once."""
-        self._adapting = asyncio.Lock()
-        compositions, ids = replica_compositions(composition), itertools.count()
-        self.clients = [
-            EngineClient(
-                one,
-                name="the engine" if len(compositions) == 1 else f"replica {replica}",
-                ids=ids,
-                max_restarts=max_restarts,
-                timeout=timeout,
-                on_stats=lambda stats, replica=replica: self._reports.stats(replica, stats),  # type: ignore[misc]
-                on_more=self._reports.more,
-                on_state=lambda replica=replica: self._changed(replica),  # type: ignore[misc]
-                adapters=lambda: self._adapters,
-                environment=replica_environment(composition),
-            )
-            for replica, one in enumerate(compositions)
-        ]
+
+    def _client_options(self, replica: int) -> dict[str, Any]:
+        """Of that replica's EngineClient."""
+        return {
+            "name": "the engine" if self.composition.engine.dp == 1 else f"replica {replica}",
+            "ids": self._numbers,
+            "load": self.board.load(replica),
+            "on_stats": lambda stats: self._reports.stats(replica, stats),
+            "on_more": self._reports.more,
+            "on_state": lambda: self._changed(replica),
+            "on_phase": self._reports.changed,
+        }
+
+    @abstractmethod
+    def _changed(self, replica: int) -> None:
+        """Its state."""
 
     # What it is.
 
@@ -84,7 +81,7 @@ class Fleet:
             return "stopped"
         if self.failed.is_set():
             return "failed"
-        return "ready" if self._complete and self._open() else "starting"
+        return "ready" if self.complete and self._open() else "starting"
 
     @property
     def phase(self) -> str:
@@ -148,25 +145,9 @@ class Fleet:
         return self.info
 
     async def close(self) -> None:
-        """Abort what runs and end the engines' processes. Idempotent."""
+        """Abort what runs, and have no more to do with the engines. Idempotent."""
         self._closed = not self.failed.is_set()
         await asyncio.gather(*(client.close() for client in self.clients))
-
-    def _changed(self, replica: int) -> None:
-        client = self.clients[replica]
-        if client.state == "ready":
-            if self._all_ready.is_set():
-                self._reports.restarted(replica)
-            elif all(one.state == "ready" for one in self.clients):
-                self._complete = True
-                self._adapters = dict(self.info.adapters)
-                self._all_ready.set()
-        elif client.state != "stopped":
-            self.failure = f"{client.name} {client.failure}"
-            self._door.forget(replica)
-            alive = any(one.state in ("ready", "starting") for one in self.clients)
-            if client.state == "failed" and not (alive and self._complete and self._max_restarts):
-                self.failed.set()
 
     # Requests.
 
@@ -178,7 +159,7 @@ class Fleet:
             for replica, client in enumerate(self.clients)
             if client.state == "ready"
         ]
-        replica = self._door.choose(arrival_of(prompt_ids, params.n, **request), loads)
+        replica = self._router.choose(arrival_of(prompt_ids, params.n, **request), loads)
         stream = self.clients[replica].submit(prompt_ids, params, **request)
         stream.replica = replica
         return stream
@@ -195,7 +176,7 @@ class Fleet:
         answers = await asyncio.gather(*(self.clients[replica].control(op, **arguments) for replica in ready))
         if op == "reset_cache":
             for replica in ready:
-                self._door.forget(replica)
+                self._router.forget(replica)
         return list(answers)
 
     # Adapters.
@@ -203,45 +184,15 @@ class Fleet:
     @property
     def adapters(self) -> Mapping[str, str]:
         """Those that requests may choose: name -> folder."""
-        return self._adapters or {}
+        return self._adapters
 
+    @abstractmethod
     async def load_adapter(self, name: str, folder: str) -> None:
         """On every replica, or on none: raises RequestError. Engines that start later have it, too."""
-        async with self._adapting:
-            self._check_settled()
-            loads = [client.control("load_adapter", name=name, folder=folder) for client in self._open()]
-            answers = await asyncio.gather(*loads, return_exceptions=True)
-            failed = [answer for answer in answers if isinstance(answer, BaseException)]
-            if failed:
-                if len(failed) < len(answers):
-                    await self._unload(name)
-                raise failed[0]
-            assert self._adapters is not None
-            self._adapters[name] = folder
 
+    @abstractmethod
     async def unload_adapter(self, name: str) -> None:
         """Requests that have it run to their end. RequestError for an unknown name."""
-        async with self._adapting:
-            self._check_settled()
-            assert self._adapters is not None
-            if name not in self._adapters:
-                raise RequestError(
-                    f"adapter: {name!r} is not loaded; there is {', '.join(self._adapters) or 'none'}", status=404
-                )
-            del self._adapters[name]
-            await self._unload(name)
-
-    def _check_settled(self) -> None:
-        """An engine that starts has been told already what to begin with."""
-        self._check_ready()
-        for client in self.clients:
-            if client.state == "starting":
-                raise EngineDown(f"{client.name} is starting: adapters can be loaded and unloaded when it is ready")
-
-    async def _unload(self, name: str) -> None:
-        """Where it is."""
-        unloads = [client.control("unload_adapter", name=name) for client in self._open()]
-        await asyncio.gather(*unloads, return_exceptions=True)
 
     def health(self) -> list[Mapping[str, Any]]:
         """Of each replica, for people and their programs."""

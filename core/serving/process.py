@@ -7,7 +7,7 @@ import math
 import subprocess
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -90,6 +90,14 @@ class EngineProcess:
         """A Command, encoded; from any thread. To a dead process nothing is sent: its death is on the way."""
         self._link.send(command)
 
+    def order(self, message: Mapping[str, Any]) -> None:
+        """To the engine's process itself, which carries it out between two steps. To a dead one nothing is said."""
+        try:
+            if self._channel is not None:
+                self._channel.send(message)
+        except (ChannelClosed, OSError):
+            pass  # Its death is on the way.
+
     def stop(self) -> None:
         """Blocks until the process is gone."""
         self._stopping = True
@@ -131,7 +139,7 @@ class EngineProcess:
             if self._stopping:
                 self._tell_to_stop()
             if silent := self._link.listen(self._channel.fileno(), self._heard):
-                self._end_hung(silent)
+                self.end_hung(silent)
             return self._cause(self._popen)
         finally:
             self._link.close()
@@ -146,8 +154,10 @@ class EngineProcess:
             status = popen.wait()
         return self._said or describe_exit(status, self._doing)
 
-    def _end_hung(self, seconds: float) -> None:
-        assert self._popen is not None
+    def end_hung(self, seconds: float) -> None:
+        """It was silent for so long: it says where it is, and is killed. From any thread, and at once."""
+        if self._popen is None or self._said:
+            return
         if self._doing == "starting":
             self.hung_at_start = True
             phase = f" in phase {self._phase!r}" if self._phase else ", before any phase"
@@ -155,10 +165,9 @@ class EngineProcess:
         else:
             self._said = f"hangs: it had work and said nothing for {seconds:g} s, so it was killed"
         self._popen.send_signal(SHOW_STACKS)
-        try:
-            self._popen.wait(LAST_LOOK_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
+        last_look = threading.Timer(LAST_LOOK_SECONDS, self._popen.kill)
+        last_look.daemon = True
+        last_look.start()
 
     def _heard(self) -> bool:
         """Something on the channel; False: its end."""

@@ -15,7 +15,8 @@ from starlette.requests import Request
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Pooling, SamplingParams
 from dovetail.core.serving.client import Stream
-from dovetail.core.serving.fleet import Fleet, Reports
+from dovetail.core.serving.fleet import Reports
+from dovetail.core.serving.owned import OwnedFleet
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.monitor import Monitor, RequestRecord, Tracer
@@ -86,7 +87,7 @@ class Service:
         restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
         reports = Reports(self.monitor.stats, self.monitor.more, self.monitor.restarted)
         timeout = math.inf if config.engine_timeout is None else config.engine_timeout
-        self.client = Fleet(composition, max_restarts=restarts, timeout=timeout, reports=reports)
+        self.client = OwnedFleet(composition, max_restarts=restarts, timeout=timeout, reports=reports)
         self.started = int(time.time())
         self.draining = False
         """Written by the server when it is told to stop."""

@@ -12,9 +12,10 @@ import pytest
 from dovetail.core.compose import compose
 from dovetail.core.errors import PluginError, RequestError
 from dovetail.core.interfaces import SamplingParams
-from dovetail.core.serving import client as client_module
+from dovetail.core.serving import owned
 from dovetail.core.serving.client import EngineDown
-from dovetail.core.serving.fleet import Fleet, Reports
+from dovetail.core.serving.fleet import Reports
+from dovetail.core.serving.owned import OwnedFleet as Fleet
 from dovetail.core.serving.protocol import (
     Abort,
     Batch,
@@ -81,7 +82,7 @@ class FakeProcess:
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeProcess, "lives", [])
-    monkeypatch.setattr(client_module, "EngineProcess", FakeProcess)
+    monkeypatch.setattr(owned, "EngineProcess", FakeProcess)
 
 
 def with_fleet(test: Callable[[Fleet, list[FakeProcess]], Awaitable[None]], *overrides: str, **options: Any) -> None:
@@ -228,7 +229,7 @@ def test_control_reaches_every_replica_and_the_router() -> None:
     async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
         await all_ready(fleet, lives)
         forgotten: list[int] = []
-        fleet._door._router.forget = forgotten.append  # type: ignore[union-attr, method-assign]
+        fleet._router._router.forget = forgotten.append  # type: ignore[union-attr, method-assign]
         assert await fleet.control("check") == ["check 1", "check 2", "check 3"]
         assert forgotten == []
         await fleet.control("reset_cache")
@@ -282,11 +283,11 @@ def test_adapters_are_on_every_replica_or_on_none() -> None:
 def test_a_router_that_chooses_nobody_fails_that_request_alone(chosen: int | None) -> None:
     async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
         await all_ready(fleet, lives)
-        right = fleet._door._router.route  # type: ignore[union-attr]
-        fleet._door._router.route = lambda arrival, loads: chosen  # type: ignore[union-attr, method-assign]
+        right = fleet._router._router.route  # type: ignore[union-attr]
+        fleet._router._router.route = lambda arrival, loads: chosen  # type: ignore[union-attr, method-assign]
         with pytest.raises(PluginError, match=f"router=least_loaded chose replica {chosen}; there are 0, 1, 2"):
             fleet.submit([1], GREEDY)
-        fleet._door._router.route = right  # type: ignore[union-attr, method-assign]
+        fleet._router._router.route = right  # type: ignore[union-attr, method-assign]
         assert fleet.submit([1], GREEDY).replica == 0
 
     with_fleet(test)
@@ -295,7 +296,7 @@ def test_a_router_that_chooses_nobody_fails_that_request_alone(chosen: int | Non
 def test_one_replica_asks_no_router() -> None:
     async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
         await all_ready(fleet, lives)
-        assert fleet._door._router is None and fleet.submit([1], GREEDY).replica == 0
+        assert fleet._router._router is None and fleet.submit([1], GREEDY).replica == 0
         lives[0].die()
         await settle()
         assert fleet.failure == "the engine was killed"
