@@ -36,11 +36,26 @@ def two() -> Iterator[LLM]:
         yield llm
 
 
-def everything(llm: LLM) -> object:
+def everything(llm: LLM) -> tuple[list[object], list[float]]:
+    """What is the same in any batch, and log-probabilities, whose last bits are not."""
     params = [PARAMS[i % len(PARAMS)] for i in range(3 * len(PARAMS))]
     found = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(params))], params)
-    outputs = [[(c.text, c.token_ids, c.finish_reason, c.logprobs) for c in g.completions] for g in found]
-    return outputs, [g.prompt_logprobs for g in found]
+    outputs = [[(c.text, c.token_ids, c.finish_reason) for c in g.completions] for g in found]
+    entries = [
+        entry
+        for g in found
+        for logprobs in (g.prompt_logprobs, *(c.logprobs for c in g.completions))
+        for entry in logprobs or ()
+        if entry is not None
+    ]
+    assert len(entries) > 3 * 16
+    return list(outputs), [value for entry in entries for value in (entry.logprob, *(top for _, top in entry.top))]
+
+
+def assert_same(llm: LLM, expected: tuple[list[object], list[float]]) -> None:
+    outputs, numbers = everything(llm)
+    assert outputs == expected[0]
+    assert numbers == pytest.approx(expected[1], abs=1e-4)
 
 
 def test_they_equal_one(two: LLM) -> None:
@@ -48,7 +63,7 @@ def test_they_equal_one(two: LLM) -> None:
     with LLM("tiny", overrides=BASE) as one:
         expected, vectors = everything(one), one.embed(PROMPTS, pooling="mean")
         counted = one.counters
-    assert everything(two) == expected
+    assert_same(two, expected)
     np.testing.assert_allclose(two.embed(PROMPTS, pooling="mean"), vectors, atol=1e-5)
     both = two.counters
     assert (both.prompt_tokens, both.entered_tokens) == (counted.prompt_tokens, counted.entered_tokens)
@@ -65,7 +80,7 @@ def test_two_replicas_of_two_ranks_equal_one() -> None:
     with LLM("tiny", overrides=ranks) as one:
         expected = everything(one)
     with LLM("tiny", overrides=[*ranks, "engine.dp=2"]) as llm:
-        assert everything(llm) == expected
+        assert_same(llm, expected)
 
 
 def test_a_wrong_request_is_refused_and_none_runs(two: LLM) -> None:
