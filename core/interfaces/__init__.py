@@ -1,7 +1,7 @@
 """The contracts: one file a seam, plus the records that cross seams. Importing this loads no torch."""
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle, Partial
-from dovetail.core.interfaces.adapter import Adapters, LayerAdapters, LinearSite
+from dovetail.core.interfaces.adapter import AdapterFacts, Adapters, LayerAdapters, LinearSite
 from dovetail.core.interfaces.app import App
 from dovetail.core.interfaces.attention import (
     AttentionBackend,
@@ -93,6 +93,7 @@ __all__ = [
     "SLO",
     "ActFormat",
     "Activation",
+    "AdapterFacts",
     "Adapters",
     "App",
     "Arrival",

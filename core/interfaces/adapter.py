@@ -11,7 +11,8 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.quant import LinearShape
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What a component takes of each device, told without building it: `Component.facts` names a function of its config
+    that gives one."""
+
+    slots: int
+    numbers: Callable[[int, int], int]
+    """numbers(inputs, outputs): what one slot holds, in the model's dtype, for a rank's share of one matrix."""
 
 
 class LinearSite(Protocol):

@@ -10,6 +10,7 @@ COMPONENTS = (
         config=NoneConfig,
         target="dovetail.plugins.adapter.none:NoAdapters",
         api="adapter/0.1",
+        facts="dovetail.plugins.adapter.capabilities:none_facts",
     ),
     Component(
         kind="adapter",
@@ -18,5 +19,6 @@ COMPONENTS = (
         target="dovetail.plugins.adapter.lora.adapters:LoRA",
         api="adapter/0.1",
         capabilities="dovetail.plugins.adapter.capabilities:lora",
+        facts="dovetail.plugins.adapter.capabilities:lora_facts",
     ),
 )

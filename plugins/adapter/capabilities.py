@@ -1,9 +1,18 @@
-"""What the built-in adapters demand of a composition."""
+"""What the built-in adapters demand of a composition, and what they take of a device."""
 
 from __future__ import annotations
 
 from dovetail.core.compose import Capabilities, Host, Requires
-from dovetail.plugins.adapter.config import LoRAConfig
+from dovetail.core.interfaces import AdapterFacts
+from dovetail.plugins.adapter.config import LoRAConfig, NoneConfig
+
+
+def none_facts(config: NoneConfig) -> AdapterFacts:
+    return AdapterFacts(0, lambda inputs, outputs: 0)
+
+
+def lora_facts(config: LoRAConfig) -> AdapterFacts:
+    return AdapterFacts(config.slots, config.numbers)
 
 
 def lora(config: LoRAConfig, host: Host) -> Capabilities:

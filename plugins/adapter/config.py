@@ -25,3 +25,7 @@ class LoRAConfig(Config):
     matrices."""
     max_loaded: int = Field(64, ge=1)
     """Adapters in host memory at most; each takes there what a slot takes on the device."""
+
+    def numbers(self, inputs: int, outputs: int) -> int:
+        """Of both factors of one matrix."""
+        return self.max_rank * (inputs + outputs)

@@ -139,7 +139,7 @@ def test_a_rank_that_never_connects_is_named(gone: Gone, capfd: pytest.CaptureFi
 
     watcher = threading.Thread(target=hurry, daemon=True)
     watcher.start()
-    cause = r"rank 2 hangs while in phase 'weights' of loading, stopped by a signal: no rank has gone on for .*: rank 0 .*rank 1 "
+    cause = r"rank 2 hangs while in phase 'weights' of loading, stopped by a signal: no rank .*: rank 0 .*rank 1 "
     with pytest.raises(StartHung, match=cause):
         executor.start(quiet)
     watcher.join()

@@ -26,11 +26,11 @@ _ALIGNED = 64
 class LoRALayer(LayerAdapters):
     """The factors of one layer: A of each part, then B."""
 
-    def __init__(self, site: LinearSite, rank: int, start: int, device: torch.device) -> None:
-        self.site, self.rank, self.start = site, rank, start
+    def __init__(self, site: LinearSite, config: LoRAConfig, start: int, device: torch.device) -> None:
+        self.site, self.rank, self.start = site, config.max_rank, start
         self.parts, self.inputs = site.shape.parts, site.shape.inp
-        self.a_size = len(self.parts) * rank * self.inputs
-        self.stop = start + self.a_size + site.shape.out * rank
+        self.a_size = len(self.parts) * self.rank * self.inputs
+        self.stop = start + sum(config.numbers(self.inputs, outputs) for outputs in self.parts)
         if device.type == "cuda":
             from dovetail.plugins.adapter.lora.kernel import output_blocks
 
@@ -83,7 +83,7 @@ class LoRA(Adapters):
 
     def attach(self, site: LinearSite) -> LayerAdapters:
         start = -(-self._size // _ALIGNED) * _ALIGNED
-        layer = LoRALayer(site, self.config.max_rank, start, self.device)
+        layer = LoRALayer(site, self.config, start, self.device)
         self._layers.append(layer)
         self._size = layer.stop
         self._whole.update(zip(site.shape.names, site.whole, strict=True))

@@ -45,6 +45,7 @@ class PlanApp(App):
                 "memory": plan.device_bytes,
                 "usable": plan.budget,
                 "weights": plan.weights,
+                "adapters": plan.adapters,
                 "activations": plan.activations,
                 "context": CONTEXT_BYTES,
                 "kv_cache": max(plan.kv, 0.0),
@@ -89,8 +90,9 @@ def _print(facts: dict[str, Any]) -> None:
     console.print(f"[bold]{facts['model']}[/], {count}, on {facts['gpus']} devices ({layout})")
 
     memory = Table("per GPU", "GiB", title="memory", title_justify="left")
-    for name in ("memory", "usable", "weights", "activations", "context", "kv_cache"):
-        memory.add_row(name.replace("_", " "), f"{sizes[name] / gib:.2f}")
+    for name in ("memory", "usable", "weights", "adapters", "activations", "context", "kv_cache"):
+        if name != "adapters" or sizes[name]:
+            memory.add_row(name.replace("_", " "), f"{sizes[name] / gib:.2f}")
     console.print(memory)
     per_token = facts["kv_bytes_per_token"]
     console.print(f"KV cache: {per_token} bytes per token, {facts['kv_bytes_per_token_and_gpu']} on each GPU")

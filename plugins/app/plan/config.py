@@ -15,7 +15,7 @@ class PlanConfig(AppConfig):
     """Whether a model fits, how many sequences of which length, and how fast: from shapes and a cost model, without a
     GPU and without weights."""
 
-    needs: ClassVar[tuple[str, ...]] = ("engine", "model", "quant", "cost", "executor")
+    needs: ClassVar[tuple[str, ...]] = ("engine", "model", "quant", "adapter", "cost", "executor")
 
     lengths: tuple[Count, ...] = (1024, 4096, 16384, 32768, 131072)
     """Sequence lengths to tabulate, tokens."""

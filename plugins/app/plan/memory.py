@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dovetail.core.compose import Composition, EngineConfig
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import CostModel, Formats, ModelSpec
+from dovetail.core.interfaces import AdapterFacts, CostModel, Formats, ModelSpec
 
 CONTEXT_BYTES = 0.6e9
 """CUDA context, library handles and kernels: what a process takes before its first tensor."""
@@ -21,6 +22,7 @@ class Plan:
     engine: EngineConfig
     formats: Formats
     cost: CostModel
+    adapter: AdapterFacts
     device_bytes: float
     max_len: int
 
@@ -45,9 +47,18 @@ class Plan:
         return max(layer, logits)
 
     @property
+    def adapters(self) -> float:
+        """Slots of adapters, which are there whatever they hold."""
+        slots, numbers = self.adapter.slots, self.adapter.numbers
+        if not slots:
+            return 0.0
+        each = sum(times * numbers(inputs, outputs) for inputs, outputs, times in matrices(self.spec, self.engine.tp))
+        return float(slots * each * self.formats.dtype_bytes)
+
+    @property
     def kv(self) -> float:
         """Left for the KV cache; negative when the rest does not fit."""
-        return self.budget - self.weights - self.activations - CONTEXT_BYTES
+        return self.budget - self.weights - self.adapters - self.activations - CONTEXT_BYTES
 
     def sequences(self, length: int) -> int:
         """Sequences of so many tokens that fit at once, over all replicas."""
@@ -63,6 +74,23 @@ class Plan:
         return max(self.cost.kv_bytes(self.max_len) - self.kv, 0.0)
 
 
+def matrices(spec: ModelSpec, tp: int) -> Iterator[tuple[int, int, int]]:
+    """(inputs, outputs, how many) of the matrices that adapters change, as one of `tp` ranks holds them."""
+    if spec.mla is not None or spec.moe is not None or spec.parameters is None:
+        raise ConfigError(
+            f"{spec.architecture}: what slots of adapters take for experts or compressed attention is not known; "
+            "plan with adapter=none"
+        )
+    inner, kv = spec.heads // tp * spec.head_dim, max(1, spec.kv_heads // tp) * spec.head_dim
+    width = spec.intermediate // tp
+    ups = spec.parameters.mlp // (spec.layers * spec.hidden * spec.intermediate) - 1
+    yield spec.hidden, inner, spec.layers
+    yield spec.hidden, kv, 2 * spec.layers
+    yield inner, spec.hidden, spec.layers
+    yield spec.hidden, width, ups * spec.layers
+    yield width, spec.hidden, spec.layers
+
+
 def make_plan(composition: Composition) -> Plan:
     """Of a composition as it stands; nothing of it is built but the cost model."""
     model, part = composition.part("model"), composition.part("cost")
@@ -73,5 +101,9 @@ def make_plan(composition: Composition) -> Plan:
     memory = getattr(part.config, "memory", None)
     if memory is None:
         raise ConfigError(f"cost={part.name} does not say how much memory a device has: set cost.memory=<GB>")
+    adapter = composition.part("adapter")
+    stated: AdapterFacts | None = adapter.facts()
+    if stated is None:
+        raise ConfigError(f"adapter={adapter.name} does not state what its slots take: plan with adapter=none")
     max_len = min(composition.engine.max_len or spec.max_len, spec.max_len)
-    return Plan(spec, composition.engine, cost.formats, cost, memory * 1e9, max_len)
+    return Plan(spec, composition.engine, cost.formats, cost, stated, memory * 1e9, max_len)

@@ -18,22 +18,24 @@ def remedies(composition: Composition, plan: Plan, count: int = 3) -> list[tuple
     """Overrides with which one sequence of max_len fits, the least drastic first."""
     changes = list(_changes(composition, plan))
     found: list[tuple[str, Plan]] = []
+    enough: set[str] = set()
+    """What was found to help by itself, and so needs no more of it. Quantizers are no more or less of one thing."""
     for size in (1, 2):
         for group in combinations(changes, size):
-            if len({kind for kind, _, _ in group}) < size or any(
-                text in words for _, text, _ in group for words, _ in found
-            ):
+            kinds = {kind for kind, _, _ in group}
+            if len(kinds) < size or kinds & enough or any(text in words for _, text, _ in group for words, _ in found):
                 continue
             candidate = _try(composition, group)
             if candidate is not None and not candidate.missing:
                 found.append((" ".join(text for _, text, _ in group), candidate))
+                enough |= kinds - {"quant"} if size == 1 else set()
                 if len(found) == count:
                     return found
     return found
 
 
 Change = tuple[str, str, Mapping[str, Any]]
-"""(what it changes, the override, engine settings or {"quant": name})"""
+"""(what it changes, the override, engine settings, {"quant": name} or {"slots": number})"""
 
 
 def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
@@ -44,6 +46,10 @@ def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
         if engine.token_budget // divisor >= 512:
             budget = engine.token_budget // divisor
             yield "token_budget", f"engine.token_budget={budget}", {"token_budget": budget}
+    slots = plan.adapter.slots // 2
+    while slots and "slots" in type(composition.part("adapter").config).model_fields:
+        yield "slots", f"adapter.slots={slots}", {"slots": slots}
+        slots //= 2
     for name in composition.registry.options("quant"):
         bits = _weight_bits(composition, name)
         if bits is not None and bits < plan.formats.weight_bits:
@@ -78,6 +84,9 @@ def _try(composition: Composition, group: tuple[Change, ...]) -> Plan | None:
         if kind == "quant":
             registered = composition.registry.get("quant", change["quant"])
             parts["quant"] = Selected(registered, registered.component.config())
+        elif kind == "slots":
+            adapter = composition.part("adapter")
+            parts["adapter"] = replace(adapter, config=adapter.config.model_copy(update=dict(change)))
         else:
             engine = engine.model_copy(update=dict(change))
     try:

@@ -45,7 +45,7 @@ def test_llama3_70b_on_eight_h200() -> None:
     assert facts["kv_bytes_per_token"] == 327_680
     assert facts["kv_bytes_per_token_and_gpu"] == 327_680 // 8
     assert facts["fits"] and facts["sequences"]["131072"] == int(sizes["kv_cache"] // (131072 * 40960)) > 10
-    used = sum(sizes[name] for name in ("weights", "activations", "context", "kv_cache"))
+    used = sum(sizes[name] for name in ("weights", "adapters", "activations", "context", "kv_cache"))
     assert used == pytest.approx(sizes["usable"])
     tpot = {row["batch"]: row["tpot_ms"] for row in facts["speed"]}
     # Reading this GPU's share of the weights alone takes 4 ms at 4.4 TB/s.
@@ -95,6 +95,40 @@ def test_replicas_too_big_for_their_gpus_become_fewer() -> None:
     assert any("engine.tp=4 engine.dp=2" in text or "engine.tp=8 engine.dp=1" in text for text in words), words
     for remedy in facts["remedies"]:
         assert quick("+preset=h200_fp8_dp8", "model=llama31_405b", *remedy["overrides"].split())["fits"], remedy
+
+
+def test_slots_of_adapters_take_their_share() -> None:
+    """Rank 16 of Llama 3 8B: 16 x (inputs + outputs) of seven matrices in 32 layers, in bfloat16."""
+    without, one = quick("+preset=h200_bf16_tp1"), plan("+preset=h200_bf16_tp1", "adapter=lora", "adapter.slots=1")
+    each = 2 * 16 * 32 * (2 * 8192 + 2 * 5120 + 3 * (4096 + 14336))
+    assert without["bytes_per_gpu"]["adapters"] == 0 and one["bytes_per_gpu"]["adapters"] == each
+    assert one["bytes_per_gpu"]["kv_cache"] == pytest.approx(without["bytes_per_gpu"]["kv_cache"] - each)
+    eight = quick("+preset=h200_bf16_tp1", "adapter=lora", "adapter.slots=8", "adapter.max_rank=32")
+    assert eight["bytes_per_gpu"]["adapters"] == 16 * each
+    shared = quick("+preset=h200_bf16_tp8", "model=llama3_8b", "adapter=lora", "adapter.slots=1")
+    # Each rank has the whole width of what is not split: inputs of q, k, v, gate and up, outputs of o and down.
+    assert shared["bytes_per_gpu"]["adapters"] == 2 * 16 * 32 * (7 * 4096 + 2 * 512 + 2 * 128 + 3 * 1792)
+
+
+def test_a_plan_counts_what_adapters_take() -> None:
+    from dovetail import LLM
+
+    with LLM(overrides=["adapter=lora", "engine.kv_pages=64"]) as llm:
+        taken = llm.engine.executor._runner.adapters._store_SN.nbytes
+    assert (
+        quick("cost=cpu", "cost.memory=8", "adapter=lora", "engine.dtype=float32")["bytes_per_gpu"]["adapters"] == taken
+    )
+
+
+def test_fewer_slots_are_a_remedy() -> None:
+    words = ["+preset=h200_bf16_tp1", "adapter=lora", "adapter.slots=64", "adapter.max_rank=64", "cost.memory=40"]
+    facts = quick(*words)
+    told = [remedy["overrides"] for remedy in facts["remedies"]]
+    (slots,) = [text for text in told if text.startswith("adapter.slots=")]
+    assert not facts["fits"]
+    assert quick(*words, slots)["fits"], f"{slots} is few enough"
+    more = 2 * int(slots.partition("=")[2])
+    assert not quick(*words, f"adapter.slots={more}")["fits"], f"{more} would do, too"
 
 
 def test_what_does_not_fit_gets_remedies_that_do() -> None:
