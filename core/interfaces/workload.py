@@ -32,6 +32,8 @@ class TimedRequest:
     """Lower runs first, with a scheduler that reads it."""
     user: str = ""
     cache_salt: str = ""
+    adapter: str = ""
+    """By name; "" = the base model."""
 
 
 def no_tokenizer(text: str) -> Sequence[int]:

@@ -67,7 +67,7 @@ class TraceConfig(Config):
     """Requests as a file has them: recorded traffic, or the same prompts for several engines."""
 
     path: str
-    """JSONL file: {"prompt_ids": [...], "output_tokens": n} a line, with "arrival" in seconds, "priority", "user" and
-    "cache_salt" where wanted."""
+    """JSONL file: {"prompt_ids": [...], "output_tokens": n} a line, with "arrival" in seconds, "priority", "user",
+    "cache_salt" and "adapter" where wanted."""
     speed: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Arrivals come so many times as fast as recorded."""

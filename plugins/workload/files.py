@@ -34,6 +34,7 @@ class _Line(BaseModel):
     priority: int = 0
     user: str = ""
     cache_salt: str = ""
+    adapter: str = ""
 
 
 class Trace(Workload):
@@ -69,6 +70,7 @@ class Trace(Workload):
             priority=line.priority,
             user=line.user,
             cache_salt=line.cache_salt,
+            adapter=line.adapter,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -44,7 +45,7 @@ class BenchApp(App):
         for part in workloads.values():
             # What cannot be made is found before minutes of loading.
             workload: Workload = part.build()
-            workload.requests(self._context(target, 0, workload.rates()[0]))
+            self._check_adapters(target, self._requests(workload, self._context(target, 0, workload.rates()[0])))
         timelines: dict[str, Any] = {}
         with closing(target):
             with self._bar("start") as bar:
@@ -94,12 +95,12 @@ class BenchApp(App):
         for rate in workload.rates():
             title = name if rate is None else f"{name} at {rate:g}/s"
             contexts = (self._context(target, i, rate) for i in range(2 * self.config.runs + 1))
-            self._warm_up(target, title, workload.requests(next(contexts)))
+            self._warm_up(target, title, self._requests(workload, next(contexts)))
             runs = []
             for i in range(self.config.runs):
                 of = f"{title}, run {i + 1} of {self.config.runs}"
-                figures, lines = self._run(target, of, workload.requests(next(contexts)))
-                runs.append(figures | self._tpot_of_run(target, of, workload.requests(next(contexts)), figures))
+                figures, lines = self._run(target, of, self._requests(workload, next(contexts)))
+                runs.append(figures | self._tpot_of_run(target, of, self._requests(workload, next(contexts)), figures))
             timelines.append((rate, lines))
             loads.append({"rate": rate, "summary": summarize(runs), "runs": runs})
         found: dict[str, Any] = {"workload": name, "options": part.to_node(), "loads": loads}
@@ -112,6 +113,24 @@ class BenchApp(App):
     def _context(self, target: Target, number: int, rate: float | None) -> WorkloadContext:
         """Every run has prompts of its own, and the same ones the next time."""
         return WorkloadContext(target.vocab, target.max_len, self.seed * 1000 + number, rate, target.encode)
+
+    def _requests(self, workload: Workload, ctx: WorkloadContext) -> Sequence[TimedRequest]:
+        """Of one run, spread over adapters where names are given."""
+        requests, names = workload.requests(ctx), self.config.adapters
+        if not names:
+            return requests
+        shares = [k**-self.config.adapter_skew for k in range(1, len(names) + 1)]
+        chosen = random.Random(f"adapters {ctx.seed}").choices(names, shares, k=len(requests))
+        return [replace(request, adapter=name) for request, name in zip(requests, chosen, strict=True)]
+
+    def _check_adapters(self, target: Target, requests: Sequence[TimedRequest]) -> None:
+        known = target.adapters
+        wanted = dict.fromkeys((*self.config.adapters, *(request.adapter for request in requests)))
+        if known is not None and (missing := [name for name in wanted if name and name not in known]):
+            raise ConfigError(
+                f"requests name adapters that are not loaded: {', '.join(missing)}; there is "
+                f"{', '.join(known) or 'none'}. adapter=lora 'adapter.load={{name: folder}}' loads some at start-up"
+            )
 
     def _warm_up(self, target: Target, title: str, requests: Sequence[TimedRequest]) -> None:
         if few := requests[: self.config.warmup]:

@@ -35,6 +35,11 @@ class BenchConfig(AppConfig):
     one_token_run: bool = True
     """Where all requests arrive at once and are equally long, run them for one output token too: the time per output
     token of the run is what is left of its time, divided by the output tokens of a request less one."""
+    adapters: tuple[str, ...] = ()
+    """Names of adapters, over which requests are spread at random; "" is the base model. A server knows them as models.
+    Empty: as the workload says."""
+    adapter_skew: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The k-th of them gets a share in proportion to 1 / k^skew: 0 = all alike, 1 = Zipf's law."""
     slo: SLOConfig = SLOConfig()
     """What counts for goodput; all unset: no goodput."""
     url: str | None = None

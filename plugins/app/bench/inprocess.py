@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,12 @@ MOST_WAIT = 0.02
 
 
 class EngineTarget(Target):
+    @property
+    def adapters(self) -> Collection[str]:
+        part = self.composition.part("adapter")
+        loaded: Mapping[str, str] = part.target().initial(part.config)
+        return loaded
+
     def start(self, progress: Progress) -> dict[str, Any]:
         from dovetail.core.engine.llm import make_engine
 
@@ -137,7 +143,7 @@ class Drive:
         request = self.requests[self._added]
         params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
         given = {"priority": request.priority, "user": request.user, "cache_salt": request.cache_salt}
-        (seq,) = self.engine.add(request.prompt_ids, params, **given)
+        (seq,) = self.engine.add(request.prompt_ids, params, adapter=request.adapter, **given)
         seen = self.seen[self._replica_of(seq.uid)]
         self._running[seq.uid] = self.timelines[self._added], seen
         self._added += 1

@@ -22,6 +22,8 @@ def show(result: dict[str, Any]) -> None:
     if not console.is_terminal:
         console.width = 130
     console.print(_where(result))
+    if names := result["config"]["bench"]["adapters"]:
+        console.print(f"requests spread over {len(names)} adapters, skew {result['config']['bench']['adapter_skew']:g}")
     console.print(_speed(result))
     if any("steps" in load["runs"][-1] for found in result["results"] for load in found["loads"]):
         console.print(_inside(result))

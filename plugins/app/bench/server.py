@@ -100,7 +100,7 @@ class ServerTarget(Target):
     def _body(self, request: TimedRequest) -> dict[str, Any]:
         ids = list(request.prompt_ids)
         body = {
-            "model": self.model,
+            "model": request.adapter or self.model,
             "prompt": ids if self._texts is None else self._texts.decode(ids),
             "max_tokens": request.output_tokens,
             "temperature": 0.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import ConfigError
@@ -29,6 +29,11 @@ class Target(ABC):
         """Prompt ids lie in [0, vocab)."""
         self.max_len = min(composition.engine.max_len or spec.max_len, spec.max_len)
         """Tokens of the longest sequence; start may find that it is less."""
+
+    @property
+    def adapters(self) -> Collection[str] | None:
+        """Those that requests may name; None = not known before they ask."""
+        return None
 
     @abstractmethod
     def start(self, progress: Progress) -> dict[str, Any]:

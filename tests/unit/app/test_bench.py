@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,15 @@ def test_a_run_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "knee of curve: 60 requests/s" in told and "inside the engine" in told
 
 
+def test_requests_spread_over_adapters(tmp_path: Path, save_lora: Callable[..., str]) -> None:
+    loads = [f"+adapter.load.{name}='{save_lora(name, seed=seed)}'" for seed, name in enumerate("ab", 1)]
+    result = bench(tmp_path, *SMALL, "adapter=lora", "adapter.slots=1", *loads, "bench.adapters=[a,b]")
+    (run,) = result["results"][0]["loads"][0]["runs"]
+    assert (run["failed"], run["output_tokens"]) == (0, 20)
+    # With one slot those of the other adapter wait until it is free: more steps than the five of a single batch.
+    assert run["steps"] > 5 and "run_tpot_ms" in run
+
+
 def test_a_run_on_two_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Figures are of both together, and each beside it; arrivals are kept, and nothing is left from the warm-up."""
     trace = tmp_path / "trace.jsonl"
@@ -117,6 +126,7 @@ def test_a_request_arrives_when_it_should_and_waits_for_nobody() -> None:
         (("bench.plot=x.bmp",), "must end with one of .png, .svg, .pdf"),
         (("bench.out=/proc/nowhere/x.json",), "cannot be written"),
         (("bench.slo.ttft=0",), "greater than 0"),
+        (("bench.adapters=[sql]",), "not loaded: sql; there is none"),
         (("bench.url=http://127.0.0.1:9/v1",), "is the server up"),
         (("bench.url=http://127.0.0.1:9/v1", "bench.send=text", "model=llama3_8b"), "no tokenizer"),
     ],
@@ -206,6 +216,17 @@ def test_a_run_on_a_server(server: FakeServer, tmp_path: Path) -> None:
     # A warm-up of one, the run of four, and the run with one token.
     assert [asked["max_tokens"] for asked in server.asked] == [4] + [5] * 4 + [1] * 4
     assert len({tuple(asked["prompt"]) for asked in server.asked}) == 9, "the server never sees a prompt twice"
+
+
+def test_requests_name_adapters_as_models(server: FakeServer, tmp_path: Path) -> None:
+    """Each time the same, and the first far more often than the last."""
+    few = ("workload.requests=40", "workload.prompt_tokens=2", "workload.output_tokens=2", "bench.one_token_run=false")
+    for _ in range(2):
+        bench(tmp_path, f"bench.url={server.url}", *few, "bench.adapters=[a,'',c]", "bench.adapter_skew=2")
+    models = [asked["model"] for asked in server.asked]
+    assert models[:41] == models[41:]
+    counts = [models[1:41].count(name) for name in ("a", "fake", "c")]
+    assert sum(counts) == 40 and counts[0] > 2 * counts[1] > 2 * counts[2] > 0, counts
 
 
 def test_a_server_that_takes_text_alone(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
