@@ -43,6 +43,9 @@ class EngineConfig(Config):
     """Replay steps as CUDA graphs where device, attention and ranks allow; start-up says where they do not."""
     graph_tokens: int = Field(1024, ge=0)
     """Tokens in the largest step with prompts in it that has a graph; 0: decode steps alone have graphs."""
+    overlap_tokens: int = Field(0, ge=0)
+    """Tokens from which on a step without a graph runs as two half-batches, so that the ranks' sums of one run under
+    the products of the other; 0: no step does."""
     mask_wait: float = Field(0.01, ge=0)
     """Seconds that a step waits for the mask of a row with a grammar; one without it sits the step out."""
     start_timeout: float | None = Field(900.0, gt=0)

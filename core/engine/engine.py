@@ -29,6 +29,7 @@ from dovetail.core.interfaces import (
     HostDraft,
     JoinBlob,
     LateInputs,
+    Model,
     Observer,
     Pooling,
     Progress,
@@ -198,6 +199,7 @@ class Engine:
         here = host.detect_host(self.composition.engine.device)
         self.composition.check(here, host.model_facts(spec))
         self._check_lengths(here)
+        self._check_halves()
         check_weights_fit(self.composition, spec, here)
 
     def _check_lengths(self, here: Host) -> None:
@@ -211,6 +213,17 @@ class Engine:
                     f"attention={attention.name} plans from exact lengths on the host, which come late where drafts "
                     f"are in flight (spec_decode={drafter.name}, engine.depth={depth}). "
                     "Would work: engine.depth=1, spec_decode=none."
+                ]
+            )
+
+    def _check_halves(self) -> None:
+        """A step's halves can take turns only where the model hands out its collective calls."""
+        model = self.composition.part("model")
+        if self.composition.engine.overlap_tokens and model.target().layers is Model.layers:
+            raise CapabilityError(
+                [
+                    f"model={model.name} makes its collective calls by itself (it has no `layers`), and "
+                    "engine.overlap_tokens runs a step as two halves in turns. Would work: engine.overlap_tokens=0."
                 ]
             )
 

@@ -28,6 +28,7 @@ from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_k
 from dovetail.core.engine.graphs import ForwardGraph, Recorder, StepGraphs
 from dovetail.core.engine.host import detect_host
 from dovetail.core.engine.outcomes import Outcomes, prompt_logprobs
+from dovetail.core.engine.overlap import OverlappedForward
 from dovetail.core.engine.pooling import pooled_states
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
 from dovetail.core.engine.sampling_step import (
@@ -146,6 +147,13 @@ class Runner:
         self.model = model_class(selected.config, build)
         if self.adapters is not None:
             self.adapters.allocate()
+        self._run_layers = self.model.forward
+        if engine.overlap_tokens:
+            self._run_layers = OverlappedForward(
+                self.model, self.attention, self.adapters, device, least=engine.overlap_tokens
+            )
+            if self.size == 1:
+                note("steps are cut in two (engine.overlap_tokens) on one rank, where there are no sums to hide")
         clock = phase("build model", clock)
         self._load_weights(source, progress)
         if device.type == "cuda":
@@ -372,7 +380,7 @@ class Runner:
         batch = build_batch(rows, slots_B, row_start_B1, state, self.groups, self.attention)
         ctx = ForwardContext(batch.tokens.positions_T, batch.attn)
         with adapting(self.adapters if adapted else None, state.adapter_S, batch.tokens.slots_T):
-            hidden = self.model.forward(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
+            hidden = self._run_layers(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
         advance_chunks(chunks, state)
         return _Step(began, batch, hidden, starts, samples, None)
 
@@ -443,7 +451,7 @@ class Runner:
         self._halfway = None
         self.graphs = None
         self.adapters = None
-        for name in ("outcomes", "state", "pools", "model", "drafter", "attention", "processors"):
+        for name in ("outcomes", "state", "pools", "_run_layers", "model", "drafter", "attention", "processors"):
             self.__dict__.pop(name, None)
         if "collective" in self.__dict__:
             self.collective.close()

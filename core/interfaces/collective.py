@@ -23,7 +23,10 @@ it is, and ask `Collective.whole` where they want to read it."""
 
 
 class Collective(ABC):
-    """One per rank. Every method is a collective call: all ranks make it in the same order. Identity at size 1."""
+    """One per rank. Every method is a collective call: all ranks make it in the same order. Identity at size 1.
+
+    On CUDA a call enqueues on the current stream. That may be another one than the last call's, which is done before
+    anything of this one begins there."""
 
     def __init__(self, config: object) -> None:
         self.config = config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +185,10 @@ class Hidden:
     taps: Mapping[int, torch.Tensor]
 
 
+Layers = Generator[Callable[[], Any], Any, Hidden]
+"""A forward under way (Model.layers): yields collective calls, is sent what each returned, returns its outcome."""
+
+
 class Model(ABC):
     """Built on the meta of ModelSpec with BuildContext; weights come through `load` (or `init_dummy`)."""
 
@@ -223,6 +227,13 @@ class Model(ABC):
 
     @abstractmethod
     def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden: ...
+
+    def layers(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Layers:
+        """`forward` as a generator that makes no collective call by itself: it yields each as a function without
+        arguments, and goes on with what that returned. As many calls whatever the tokens, and nothing between two of
+        them is kept on the model. Optional: with it, large steps may run as two halves in turns
+        (`engine.overlap_tokens`), the calls on a stream of their own."""
+        raise NotImplementedError(f"{type(self).__name__} has no `layers`: engine.overlap_tokens must be 0")
 
     @abstractmethod
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:

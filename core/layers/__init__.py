@@ -1,6 +1,7 @@
 """Parallel layers as plain objects: each owns its tensors, lists the checkpoint tensors it takes, and is called."""
 
 from dovetail.core.layers.embedding import LMHead, VocabParallelEmbedding, VocabTable
+from dovetail.core.layers.interleave import run_layers
 from dovetail.core.layers.kv_scales import KVScales
 from dovetail.core.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel, local_heads
 from dovetail.core.layers.norm import LayerNorm, RMSNorm
@@ -25,4 +26,5 @@ __all__ = [
     "dummy_weights",
     "load_weights",
     "local_heads",
+    "run_layers",
 ]

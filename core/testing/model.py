@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.core.engine.overlap import OverlappedForward
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
@@ -36,13 +37,17 @@ from dovetail.core.interfaces import (
     BuildContext,
     Bundle,
     Collective,
+    ForwardContext,
+    Hidden,
     LinearMethod,
     LinearShape,
     Model,
     ModelSpec,
+    Partial,
     Quantizer,
+    Residual,
 )
-from dovetail.core.testing.model_driver import Driver, Lazy, build_context
+from dovetail.core.testing.model_driver import Alone, Driver, Lazy, build_context
 from dovetail.core.testing.numeric import assert_near, fresh, poisoned_memory, same_bits, seed_note
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.core.testing.reference import build as build_component
@@ -274,6 +279,53 @@ class ModelContract:
             fine = [tap for tap in every if driver.hidden.taps[tap].isfinite().all()]
             assert fine == list(range(bad)), f"layer {bad} is bad; taps {fine} did not see it"
 
+    # In turns.
+
+    def test_layers_hand_out_every_collective_call(self) -> None:
+        """As many for one token as for many, of one sequence and of two."""
+        collective = Handed(None)
+        model = self._halving(collective=collective)
+        made: list[int] = []
+
+        def forward(embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...]) -> Hidden:
+            collective.forbidden = True
+            layers, calls, given = model.layers(embeds_TC, ctx, taps), 0, None
+            try:
+                while True:
+                    call = layers.send(given)
+                    collective.forbidden, calls = False, calls + 1
+                    given, collective.forbidden = call(), True
+            except StopIteration as end:
+                made.append(calls)
+                return end.value
+            finally:
+                collective.forbidden = False
+
+        tokens = self._tokens(20)
+        driver = Driver(model)
+        driver.forward = forward
+        found = torch.cat([*driver.step([("a", tokens[:-1]), ("b", tokens)]), *driver.step([("a", tokens[-1:])])])
+        assert len(set(made)) == 1, f"{made} collective calls in steps of 39 and 1 tokens"
+        expected = self._logits(model, tokens)
+        assert_near(found[19:39], expected, self.tolerance, "logits of `layers`, beside those of `forward`")
+
+    def test_halves_in_turns_are_one_step(self) -> None:
+        """Cut within a chunk, between rows, within a sequence that was there before; taps, too."""
+        whole, halved = Driver(self._model()), Driver(self._halving())
+        build = halved.model.build
+        halved.forward = OverlappedForward(halved.model, build.attention, None, build.device, least=2)
+        sequences = {name: self._tokens(MAX_LEN) for name in "abc"}
+        last = self.spec().layers - 1
+        fed = dict.fromkeys(sequences, 0)
+        for counts, num_decode in (({"a": 17}, 0), ({"a": 1, "b": 5, "c": 6}, 1), ({"a": 1, "c": 1, "b": 13}, 2)):
+            rows = [(name, sequences[name][fed[name] : fed[name] + count]) for name, count in counts.items()]
+            expected, got = (torch.cat(d.step(rows, num_decode, slack=3, taps=(0, last))) for d in (whole, halved))
+            assert_near(got, expected, self.tolerance, f"logits of {counts} in two halves")
+            for tap in (0, last):
+                assert_near(halved.hidden.taps[tap], whole.hidden.taps[tap], self.tolerance, f"tap {tap} of halves")
+            for name, count in counts.items():
+                fed[name] += count
+
     # Embedding and logits.
 
     def test_embed_looks_tokens_up(self) -> None:
@@ -418,6 +470,12 @@ class ModelContract:
             model.load(opened(weights))
         return model
 
+    def _halving(self, **options: Any) -> Model:
+        model = self._model(**options)
+        if type(model).layers is Model.layers:
+            pytest.skip("it has no `layers`")
+        return model
+
     def _loaded(self, weights: Weights) -> Model:
         model = self.make(self._build())
         model.load(opened(weights))
@@ -452,6 +510,35 @@ class ModelContract:
 def opened(weights: Weights) -> Iterator[tuple[str, Callable[[], Lazy]]]:
     for name, tensor in weights.items():
         yield name, partial(Lazy, tensor)
+
+
+class Handed(Alone):
+    """One rank, which knows when it must not be called."""
+
+    forbidden = False
+
+    def boundary(self, *args: Any) -> tuple[Bundle, torch.Tensor]:
+        self._check()
+        return super().boundary(*args)
+
+    def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
+        self._check()
+        return super().reduce(x)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._check()
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self._check()
+        return x
+
+    def whole(self, residual: Residual) -> torch.Tensor:
+        self._check()
+        return super().whole(residual)
+
+    def _check(self) -> None:
+        assert not self.forbidden, "`layers` makes a collective call by itself"
 
 
 class SpyAttention(AttentionBackend):

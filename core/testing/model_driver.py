@@ -6,7 +6,7 @@ Shapes: T tokens of the step, V vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,8 @@ class Driver:
 
     def __init__(self, model: Model, seed: int = 0, pages: int = PAGES) -> None:
         self.model, self.device = model, model.build.device
+        self.forward: Callable[[torch.Tensor, ForwardContext, tuple[int, ...]], Hidden] = model.forward
+        """Runs the layers."""
         self.paging = Paging(model.kv_groups, self.device, pages=pages, rng=random.Random(seed))
         model.build.attention.bind(self.paging.pools)
         self.hidden: Hidden
@@ -121,5 +123,5 @@ class Driver:
         attn = {id: attention.plan_device(meta, step.host, planned) for id, meta in step.metas.items()}
         flat = [token for _, tokens in rows for token in tokens] + [0] * padding
         tokens_T = torch.tensor(flat, dtype=torch.int32, device=self.device)
-        self.hidden = self.model.forward(self.model.embed(tokens_T), ForwardContext(step.positions_T, attn), taps)
+        self.hidden = self.forward(self.model.embed(tokens_T), ForwardContext(step.positions_T, attn), taps)
         return list(self.model.logits(self.hidden.states[: sum(counts)]).split(counts))

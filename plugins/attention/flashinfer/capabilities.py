@@ -19,6 +19,12 @@ def capabilities(config: FlashInferConfig, host: Host) -> Capabilities:
         Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason="it runs on a GPU alone"),
         Requires(kind="engine", key="dtype", allowed=DTYPES, reason="its kernels take 16-bit queries"),
         Requires(kind="engine", key="kv_dtype", allowed=KV_DTYPES, reason="pages have the queries' dtype or 8 bits"),
+        Requires(
+            kind="engine",
+            key="overlap_tokens",
+            allowed=(0,),
+            reason="it plans on the host for one batch at a time: halves in turns would have it plan in every layer",
+        ),
         Requires(kind="model", key="head_dim", allowed=HEAD_DIMS, reason="its kernels are made for these"),
     )
     hardware = Requires(kind="host", key="compute_capability", at_least=AMPERE, reason="its kernels need Ampere")

@@ -8,7 +8,7 @@ Shapes: T tokens, B sampled rows, C hidden channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from dovetail.core.interfaces import (
     ForwardContext,
     Hidden,
     KVGroup,
+    Layers,
     Model,
     ModelSource,
     ModelSpec,
@@ -49,6 +50,7 @@ from dovetail.core.layers import (
     dummy_weights,
     load_weights,
     local_heads,
+    run_layers,
 )
 from dovetail.core.ops import gelu, silu_and_mul
 from dovetail.plugins.model.config import LlamaConfig
@@ -135,6 +137,10 @@ class MLP:
         return self.down(self.activation(self.up(x), emit=self.down.inputs))
 
 
+BlockCalls = Generator[Callable[[], Any], Any, tuple[Partial, Residual]]
+"""A block's share of `Layers`."""
+
+
 class Block:
     def __init__(self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope) -> None:
         prefix = layout.names.layer.format(index)
@@ -144,25 +150,22 @@ class Block:
         ]
         self.attention, self.mlp = Attention(index, build, layout, group, rope), MLP(index, build, layout)
 
-    def __call__(
-        self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext
-    ) -> tuple[Partial, Residual]:
-        if self.parallel:
-            return self._parallel(x, residual, ctx)
-        normed, residual = self.boundary(x, residual, self.norms[0], self.attention.qkv.inputs)
+    def __call__(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
+        return (self._parallel if self.parallel else self._sequential)(x, residual, ctx)
+
+    def _sequential(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
+        normed, residual = yield partial(self.boundary, x, residual, self.norms[0], self.attention.qkv.inputs)
         x = self.attention(normed, ctx)
-        normed, residual = self.boundary(x, residual, self.norms[1], self.mlp.up.inputs)
+        normed, residual = yield partial(self.boundary, x, residual, self.norms[1], self.mlp.up.inputs)
         return self.mlp(normed), residual
 
-    def _parallel(
-        self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext
-    ) -> tuple[Partial, Residual]:
+    def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         """Attention and MLP side by side: one sum over ranks a layer, not two."""
         wanted = self.attention.qkv.inputs + self.mlp.up.inputs * (len(self.norms) == 1)
-        normed, residual = self.boundary(x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
+        normed, residual = yield partial(self.boundary, x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
         x = self.attention(normed, ctx)
         if len(self.norms) == 2:
-            normed, _ = self.boundary(residual, None, self.norms[1], self.mlp.up.inputs)
+            normed, _ = yield partial(self.boundary, residual, None, self.norms[1], self.mlp.up.inputs)
         return Partial(x.values + self.mlp(normed).values), residual
 
 
@@ -225,16 +228,20 @@ class Llama(Model):
         return embeds_TC if mask_T is None else torch.where(mask_T.unsqueeze(-1), extra_TC, embeds_TC)
 
     def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
-        boundary = self.build.collective.boundary
+        return run_layers(self.layers(embeds_TC, ctx, taps))
+
+    def layers(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Layers:
+        collective = self.build.collective
         x: torch.Tensor | Partial = embeds_TC
         residual, tapped = None, {}
         for index, block in enumerate(self.blocks):
-            x, residual = block(x, residual, ctx)
+            x, residual = yield from block(x, residual, ctx)
             if index in taps:
                 # The next norm would add these anyway; a tap pays for one reduction of its own.
-                x = self.build.collective.reduce(x)
-                tapped[index] = x + self.build.collective.whole(residual)
-        states, _ = boundary(x, residual, self.norm)
+                x_TC = yield partial(collective.reduce, x)
+                whole_TC = yield partial(collective.whole, residual)
+                x, tapped[index] = x_TC, x_TC + whole_TC
+        states, _ = yield partial(collective.boundary, x, residual, self.norm)
         return Hidden(states[PLAIN].values, tapped)
 
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from dovetail.core.interfaces import (
     ForwardContext,
     Hidden,
     KVGroup,
+    Layers,
     LinearMethod,
     LinearShape,
     Model,
@@ -198,6 +199,35 @@ class GivesTheLastTapForAll(Sound):
         return replace(hidden, taps={tap: hidden.taps[max(taps)] for tap in taps})
 
 
+# In turns.
+
+
+class ReducesByItself(Sound):
+    def layers(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Layers:
+        hidden = yield from super().layers(embeds_TC, ctx, taps)
+        return replace(hidden, states=self.build.collective.reduce(hidden.states))
+
+
+class CallsOnceMoreForManyTokens(Sound):
+    def layers(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Layers:
+        if len(embeds_TC) > 16:
+            embeds_TC = yield lambda: self.build.collective.reduce(embeds_TC)
+        return (yield from super().layers(embeds_TC, ctx, taps))
+
+
+class KeepsItsTokensOnTheModel(Sound):
+    def layers(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Layers:
+        self.last_C = embeds_TC[-1]
+        hidden = yield from super().layers(embeds_TC, ctx, taps)
+        return replace(hidden, states=torch.cat((hidden.states[:-1], (hidden.states[-1] + self.last_C)[None])))
+
+
+class OverridesForwardAlone(Sound):
+    def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
+        hidden = super().forward(embeds_TC, ctx, taps)
+        return replace(hidden, states=hidden.states * 1.1)
+
+
 # Embedding and logits.
 
 
@@ -355,6 +385,10 @@ BROKEN: dict[type[Sound], str] = {
     GivesEveryTap: "test_taps_are_given_when_asked",
     TapsChangeItsStates: "test_taps_change_nothing",
     GivesTheLastTapForAll: "test_taps_change_nothing",
+    ReducesByItself: "test_layers_hand_out_every_collective_call",
+    CallsOnceMoreForManyTokens: "test_layers_hand_out_every_collective_call",
+    KeepsItsTokensOnTheModel: "test_halves_in_turns_are_one_step",
+    OverridesForwardAlone: "test_halves_in_turns_are_one_step",
     EmbedsByPlace: "test_embed_looks_tokens_up",
     IgnoresExtra: "test_embed_takes_extra_rows_where_masked",
     TakesExtraWhereNotMasked: "test_embed_takes_extra_rows_where_masked",
