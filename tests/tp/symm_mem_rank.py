@@ -5,7 +5,9 @@ python symm_mem_rank.py <rank> <size> <folder>
 
 from __future__ import annotations
 
+import random
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +22,14 @@ from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 BOXES = 4
 EPS = 1e-5
-FLAT = (2, 3 * SMALL_ROW + 2, 2 * BOXES * SMALL_ROW + 2, 5 * LARGE_ROW + 10)
+FLAT = (2, 3 * SMALL_ROW + 2, 5 * LARGE_ROW + 10)
 """Values of flat sums: less than a row, several rows with a rest, more rows than programs."""
 ROWS = (1, 3, 9)
 COLUMNS = 96
 CANDIDATES = (1, 600)
 DTYPES = (torch.float32, torch.float16)
+MIXED = 12
+"""Calls of every kind in one order, between ranks that are late at random."""
 
 
 @dataclass
@@ -78,6 +82,21 @@ def candidates(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return value, torch.arange(rows) * 100 + (rank * 37 + 50) % 100
 
 
+def odd(rank: int) -> torch.Tensor:
+    """Words that a mailbox gives a meaning of its own, or that a sum must not change: the empty one, NaN, infinity."""
+    x = torch.zeros(8)
+    x[:4] = torch.tensor([EMPTY, EMPTY, 0x7FC00001, 0x7F800000], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    x[1] *= rank == 0
+    x[4 + rank % 4] = 1.0
+    return x
+
+
+def mixed(seed: int) -> tuple[str, int]:
+    """What all ranks do next: algorithm and rows of a sum, or "argmax"."""
+    generator = random.Random(seed)
+    return generator.choice(("one_shot", "two_shot", "argmax")), generator.choice((1, 2, BOXES, BOXES + 1))
+
+
 def main(rank: int, size: int, folder: Path) -> None:
     mend_interpreter()
     kernels.fence = lambda: None  # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
@@ -97,9 +116,22 @@ def main(rank: int, size: int, folder: Path) -> None:
                 out[algorithm, dtype, rows, "plain"] = bundle[PLAIN].values
                 out[algorithm, dtype, rows, "int8"] = bundle[INT8_TOKEN].values
                 out[algorithm, dtype, rows, "scale"] = bundle[INT8_TOKEN].scale
-    x, after = summand(rank, (3, COLUMNS), torch.float32), None
-    bundle, after = reducer.boundary(x, None, torch.ones(COLUMNS), EPS, (PLAIN,), "one_shot")
-    out["no residual",] = after
+    x = summand(rank, (3, COLUMNS), torch.float32)
+    _, out["no residual",] = reducer.boundary(x.T.contiguous().T, None, torch.ones(COLUMNS), EPS, (PLAIN,), "one_shot")
+    for algorithm in ("one_shot", "two_shot"):
+        out["odd", algorithm] = reducer.reduce(odd(rank), algorithm)
+    late = random.Random(rank)
+    for seed in range(MIXED):
+        kind, rows = mixed(seed)
+        if late.random() < 0.3:
+            time.sleep(0.02)
+        if kind == "argmax":
+            out["mixed", seed] = reducer.argmax(
+                torch.full((rows,), float((rank + seed) % size)), torch.arange(rows) + rank
+            )
+        else:
+            x, residual = torch.full((2, rows, COLUMNS), float(rank + seed)).half()
+            _, out["mixed", seed] = reducer.boundary(x, residual * 0, residual, EPS, (PLAIN,), kind)
     for rows in CANDIDATES:
         out["argmax", rows] = reducer.argmax(*candidates(rank, rows))
     torch.save(out, folder / f"{rank}.pt")

@@ -14,14 +14,30 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("no Triton for this platform", allow_module_level=True)
 
 import symm_mem_rank
-from symm_mem_rank import BOXES, CANDIDATES, COLUMNS, DTYPES, EMPTY, EPS, FLAT, ROWS, candidates, summand
+from symm_mem_rank import (
+    BOXES,
+    CANDIDATES,
+    COLUMNS,
+    DTYPES,
+    EMPTY,
+    EPS,
+    FLAT,
+    MIXED,
+    ROWS,
+    candidates,
+    mixed,
+    odd,
+    summand,
+)
 
 from dovetail.core.interfaces import PLAIN
 from dovetail.core.ops.norm import rms_norm_reference
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
-SIZE = 2
+pytestmark = pytest.mark.timeout(300)
+SIZE = int(os.environ.get("DOVETAIL_SUMMANDS", "3"))
+"""Three: a sum has an order, parts of a row are no power of two, and a rank may hear of another by way of a third."""
 Results = list[dict[tuple[object, ...], torch.Tensor]]
 
 
@@ -35,7 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     command = [sys.executable, symm_mem_rank.__file__]
     ranks = [subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], env=environment) for rank in range(SIZE)]
     try:
-        assert [rank.wait(timeout=100) for rank in ranks] == [0] * SIZE
+        assert [rank.wait(timeout=60 * SIZE) for rank in ranks] == [0] * SIZE
     finally:
         for rank in ranks:
             rank.kill()
@@ -92,3 +108,23 @@ def test_argmax_takes_the_largest_and_of_equals_the_least_index(results: Results
 
 def test_a_boundary_without_residual_returns_the_sum(results: Results) -> None:
     assert torch.equal(results[0]["no residual",], in_rank_order((3, COLUMNS), torch.float32))
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_no_payload_is_taken_for_an_empty_word(results: Results, algorithm: str) -> None:
+    empty, lone, nan, infinite, *ones = results[0]["odd", algorithm].tolist()
+    # The word that means "nothing" is a float32 of -5e-41, and arrives as 0.
+    assert (empty, lone) == (0, 0) and nan != nan and infinite == float("inf")
+    assert ones == [sum(odd(rank)[4 + i].item() for rank in range(SIZE)) for i in range(4)]
+
+
+def test_calls_of_every_kind_do_not_meet(results: Results) -> None:
+    for seed in range(MIXED):
+        kind, rows = mixed(seed)
+        if kind == "argmax":
+            winner = max(range(SIZE), key=lambda rank: (rank + seed) % SIZE)
+            expected = torch.arange(rows) + winner
+        else:
+            expected = torch.full((rows, COLUMNS), float(sum(rank + seed for rank in range(SIZE)))).half()
+        for result in results:
+            assert torch.equal(result["mixed", seed], expected), (seed, kind, rows)

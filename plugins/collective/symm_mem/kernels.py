@@ -3,8 +3,9 @@
 Nothing is signalled. A mailbox holds EMPTY wherever nothing has arrived, the sender never sends EMPTY, and the receiver
 reads until no word is EMPTY (as NCCL's LL protocol and TensorRT-LLM's "Lamport" kernels do), then writes EMPTY back. A
 box has two halves, used in turn. That is enough: a peer fills a half for the second time after its own next call has
-ended, which took what this rank sent after it had emptied that half. So there are no flags, no fences on the way and no
-counters to reset, and a captured graph may be replayed in any order that all ranks share.
+ended, which took what this rank sent after it had emptied that half (in two_shot perhaps by way of a third rank, which
+summed it). So there are no flags, no fences on the way and no counters to reset, and a captured graph may be replayed
+in any order that all ranks share.
 
 A program waits for the program of the same index on every rank, so all programs of a launch must be resident: grids are
 capped (`Mailbox.boxes`). Words are 32 bits, which is what a GPU stores whole. They hold one float32 or two 16-bit

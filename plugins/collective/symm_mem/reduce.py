@@ -26,12 +26,17 @@ ROWS = 256
 """Of argmax, that one program takes."""
 PARTS = 4
 """Programs that send a row in one_shot, while there are few rows."""
+IN_FLIGHT = 1 << 15
+"""Words of all ranks that a program of one_shot waits for at once, at most: with more its threads run out of registers,
+and what they spill costs more than the second hop of two_shot."""
 
 
 class Reducer:
     def __init__(self, mail: Mailbox, rank: int, size: int) -> None:
         self.mail, self.rank, self.size = mail, rank, size
         self.most_argmax = mail.boxes * ROWS
+        self._longest = min(BOX_WORDS, 1 << (IN_FLIGHT // size).bit_length() - 1)
+        """Words of a row of one_shot."""
 
     def serves(self, x: torch.Tensor) -> bool:
         return x.dtype in DTYPES and 0 < x.nbytes < 2**31 and x.nbytes % WORD == 0
@@ -45,8 +50,8 @@ class Reducer:
         """The sum, in place; `x` is contiguous."""
         words, boxes = x.nbytes // WORD, self.mail.boxes
         small = words <= boxes * SMALL_ROW
-        if algorithm == "one_shot" and words <= boxes * BOX_WORDS:
-            row = SMALL_ROW if small else BOX_WORDS
+        if algorithm == "one_shot" and words <= boxes * self._longest:
+            row = SMALL_ROW if small else self._longest
             self._one_shot(x, x, words, row, split=1)
         else:
             row = (SMALL_ROW if small else LARGE_ROW) // self.size * self.size
@@ -63,6 +68,7 @@ class Reducer:
         algorithm: str,
     ) -> tuple[Bundle, torch.Tensor]:
         """The sum, the residual added, and its RMSNorm in the formats asked for."""
+        x_TC = x_TC.contiguous()
         tokens, columns = x_TC.shape
         plan = plan_emit(emit)
         target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
@@ -79,7 +85,8 @@ class Reducer:
             "VALUES": block,
             **target.arguments(block),
         }
-        if algorithm == "one_shot" and tokens <= self.mail.boxes:
+        in_registers = block * x_TC.element_size() <= self._longest * WORD
+        if algorithm == "one_shot" and tokens <= self.mail.boxes and in_registers:
             split = PARTS if tokens * PARTS <= self.mail.boxes else 1
             self._one_shot(x_TC, summed, words, row, split, fused)
         else:
