@@ -19,6 +19,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.compiler.code_generator import CodeGenerator
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -35,6 +36,8 @@ class Compiled:
     launches: int = 0
     functions: set[str] = field(default_factory=set)
     """Every @triton.jit function that some launch contained, "module:name"."""
+    kernels: list[tuple[str, CompiledKernel]] = field(default_factory=list)
+    """What each launch compiled: its name, and Triton's result, whose `asm` holds "ptx" and "cubin"."""
 
 
 @contextmanager
@@ -56,6 +59,7 @@ def compiled_for_hopper() -> Iterator[Compiled]:
         compiled.functions.add(_name(kernel))
         compiled.launches += 1
         found = run(kernel, *args, grid=grid, warmup=True, **options)
+        compiled.kernels.append((_name(kernel), found))
         if found.metadata.shared > SHARED_BYTES:
             raise ValueError(
                 f"{_name(kernel)} takes {found.metadata.shared} bytes of shared memory and a block may have "

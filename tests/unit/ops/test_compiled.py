@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -42,6 +44,7 @@ from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.measured import MEASURED
@@ -249,14 +252,18 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"attention: {case}", partial(attention, **case)
 
 
+def rank(size: int) -> Reducer:
+    words, peers = cuda(1, dtype=INT32), cuda(size, dtype=INT64)
+    mail: Any = SimpleNamespace(boxes=132, one_shot=words, two_shot=words, stopped=words)
+    mail.one_shot_peers = mail.two_shot_peers = peers
+    mail.one_shot_turns = mail.two_shot_turns = words
+    return Reducer(mail, 3, size)
+
+
 def sums() -> None:
     """As a rank of eight launches them, and as one of two."""
     for size, columns, dtype in ((8, 8192, BF16), (2, 96, FP32), (8, 7168, FP16))[: 3 if EVERYTHING else 2]:
-        words, peers = cuda(1, dtype=INT32), cuda(size, dtype=INT64)
-        mail: Any = SimpleNamespace(boxes=132, one_shot=words, two_shot=words, stopped=words)
-        mail.one_shot_peers = mail.two_shot_peers = peers
-        mail.one_shot_turns = mail.two_shot_turns = words
-        reducer = Reducer(mail, 3, size)
+        reducer = rank(size)
         for algorithm, rows in (("one_shot", 1), ("one_shot", 132), ("two_shot", 256)):
             x = cuda(rows, columns, dtype=dtype)
             reducer.reduce(x, algorithm)
@@ -292,6 +299,68 @@ def test_every_kernel_compiles(tmp_path, monkeypatch):
     assert not failed, "\n\n".join(failed)
     missing = sorted(jit_functions() - compiled.functions)
     assert not missing, f"no launch in this file compiles {', '.join(missing)}: add one to CASES"
+    for name, kernel in compiled.kernels:
+        too_early = touched_before_waiting(kernel.asm["ptx"], kernel.metadata.launch_pdl)
+        assert too_early <= CONSTANTS.get(name, set()), f"{name} comes before the kernel before has ended: {too_early}"
+
+
+CONSTANTS = {
+    "dovetail.core.ops.kernels.norm:_rms_norm": {"ld.global"},  # The norm's weight.
+    "dovetail.core.ops.kernels.matmul:_matmul": {"prefetch.global"},  # The product's.
+    "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"ld.global"},  # The norm's.
+    "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"ld.global"},  # The norm's.
+    "dovetail.plugins.adapter.lora.kernel:_expand": {"ld.global"},  # Which outputs belong to which part.
+}
+"""What kernels may touch before the one before them has ended, since no kernel ever writes it."""
+MEMORY = re.compile(r"\b((?:ld|st|atom|red|prefetch|cp\.async|cp\.reduce|multimem)[\w.]*?\.global)\b")
+
+
+def touched_before_waiting(ptx: str, launched_early: bool) -> set[str]:
+    """Instructions that reach global memory ahead of griddepcontrol.wait, which a kernel launched early has once."""
+    before, *after = ptx.split("griddepcontrol.wait")
+    if not launched_early:
+        assert "griddepcontrol" not in ptx
+        return set()
+    assert len(after) == 1, f"waits {len(after)} times"
+    return {instruction.replace(".async", "") for instruction in MEMORY.findall(before)}
+
+
+@triton.jit
+def never_waits(x_ptr, PDL: tl.constexpr):
+    tl.store(x_ptr, 1.0)
+
+
+@triton.jit
+def waits_late(x_ptr, PDL: tl.constexpr):
+    tl.store(x_ptr, 1.0)
+    wait(PDL)
+
+
+def test_a_kernel_that_writes_before_it_has_waited_is_seen():
+    with compiled_for_hopper() as compiled:
+        for kernel in (never_waits, waits_late):
+            x = cuda(1, dtype=FP32)
+            kernel[(1,)](x, **dependent(x))
+    (_, never), (_, late) = compiled.kernels
+    with pytest.raises(AssertionError, match="waits 0 times"):
+        touched_before_waiting(never.asm["ptx"], True)
+    assert touched_before_waiting(late.asm["ptx"], True) == {"st.global"}
+
+
+def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
+    """Words of all ranks wait there for the last of them: spilled, each turn of the wait would go through memory."""
+    with compiled_for_hopper() as compiled:
+        for rows, columns in ((64, 8192), (1, 16384)):
+            x = cuda(rows, columns)
+            rank(8).reduce(x, "one_shot")
+            rank(8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "one_shot")
+    for name, kernel in compiled.kernels:
+        cubin = tmp_path / "cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage", cubin]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        stack = re.search(r"STACK:(\d+)", used)
+        assert stack is not None and stack[1] == "0", f"{name}: {used}"
 
 
 def jit_functions() -> set[str]:
