@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from bisect import bisect_left
 from collections import deque
@@ -131,6 +132,8 @@ class Engine:
         self._steps = 0
         self._had_work = False
         """Since the plan launched last."""
+        self._exact_lengths = False
+        """Attention plans from lengths that the host knows."""
 
     def start(self, progress: Progress = lambda phase, share: None) -> None:
         """Check that the parts fit each other, then load everything; errors surface here."""
@@ -177,7 +180,9 @@ class Engine:
             spec.vocab, spec.eos_ids, tokenizer if tokenizer is not None and tokenizer.is_file() else None
         )
         compiler = composition.build("grammar", vocabulary=vocabulary)
-        return Grammars(compiler, vocabulary, composition.engine.mask_wait)
+        # A row that sits a step out is shorter than a plan in flight counts on: no good where the host's count decides.
+        patient = self._exact_lengths and composition.engine.depth > 1
+        return Grammars(compiler, vocabulary, threading.TIMEOUT_MAX if patient else composition.engine.mask_wait)
 
     def _build_host_drafter(self) -> Drafter | None:
         drafter: Drafter = self.composition.build("spec_decode")
@@ -206,8 +211,8 @@ class Engine:
         """Drafts in flight leave the host with bounds of lengths, which some attention backends cannot plan from."""
         composition, depth = self.composition, self.composition.engine.depth
         attention, drafter = composition.part("attention"), composition.part("spec_decode")
-        exact = attention.capabilities(here).provides.get("exact_lengths") == "host"
-        if exact and depth > 1 and composition.build("spec_decode").lookahead:
+        self._exact_lengths = attention.capabilities(here).provides.get("exact_lengths") == "host"
+        if self._exact_lengths and depth > 1 and composition.build("spec_decode").lookahead:
             raise CapabilityError(
                 [
                     f"attention={attention.name} plans from exact lengths on the host, which come late where drafts "

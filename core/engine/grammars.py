@@ -215,7 +215,8 @@ class Grammars:
         followed = {uid: self._followed[uid] for uid in uids if uid in self._followed}
         for each in followed.values():
             if not each.ready.is_set():
-                each.ready.wait(max(0.0, each.asked + self._patience - time.perf_counter()))
+                left = each.asked + self._patience - time.perf_counter()
+                each.ready.wait(min(max(0.0, left), threading.TIMEOUT_MAX))
         if followed and not others and not any(each.ready.is_set() for each in followed.values()):
             next(iter(followed.values())).ready.wait(_MOMENT)
         masks: dict[int, NDArray[np.uint32]] = {}

@@ -8,12 +8,13 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dovetail import LLM, Grammar, RequestError, SamplingParams
-from dovetail.core.compose import EngineConfig
+from dovetail.core.compose import Capabilities, EngineConfig, Host
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
@@ -29,6 +30,8 @@ from dovetail.core.testing.toy import (
     ToyMatcher,
     expected_output,
 )
+from dovetail.plugins.attention.config import SDPAConfig
+from dovetail.plugins.attention.sdpa import capabilities as sdpa
 
 SCHEMA = {
     "type": "object",
@@ -125,6 +128,22 @@ def test_tokens_are_the_same_in_any_engine(llm: LLM, overrides: list[str]) -> No
         if "engine.mask_wait=0" in overrides:
             assert other.engine.counters.late_rows > 0
             assert other.engine.scheduler.stats().preemptions > 0
+
+
+def test_no_row_sits_out_where_attention_goes_by_the_host_s_lengths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be one token shorter than the plan launched meanwhile says."""
+    known = sdpa.capabilities
+
+    def exact(config: SDPAConfig, host: Host) -> Capabilities:
+        found = known(config, host)
+        return replace(found, provides={**found.provides, "exact_lengths": "host"})
+
+    monkeypatch.setattr(sdpa, "capabilities", exact)
+    params = [p.model_copy(update={"temperature": 0.0}) for p in requests(range(1))]
+    impatient = ["engine.depth=2", "engine.mask_wait=0", "engine.kv_pages=8", "engine.token_budget=9"]
+    with LLM("tiny", overrides=[*OVERRIDES, *impatient]) as other:
+        assert run(other, params) == run(llm, params)
+        assert other.engine.counters.late_rows == 0
 
 
 def test_samples_follow_it_each_for_itself(llm: LLM) -> None:
