@@ -121,7 +121,7 @@ def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:
         stream.close()  # type: ignore[attr-defined]
     engine = two.engine
     assert isinstance(engine, ReplicatedEngine)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(one["pages_owned"] for one in two._call(engine.check)):
         assert time.monotonic() < deadline
     assert not engine.has_work and [replica.samples for replica in engine._replicas] == [0, 0]
@@ -157,11 +157,11 @@ def test_ctrl_c_while_they_load_ends_everything_soon() -> None:
             time.sleep(0.02)
             pids = [int(pid) for file in tasks.glob("*/children") for pid in file.read_text().split()]
         os.killpg(process.pid, signal.SIGINT)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 15
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     assert process.returncode == 130
 
 

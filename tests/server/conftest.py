@@ -84,7 +84,7 @@ class Server:
         return self.wait()
 
     def wait(self) -> int:
-        status = self.process.wait(30)
+        status = self.process.wait(90)
         self._reader.join(5)
         assert not any("did not end" in line for line in self.log), "".join(self.log)
         return status

@@ -292,7 +292,7 @@ BOUND = SamplingParams(temperature=0, max_tokens=20, grammar=GRAMMAR)
 def drive(engine: Engine, uids: set[int]) -> dict[int, list[int]]:
     """Until these sequences have ended."""
     outputs: dict[int, list[int]] = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while uids:
         assert time.monotonic() < deadline
         for event in engine.step():

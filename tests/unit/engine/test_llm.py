@@ -60,7 +60,7 @@ def test_callers_in_many_threads(llm: LLM) -> None:
 def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     for _ in llm.stream("def f():\n", SamplingParams(max_tokens=200, ignore_eos=True)):
         break
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while llm.engine.kv.stats().owned and time.monotonic() < deadline:
         time.sleep(0.01)
     assert llm.engine.kv.stats().owned == 0
