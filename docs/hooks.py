@@ -6,6 +6,8 @@ reference/components.md and reference/compatibility.md exist only in the built s
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from dovetail.core import testing
 from dovetail.core.compose import KINDS, Capabilities, Host, Requires, Selected, compose, installed
 from dovetail.core.compose.compatibility import stated_by_default
 from dovetail.core.compose.config import part_fields
@@ -121,6 +124,25 @@ def kinds() -> str:
         how = {"one": "one", "many": "a list", "per_request": "by request"}[kind.cardinality]
         rows.append([page or f"`{kind.name}`", kind.about, how, f"`{kind.api}`", names])
     return _table(("kind", "what it does", "chosen", "api", "built in"), rows)
+
+
+def suite(kind: str) -> str:
+    """What a subclass of the kind's contract suite may set: attributes with a docstring. Read, not imported."""
+    index = (Path(__file__).parent / "kinds" / "index.md").read_text(encoding="utf-8")
+    found = re.search(rf"^\| {kind} \| `dovetail\.core\.testing\.(\w+)\.(\w+)` \|$", index, re.M)
+    assert found is not None, f"kinds/index.md names no suite of {kind}"
+    source = (Path(testing.__file__).parent / f"{found[1]}.py").read_text(encoding="utf-8")
+    (body,) = (n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == found[2])
+    rows = []
+    for setting, text in itertools.pairwise(body):
+        match setting, text:
+            case (
+                ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value)
+                | ast.Assign(targets=[ast.Name(name)], value=value),
+                ast.Expr(ast.Constant(str(about))),
+            ):
+                rows.append([f"`{name}`", f"`{ast.unparse(value)}`", _prose(about)])
+    return _table((f"attribute of `{found[2]}`", "default", "meaning"), rows)
 
 
 def components_page() -> str:
@@ -337,6 +359,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "presets": presets,
     "kinds": kinds,
     "results": results,
+    "suite": suite,
 }
 PAGES: dict[str, Callable[[], str]] = {
     "reference/components.md": components_page,

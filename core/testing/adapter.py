@@ -48,6 +48,7 @@ class AdaptersContract:
     """Every sentence of dovetail.core.interfaces.adapter, on the layers of one block."""
 
     device = "cpu"
+    """Where it runs, such as "cuda"."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     """Of the model, to try."""
     seed: int | None = None

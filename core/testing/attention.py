@@ -80,6 +80,7 @@ class AttentionContract:
     """Every sentence of dovetail.core.interfaces.attention that a backend must keep."""
 
     device = "cpu"
+    """Where it runs, such as "cuda"."""
     dtype = torch.float32
     """Of q, k, v and the output."""
     kv_dtypes: tuple[torch.dtype, ...] = ()
@@ -89,7 +90,9 @@ class AttentionContract:
     heads: tuple[tuple[int, int], ...] = ((4, 4), (6, 2), (4, 1))
     """(query heads, kv heads) to try: multi-head, grouped, multi-query."""
     head_dims: tuple[int, ...] = (16, 24)
+    """To try."""
     page_tokens: tuple[int, ...] = (4, 8)
+    """Page sizes to try."""
     windows = True
     """Whether it has sliding windows (capability kinds: window)."""
     tree = True

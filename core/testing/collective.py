@@ -60,6 +60,7 @@ class CollectiveContract:
     size = 3
     """Ranks: with two, a sum has no order."""
     device = torch.device("cpu")
+    """Of every rank."""
     patience = 10.0
     """Seconds in which a call must end that nobody can answer any more."""
 

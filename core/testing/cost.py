@@ -45,8 +45,11 @@ class CostContract:
     """Every sentence of dovetail.core.interfaces.CostModel. `make` is the only thing that must be overridden."""
 
     spec: ClassVar[ModelSpec] = SPEC
+    """What it is bound to, with the next two."""
     engine: ClassVar[EngineConfig] = EngineConfig()
+    """Settings."""
     formats: ClassVar[Formats] = Formats("bfloat16", 2, 16.0, "bfloat16", 2)
+    """Number formats."""
 
     def make(self) -> CostModel:
         """A fresh cost model, not bound; every call gives an equal one."""

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, PageOpKind, Reservation
@@ -53,6 +53,9 @@ class KVAllocatorContract:
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
+        # One failure, made small: several, each explained, take minutes.
+        phases=(Phase.generate, Phase.shrink),
+        report_multiple_bugs=False,
     )
 
     def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:

@@ -65,6 +65,7 @@ class ModelContract:
     """Every sentence of dovetail.core.interfaces.model that a model must keep."""
 
     device = "cpu"
+    """Where it runs, such as "cuda"."""
     tolerance = 1e-4
     """Greatest difference of a row's logits in float32, relative to their norm, between two ways of feeding it."""
     ranks: tuple[int, ...] = (2,)

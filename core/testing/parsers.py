@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from dovetail.core.errors import RequestError
@@ -137,7 +137,12 @@ class Checks:
     """What both suites share."""
 
     check_settings: ClassVar[settings] = settings(
-        deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+        report_multiple_bugs=False,
     )
 
     def examples(self, check: Callable[[st.DataObject], None], count: int = 25) -> None:

@@ -51,6 +51,7 @@ class QuantizerContract:
     """Every sentence of dovetail.core.interfaces.quant. Weights and inputs are normal, exact results float64."""
 
     device = "cpu"
+    """Where it runs, such as "cuda"."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     """Of the model, to try."""
     error = 1e-6
@@ -185,7 +186,8 @@ class QuantizerContract:
             together = layer.apply(x_TI)
             for row in range(len(x_TI)):
                 alone = layer.apply(x_TI[row : row + 1])
-                assert_near(together[row : row + 1], alone, 2 * TOLERANCE[dtype], f"row {row} beside others")
+                what = f"row {row} beside others (set rows_independent = False if a batch shares one scale)"
+                assert_near(together[row : row + 1], alone, 2 * TOLERANCE[dtype], what)
             self._check(together[::2], layer.exact(x_TI)[::2], dtype)
 
     def test_a_row_of_zeros_gives_the_bias(self) -> None:

@@ -19,6 +19,7 @@ class RouterContract:
     """Every sentence of dovetail.core.interfaces.Router. `make` is the only thing that must be overridden."""
 
     replicas = 4
+    """For which routers are made."""
 
     def make(self, replicas: int) -> Router:
         """A fresh router for so many replicas."""

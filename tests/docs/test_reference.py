@@ -112,6 +112,23 @@ def test_every_suite_is_named_and_every_name_is_a_suite() -> None:
         assert hasattr(importlib.import_module(module), name)
 
 
+@pytest.mark.parametrize("kind", CONTRACTS)
+def test_what_a_suite_can_be_told_stands_on_the_page_of_its_kind(kind: str, hooks: Any) -> None:
+    table = hooks.suite(kind)
+    place = f"<!-- dovetail: suite {kind} -->"
+    assert (place in pages()[f"kinds/{kind}.md"]) == (table.count("\n") > 1)
+    settings = re.findall(r'^    (\w+)[^(\n]* = .*\n    """', inspect.getsource(suite_of(kind)), re.M)
+    assert all(f"| `{setting}` |" in table for setting in settings)
+
+
+def suite_of(kind: str) -> type[Any]:
+    path = re.search(rf"^\| {kind} \| `([\w.]+)\.(\w+)` \|$", pages()["kinds/index.md"], re.M)
+    assert path is not None
+    suite = getattr(importlib.import_module(path[1]), path[2])
+    assert isinstance(suite, type)
+    return suite
+
+
 # What is made while the site is built.
 
 
