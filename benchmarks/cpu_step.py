@@ -1,13 +1,19 @@
-"""Host time of one step without a device: schedule, encode, update. Prints microseconds; asserts nothing about them.
+"""Host time of one step without a device: schedule, submit, collect, update. Prints microseconds; asserts nothing about
+them.
 
     python benchmarks/cpu_step.py
     python benchmarks/cpu_step.py --running 256 --cached 1000000 --profile
 
 The engine, scheduler and allocator are the real ones; the device answers at once. Requests of 512 prompt tokens, half
 of them in the prefix cache, enter as others leave, so that every step has decode rows and most have a new request.
-`encode` is what several ranks cost rank 0: the plan, and the prompts of those that join. `all CPU` is the processor
-time of the whole step, this script's device included; on a busy machine it is the one to trust. The best of some
-windows is taken, since other programs can only make a step slower.
+`submit` and `collect` are one of two things:
+
+    ranks   what several ranks cost rank 0: plan and prompts as bytes; answers are made up
+    runner  what one rank does in this process: device state, the step's one copy, choice and input of graphs, results.
+            Graphs are replayed as nothing, and tensors are on the CPU: on a GPU each call on one costs a launch more
+
+`all CPU` is the processor time of this thread for the whole step; on a busy machine it is the one to trust. The best of
+some windows is taken, since other programs can only make a step slower.
 """
 
 from __future__ import annotations
@@ -19,18 +25,25 @@ import pstats
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from dovetail.core.compose import EngineConfig
 from dovetail.core.engine.encoding import encode_blob, encode_plan
 from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.graphs import StepGraphs
 from dovetail.core.engine.mirror import PlanMirror
+from dovetail.core.engine.runner import Runner
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
     ExecutorInfo,
+    ForwardContext,
+    Hidden,
     KVAllocator,
     KVGroup,
     LateInputs,
@@ -41,22 +54,25 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepResult,
 )
+from dovetail.core.testing.executor import small_composition
 from dovetail.core.testing.reference import build
 from dovetail.core.testing.toy import SPEC, VOCAB, ToyComposition
 
 PAGE = 16
 PROMPT, SHARED, OUTPUT = 512, 256, 256
 """Tokens: of a prompt, of those in the prefix cache, and of an output at most."""
-PARTS = ("schedule", "submit", "update")
-WINDOWS = 8
+BUDGET, MIXED = 8192, 1024
+"""Tokens of a step, and of the largest mixed one that has a graph."""
+PARTS = ("schedule", "submit", "wait", "update")
+WINDOWS = 48
 SAMPLE = int(RowFlag.SAMPLE)
 
 
 class InstantDevice(Executor):
     """Encodes each plan as for several ranks, and answers with a token for each row that samples."""
 
-    def __init__(self, pages: int, max_len: int) -> None:
-        self.pages, self.max_len = pages, max_len
+    def __init__(self, pages: int, max_len: int, running: int) -> None:
+        self.pages, self.max_len, self.running = pages, max_len, running
         self._mirror = PlanMirror()
         self._plans: deque[StepPlan] = deque()
 
@@ -90,6 +106,88 @@ class InstantDevice(Executor):
         self._plans.clear()
 
 
+class OneRank(Executor):
+    """The runner as in a process with a GPU, but for the model: its layers and draws are graphs that do nothing."""
+
+    def __init__(self, pages: int, max_len: int, running: int) -> None:
+        self.pages, self.max_len, self.running = pages, max_len, running
+        self._mirror = PlanMirror()
+        self._in_flight = 0
+
+    def start(self, progress: Progress) -> ExecutorInfo:
+        torch.set_num_threads(1)
+        words = f"engine.max_seqs={self.running} engine.max_len={self.max_len} model.hf.max_position_embeddings=4096"
+        self._runner = runner = Runner(small_composition(*words.split()))
+        info = runner.load(progress)
+        runner.bind(info.num_pages)
+        runner.model, runner.attention = _NoModel(runner.model.build), _NoAttention()  # type: ignore[assignment]
+        runner.graphs = StepGraphs(
+            runner.model,
+            runner.state,
+            runner.groups,
+            runner.attention,
+            taps=(),
+            lookahead=0,
+            most_rows=self.running,
+            most_tokens=MIXED,
+            max_len=self.max_len,
+        )
+        runner.graphs.capture(_nothing, progress)
+        return replace(info, num_pages=dict.fromkeys(info.num_pages, self.pages))
+
+    def submit(self, plan: StepPlan, blobs: Blobs) -> None:
+        self._mirror.apply(plan)
+        self._runner.execute(plan, blobs)
+        self._in_flight += 1
+
+    def complete(self, late: LateInputs) -> None:
+        raise ValueError("no plan here waits for late inputs")
+
+    def collect(self) -> StepResult:
+        self._in_flight -= 1
+        return self._runner.collect()
+
+    @property
+    def pending(self) -> int:
+        return self._in_flight
+
+    def shutdown(self) -> None:
+        self._runner.close()
+
+
+class _NoModel:
+    def __init__(self, build: Any) -> None:
+        self.build = build
+
+    def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(tokens_T), self.build.spec.hidden)
+
+    def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...]) -> Hidden:
+        return Hidden(embeds_TC, {})
+
+    def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(states_BC), self.build.spec.vocab)
+
+    def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return self.logits(states_BC), 0
+
+
+class _NoAttention:
+    def plan_host(self, host: object) -> None:
+        """Nothing."""
+
+    def plan_device(self, *given: object) -> None:
+        """Nothing."""
+
+
+def _nothing(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """In place of a graph: its tensors as they were at first."""
+    return lambda: None, call()
+
+
+EXECUTORS: dict[str, type[InstantDevice | OneRank]] = {"ranks": InstantDevice, "runner": OneRank}
+
+
 @dataclass
 class _Written:
     """A sequence that only the allocator sees."""
@@ -102,11 +200,13 @@ class _Written:
 class Load:
     """An engine that always has `running` sequences, over a prefix cache of at least `cached` pages."""
 
-    def __init__(self, running: int, cached: int, depth: int = 2) -> None:
+    def __init__(
+        self, running: int, cached: int, depth: int = 2, executor: type[InstantDevice | OneRank] = InstantDevice
+    ) -> None:
         self.running, self._rng = running, random.Random(0)
         own = running * -(-(PROMPT + OUTPUT) // PAGE)
-        device = InstantDevice(cached + own, PROMPT + OUTPUT)
-        config = EngineConfig(token_budget=8192, max_seqs=running, max_len=device.max_len, depth=depth)
+        device = executor(cached + own, PROMPT + OUTPUT, running)
+        config = EngineConfig(token_budget=BUDGET, max_seqs=running, max_len=device.max_len, depth=depth)
         composition = ToyComposition(
             lambda limits, kv: build("scheduler", "fcfs", limits=limits, kv=kv),
             lambda groups, pages: build("kv_cache", "prefix_hash", groups=groups, num_pages=pages),
@@ -165,10 +265,10 @@ def microseconds(load: Load, steps: int) -> dict[str, float]:
 
 
 def window(load: Load, steps: int) -> dict[str, float]:
-    before, began = copy(load.engine.counters), time.process_time()
+    before, began = copy(load.engine.counters), time.thread_time()
     while load.engine.counters.steps < before.steps + steps:
         load.step()
-    cpu, now = time.process_time() - began, load.engine.counters
+    cpu, now = time.thread_time() - began, load.engine.counters
     spent = {part: getattr(now, f"{part}_seconds") - getattr(before, f"{part}_seconds") for part in PARTS}
     return {name: seconds / (now.steps - before.steps) * 1e6 for name, seconds in {**spent, "cpu": cpu}.items()}
 
@@ -176,18 +276,21 @@ def window(load: Load, steps: int) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="sequences on the device")
-    parser.add_argument("--cached", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="cached pages")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--cached", type=int, nargs="+", default=[10_000, 1_000_000], help="cached pages")
+    parser.add_argument("--submit", nargs="+", choices=EXECUTORS, default=[*EXECUTORS], help="what plans are given to")
+    parser.add_argument("--steps", type=int, default=960)
     parser.add_argument("--profile", action="store_true", help="list the costliest functions, too")
     args = parser.parse_args(argv)
-    print(f"{'running':>8} {'cached pages':>13} {'schedule':>9} {'encode':>9} {'update':>9} {'all CPU':>9}  us")
+    heads = ("schedule", "submit", "collect", "update", "all CPU")
+    print(f"{'running':>8} {'cached pages':>13} {'to':>7} " + " ".join(f"{head:>9}" for head in heads) + "  us")
     for running in args.running:
         for cached in args.cached:
-            load = Load(running, cached)
-            found = microseconds(load, args.steps)
-            print(f"{running:8} {cached:13} " + " ".join(f"{us:9.1f}" for us in found.values()), flush=True)
-            if args.profile:
-                profile(load, args.steps)
+            for submit in args.submit:
+                load = Load(running, cached, executor=EXECUTORS[submit])
+                found = " ".join(f"{us:9.1f}" for us in microseconds(load, args.steps).values())
+                print(f"{running:8} {cached:13} {submit:>7} {found}", flush=True)
+                if args.profile:
+                    profile(load, args.steps)
 
 
 def profile(load: Load, steps: int) -> None:
@@ -197,7 +300,7 @@ def profile(load: Load, steps: int) -> None:
     for _ in range(2 * steps):
         load.step()
     recorder.disable()
-    pstats.Stats(recorder).sort_stats("tottime").print_stats(18)
+    pstats.Stats(recorder).sort_stats("tottime").print_stats(24)
 
 
 if __name__ == "__main__":

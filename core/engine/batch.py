@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,32 +17,52 @@ DECODE, SAMPLE = int(RowFlag.DECODE), int(RowFlag.SAMPLE)
 """Plain integers: an IntFlag takes microseconds, and there are hundreds of rows."""
 
 
+class Rows:
+    """A plan's rows by column: what a step asks of hundreds of rows is then one call each. Of plans in canonical
+    order."""
+
+    def __init__(self, rows: Seq[Row]) -> None:
+        columns: Seq[tuple[int, ...]] = tuple(zip(*rows, strict=True))
+        self.slots, self.uids, self.epochs, self.counts, self.bounds, self.drafts, self.flags = columns
+        self.decodes = bisect_left(self.flags, True, key=lambda flags: not flags & DECODE)
+        """They come first."""
+        self.sampled: Seq[int] = range(len(rows))
+        """Indices of those that sample."""
+        self.sampled_slots: Seq[int] = self.slots
+        if not all(flags & SAMPLE for flags in set(self.flags)):
+            self.sampled = [i for i, flags in enumerate(self.flags) if flags & SAMPLE]
+            self.sampled_slots = [self.slots[i] for i in self.sampled]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def starts(self) -> list[int]:
+        """Index of each row's first token, then their number."""
+        return [0, *accumulate(self.counts)]
+
+    @property
+    def width(self) -> int:
+        """W: 1 + most drafts of any row."""
+        return 1 + max(self.drafts)
+
+    @property
+    def max_len(self) -> int:
+        """Bound of every length in the step, the sampled tokens included."""
+        return max(self.bounds) + 1
+
+
 @dataclass(slots=True)
 class Batch:
     """Everything forward and sampling need. Host numbers are bounds; device tensors are exact."""
 
-    rows: Seq[Row]
+    rows: Rows
     tokens: TokenLayout
     attn: dict[int, AttnCtx]
-    sampled: list[int]
-    """Indices into rows."""
-    width: int
-    """W: 1 + most drafts of any sampled row."""
-    max_len: int
-    """Bound of every length in the step, the sampled tokens included."""
-
-
-def sampled_rows(rows: Seq[Row]) -> list[int]:
-    return [i for i, row in enumerate(rows) if row.flags & SAMPLE]
-
-
-def row_starts(rows: Seq[Row]) -> list[int]:
-    """Index of each row's first token, then their number."""
-    return [0, *accumulate(row.count for row in rows)]
 
 
 def build_batch(
-    rows: Seq[Row],
+    rows: Rows,
     slots_B: torch.Tensor,
     row_start_B1: torch.Tensor,
     state: DeviceState,
@@ -49,11 +70,8 @@ def build_batch(
     attention: AttentionBackend,
 ) -> Batch:
     """slots_B and row_start_B1 (int64) are the rows' own, on the device."""
-    counts = tuple(row.count for row in rows)
-    decodes = sum(1 for row in rows if row.flags & DECODE)
-    host = HostBounds(counts, tuple(row.bound for row in rows), decodes)
-    tokens, attn = lay_out(slots_B, row_start_B1.int(), sum(counts), host, state, groups, attention)
-    return make_batch(rows, tokens, attn)
+    host = HostBounds(rows.counts, rows.bounds, rows.decodes)
+    return Batch(rows, *lay_out(slots_B, row_start_B1.int(), sum(rows.counts), host, state, groups, attention))
 
 
 def lay_out(
@@ -84,15 +102,3 @@ def lay_out(
         )
         attn[group.id] = attention.plan_device(meta, host, planned)
     return tokens, attn
-
-
-def make_batch(rows: Seq[Row], tokens: TokenLayout, attn: dict[int, AttnCtx]) -> Batch:
-    sampled = sampled_rows(rows)
-    return Batch(
-        rows=rows,
-        tokens=tokens,
-        attn=attn,
-        sampled=sampled,
-        width=1 + max((rows[i].draft for i in sampled), default=0),
-        max_len=max(row.bound for row in rows) + 1,
-    )

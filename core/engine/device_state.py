@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from dovetail.core.engine.upload import Upload, float_bits, floats
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import Draft, DraftContext, JoinBlob, KVGroup, SamplingParams, StepPlan
 from dovetail.core.ops.random import sequence_key
+
+if TYPE_CHECKING:
+    from dovetail.core.engine.upload import Section
 
 
 @dataclass(slots=True)
@@ -50,6 +54,31 @@ class SlotInfo:
         return self.blob.request.processors
 
 
+@dataclass(slots=True)
+class UnusualSlots:
+    """Whose sequences need more than most do, so that a step need not ask each of its rows."""
+
+    random: set[int] = field(default_factory=set)
+    filtered: set[int] = field(default_factory=set)
+    not_plain: set[int] = field(default_factory=set)
+    """All three as SlotInfo says."""
+    logprobs: set[int] = field(default_factory=set)
+    prompt_logprobs: set[int] = field(default_factory=set)
+    pooling: set[int] = field(default_factory=set)
+    """The prompt is embedded."""
+
+    def join(self, slot: int, info: SlotInfo) -> None:
+        for slots, among in (
+            (self.random, info.random),
+            (self.filtered, info.filtered),
+            (self.not_plain, not info.plain),
+            (self.logprobs, info.params.logprobs is not None),
+            (self.prompt_logprobs, info.params.prompt_logprobs is not None),
+            (self.pooling, info.blob.request.pooling is not None),
+        ):
+            (slots.add if among else slots.discard)(slot)
+
+
 class DeviceState:
     def __init__(
         self, *, slots: int, max_len: int, lookahead: int, groups: Seq[KVGroup], device: torch.device, seed: int
@@ -79,21 +108,18 @@ class DeviceState:
         self.draft_probs_SKV: torch.Tensor | None = None
         """Set by the first drafter output that carries probabilities."""
         self.slots: dict[int, SlotInfo] = {}
-        self.pooling: set[int] = set()
-        """Slots whose prompt is embedded."""
+        self.unusual = UnusualSlots()
 
-    def apply(self, plan: StepPlan, joined: Seq[SlotInfo], extra: Seq[Seq[int]] = ()) -> list[torch.Tensor]:
+    def apply(self, plan: StepPlan, joined: Seq[SlotInfo], extra: Seq[Section] = ()) -> list[torch.Tensor]:
         """Change state as the plan says; `joined` belong to plan.joins. `extra` integers travel with the same copy and
         come back as int64 tensors."""
         for slot in plan.leaves:
             del self.slots[slot]
-            self.pooling.discard(slot)
         scalars: list[int] = []
         for join, info in zip(plan.joins, joined, strict=True):
             self.slots[join.slot] = info
+            self.unusual.join(join.slot, info)
             request, params = info.blob.request, info.params
-            if request.pooling is not None:
-                self.pooling.add(join.slot)
             scalars += (join.slot, join.computed, len(request.prompt_ids))
             scalars += (sequence_key(self.seed, request, info.blob.sample), params.top_k)
             scalars += (float_bits(params.temperature), float_bits(params.top_p), float_bits(params.min_p))

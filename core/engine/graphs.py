@@ -15,12 +15,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from dovetail.core.engine.adapters import adapting
-from dovetail.core.engine.batch import DECODE, SAMPLE, Batch, lay_out, make_batch, row_starts
+from dovetail.core.engine.batch import Batch, Rows, lay_out
 from dovetail.core.engine.device_state import DeviceState
 from dovetail.core.engine.sampler import SampleParams, sample, sample_over_ranks
 from dovetail.core.engine.sampling_step import Sampled, advance_chunks, chunk_section, sampling_section
@@ -33,9 +34,13 @@ from dovetail.core.interfaces import (
     KVGroup,
     Model,
     Progress,
-    Row,
 )
 from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, gather_samples
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from dovetail.core.engine.upload import Section
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Any]], tuple[Replay, Any]]
@@ -150,6 +155,8 @@ class StepGraphs:
         self._adapters = adapters
         if adapters is not None:
             self.capacities += [replace(capacity, adapted=True) for capacity in self.capacities]
+        self._spare_R3 = np.array([(0, state.scratch, 0)] * most_rows)
+        """Rows of `sampling_section` that are padding."""
         build = model.build
         self._inputs = SampleInputs.empty(most_rows, self.width, build.spec.hidden, build.dtype, state.device)
         self._forward: list[ForwardGraph] = []
@@ -223,12 +230,11 @@ class StepGraphs:
         gather_samples(hidden.states, tokens.positions_T, samples_R3, self._inputs.first(capacity.samples))
         return tokens, hidden
 
-    def pick(self, rows: Seq[Row], adapted: bool = False) -> ForwardGraph | None:
+    def pick(self, rows: Rows, adapted: bool = False) -> ForwardGraph | None:
         """The smallest that serves such a step; `adapted`: some row has an adapter."""
-        decodes = sum(1 for row in rows if row.flags & DECODE)
-        moved = sum(1 for row in rows if not row.flags & SAMPLE)
+        decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
         chunks = max(len(rows) - decodes, moved)
-        tokens = sum(row.count for row in rows) if chunks else 0
+        tokens = sum(rows.counts) if chunks else 0
         for graph in self._forward:
             capacity = graph.capacity
             if (
@@ -241,19 +247,18 @@ class StepGraphs:
                 return graph
         return None
 
-    def starts(self, graph: ForwardGraph, rows: Seq[Row]) -> Seq[int]:
+    def starts(self, graph: ForwardGraph, rows: Rows) -> Seq[int]:
         """Index of each row's first token."""
         # In decode steps rows with fewer drafts than W - 1 feed padding.
-        return row_starts(rows) if graph.capacity.chunks else range(0, len(rows) * self.width, self.width)
+        return rows.starts if graph.capacity.chunks else range(0, len(rows) * self.width, self.width)
 
-    def section(self, graph: ForwardGraph, rows: Seq[Row], starts: Seq[int]) -> list[int]:
+    def section(self, graph: ForwardGraph, rows: Rows, starts: Seq[int]) -> Section:
         """The graph's input, to be sent with the plan."""
         capacity, scratch = graph.capacity, self.state.scratch
         if not capacity.chunks:
             return self.samples(rows, starts)
-        decodes = sum(1 for row in rows if row.flags & DECODE)
+        slots, decodes, moved = rows.slots, rows.decodes, chunk_section(rows)
         spare, idle = capacity.decodes - decodes, capacity.chunks - (len(rows) - decodes)
-        slots, starts, moved = [row.slot for row in rows], list(starts), chunk_section(rows)
         return [
             *(*slots[:decodes], *[scratch] * spare, *slots[decodes:], *[scratch] * idle),
             *(*starts[:decodes], *[starts[decodes]] * spare, *starts[decodes:], *[starts[-1]] * idle),
@@ -261,17 +266,17 @@ class StepGraphs:
             *self.samples(rows, starts),
         ]
 
-    def samples(self, rows: Seq[Row], starts: Seq[int]) -> list[int]:
+    def samples(self, rows: Rows, starts: Seq[int]) -> NDArray[np.int64]:
         """`sampling_section`, with as many spare rows as a graph has that draws."""
-        section = sampling_section(rows, starts)
-        sampled = len(section) // 3
-        return section + [0, self.state.scratch, 0] * (self._size(sampled) - sampled if sampled else 0)
+        sampled = len(rows.sampled)
+        spare = self._size(sampled) - sampled if sampled else 0
+        return np.concatenate((sampling_section(rows, starts), self._spare_R3[:spare])).reshape(-1)
 
-    def forward(self, graph: ForwardGraph, rows: Seq[Row], section: torch.Tensor) -> tuple[Batch, Hidden]:
+    def forward(self, graph: ForwardGraph, rows: Rows, section: torch.Tensor) -> tuple[Batch, Hidden]:
         """The outputs stay valid until the next run."""
         graph.input_N[: len(section)].copy_(section)
         graph.replay()
-        return make_batch(rows, graph.tokens, {}), graph.hidden
+        return Batch(rows, graph.tokens, {}), graph.hidden
 
     # Drawing.
 

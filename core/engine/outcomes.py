@@ -5,22 +5,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.core.engine.batch import Rows
 from dovetail.core.engine.device_state import DeviceState
 from dovetail.core.engine.sampling_step import Sampled
 from dovetail.core.engine.step_clock import Mark, StepClock
-from dovetail.core.interfaces import Model, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from dovetail.core.interfaces import Model, RowResult, StepResult, TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_new = tuple.__new__
 
 
 @dataclass(slots=True)
 class _Pending:
     """A plan that was launched."""
 
-    plan: StepPlan
-    sampled_rows: list[int]
-    logprobs_wanted: list[int | None]
+    step: int
+    rows: Rows
+    logprobs_wanted: dict[int, int]
     outcome: list[torch.Tensor]
     prompt: dict[int, list[torch.Tensor]]
     pooled: tuple[list[int], torch.Tensor] | None
@@ -36,24 +45,24 @@ class Outcomes:
 
     def send(
         self,
-        plan: StepPlan,
+        step: int,
         began: Mark,
-        sampled_rows: list[int],
-        logprobs_wanted: list[int | None],
+        rows: Rows,
+        logprobs_wanted: dict[int, int],
         sampled: Sampled | None,
         prompt: dict[int, list[torch.Tensor]],
         pooled: tuple[list[int], torch.Tensor] | None,
     ) -> None:
-        """Behind everything enqueued. `sampled_rows` index plan.rows, as the keys of `prompt` and the list beside the
-        pooled states do."""
+        """Behind everything enqueued. The keys of `logprobs_wanted`, how many each row wants, and of `prompt` are
+        indices into the rows, and so is the list beside the pooled states."""
         outcome: list[torch.Tensor] = []
         if sampled is not None:
             # Tokens and how many of them count, as one copy.
             outcome = [torch.cat((sampled.tokens_RW, sampled.accepted_R[:, None]), 1), *(sampled.logprobs or ())]
         self._pending.append(
             _Pending(
-                plan=plan,
-                sampled_rows=sampled_rows,
+                step=step,
+                rows=rows,
                 logprobs_wanted=logprobs_wanted,
                 outcome=[self._to_host(t) for t in outcome],
                 prompt={row: [self._to_host(t) for t in tensors] for row, tensors in prompt.items()},
@@ -68,27 +77,31 @@ class Outcomes:
         pending = self._pending.popleft()
         if isinstance(pending.done, torch.cuda.Event):
             pending.done.synchronize()
-        tokens: dict[int, tuple[int, ...]] = {}
+        rows, sampled = pending.rows, pending.rows.sampled
+        tokens: list[tuple[int, ...]] = []
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        if pending.sampled_rows:
-            outcome, *detail = (t.tolist() for t in pending.outcome)
-            for r, row in enumerate(pending.sampled_rows):
-                count = outcome[r][-1] + 1
-                tokens[row] = tuple(outcome[r][:count])
-                wanted = pending.logprobs_wanted[r]
-                if wanted is not None:
-                    chosen, best, ids = (values[r][:count] for values in detail)
+        if sampled:
+            outcome, *more = pending.outcome
+            tokens = _accepted(outcome.numpy())
+            detail = [t.tolist() for t in more]
+            for r, row in enumerate(sampled) if detail else ():
+                if (wanted := pending.logprobs_wanted.get(row)) is not None:
+                    chosen, best, ids = (values[r][: len(tokens[r])] for values in detail)
                     logprobs[row] = _logprobs(chosen, best, ids, wanted)
+        if len(sampled) < len(rows):
+            by_row = dict(zip(sampled, tokens, strict=True))
+            tokens = [by_row.get(row, ()) for row in range(len(rows))]
         prompt = {
             row: _logprobs([v[0] for v in chosen.tolist()], values.tolist(), ids.tolist(), len(ids[0]))
             for row, (chosen, values, ids) in pending.prompt.items()
         }
         pooled = dict(zip(pending.pooled[0], pending.pooled[1].numpy(), strict=True)) if pending.pooled else {}
-        rows = tuple(
-            RowResult(i, row.uid, row.epoch, tokens.get(i, ()), logprobs.get(i, ()), prompt.get(i, ()), pooled.get(i))
-            for i, row in enumerate(pending.plan.rows)
-        )
-        return StepResult(pending.plan.step, rows, *self.clock.read(pending.began, pending.done))
+        every = range(len(rows))
+        details = (map(found.get, every, repeat(())) for found in (logprobs, prompt))
+        columns = every, rows.uids, rows.epochs, tokens, *details, map(pooled.get, every)
+        # Without a Python frame for each row.
+        results = tuple(map(_new, repeat(RowResult), zip(*columns, strict=False)))
+        return StepResult(pending.step, results, *self.clock.read(pending.began, pending.done))
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._cuda:
@@ -97,19 +110,28 @@ class Outcomes:
         return host.copy_(tensor, non_blocking=True)
 
 
+def _accepted(outcome: NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """Of each row as many tokens as its last number says, and one more."""
+    if outcome.shape[1] == 2 and not outcome[:, 1].any():
+        return list(zip(outcome[:, 0].tolist(), strict=True))
+    return [tuple(values[: values[-1] + 1]) for values in outcome.tolist()]
+
+
 def prompt_logprobs(
-    rows: Seq[Row], starts: Seq[int], states_TC: torch.Tensor, state: DeviceState, model: Model, most: int
+    rows: Rows, starts: Seq[int], states_TC: torch.Tensor, state: DeviceState, model: Model, most: int
 ) -> dict[int, list[torch.Tensor]]:
     """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since logits
     are gathered from all of them. `most`: rows of logits at a time; those of a whole prompt may fill the device."""
     found: dict[int, list[torch.Tensor]] = {}
-    for i, (row, first) in enumerate(zip(rows, starts, strict=False)):
-        info = state.slots[row.slot]
+    if state.unusual.prompt_logprobs.isdisjoint(rows.slots):
+        return found
+    for i, (slot, fed, bound, first) in enumerate(zip(rows.slots, rows.counts, rows.bounds, starts, strict=False)):
+        info = state.slots[slot]
         wanted = info.params.prompt_logprobs
-        start = row.bound - row.count
-        count = min(row.count, len(info.blob.request.prompt_ids) - 1 - start)
+        start = bound - fed
+        count = min(fed, len(info.blob.request.prompt_ids) - 1 - start)
         if wanted is not None and count > 0:
-            following = state.tokens_SL[row.slot, start + 1 : start + 1 + count].long()
+            following = state.tokens_SL[slot, start + 1 : start + 1 + count].long()
             states = states_TC[first : first + count]
             pieces = zip(states.split(most), following.split(most), strict=True)
             best = [_best(model.logits(states_NC), chosen_N, wanted) for states_NC, chosen_N in pieces]

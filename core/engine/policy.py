@@ -23,6 +23,7 @@ from dovetail.core.interfaces import (
     Reservation,
     Row,
     RowFlag,
+    RowResult,
     Scheduler,
     SchedulerContext,
     SchedulerLimits,
@@ -37,7 +38,7 @@ SAMPLE = int(RowFlag.SAMPLE)
 DECODE = int(RowFlag.SAMPLE | RowFlag.DECODE)
 
 _new = tuple.__new__
-_SLOT = itemgetter(Row._fields.index("slot"))
+_SLOT, _TOKENS = itemgetter(Row._fields.index("slot")), itemgetter(RowResult._fields.index("tokens"))
 
 
 class PolicyScheduler(Scheduler):
@@ -141,17 +142,18 @@ class PolicyScheduler(Scheduler):
     def update(self, result: StepResult) -> None:
         plan = self._launched.popleft()
         assert plan.step == result.step, f"result of step {result.step} came, step {plan.step} is the oldest in flight"
-        sequences, publish = self._sequences, self.kv.publish
-        for row, outcome in zip(plan.rows, result.rows, strict=True):
-            seq = sequences.get(row.uid)
+        known, publish = self._sequences.get, self.kv.publish
+        tokens = map(_TOKENS, result.rows)
+        for (_, uid, epoch, _, _, draft, flags), came in zip(plan.rows, tokens, strict=True):
+            seq = known(uid)
             if seq is None:
                 continue
             seq.inflight -= 1
-            if not row.flags & SAMPLE:
+            if not flags & SAMPLE:
                 continue
             # More than the drafts where a row without its mask sat the step out: its last token is fed again.
-            surplus = row.draft + 1 - len(outcome.tokens)
-            here = row.epoch == seq.epoch
+            surplus = draft + 1 - len(came)
+            here = epoch == seq.epoch
             if surplus:
                 seq.max_len -= surplus
                 seq.computed -= surplus if here else 0
@@ -192,13 +194,14 @@ class PolicyScheduler(Scheduler):
 
     def _schedule_running(self, step: _Step, ctx: SchedulerContext) -> None:
         """Decode rows first: they are cheap and somebody reads along."""
-        decoding: list[Sequence] = []
-        feeding: list[Sequence] = []
+        running = list(self.running.values())
+        # Whoever has just joined has its pages already and gets its first chunk, be it a single token.
         joined = {join.uid for join in step.joins}
-        for seq in self.running.values():
-            # Whoever has just joined has its pages already and gets its first chunk, be it a single token.
-            (decoding if seq.max_len - seq.computed == 1 and seq.uid not in joined else feeding).append(seq)
-        self._decode(decoding, step, ctx)
+        feeding = [seq for seq in running if seq.max_len - seq.computed != 1 or seq.uid in joined]
+        if feeding:
+            fed = {seq.uid for seq in feeding}
+            running = [seq for seq in running if seq.uid not in fed]
+        self._decode(running, step, ctx)
         for seq in feeding:
             if step.budget and seq.status is Status.RUNNING:
                 self._feed(seq, step, ctx)
@@ -206,14 +209,15 @@ class PolicyScheduler(Scheduler):
     def _decode(self, decoding: list[Sequence], step: _Step, ctx: SchedulerContext) -> None:
         """A row each. The hottest loop of the host, hence its local names."""
         reserve, lookahead, running = self.kv.reserve, self.limits.lookahead, Status.RUNNING
+        budget, append = step.budget, step.decodes.append
         for seq in decoding:
             room = seq.limit - seq.max_len
             # Without room the plans in flight may complete it.
-            if room <= 0 or not step.budget or seq.status is not running:
+            if room <= 0 or not budget or seq.status is not running:
                 continue
             draft = 0
             if lookahead and seq.request.params.grammar is None:
-                draft = min(self.draft_tokens(seq, ctx), room - 1, step.budget - 1)
+                draft = min(self.draft_tokens(seq, ctx), room - 1, budget - 1)
             count = 1 + draft
             upto = seq.computed + count
             made = reserve(seq, upto)
@@ -225,8 +229,9 @@ class PolicyScheduler(Scheduler):
             seq.max_len += count
             seq.inflight += 1
             # tuple.__new__ skips the Python frame that NamedTuple's constructor costs for each row.
-            step.decodes.append(_new(Row, (seq.slot, seq.uid, seq.epoch, count, upto, draft, DECODE)))
-            step.budget -= count
+            append(_new(Row, (seq.slot, seq.uid, seq.epoch, count, upto, draft, DECODE)))
+            budget -= count
+        step.budget = budget
 
     def _feed(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> None:
         """The next chunk. Only window groups may need pages: the others took theirs when the sequence entered."""

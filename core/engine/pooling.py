@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dovetail.core.engine.batch import SAMPLE
+from dovetail.core.engine.batch import SAMPLE, Rows
 from dovetail.core.interfaces import Row, RowResult, Sequence, StepPlan
 
 if TYPE_CHECKING:
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 
 
 def pooled_states(
-    rows: Seq[Row], starts: Seq[int], state: DeviceState, states_TC: torch.Tensor
+    rows: Rows, starts: Seq[int], state: DeviceState, states_TC: torch.Tensor
 ) -> tuple[list[int], torch.Tensor] | None:
     """Which rows have a RowResult.pooled_C, and those, float32. `starts`: index of each row's first token."""
+    if state.unusual.pooling.isdisjoint(rows.slots):
+        return None
     places, found = [], []
-    for i, row in enumerate(rows):
-        if row.slot not in state.pooling:
+    for i, slot in enumerate(rows.slots):
+        if slot not in state.unusual.pooling:
             continue
-        request, end = state.slots[row.slot].blob.request, starts[i] + row.count
+        request, end = state.slots[slot].blob.request, starts[i] + rows.counts[i]
         if request.pooling == "mean":
             found.append(states_TC[starts[i] : end].sum(0, dtype=torch.float32))
-        elif row.bound == len(request.prompt_ids):
+        elif rows.bounds[i] == len(request.prompt_ids):
             found.append(states_TC[end - 1].float())
         else:
             continue

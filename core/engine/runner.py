@@ -20,7 +20,7 @@ import torch
 
 from dovetail.core.checkpoint import open_weights
 from dovetail.core.engine.adapters import adapting
-from dovetail.core.engine.batch import Batch, build_batch, row_starts
+from dovetail.core.engine.batch import Batch, Rows, build_batch
 from dovetail.core.engine.capturable import reason_against_graphs
 from dovetail.core.engine.compile_ahead import compile_ahead, compile_workers
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
@@ -329,11 +329,14 @@ class Runner:
         sampled = self._sample(step, late)
         state, batch, states_TC = self.state, step.batch, step.hidden.states
         # So many rows of logits as sampling was measured with.
-        prompt = prompt_logprobs(batch.rows, step.starts, states_TC, state, self.model, self.engine.max_seqs)
+        rows, logprobs = batch.rows, state.unusual.logprobs
+        prompt = prompt_logprobs(rows, step.starts, states_TC, state, self.model, self.engine.max_seqs)
         if self.rank == 0:
-            pooled = pooled_states(plan.rows, step.starts, state, states_TC) if state.pooling else None
-            wanted = [state.slots[batch.rows[i].slot].params.logprobs for i in batch.sampled]
-            self.outcomes.send(plan, step.began, batch.sampled, wanted, sampled, prompt, pooled)
+            pooled = pooled_states(rows, step.starts, state, states_TC)
+            wanted = {}
+            if not logprobs.isdisjoint(rows.sampled_slots):
+                wanted = {i: state.slots[slot].params.logprobs for i, slot in enumerate(rows.slots) if slot in logprobs}
+            self.outcomes.send(plan.step, step.began, rows, wanted, sampled, prompt, pooled)
 
     def collect(self) -> StepResult:
         """The oldest executed plan's result; waits for its copy, not for later plans."""
@@ -353,18 +356,18 @@ class Runner:
 
     def _forward(self, plan: StepPlan, blobs: Blobs) -> _Step:
         """Apply the plan's changes and run the layers. Whatever the host has to say goes in one copy."""
-        state, rows = self.state, plan.rows
+        state, rows = self.state, Rows(plan.rows)
         joined = self._join(plan, blobs)
         graphs = self.graphs
-        adapted = bool(self._adapted) and any(row.slot in self._adapted for row in rows)
+        adapted = not self._adapted.isdisjoint(rows.slots)
         graph = None if graphs is None else graphs.pick(rows, adapted)
         if graph is not None:
             starts = graphs.starts(graph, rows)
             sections = [graphs.section(graph, rows, starts)]
         else:
-            starts = row_starts(rows)
-            sampling = sampling_section(rows, starts) if graphs is None else graphs.samples(rows, starts)
-            sections = [sampling, [row.slot for row in rows], starts, chunk_section(rows)]
+            starts = rows.starts
+            sampling = sampling_section(rows, starts).reshape(-1) if graphs is None else graphs.samples(rows, starts)
+            sections = [sampling, rows.slots, starts, chunk_section(rows)]
         began = self.outcomes.clock.mark()
         sent = state.apply(plan, joined, sections)
         for join, info in zip(plan.joins, joined, strict=True):
@@ -386,19 +389,20 @@ class Runner:
 
     def _sample(self, step: _Step, late: LateInputs | None) -> Sampled | None:
         state, drafter, batch, hidden = self.state, self.drafter, step.batch, step.hidden
-        if not batch.sampled:
+        slots = batch.rows.sampled_slots
+        if not slots:
             if drafter.lookahead:
                 drafter.observe(self._draft_context(batch, None), hidden.states, hidden.taps)
             return None
-        infos = [state.slots[batch.rows[i].slot] for i in batch.sampled]
-        random = any(info.random for info in infos)
+        unusual = state.unusual
+        random = not unusual.random.isdisjoint(slots)
         graphs = None if late is not None or (random and state.draft_probs_SKV is not None) else self.graphs
-        if graphs is not None and all(info.plain for info in infos):
+        if graphs is not None and unusual.not_plain.isdisjoint(slots):
             if step.graph is None:
                 graphs.gather(batch.tokens, hidden, step.samples)
-            sampled = graphs.draw(len(batch.sampled), random, any(info.filtered for info in infos))
+            sampled = graphs.draw(len(slots), random, not unusual.filtered.isdisjoint(slots))
         else:
-            at = locate(batch, step.samples[: 3 * len(batch.sampled)])
+            at = locate(batch, step.samples[: 3 * len(slots)])
             states = hidden.states[at.token_RW.reshape(-1)]
             masks = None if late is None else upload_masks(late, batch, self.device)
             sampled = sample_step(self.model, states, at, batch, state, self.processors, masks)
@@ -416,7 +420,7 @@ class Runner:
             slots_B=nobody if sampled is None else sampled.slots_R,
             tokens_SL=self.state.tokens_SL,
             lengths_B=nobody if sampled is None else sampled.lengths_R,
-            max_length=batch.max_len + batch.width,
+            max_length=batch.rows.max_len + batch.rows.width,
             k=self.drafter.lookahead,
             key_S=self.state.key_S,
             slots_T=tokens.slots_T,

@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from dovetail.core.engine.batch import DECODE, SAMPLE, Batch
+from dovetail.core.engine.batch import SAMPLE, Batch, Rows
 from dovetail.core.engine.device_state import DeviceState
 from dovetail.core.engine.sampler import SampleParams, probabilities, sample, sample_over_ranks
 from dovetail.core.engine.verify import verify_rejection
-from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model, Row, RowFlag
+from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model, RowFlag
 from dovetail.core.ops import apply_bitmask
 from dovetail.core.ops.step import Accepted, accept, commit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LATE = int(RowFlag.LATE)
 
 
 @dataclass(slots=True)
@@ -38,7 +44,8 @@ class Sampled:
 class Positions:
     """Where the step samples."""
 
-    rows: list[Row]
+    slots: Seq[int]
+    """Of each row, on the host."""
     token_RW: torch.Tensor
     """Index into the step's tokens."""
     slots_R: torch.Tensor
@@ -48,36 +55,34 @@ class Positions:
     """Drafts to verify at most, 0 .. W-1; there may be fewer."""
 
 
-def sampling_section(rows: Seq[Row], starts: Seq[int]) -> list[int]:
+def sampling_section(rows: Rows, starts: Seq[int]) -> NDArray[np.int64]:
     """What `locate` needs from the host, to be sent with the plan: (first token sampled, slot, most drafts) of each
     row that samples. A decode row samples after each of its tokens, a chunk after its last. `starts`: index of each
     row's first token."""
-    section: list[int] = []
-    for row, first in zip(rows, starts, strict=False):
-        if row.flags & SAMPLE:
-            offset = 0 if row.flags & DECODE else row.count - 1
-            section += (first + offset, row.slot, row.draft)
-    return section
+    first = [*starts[: rows.decodes], *(starts[i] + rows.counts[i] - 1 for i in range(rows.decodes, len(rows)))]
+    section_R3 = np.empty((len(rows), 3), np.int64)
+    section_R3[:, 0], section_R3[:, 1], section_R3[:, 2] = first, rows.slots, rows.drafts
+    return section_R3 if len(rows.sampled) == len(rows) else section_R3[rows.sampled]
 
 
 def locate(batch: Batch, section: torch.Tensor) -> Positions:
     first_R, slots_R, limit_R = section.view(-1, 3).t().contiguous().unbind(0)
-    step_W = torch.arange(batch.width, device=section.device)
+    step_W = torch.arange(batch.rows.width, device=section.device)
     token_RW = first_R[:, None] + torch.minimum(step_W[None, :], limit_R[:, None])
-    rows = [batch.rows[i] for i in batch.sampled]
-    return Positions(rows, token_RW, slots_R, batch.tokens.positions_T[first_R] + 1, limit_R)
+    base_R = batch.tokens.positions_T[first_R] + 1
+    return Positions(batch.rows.sampled_slots, token_RW, slots_R, base_R, limit_R)
 
 
-def sample_params(slots_N: torch.Tensor, rows: list[Row], state: DeviceState) -> SampleParams:
-    infos = [state.slots[row.slot] for row in rows]
+def sample_params(slots_N: torch.Tensor, slots: Seq[int], state: DeviceState) -> SampleParams:
+    """`slots`: the same, each once, on the host."""
     return SampleParams(
         state.temperature_S[slots_N],
         state.top_k_S[slots_N],
         state.top_p_S[slots_N],
         state.min_p_S[slots_N],
         state.key_S[slots_N],
-        random=any(info.random for info in infos),
-        filtered=any(info.filtered for info in infos),
+        random=not state.unusual.random.isdisjoint(slots),
+        filtered=not state.unusual.filtered.isdisjoint(slots),
     )
 
 
@@ -96,9 +101,9 @@ class Masks:
 def upload_masks(late: LateInputs, batch: Batch, device: torch.device) -> Masks:
     """As one copy."""
     given = set(late.rows)
-    place = {row: r for r, row in enumerate(batch.sampled)}
-    masked = [place[row] * batch.width for row in late.rows]
-    lacking = [r for row, r in place.items() if batch.rows[row].flags & RowFlag.LATE and row not in given]
+    place = {row: r for r, row in enumerate(batch.rows.sampled)}
+    masked = [place[row] * batch.rows.width for row in late.rows]
+    lacking = [r for row, r in place.items() if batch.rows.flags[row] & LATE and row not in given]
     bits = late.masks_MW.view(np.int32)
     sizes = bits.size, len(masked), len(lacking)
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -124,18 +129,19 @@ def sample_step(
     masks: Masks | None = None,
 ) -> Sampled:
     """Draw and verify, then write the outcome into the device state: this is the next step's input."""
-    rows, width = at.rows, batch.width
+    rows, width = len(at.slots), batch.rows.width
+    infos = [state.slots[slot] for slot in at.slots]
     slots_N = at.slots_R.repeat_interleave(width)
     step_W = torch.arange(width, device=state.device)
     position_RW = at.base_R[:, None] + step_W
     position_N = position_RW.reshape(-1)
 
-    best = max((p for p in (state.slots[row.slot].params.logprobs for row in rows) if p is not None), default=-1)
-    wanted = {name for row in rows for name in state.slots[row.slot].processors}
-    params = sample_params(slots_N, rows, state)
+    best = max((p for p in (info.params.logprobs for info in infos) if p is not None), default=-1)
+    wanted = {name for info in infos for name in info.processors}
+    params = sample_params(slots_N, at.slots, state)
     by_match = width == 1 or state.draft_probs_SKV is None or not params.random
     if best < 0 and masks is None and not wanted and not params.filtered and by_match:
-        tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(len(rows), width)
+        tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(rows, width)
         accepted = _accept(tokens_RW, at, state)
         return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
 
@@ -146,7 +152,7 @@ def sample_step(
 
     if wanted:
         logits_NV = logits_NV.float()
-        ctx = LogitsContext(slots_N, position_N, state.tokens_SL, state.prompt_len_S, batch.max_len)
+        ctx = LogitsContext(slots_N, position_N, state.tokens_SL, state.prompt_len_S, batch.rows.max_len)
         for name, processor in processors.items():
             if name in wanted:
                 logits_NV = processor.apply(logits_NV, ctx)
@@ -154,7 +160,7 @@ def sample_step(
     if masks is not None and masks.lacking_X is not None:
         sit_out(masks.lacking_X, at, state)
     if by_match:
-        tokens_RW = sample(logits_NV, position_N, params).view(len(rows), width)
+        tokens_RW = sample(logits_NV, position_N, params).view(rows, width)
         accepted = _accept(tokens_RW, at, state)
     else:
         tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, state)
@@ -163,7 +169,7 @@ def sample_step(
 
     logprobs = None
     if raw is not None:
-        raw_RWV = raw.view(len(rows), width, -1)
+        raw_RWV = raw.view(rows, width, -1)
         top = raw_RWV.topk(max(best, 1), dim=-1)
         logprobs = (raw_RWV.gather(-1, tokens_RW[..., None]).squeeze(-1), top.values, top.indices)
     return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
@@ -188,9 +194,12 @@ def _verify(
     return verdict.tokens_RW, Accepted(verdict.accepted_R, at.base_R + verdict.accepted_R + 1)
 
 
-def chunk_section(rows: Seq[Row]) -> list[int]:
+def chunk_section(rows: Rows) -> list[int]:
     """(slot, tokens) of the rows that do not sample: `advance_chunks` moves their computed length alone."""
-    return [n for row in rows if not row.flags & SAMPLE for n in (row.slot, row.count)]
+    if len(rows.sampled) == len(rows):
+        return []
+    each = zip(rows.slots, rows.counts, rows.flags, strict=True)
+    return [n for slot, count, flags in each if not flags & SAMPLE for n in (slot, count)]
 
 
 def advance_chunks(section: torch.Tensor, state: DeviceState) -> None:

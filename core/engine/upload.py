@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Section = Seq[int] | NDArray[np.int64]
 
 
 class Upload:
@@ -14,7 +20,7 @@ class Upload:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def send(self, sections: Seq[Seq[int]]) -> list[torch.Tensor]:
+    def send(self, sections: Seq[Section]) -> list[torch.Tensor]:
         """Each section as an int64 tensor on the device; views of one tensor."""
         sizes = [len(section) for section in sections]
         host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self.device.type == "cuda")

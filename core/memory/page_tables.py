@@ -47,6 +47,8 @@ class SequencePages:
     """reserve(upto <= room) changes nothing but length."""
     behind: list[int] = field(default_factory=list)
     """Leading entries that are 0, one number per group."""
+    next_full: int = sys.maxsize
+    """publish(upto < next_full) completes no page that others may find."""
     slides_at: int = 0
     """publish(upto <= slides_at) gives no page back."""
 
@@ -94,6 +96,10 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         if state is None:
             raise ValueError(f"sequence {seq.uid} is not known; acquire, fork or reserve comes first")
         return state
+
+    def _offer_full(self, seq: KVSequence, state: State, upto: int) -> None:
+        """Pages are full that nobody was offered yet: asked once `upto` has come to state.next_full."""
+        raise NotImplementedError
 
     def _moves(self) -> tuple[PageOp, ...]:
         """LOADs and STOREs since the last call, in order."""
@@ -154,19 +160,17 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         return Reservation(tuple(entries), (*self._moves(), *copies)) if entries else UNCHANGED
 
     def publish(self, seq: KVSequence, upto: int) -> None:
-        state = self._mark_written(seq, upto)
-        if upto > state.slides_at:
-            self._slide(state, upto - 1)
-
-    def _mark_written(self, seq: KVSequence, upto: int) -> State:
-        # Once a row and step: the frame of _known is spared.
+        # Once a row and step, hence in one frame.
         state = self._states.get(seq.uid) or self._known(seq)
         if upto > state.length or upto > len(seq.tokens):
             have = f"{state.length} are reserved and {len(seq.tokens)} known"
             raise ValueError(f"cannot publish {upto} tokens of sequence {seq.uid}: {have}")
         if upto > state.written:
             state.written = upto
-        return state
+        if upto >= state.next_full:
+            self._offer_full(seq, state, upto)
+        if upto > state.slides_at:
+            self._slide(state, upto - 1)
 
     def _slide(self, state: State, position: int) -> None:
         """Give back the pages that no token from `position` on looks back at."""

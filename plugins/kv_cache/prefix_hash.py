@@ -136,8 +136,6 @@ class HashedPages(SequencePages):
     """One per group; groups of equal page size share one."""
     published: list[int] = field(default_factory=list)
     """Pages per group that were offered for reuse, or came from there."""
-    next_full: int = 0
-    """publish(upto < next_full) completes no page."""
 
 
 class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
@@ -174,13 +172,6 @@ class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
         state.length = state.written = state.room = hit
         self._note_published(state, hit)
         return Hit(hit, tuple(entries), self._moves())
-
-    def publish(self, seq: KVSequence, upto: int) -> None:
-        state = self._mark_written(seq, upto)
-        if upto >= state.next_full:
-            self._offer_full(seq, state, upto)
-        if upto > state.slides_at:
-            self._slide(state, upto - 1)
 
     def _offer_full(self, seq: KVSequence, state: HashedPages, upto: int) -> None:
         for position, (pages, chain) in enumerate(zip(self._pages, state.chains, strict=True)):

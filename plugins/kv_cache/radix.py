@@ -292,8 +292,6 @@ class TreePages(SequencePages):
     """Leading pages per group that are the tree's."""
     offered: int = 0
     """Tokens that publish was told of."""
-    next_full: int = 0
-    """publish(upto < next_full) completes no page."""
     duplicates: bool = False
     """Whether some page's contents are cached in another page."""
 
@@ -336,11 +334,9 @@ class RadixAllocator(CachedTables[RadixPages, TreePages]):
         self._note_offered(state, hit)
         return Hit(hit, tuple(entries), self._moves())
 
-    def publish(self, seq: KVSequence, upto: int) -> None:
-        state = self._mark_written(seq, upto)
-        if upto >= state.next_full:
-            self._note_offered(state, upto)
-            self._offer(seq, state)
+    def _offer_full(self, seq: KVSequence, state: TreePages, upto: int) -> None:
+        self._note_offered(state, upto)
+        self._offer(seq, state)
 
     def trim(self, seq: KVSequence, length: int) -> None:
         super().trim(seq, length)

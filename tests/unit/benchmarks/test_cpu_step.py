@@ -76,5 +76,16 @@ def test_half_of_every_new_prompt_is_found(cpu_step: ModuleType) -> None:
 def test_it_prints_a_line_for_each_size(cpu_step: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     cpu_step.main(["--running", "4", "8", "--cached", "100", "--steps", "8"])
     head, *lines = capsys.readouterr().out.splitlines()
-    assert "schedule" in head and [line.split()[:2] for line in lines] == [["4", "100"], ["8", "100"]]
-    assert all(float(value) > 0 for line in lines for value in line.split()[2:])
+    assert "schedule" in head
+    expected = [[running, "100", to] for running in ("4", "8") for to in ("ranks", "runner")]
+    assert [line.split()[:3] for line in lines] == expected
+    assert all(float(value) > 0 for line in lines for value in line.split()[3:])
+
+
+def test_the_runner_answers_every_row(cpu_step: ModuleType) -> None:
+    load = cpu_step.Load(4, 100, executor=cpu_step.OneRank)
+    events = []
+    while load.engine.has_work:
+        events += load.engine.step()
+    assert len({event.uid for event in events}) == 4 and all(len(event.tokens) == 1 for event in events)
+    assert load.engine.counters.output_tokens == len(events) > 4

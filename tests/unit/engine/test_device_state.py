@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dovetail.core.engine.device_state import DeviceState
+from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.upload import Upload
-from dovetail.core.interfaces import KVGroup, PageDelta, Plane, StepPlan
+from dovetail.core.interfaces import Join, JoinBlob, KVGroup, PageDelta, Plane, Request, SamplingParams, StepPlan
 
 
 def test_a_place_is_written_once_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +30,21 @@ def test_a_place_is_written_once_a_plan(monkeypatch: pytest.MonkeyPatch) -> None
     (section,) = [each for each in sent if each]
     places = [tuple(section[at : at + 2]) for at in range(0, len(section), 3)]
     assert sorted(places) == [(0, 0), (1, 0), (1, 1)]
+
+
+def test_who_takes_a_slot_brings_wishes_of_its_own() -> None:
+    state = DeviceState(slots=2, max_len=16, lookahead=0, groups=(), device=torch.device("cpu"), seed=0)
+    asks = SamplingParams(temperature=1.0, top_k=3, logprobs=1, prompt_logprobs=1)
+    wishes = state.unusual
+    every = wishes.random, wishes.filtered, wishes.not_plain, wishes.logprobs, wishes.prompt_logprobs, wishes.pooling
+    for step, (params, pooling, expected) in enumerate(
+        [
+            (asks, None, [{1}, {1}, {1}, {1}, {1}, set()]),
+            (SamplingParams(temperature=0.0), None, [set()] * 6),
+            (SamplingParams(temperature=0.5), "mean", [{1}, set(), set(), set(), set(), {1}]),
+        ]
+    ):
+        info = SlotInfo(step, 0, JoinBlob((1, 2), Request(step, (1, 2), params, pooling=pooling), 0))
+        plan = StepPlan(step=step, rows=[], joins=[Join(1, step, 0, 0)], leaves=[1] if step else [])
+        state.apply(plan, [info])
+        assert list(every) == expected
