@@ -21,8 +21,10 @@ def choose(rows: int, outputs: int, inputs: int, kind: str, device: str, process
     """
     measured = MEASURED.get((device, kind, outputs, inputs))
     if measured is not None:
-        return next((tile for most, tile in measured.items() if rows <= most), None)
-    return _by_rule(rows, outputs, processors) if kind == "fp8" else None
+        tile = next((tile for most, tile in measured.items() if rows <= most), None)
+    else:
+        tile = _by_rule(rows, outputs, processors) if kind == "fp8" else None
+    return tile if tile is not None and tile.counts(rows, outputs, inputs) else None
 
 
 def _by_rule(rows: int, outputs: int, processors: int) -> MatmulTile | None:

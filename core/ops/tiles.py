@@ -37,3 +37,8 @@ class MatmulTile:
         blocks = -(-inputs // self.inputs)
         programs = min(self.programs, tiles * blocks) or tiles * min(self.split, blocks)
         return t_tiles, tiles, blocks, programs
+
+    def counts(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Whether the kernel can: it finds a program's share of the work by products that must fit into 32 bits."""
+        _, tiles, blocks, programs = self.launch(tokens, outputs, inputs)
+        return programs * tiles * blocks < 2**31

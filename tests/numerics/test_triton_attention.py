@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -16,7 +17,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from dovetail.core.interfaces import PLAIN, AttentionBackend, AttentionLayer, KVGroup, Plane, Rope  # noqa: E402
+from dovetail.core.interfaces import (  # noqa: E402
+    PLAIN,
+    AttentionBackend,
+    AttentionLayer,
+    BatchMeta,
+    HostBounds,
+    KVGroup,
+    KVPool,
+    Plane,
+    Rope,
+)
 from dovetail.core.memory.pools import make_pools  # noqa: E402
 from dovetail.core.ops.formats import encode_reference  # noqa: E402
 from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
@@ -178,6 +189,45 @@ def test_emits(step, cut):
             assert error(bundle[fmt].scale, like.scale.double()) < 1e-5
             off = (bundle[fmt].values.double() - like.values.double()).abs().max()
             assert off <= (1 if fmt is INT8_TOKEN else 1e-3)
+
+
+@pytest.mark.parametrize(("counts", "decodes"), [((1, 1), 2), ((20, 1), 0)])
+def test_numbers_of_a_pool_past_what_32_bits_count(counts, decodes):
+    """The same pages at a pool's beginning and past 2^31 numbers of one layer: written alike, and read alike."""
+    kv_heads, dim, size, lengths = 8, 64, 16, (37, 60)
+    group = KVGroup(0, (0,), tuple(Plane(name, (kv_heads, dim), E4M3) for name in "kv"), page_tokens=size)
+    layer = AttentionLayer(0, 0, 0, 2 * kv_heads, kv_heads, dim, dim**-0.5, 0, 0.5, 0.25)
+    pages = torch.tensor([[0, 5, 3, 0], [6, 2, 1, 4]], device=DEVICE)
+    before = torch.randn(2, 7, size, kv_heads, dim, device=DEVICE).to(E4M3)
+    qkv = torch.randn(sum(counts), 4 * kv_heads * dim, device=DEVICE)
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE)
+    row_T = torch.repeat_interleave(torch.arange(2), torch.tensor(counts)).to(DEVICE)
+    positions = torch.cat([torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]).to(DEVICE)
+    host = HostBounds(counts, lengths, decodes)
+    found = []
+    for first in (1, 2**31 // (size * kv_heads * dim) + 1):
+        planes = {name: torch.empty(1, first + 7, size, kv_heads, dim, dtype=E4M3, device=DEVICE) for name in "kv"}
+        for plane, given in zip(planes.values(), before, strict=True):
+            plane[0, first:] = given
+        table = (pages + first).int()
+        meta = BatchMeta(
+            row_start_B1=starts,
+            kv_len_B=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+            slots_B=torch.arange(2, device=DEVICE),
+            positions_T=positions,
+            rows_T=row_T,
+            page_table_BP=table,
+            write_T=table[row_T, positions // size].long() * size + positions % size,
+            page_tokens=size,
+        )
+        backend = make()
+        backend.bind({0: KVPool(group, planes)})
+        ctx = backend.plan_device(meta, host, backend.plan_host(host))
+        out = backend.write_and_attend(layer, ctx, qkv, None)[PLAIN].values
+        found.append([out, *(plane[0, first:].view(torch.uint8) for plane in planes.values())])
+    assert not torch.equal(found[0][1], before[0].view(torch.uint8)), "nothing was written"
+    for near, far in zip(*found, strict=True):
+        assert torch.equal(near, far)
 
 
 def test_no_tokens():

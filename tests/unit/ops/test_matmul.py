@@ -27,6 +27,9 @@ def test_rule_of_unmeasured_shapes(rows, outputs, processors):
 def test_the_rest_is_the_librarys():
     assert choose(MOST_ROWS + 1, 4096, 4096, "fp8", "a GPU", 132) is None
     assert choose(1, 4096, 4096, "bf16", "a GPU", 132) is None
+    # Programs are given their shares by 32-bit products.
+    assert choose(1, 262144, 16384, "fp8", "a GPU", 132) is None
+    assert choose(1, 262144, 8192, "fp8", "a GPU", 132) is not None
 
 
 @pytest.mark.parametrize("key", MEASURED, ids=str)
