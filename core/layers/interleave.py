@@ -28,10 +28,10 @@ from dovetail.core.interfaces import Hidden, Layers
 
 def run_layers(layers: Layers) -> Hidden:
     """All of a step at once: each call is made where it is handed out."""
+    given = None
     try:
-        call = next(layers)
         while True:
-            call = layers.send(call())
+            given = layers.send(given)()
     except StopIteration as end:
         return end.value
 

@@ -154,18 +154,18 @@ class Block:
         return (self._parallel if self.parallel else self._sequential)(x, residual, ctx)
 
     def _sequential(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
-        normed, residual = yield partial(self.boundary, x, residual, self.norms[0], self.attention.qkv.inputs)
+        normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], self.attention.qkv.inputs)
         x = self.attention(normed, ctx)
-        normed, residual = yield partial(self.boundary, x, residual, self.norms[1], self.mlp.up.inputs)
+        normed, residual = yield lambda: self.boundary(x, residual, self.norms[1], self.mlp.up.inputs)
         return self.mlp(normed), residual
 
     def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         """Attention and MLP side by side: one sum over ranks a layer, not two."""
         wanted = self.attention.qkv.inputs + self.mlp.up.inputs * (len(self.norms) == 1)
-        normed, residual = yield partial(self.boundary, x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
+        normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
         x = self.attention(normed, ctx)
         if len(self.norms) == 2:
-            normed, _ = yield partial(self.boundary, residual, None, self.norms[1], self.mlp.up.inputs)
+            normed, _ = yield lambda: self.boundary(residual, None, self.norms[1], self.mlp.up.inputs)
         return Partial(x.values + self.mlp(normed).values), residual
 
 
@@ -241,7 +241,7 @@ class Llama(Model):
                 x_TC = yield partial(collective.reduce, x)
                 whole_TC = yield partial(collective.whole, residual)
                 x, tapped[index] = x_TC, x_TC + whole_TC
-        states, _ = yield partial(collective.boundary, x, residual, self.norm)
+        states, _ = yield lambda: collective.boundary(x, residual, self.norm)
         return Hidden(states[PLAIN].values, tapped)
 
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
