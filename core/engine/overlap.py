@@ -67,6 +67,15 @@ class OverlappedForward:
         )
 
 
+def why_useless(least: int, budget: int, ranks: int) -> str | None:
+    """In words, for who asked for it; None = it may be of use."""
+    if least > budget:
+        return f"no step has more tokens than engine.token_budget={budget}"
+    if ranks == 1:
+        return "steps are cut in two on one rank, where there are no sums to hide"
+    return None
+
+
 def middle(host: HostBounds) -> int:
     """Tokens of the first half: a multiple of TILE within a chunk, a whole number of decode rows; 0 = there is none."""
     total = sum(host.counts)

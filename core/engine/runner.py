@@ -28,7 +28,7 @@ from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_k
 from dovetail.core.engine.graphs import ForwardGraph, Recorder, StepGraphs
 from dovetail.core.engine.host import detect_host
 from dovetail.core.engine.outcomes import Outcomes, prompt_logprobs
-from dovetail.core.engine.overlap import OverlappedForward
+from dovetail.core.engine.overlap import OverlappedForward, why_useless
 from dovetail.core.engine.pooling import pooled_states
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
 from dovetail.core.engine.sampling_step import (
@@ -152,8 +152,8 @@ class Runner:
             self._run_layers = OverlappedForward(
                 self.model, self.attention, self.adapters, device, least=engine.overlap_tokens
             )
-            if self.size == 1:
-                note("steps are cut in two (engine.overlap_tokens) on one rank, where there are no sums to hide")
+            if (why := why_useless(engine.overlap_tokens, engine.token_budget, self.size)) is not None:
+                note(f"engine.overlap_tokens={engine.overlap_tokens} gains nothing: {why}")
         clock = phase("build model", clock)
         self._load_weights(source, progress)
         if device.type == "cuda":

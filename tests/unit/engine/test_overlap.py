@@ -14,7 +14,7 @@ import torch
 from dovetail import LLM, CapabilityError, Component, Config
 from dovetail.core.compose import compose, installed
 from dovetail.core.compose.registry import Package, Registered, Registry
-from dovetail.core.engine.overlap import TILE, halve, middle
+from dovetail.core.engine.overlap import TILE, halve, middle, why_useless
 from dovetail.core.interfaces import AttentionBackend, AttnCtx, ForwardContext, HostBounds, KVGroup, Model
 from dovetail.core.layers.interleave import SideStream, interleave
 from dovetail.core.testing.paging import Paging
@@ -209,6 +209,11 @@ def test_a_backend_that_plans_on_the_host_is_refused() -> None:
         composition.check(Host(device="cuda"), {})
 
 
-def test_one_rank_is_told_that_it_hides_nothing() -> None:
-    with LLM("tiny", overrides=["engine.device=cpu", "engine.max_len=64", "engine.overlap_tokens=32"]) as llm:
-        assert any("engine.overlap_tokens" in note for note in llm.engine.info.notes)  # type: ignore[attr-defined]
+def test_who_gains_nothing_is_told() -> None:
+    assert why_useless(2048, 2048, 2) is None
+    for tokens, why in ((32, "no sums to hide"), (4096, "engine.token_budget=2048")):
+        with LLM(
+            "tiny", overrides=["engine.device=cpu", "engine.max_len=64", f"engine.overlap_tokens={tokens}"]
+        ) as llm:
+            notes = llm.engine.info.notes  # type: ignore[attr-defined]
+            assert any(f"engine.overlap_tokens={tokens}" in note and why in note for note in notes), notes
