@@ -121,7 +121,6 @@ class OneRank(Executor):
         info = runner.load(progress)
         runner.bind(info.num_pages)
         runner.model, runner.attention = _NoModel(runner.model.build), _NoAttention()  # type: ignore[assignment]
-        runner._run_layers = runner.model.forward
         runner.graphs = StepGraphs(
             runner.model,
             runner.state,

@@ -96,6 +96,8 @@ class Runner:
         """Slots whose sequence has an adapter."""
         self._reading: ThreadPoolExecutor | None = None
         """Reads adapters, one after another."""
+        self._overlapped: OverlappedForward | None = None
+        """Runs the layers of steps without a graph; None = `Model.forward` does."""
         self.graphs: StepGraphs | None = None
         self._why_no_graphs: str | None = "not loaded yet"
         """None = steps run as graphs."""
@@ -147,9 +149,8 @@ class Runner:
         self.model = model_class(selected.config, build)
         if self.adapters is not None:
             self.adapters.allocate()
-        self._run_layers = self.model.forward
         if engine.overlap_tokens:
-            self._run_layers = OverlappedForward(
+            self._overlapped = OverlappedForward(
                 self.model, self.attention, self.adapters, device, least=engine.overlap_tokens
             )
             if (why := why_useless(engine.overlap_tokens, engine.token_budget, self.size)) is not None:
@@ -383,7 +384,8 @@ class Runner:
         batch = build_batch(rows, slots_B, row_start_B1, state, self.groups, self.attention)
         ctx = ForwardContext(batch.tokens.positions_T, batch.attn)
         with adapting(self.adapters if adapted else None, state.adapter_S, batch.tokens.slots_T):
-            hidden = self._run_layers(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
+            layers = self._overlapped or self.model.forward
+            hidden = layers(self.model.embed(batch.tokens.ids_T), ctx, self.drafter.taps)
         advance_chunks(chunks, state)
         return _Step(began, batch, hidden, starts, samples, None)
 
@@ -453,9 +455,9 @@ class Runner:
         if self._reading is not None:
             self._reading.shutdown(wait=False, cancel_futures=True)
         self._halfway = None
-        self.graphs = None
+        self.graphs = self._overlapped = None
         self.adapters = None
-        for name in ("outcomes", "state", "pools", "_run_layers", "model", "drafter", "attention", "processors"):
+        for name in ("outcomes", "state", "pools", "model", "drafter", "attention", "processors"):
             self.__dict__.pop(name, None)
         if "collective" in self.__dict__:
             self.collective.close()
