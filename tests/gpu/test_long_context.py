@@ -1,0 +1,90 @@
+"""131072 tokens of context: in chunks, in decode steps and over ranks, beside the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail import LLM, SamplingParams
+
+GPUS = torch.cuda.device_count()
+CONTEXT, TOKENS = 131072, 24
+SHAPES = {
+    "architectures": "[LlamaForCausalLM]",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": CONTEXT,
+    "rope_theta": 500000.0,
+    "dtype": "float32",
+}
+MODEL = [
+    "model=llama",
+    "model.load=dummy",
+    f"model.hf={{{', '.join(f'{key}: {value}' for key, value in SHAPES.items())}}}",
+    "engine.device=cuda",
+    "engine.kv_pages=9000",
+    "engine.max_seqs=4",
+]
+PROMPTS = [[(11 * i + i * i // 7) % 512 for i in range(CONTEXT - TOKENS)], [(5 * i) % 512 for i in range(900)]]
+NEAR = {"float32": 1e-3, "bfloat16": 0.1}
+"""Nats."""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def generated(*options: str) -> tuple[list[list[int]], list[list[float]]]:
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
+    with LLM(overrides=[*MODEL, "attention=triton", "engine.depth=2", *options]) as llm:
+        found = [g.completions[0] for g in llm.generate(PROMPTS, params)]
+    return [list(one.token_ids) for one in found], [[token.logprob for token in one.logprobs] for one in found]
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[list[int]], list[list[float]]]:
+    return generated("engine.dtype=float32", "engine.token_budget=8192")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_end_of_a_full_context_is_what_the_reference_says(dtype: str) -> None:
+    """What was generated goes to the reference as a prompt, up to its last token."""
+    tokens, ours = generated(f"engine.dtype={dtype}", "engine.token_budget=8192")
+    texts = [[*prompt, *output][:-1] for prompt, output in zip(PROMPTS, tokens, strict=True)]
+    small = ["attention=sdpa", "engine.token_budget=512", "engine.cuda_graphs=false", f"engine.dtype={dtype}"]
+    with LLM(overrides=[*MODEL, *small]) as llm:
+        theirs = llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1))
+    for logprobs, reference in zip(ours, theirs, strict=True):
+        assert reference.prompt_logprobs is not None
+        wanted = [token.logprob for token in reference.prompt_logprobs[-(TOKENS - 1) :]]
+        assert logprobs[:-1] == pytest.approx(wanted, abs=NEAR[dtype])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["engine.token_budget=500"],
+        ["engine.token_budget=8192", "engine.cuda_graphs=false"],
+        ["engine.token_budget=8192", "kv_cache=radix"],
+        ["engine.token_budget=4096", "spec_decode=ngram"],
+    ],
+    ids=" ".join,
+)
+def test_any_way_of_feeding_it_gives_the_same_tokens(
+    options: list[str], alone: tuple[list[list[int]], list[list[float]]]
+) -> None:
+    tokens, logprobs = generated("engine.dtype=float32", *options)
+    assert tokens == alone[0]
+    assert sum(logprobs, []) == pytest.approx(sum(alone[1], []), abs=1e-3)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_ranks_give_the_same_tokens(tp: int, alone: tuple[list[list[int]], list[list[float]]]) -> None:
+    if tp > GPUS:
+        pytest.skip(f"needs {tp} GPUs")
+    ranks = ["executor=multiproc", f"engine.tp={tp}", "collective=symm_mem", "engine.token_budget=8192"]
+    tokens, logprobs = generated("engine.dtype=float32", *ranks)
+    assert tokens == alone[0]
+    assert sum(logprobs, []) == pytest.approx(sum(alone[1], []), abs=1e-3)
