@@ -2,7 +2,7 @@
 
 import sys
 
-from dovetail.core.compose.cli import main
+from dovetail.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

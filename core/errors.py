@@ -37,7 +37,8 @@ class CapacityError(DovetailError):
         self.missing_bytes = missing_bytes
         self.settings = tuple(settings)
         would_fit = "; ".join(self.settings) or "none found"
-        super().__init__(f"{what}: {missing_bytes} bytes are missing. Settings that would fit: {would_fit}")
+        gap = f"{missing_bytes / 2**30:.2f} GiB" if missing_bytes >= 2**27 else f"{missing_bytes} bytes"
+        super().__init__(f"{what}: {gap} are missing. Settings that would fit: {would_fit}")
 
 
 class RequestError(DovetailError):

@@ -9,16 +9,19 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import NoReturn, TextIO
 
 from dovetail.core.compose.composer import compose
 from dovetail.core.compose.discovery import installed
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.sources import Repository, hydra_as_we_know_it, open_sources
-from dovetail.core.compose.wording import listing
+from dovetail.core.compose.wording import listing, program
 from dovetail.core.errors import ConfigError, DovetailDeprecationWarning, DovetailError
 
 DEBUG = "DOVETAIL_DEBUG"
+_SIGPIPE = 141
+"""What a shell reports of a program that this signal ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        return 141  # what a shell reports of a program that SIGPIPE ended
+        return _SIGPIPE
+    except SystemExit as error:
+        # Rich, which prints tables, has then put /dev/null in place of stdout.
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return _SIGPIPE
     except KeyboardInterrupt:
         return 130
 
@@ -62,10 +70,13 @@ def _run(argv: list[str]) -> int:
     if args.help:
         print(_help(tuple(args.config_dir)))
         return 0
+    if args.version:
+        print(f"dovetail {version('dovetail')}")
+        return 0
     if args.multirun:
         raise ConfigError(
             "-m would run a sweep in one process, where one engine's memory, kernels and caches colour the next: "
-            "app=ablate compares alternatives in processes of their own"
+            "run app=bench once for each alternative (bench.out keeps the figures)"
         )
     with warnings.catch_warnings():
         warnings.showwarning = _one_line
@@ -80,13 +91,14 @@ def _run(argv: list[str]) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; `python run.py --help` shows what there is")
+        raise ConfigError(f"{message}; `{program()} --help` shows what there is")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dovetail", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--version", action="store_true")
     parser.add_argument("-c", "--cfg", choices=("job",))
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-cd", "--config-dir", action="append", default=[])
@@ -112,8 +124,8 @@ def _help(folders: tuple[str, ...]) -> str:
         rows = [(kind, repository.get_group_options(kind)) for kind in (*KINDS, PRESET)]
     chosen = "\n".join(f"  {kind:17} {listing(options)}" for kind, options in rows if options)
     return f"""\
-usage: python run.py [<kind>=<name> | <kind>.<option>=<value> | engine.<setting>=<value> | +preset=<name>]...
-                     [-- <prompt>...]
+usage: {program()} [<kind>=<name> | <kind>.<option>=<value> | engine.<setting>=<value> | +preset=<name>]...
+       {" " * len(program())} [-- <prompt>...]
 
 {chosen}
 
@@ -121,5 +133,7 @@ usage: python run.py [<kind>=<name> | <kind>.<option>=<value> | engine.<setting>
   --config-dir DIR  a folder with presets and variants of your own
   app=plugins       every component with its options, package and version
 
-python run.py -- "Once upon a time"
-python run.py scheduler=static engine.max_seqs=8"""
+  --version         of the package
+
+{program()} -- "Once upon a time"
+{program()} scheduler=static engine.max_seqs=8"""

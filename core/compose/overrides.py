@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.registry import Registry
+from dovetail.core.compose.wording import program
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ def _names(override: Override) -> list[str]:
 
 def _unreadable(text: str, error: HydraException) -> str:
     if "=" not in text and not text.startswith("~"):
-        return f"`{text}` is not key=value. A prompt goes after `--`: python run.py -- {text!r}"
+        return f"`{text}` is not key=value. A prompt goes after `--`: {program()} -- {text!r}"
     reason = str(error).splitlines()[0]
     return f"`{text}` cannot be read ({reason}); put the value in quotes inside the shell's: key='\"value\"'"
 
@@ -69,7 +70,7 @@ def _fault(override: Override, repository: IConfigRepository, registry: Registry
     if override.is_sweep_override():
         return (
             f"`{text}` gives several values. A list is written {group}=[a,b], a string with commas is quoted, "
-            "and app=ablate compares alternatives"
+            "and alternatives are runs of their own"
         )
     value = override.value()
     if group == PRESET and not override.is_add() and not override.is_delete():

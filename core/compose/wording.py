@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
+
+
+def program() -> str:
+    """What the user typed before the words."""
+    names = {"dovetail": "dovetail", "__main__": "python -m dovetail"}
+    return names.get(Path(sys.argv[0]).stem, "python run.py")
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -17,9 +17,10 @@ def resolve_device(name: str, rank: int, first_gpu: int = 0) -> torch.device:
     if name == "cuda":
         count, gpu = torch.cuda.device_count(), first_gpu + rank
         if gpu >= count:
+            why = f" (torch {torch.__version__} is built without CUDA)" if torch.version.cuda is None else ""
             raise ConfigError(
                 f"engine.device=cuda: rank {rank} needs GPU {gpu} (engine.first_gpu={first_gpu}), this host has "
-                f"{count}; use engine.device=cpu, fewer ranks (engine.tp) or fewer replicas (engine.dp)"
+                f"{count}{why}; use engine.device=cpu, fewer ranks (engine.tp) or fewer replicas (engine.dp)"
             )
         return torch.device("cuda", gpu)
     return torch.device(name)

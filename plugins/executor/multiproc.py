@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from dovetail.core.engine.dtypes import resolve_device
 from dovetail.core.engine.encoding import encode_blob, encode_late, encode_plan
 from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.errors import RequestError
@@ -77,6 +78,8 @@ class MultiprocExecutor(Executor):
         size = engine.tp
         said: tuple[str, float | None] = ("start ranks", None)
         progress(*said)
+        # Of the last rank: before a process is started, not after each has loaded torch.
+        resolve_device(engine.device, size - 1, engine.first_gpu)
         self._plans = RingWriter(size - 1, self.config.plan_bytes)
         self._blobs = RingWriter(size - 1, self.config.blob_bytes)
         order = {

@@ -93,7 +93,12 @@ def install(app: FastAPI) -> None:
 def _field_error(error: RequestValidationError) -> FieldError:
     """The first mistake, by field. The value itself may be a prompt and is not repeated."""
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return FieldError(f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    if first["type"] == "model_attributes_type" and first["loc"] == ("body",):
+        return FieldError("the body is no JSON object, or comes without the header `content-type: application/json`")
     where = [str(part) for part in first["loc"] if part != "body"]
     # Of a union's alternatives, pydantic names each that failed: the field is what the user wrote.
     path = ".".join(where[:_LONGEST_PATH] + ["..."] * (len(where) > _LONGEST_PATH)) or None
-    return FieldError(f"{path or 'body'}: {first['msg']}", path.split(".")[0] if path else None)
+    said = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
+    return FieldError(f"{path or 'body'}: {said}", path.split(".")[0] if path else None)

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+import dovetail
 from dovetail.core.compose import AppConfig, Registry, Selected, cli, compose, composer
 from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces.app import App
@@ -58,12 +59,13 @@ def test_a_prompt_is_not_an_override(seen, prompt):
     [
         (["sheduler=fcfs"], "Did you mean `scheduler`?"),
         (["scheduler=nope"], "Options: fcfs, static."),
+        (["model=/models/mine"], "A folder is an option: model=llama model.path=/models/mine"),
         (["scheduler.max_chunk=x"], "scheduler.max_chunk=x: should be a whole number."),
         (["Once upon a time"], "A prompt goes after `--`"),
         (["generate.max_tokens=[1"], "cannot be read"),
         (["engine.tp.x=1"], "engine.tp: should be a whole number"),
-        (["-m", "scheduler=fcfs,static"], "app=ablate compares alternatives"),
-        (["--multirun"], "app=ablate compares alternatives"),
+        (["-m", "scheduler=fcfs,static"], "run app=bench once for each"),
+        (["--multirun"], "run app=bench once for each"),
         (["app=list", "--", "hello"], "app=list takes no prompts"),
         (["--nope"], "--nope"),
         (["--cfg", "hydra"], "invalid choice"),
@@ -130,7 +132,7 @@ def test_an_error_of_ours_leaves_a_constructor_as_it_is(app_that_raises):
 
 def test_a_reader_that_is_gone_ends_the_run_quietly(tmp_path):
     """As `| head` does, for an app that writes much and one that writes little."""
-    for words in (["app=plugins", "plugins.format=json"], ["--help"]):
+    for words in (["app=plugins", "plugins.format=json"], ["app=plugins", "plugins.kind=router"], ["--help"]):
         run = subprocess.Popen([sys.executable, str(ROOT / "run.py"), *words], stdout=subprocess.PIPE, stderr=-1)
         run.stdout.close()
         assert (run.stderr.read(), run.wait()) == (b"", 141)
@@ -168,6 +170,18 @@ def test_help_is_short_and_lists_the_options_of_each_kind(seen, capsys):
     shown = capsys.readouterr().out
     assert "  scheduler         fcfs, static\n" in shown and "app=plugins" in shown
     assert len(shown.splitlines()) < 40
+
+
+def test_messages_name_the_program_that_was_typed(seen, capsys, monkeypatch):
+    for path, name in {"/usr/bin/dovetail": "dovetail", "/x/dovetail/__main__.py": "python -m dovetail"}.items():
+        monkeypatch.setattr(sys, "argv", [path])
+        assert cli.main(["Once upon"]) == 2 and f"{name} -- 'Once upon'" in capsys.readouterr().err
+        assert cli.main(["--help"]) == 0 and capsys.readouterr().out.startswith(f"usage: {name} [")
+
+
+def test_the_package_is_a_program_and_says_its_version(tmp_path):
+    said = subprocess.run([sys.executable, "-m", "dovetail", "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert said.stdout == f"dovetail {dovetail.__version__}\n"
 
 
 def test_a_deprecation_is_one_line(seen, capsys):

@@ -1,0 +1,38 @@
+"""What a client reads of a body that is none."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, ConfigDict
+
+from dovetail.plugins.app.serve import errors
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    prompt: str
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message", "param"),
+    [
+        (b'{"prompt": "x", ', "application/json", "the body is not JSON: Expecting .* at character 16", None),
+        (b'{"prompt": "x"}', "application/x-www-form-urlencoded", "without the header `content-type: appl", None),
+        (b'{"prompt": "x", "max_token": 3}', "application/json", "max_token: there is no such field", "max_token"),
+    ],
+)
+def test_a_body_that_is_none_says_why(content: bytes, kind: str, message: str, param: str | None) -> None:
+    app = FastAPI()
+    errors.install(app)
+
+    @app.post("/")
+    async def take(body: Body) -> None: ...
+
+    answer = TestClient(app).post("/", content=content, headers={"content-type": kind})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param
+    assert re.search(message, error["message"]), error
