@@ -5,9 +5,10 @@
     python benchmarks/profile_step.py 256 --mixed -- +preset=h200_bf16_tp1 engine.max_len=1024
 
 Decode steps of so many sequences, or with --prefill the steps that feed so many prompts, or with --mixed the steps in
-which half of them decode while the prompts of the others enter. Kernels that start before the one in front has ended
-(programmatic dependent launch) count from their start, so their sum may pass the step's time. How often the device had
-to give memory meanwhile (cudaMalloc, and retries after cudaFree, which wait for all work) is printed too.
+which half of them decode while the prompts of the others enter. Kernels run at once on two streams
+(`engine.overlap_tokens`), and where one starts before the one in front has ended (programmatic dependent launch, which
+counts from its start): their sum may pass the step's time. How often the device had to give memory meanwhile
+(cudaMalloc, and retries after cudaFree, which wait for all work) is printed too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -60,6 +61,15 @@ def recording() -> Iterator[Recording]:
 def device_memory() -> dict[str, int]:
     stats = torch.cuda.memory_stats()
     return {name: stats[name] for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
+
+
+def at_work(activities: Iterable[Activity]) -> float:
+    """Microseconds in which something ran, of activities in order of their start."""
+    total, until = 0.0, float("-inf")
+    for _, start, duration in activities:
+        total += max(start + duration - max(start, until), 0.0)
+        until = max(until, start + duration)
+    return total
 
 
 def burst(engine: Engine, rows: int, context: int, output: int) -> list[Sequence]:
@@ -135,14 +145,15 @@ def main() -> None:
         measure = prefill if args.prefill else mixed if args.mixed else decode
         recorded, steps = measure(engine, rows, args.context)
         found = recorded.activities
-        span = found[-1][1] + found[-1][2] - found[0][1]
-        busy = sum(duration for _, _, duration in found)
+        span = max(start + duration for _, start, duration in found) - found[0][1]
+        work = at_work(found)
+        twice = sum(duration for _, _, duration in found) - work
         by_name: dict[str, list[float]] = defaultdict(list)
         for name, _, duration in found:
             by_name[name].append(duration)
-        step_ms, idle = span / steps / 1e3, 1 - busy / span
+        shares = f"{1 - work / span:.1%} idle, {twice / span:.1%} at once with another"
         print(
-            f"\n{rows} rows: {step_ms:.3f} ms a step, {idle:.1%} idle, {len(found) / steps:.0f} kernels, {steps} steps"
+            f"\n{rows} rows: {span / steps / 1e3:.3f} ms a step, {shares}, {len(found) / steps:.0f} kernels, {steps} steps"
         )
         print("  ".join(f"{name} {count}" for name, count in recorded.memory.items()))
         for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[: args.kernels]:
