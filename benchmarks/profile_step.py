@@ -152,9 +152,8 @@ def main() -> None:
         for name, _, duration in found:
             by_name[name].append(duration)
         shares = f"{1 - work / span:.1%} idle, {twice / span:.1%} at once with another"
-        print(
-            f"\n{rows} rows: {span / steps / 1e3:.3f} ms a step, {shares}, {len(found) / steps:.0f} kernels, {steps} steps"
-        )
+        kernels = f"{len(found) / steps:.0f} kernels, {steps} steps"
+        print(f"\n{rows} rows: {span / steps / 1e3:.3f} ms a step, {shares}, {kernels}")
         print("  ".join(f"{name} {count}" for name, count in recorded.memory.items()))
         for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[: args.kernels]:
             each, mean = len(times) / steps, sum(times) / len(times)
