@@ -17,4 +17,4 @@ class FlashInferConfig(Config):
     """FlashInfer's paged kernels (the extra `flashinfer`), for CUDA: grouped heads, windows, FP8 pages."""
 
     workspace_mib: int = Field(256, ge=16)
-    """MiB on the device for partial results of rows that are split; FlashInfer says when it is too little."""
+    """MiB on the device for partial results of rows that are split; more where a model's heads may need more."""

@@ -32,6 +32,8 @@ from dovetail.core.ops.kv_write import FLOAT8
 from dovetail.plugins.attention.config import FlashInferConfig
 
 DTYPES = (torch.bfloat16, torch.float16)
+TILE = 128
+"""Query rows of FlashInfer's largest tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class FlashInfer(AttentionBackend):
         heads = (layer.heads, layer.kv_heads, layer.head_dim)
         key = (layer.group, rows.decode, heads, layer.window, layer.scale, q.dtype, k.dtype, page_tokens)
         if key not in self._planned:
-            self._planned[key] = Planned(self._wrapper(rows.decode, layer.window, q.device))
+            self._planned[key] = Planned(self._wrapper(rows.decode, layer, q.device))
         planned = self._planned[key]
         if planned.rows is rows:
             return planned.wrapper
@@ -124,19 +126,30 @@ class FlashInfer(AttentionBackend):
         planned.rows = rows
         return planned.wrapper
 
-    def _wrapper(self, decode: bool, window: int, device: torch.device) -> Any:
+    def _wrapper(self, decode: bool, layer: AttentionLayer, device: torch.device) -> Any:
         # It takes seconds, and compiles: only who chose it waits for it.
         import flashinfer
 
-        if self._workspace is None:
-            self._workspace = torch.zeros(self.config.workspace_mib << 20, dtype=torch.uint8, device=device)
+        size = max(self.config.workspace_mib << 20, _partial_bytes(layer, _processors(device)))
+        if self._workspace is None or self._workspace.numel() < size:
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         if decode:
             # With tensor cores any number of query heads may share a kv head; fa2 alone splits rows.
             options = dict(use_tensor_cores=True, backend="fa2")
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", **options)
         # FlashAttention-3 reads whole tiles at a window's start, and pages behind it may be gone.
-        backend = "fa2" if window else "auto"
+        backend = "fa2" if layer.window else "auto"
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
+
+
+def _partial_bytes(layer: AttentionLayer, processors: int) -> int:
+    """What FlashInfer may ask for rows that it splits: float32 sums and their weights of as many tiles as fill the GPU,
+    two blocks a multiprocessor, for every query head."""
+    return layer.heads * (2 * processors // layer.kv_heads) * TILE * (layer.head_dim + 1) * 4 + (1 << 10)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool) -> Rows:

@@ -25,6 +25,7 @@ class Event:
 class _Wrapper:
     def __init__(self, workspace: torch.Tensor, layout: str) -> None:
         assert workspace.dtype == torch.uint8 and workspace.numel() >= 16 << 20 and layout == "NHD"
+        self.workspace = workspace
         self.copy = 0
         self.planned = False
 

@@ -14,10 +14,10 @@ from dovetail.core.compose import Host, compose
 from dovetail.core.engine import host as engine_host
 from dovetail.core.engine.engine import Engine
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import AttentionBackend, HostBounds
+from dovetail.core.interfaces import AttentionBackend, AttentionLayer, HostBounds
 from dovetail.core.testing.attention import AttentionContract
 from dovetail.plugins.attention.config import FlashInferConfig
-from dovetail.plugins.attention.flashinfer import capabilities
+from dovetail.plugins.attention.flashinfer import backend, capabilities
 from dovetail.plugins.attention.flashinfer.backend import FlashInfer
 
 HOPPER = Host(device="cuda", device_count=1, compute_capability=(9, 0))
@@ -63,6 +63,14 @@ class TestFlashInfer(AttentionContract):
             step = arena.plan(list(zip("abc", counts, strict=False)), num_decode=num_decode)
             assert [rows.decode for rows in step.ctxs[0].state] == kernels
             arena.run(step)
+
+    def test_rows_that_are_split_find_room_whatever_the_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """71 query heads on one kv head: FlashInfer would end the step that first splits a row."""
+        monkeypatch.setattr(backend, "_processors", lambda device: 132)
+        attention, tiles = self.make(), 2 * 132
+        layer = AttentionLayer(0, 0, 0, heads=71, kv_heads=1, head_dim=64, scale=0.125)
+        wrapper = attention._wrapper(True, layer, torch.device("cpu"))
+        assert wrapper.workspace.numel() >= 71 * tiles * 128 * (64 + 1) * 4
 
     def test_what_it_has_no_kernel_for_is_refused(self) -> None:
         for dtype, kv_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.float16)):
