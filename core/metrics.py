@@ -87,24 +87,36 @@ COUNTED = {
 """Field of EngineCounters -> metric and its help."""
 
 
-class Tally(Collector):
-    """A histogram of what every token has: prometheus_client's own takes 4 us a value, this one a tenth."""
+class Tally:
+    """Counts of values by upper bound, and their sum."""
 
-    def __init__(self, name: str, about: str, buckets: tuple[float, ...], labels: Mapping[str, str]) -> None:
-        self._name, self._about, self._buckets, self._labels = name, about, buckets, dict(labels)
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
     def observe(self, values: Iterable[float]) -> None:
         for value in values:
-            self._counts[bisect_left(self._buckets, value)] += 1
-            self._sum += value
+            self.counts[bisect_left(self.bounds, value)] += 1
+            self.sum += value
+
+    def add(self, counts: Iterable[int], total: float) -> None:
+        """What another tally of these bounds has counted."""
+        self.counts = [mine + others for mine, others in zip(self.counts, counts, strict=True)]
+        self.sum += total
+
+
+class TallyCollector(Collector):
+    """A histogram of what every token has: prometheus_client's own takes 4 us a value, this one a tenth."""
+
+    def __init__(self, name: str, about: str, tally: Tally, labels: Mapping[str, str]) -> None:
+        self._name, self._about, self._tally, self._labels = name, about, tally, dict(labels)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._about, labels=tuple(self._labels))
-        bounds = [*map(floatToGoString, self._buckets), "+Inf"]
-        counts = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric(tuple(self._labels.values()), counts, self._sum)
+        bounds = [*map(floatToGoString, self._tally.bounds), "+Inf"]
+        counts = list(zip(bounds, accumulate(self._tally.counts), strict=True))
+        family.add_metric(tuple(self._labels.values()), counts, self._tally.sum)
         yield family
 
 
@@ -122,13 +134,15 @@ class Metrics:
         self._counters = {field: self._engine(Counter, name, about) for field, (name, about) in COUNTED.items()}
         self._restarts = self._engine(Counter, "engine_restarts", "Engines started in place of one that died.")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LONG)
-        self._itl = Tally(
-            "dovetail:inter_token_latency_seconds",
-            "Between two deliveries of a sample, divided by its new tokens.",
-            SHORT,
-            {"model_name": model},
+        self._itl = Tally(SHORT)
+        self.registry.register(
+            TallyCollector(
+                "dovetail:inter_token_latency_seconds",
+                "Between two deliveries of a sample, divided by its new tokens.",
+                self._itl,
+                {"model_name": model},
+            )
         )
-        self.registry.register(self._itl)
         self._tpot = self._histogram(
             "time_per_output_token_seconds", "Mean over a request's tokens after the first.", SHORT
         )
@@ -186,6 +200,10 @@ class Metrics:
     def more_tokens(self, seconds: Iterable[float]) -> None:
         """Of samples that got tokens, not for the first time: time since those before, divided by their number."""
         self._itl.observe(seconds)
+
+    def more_tokens_elsewhere(self, counts: Iterable[int], total: float) -> None:
+        """The same of another process, as counted by a Tally of SHORT."""
+        self._itl.add(counts, total)
 
     def error(self, status: int) -> None:
         self._refused.labels(self._model, str(status)).inc()

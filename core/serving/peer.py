@@ -25,6 +25,8 @@ class Peer:
         self.handlers: dict[str, Callable[..., Any]] = {}
         """What is done with a message of that name, with its arguments, in the order in which they came. Where it was
         asked, what it returns is the answer, or what comes of it where that can be awaited."""
+        self.last_words = ""
+        """Why it ends. Written by the thread that listens."""
         self._ids = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._answering: set[asyncio.Future[None]] = set()
@@ -48,6 +50,9 @@ class Peer:
         try:
             while True:
                 message, _ = self._channel.recv()
+                if message["op"] == "error":
+                    self.last_words = message["text"]
+                    continue
                 self._loop.call_soon_threadsafe(self._take, message)
         except ChannelClosed:
             self._loop.call_soon_threadsafe(self._gone)

@@ -36,6 +36,9 @@ class ServeConfig(AppConfig):
     """Address to listen on; 0.0.0.0 is every interface (set api_key_file too)."""
     port: int = Field(8000, ge=0, le=65535)
     """0: a free one, which the log names."""
+    processes: int = Field(1, ge=1)
+    """Processes that answer on that port, each on a core of its own: HTTP, chat templates, tokens to text. One more
+    than that owns the engines then."""
     model_names: tuple[str, ...] = ()
     """What requests may call the model; the first stands in answers. Empty: the name of its folder or component."""
     chat_template: str | None = None

@@ -20,16 +20,16 @@ class Keys:
 
     def __init__(self, hashes: Mapping[bytes, str]) -> None:
         """Of SHA-256 digests, each with a name for it."""
-        self._hashes = dict(hashes)
+        self.hashes = dict(hashes)
 
     def __bool__(self) -> bool:
-        return bool(self._hashes)
+        return bool(self.hashes)
 
     def name(self, key: str) -> str | None:
         """Of the accepted key, else None. Takes as long for a wrong key as for a right one."""
         given = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
         found = None
-        for digest, name in self._hashes.items():
+        for digest, name in self.hashes.items():
             if hmac.compare_digest(digest, given):
                 found = name
         return found

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from prometheus_client.exposition import choose_encoder
 from starlette.responses import PlainTextResponse, Response
 
 import dovetail
@@ -73,14 +72,14 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(service.monitor.registry), headers={"content-type": content_type})
+        shown = await service.monitor.exposition(request.headers.get("accept", ""))
+        return Response(shown.text, headers={"content-type": shown.content_type})
 
     @routes.get("/stats")
     async def stats() -> Response:
         """Figures of the moment, for the page at / and for people."""
         told = {"samples": client.samples, "state": client.state, "replicas": client.health()}
-        return json_response(service.monitor.live() | told)
+        return json_response(await service.monitor.live() | told)
 
     @routes.get("/composition")
     async def composition() -> Response:

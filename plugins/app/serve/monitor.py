@@ -1,17 +1,24 @@
-"""What the server tells about itself: one record a request, the engine's counters, and whoever listens to them."""
+"""What the server tells about itself: one record a request, the engine's counters, and whoever listens to them.
+
+With several processes, each has a Reporter, and the one that owns the engines the Monitor of them all.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
-from dovetail.core.metrics import Metrics
+from dovetail.core.metrics import SHORT, Metrics, Tally
+from dovetail.core.serving.peer import Peer
 from dovetail.core.serving.protocol import EngineStats, total
 from dovetail.core.traces import Traces
 
@@ -19,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _WINDOW = 60.0
 """Seconds that live figures look back."""
+_TELL_SECONDS = 0.25
+"""How long a process keeps what it saw to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,24 @@ class Tracer:
         self._traces.close()
 
 
+class Exposition(msgspec.Struct):
+    """What /metrics shows."""
+
+    text: str
+    content_type: str
+
+
+class Seen(msgspec.Struct):
+    """By one process, since it told of it last."""
+
+    requests: list[RequestRecord]
+    errors: list[int]
+    """Statuses."""
+    gaps: list[int]
+    """Times between tokens, as counted by a Tally of SHORT."""
+    gap_seconds: float
+
+
 class Monitor:
     """`registry` is what /metrics shows; listeners fill it."""
 
@@ -135,7 +162,21 @@ class Monitor:
         """Over all replicas."""
         return total(self._latest.values())
 
-    def live(self) -> dict[str, float | int | None]:
+    def saw(self, seen: Seen) -> None:
+        """Another process."""
+        for record in seen.requests:
+            self.request(record)
+        for status in seen.errors:
+            self.answered(status)
+        if self.metrics is not None:
+            self.metrics.more_tokens_elsewhere(seen.gaps, seen.gap_seconds)
+
+    async def exposition(self, accept: str) -> Exposition:
+        """In the form that the header of that name asks for."""
+        encode, content_type = choose_encoder(accept)
+        return Exposition(encode(self.registry).decode(), content_type)
+
+    async def live(self) -> dict[str, float | int | None]:
         """Figures of the last second or two (rates) and the last minute (TTFT, prefix hits)."""
         now = time.perf_counter()
         for recent in (self._samples, self._ttft):
@@ -171,3 +212,60 @@ class Monitor:
         oldest, newest = self._samples[0][1], self._samples[-1][1]
         queries = newest.prefix_queries - oldest.prefix_queries
         return (newest.prefix_hits - oldest.prefix_hits) / queries if queries > 0 else None
+
+
+class Reporter:
+    """Of a process that does not own the engines: what it sees goes to the Monitor of the one that does, which knows
+    what all have seen."""
+
+    def __init__(self, owner: Peer) -> None:
+        self.listeners: list[Listener] = []
+        """To requests that came to this process."""
+        self._owner = owner
+        owner.handlers["tell_all"] = self._tell
+        self._timer: asyncio.TimerHandle | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._requests: list[RequestRecord] = []
+        self._errors: list[int] = []
+        self._gaps = Tally(SHORT)
+
+    def more(self, seconds: Sequence[float]) -> None:
+        self._gaps.observe(seconds)
+        self._soon()
+
+    def answered(self, status: int) -> None:
+        if status >= 400:
+            self._errors.append(status)
+            self._soon()
+
+    def request(self, record: RequestRecord) -> None:
+        for listener in self.listeners:
+            listener.request(record)
+        self._requests.append(record)
+        self._soon()
+
+    def _soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_TELL_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        seen = Seen(self._requests, self._errors, self._gaps.counts, self._gaps.sum)
+        self._begin()
+        self._owner.tell("seen", seen=msgspec.to_builtins(seen))
+
+    def close(self) -> None:
+        """The last is told."""
+        self._tell()
+
+    async def exposition(self, accept: str) -> Exposition:
+        """Of all processes."""
+        return msgspec.convert(await self._owner.ask("exposition", accept=accept), Exposition)
+
+    async def live(self) -> dict[str, Any]:
+        return dict(await self._owner.ask("live"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -15,11 +14,10 @@ from starlette.requests import Request
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Pooling, SamplingParams
 from dovetail.core.serving.client import Stream
-from dovetail.core.serving.fleet import Reports
-from dovetail.core.serving.owned import OwnedFleet
+from dovetail.core.serving.fleet import Fleet
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
-from dovetail.plugins.app.serve.monitor import Monitor, RequestRecord, Tracer
+from dovetail.plugins.app.serve.monitor import Monitor, Reporter, RequestRecord, Tracer
 from dovetail.plugins.app.serve.reading import Parsers
 from dovetail.plugins.app.serve.schemas import Common, Penalised, Queued
 from dovetail.plugins.app.serve.structured import grammar_of
@@ -74,25 +72,26 @@ class Job:
 
 
 class Service:
-    """One server's state. Belongs to the event loop."""
+    """The state of a server, or of one of its processes. Belongs to the event loop."""
 
-    def __init__(self, config: ServeConfig, composition: Composition) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        composition: Composition,
+        client: Fleet,
+        monitor: Monitor | Reporter,
+        started: int,
+    ) -> None:
+        """`started`: time.time() of the server."""
         self.config, self.composition = config, composition
+        self.client, self.monitor, self.started = client, monitor, started
         self.parsers = Parsers(config, composition)
-        self.monitor = Monitor()
         self._tracer: Tracer | None = None
         if config.traces is not None:
             self._tracer = Tracer(config.traces, lambda: self.model_names[0])
             self.monitor.listeners.append(self._tracer)
-        restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
-        reports = Reports(self.monitor.stats, self.monitor.more, self.monitor.restarted)
-        timeout = math.inf if config.engine_timeout is None else config.engine_timeout
-        self.client = OwnedFleet(composition, max_restarts=restarts, timeout=timeout, reports=reports)
-        self.started = int(time.time())
         self.draining = False
         """Written by the server when it is told to stop."""
-        self.was_ready = False
-        """The engine has been ready once. Written by the server."""
         self.text = Texts(config, self.client)
         self._ends: deque[float] = deque(maxlen=64)
         if config.adapter_root is not None and composition.part("adapter").name == "none":
@@ -246,7 +245,8 @@ class Service:
         if len(self._ends) < 2:
             return 1
         pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return max(1, min(60, round(pace * self.config.max_waiting / 2)))
+        # Of this process: the others have theirs.
+        return max(1, min(60, round(pace * self.config.max_waiting / 2 / self.config.processes)))
 
     def _expire(self, job: Job, seconds: float) -> None:
         self.client.abort(job.stream)

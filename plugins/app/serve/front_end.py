@@ -1,0 +1,90 @@
+"""A process that answers HTTP and does not own the engines: one of serve.processes."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from dovetail.core import logs
+from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.process import SHOW_STACKS
+from dovetail.core.parallel.worker import die_with, recompose, report
+from dovetail.core.serving.board import Board
+from dovetail.core.serving.fleet import Reports
+from dovetail.core.serving.peer import Peer
+from dovetail.core.serving.sharing import AttachedFleet
+from dovetail.plugins.app.serve import ports
+from dovetail.plugins.app.serve.config import ServeConfig
+from dovetail.plugins.app.serve.front import Front, engine_timeout, event_loop, settle
+from dovetail.plugins.app.serve.keys import Keys
+from dovetail.plugins.app.serve.monitor import Reporter
+from dovetail.plugins.app.serve.service import Service
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+
+def main(control_fd: int, parent: int) -> None:
+    """Entry of the process, which runs until it is told to stop, or the supervisor is gone."""
+    die_with(parent)
+    # Ctrl-C and SIGTERM are the supervisor's to handle; it then ends this process in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(SHOW_STACKS, all_threads=True)
+    channel = Channel(socket.socket(fileno=control_fd))
+    try:
+        order, _ = channel.recv()
+        composition = recompose(order)
+        config = composition.app_part.config
+        assert isinstance(config, ServeConfig)
+        logs.set_up(config.log_format)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        with asyncio.Runner(loop_factory=event_loop()) as runner:
+            runner.run(_answer(config, composition, channel, order))
+    except ChannelClosed:
+        # Nobody is left to tell.
+        os._exit(1)
+    except BaseException as error:
+        report(channel, error)
+        os._exit(1)
+    sys.stderr.flush()
+    # Threads that make text have nothing left to do.
+    os._exit(0)
+
+
+async def _answer(config: ServeConfig, composition: Composition, channel: Channel, order: dict[str, Any]) -> None:
+    owner = Peer(channel, asyncio.get_running_loop())
+    monitor = Reporter(owner)
+    board = Board(config.processes + 1, composition.engine.dp, own=order["number"], fd=order["board"])
+    fleet = AttachedFleet(composition, owner, board, timeout=engine_timeout(config), reports=Reports(more=monitor.more))
+    service = Service(config, composition, fleet, monitor, order["started"])
+    accepted = Keys({bytes.fromhex(digest): name for digest, name in order["keys"].items()})
+    front = Front(service, accepted, lambda: owner.tell("listening"))
+    cutting: list[asyncio.Future[None]] = []
+    owner.handlers |= {
+        "stop": front.stop,
+        "cut_off": lambda: cutting.append(asyncio.ensure_future(front.cut_off())),
+    }
+
+    async def ready() -> None:
+        await fleet.wait_ready()
+        settle()
+        owner.tell("ready")
+
+    threading.Thread(target=_listen, args=(owner,), name="dovetail-owner", daemon=True).start()
+    await front.answer(ports.join(order["address"]), ready())
+    monitor.close()
+
+
+def _listen(owner: Peer) -> None:
+    """Without the one that owns the engines there is nothing to answer."""
+    owner.listen()
+    os._exit(1)

@@ -1,0 +1,57 @@
+"""What the process that the user started does, whether it answers HTTP itself or others do."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+from dovetail.core.errors import DovetailError
+from dovetail.core.serving.board import Board
+from dovetail.core.serving.fleet import Fleet, Reports
+from dovetail.core.serving.owned import OwnedFleet
+from dovetail.plugins.app.serve.config import ServeConfig
+from dovetail.plugins.app.serve.front import engine_timeout
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+log = logging.getLogger(__name__)
+
+
+def owned_fleet(
+    config: ServeConfig, composition: Composition, reports: Reports, board: Board | None = None
+) -> OwnedFleet:
+    restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
+    return OwnedFleet(composition, max_restarts=restarts, timeout=engine_timeout(config), reports=reports, board=board)
+
+
+def tell_listening(sock: socket.socket) -> None:
+    host, port = sock.getsockname()[:2]
+    log.info("listening on http://%s:%d; the engine starts", f"[{host}]" if ":" in host else host, port)
+
+
+def tell_ready(fleet: Fleet) -> None:
+    info, replicas = fleet.info, len(fleet.clients)
+    engines = f"{replicas} replicas" if replicas > 1 else "engine"
+    log.info("ready: %s on %s, %s started in %.1f s", info.model, info.device, engines, info.start_seconds)
+    for note in info.notes:
+        log.info("slower path: %s", note)
+
+
+def tell_stopping(fleet: Fleet, config: ServeConfig) -> None:
+    log.info("stopping: %d samples have %g s to finish", fleet.samples, config.grace)
+
+
+def tell_late(fleet: Fleet, config: ServeConfig) -> None:
+    if fleet.samples:
+        log.warning("%d samples did not finish within serve.grace=%g s", fleet.samples, config.grace)
+
+
+def exit_status(fleet: Fleet, was_ready: bool) -> int:
+    """Of a server that has ended. DovetailError where its engine could not start."""
+    if fleet.state != "failed":
+        return 0
+    if not was_ready:
+        raise DovetailError(fleet.failure)
+    return 1
