@@ -3,13 +3,15 @@
     python benchmarks/serving.py
     python benchmarks/serving.py --step-us 12000 -- engine.max_seqs=512
     python benchmarks/serving.py --rate 4 --requests 40
+    python benchmarks/serving.py --processes 4 --step-us 12000 -- engine.max_seqs=512
 
 The server is the real one; engine, scheduler and cache too. The device is simulated (executor=simulated) and takes
 --step-us a step, by default no time. Prompts are token ids of the bundled model, so that outputs become text. `offline`
 is the engine alone on the same requests. us/token is processor time, and `ceiling` what that allows on a core of its
 own. The front-end has a thread that makes text and one, its event loop, that answers; they share the interpreter. Who
 falls behind gathers: `tokens/read` is how many tokens a read of the client brought. With --rate requests come at random
-times, and TTFT where the device takes no time is what the server adds.
+times, and TTFT where the device takes no time is what the server adds. With --processes `front-end` is all of them
+together, and its ceiling what the busiest of them allows; `supervisor` owns the engine.
 """
 
 from __future__ import annotations
@@ -41,17 +43,18 @@ WARM_UP = 64
 class Server:
     """`app=serve` in a process of its own."""
 
-    def __init__(self, overrides: Sequence[str]) -> None:
+    def __init__(self, overrides: Sequence[str], processes: int) -> None:
         words = [sys.executable, "run.py", "app=serve", "serve.port=0", "serve.max_waiting=100000", *overrides]
+        words.append(f"serve.processes={processes}")
         self._process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.url = self._said(r"listening on (http://\S+);")
         self._said(r"(ready:)")
-        self.front = self._process.pid
-        (self.engine,) = (
-            int(child)
-            for task in Path(f"/proc/{self.front}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        )
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        (self.engine,) = (pid for pid in children if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        children.remove(self.engine)
+        self.fronts = children or [self._process.pid]
+        self.supervisor = self._process.pid if children else None
 
     def _said(self, pattern: str) -> str:
         assert self._process.stderr is not None
@@ -60,13 +63,15 @@ class Server:
                 return found[1]
         raise SystemExit(f"the server ended with status {self._process.wait()}")
 
-    def busy(self) -> dict[str, float]:
-        """Processor seconds until now."""
-        return {
-            "engine": sum(_threads(self.engine).values()),
-            "front-end": sum((threads := _threads(self.front)).values()),
-            "its event loop": threads[self.front],
+    def busy(self) -> dict[str, list[float]]:
+        """Processor seconds until now, of each process."""
+        fronts = [_threads(pid) for pid in self.fronts]
+        found = {
+            "engine": [sum(_threads(self.engine).values())],
+            "front-end": [sum(threads.values()) for threads in fronts],
+            "its event loop": [threads[pid] for threads, pid in zip(fronts, self.fronts, strict=True)],
         }
+        return found | ({"supervisor": [sum(_threads(self.supervisor).values())]} if self.supervisor else {})
 
     def close(self) -> None:
         self._process.terminate()
@@ -80,8 +85,8 @@ def _threads(pid: int) -> dict[int, float]:
 
 
 @contextmanager
-def serving(overrides: Sequence[str]) -> Iterator[Server]:
-    server = Server(overrides)
+def serving(overrides: Sequence[str], processes: int) -> Iterator[Server]:
+    server = Server(overrides, processes)
     try:
         yield server
     finally:
@@ -110,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=int, default=256, help="tokens of an output")
     parser.add_argument("--rate", type=float, help="requests/s; default: all at once")
     parser.add_argument("--step-us", type=float, default=0.0, help="of the simulated device, microseconds a step")
+    parser.add_argument("--processes", type=int, default=1, help="that answer HTTP (serve.processes)")
     parser.add_argument("overrides", nargs="*", help="after --: of engine and server")
     args = parser.parse_args(argv)
     pace = ["cost=h200", f"cost.step_us={args.step_us}", "cost.kernel_us=0"] if args.step_us else []
@@ -121,29 +127,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(offline, warm_up)
     began = time.process_time()
     _, alone = run(offline, requests)
-    spent = {"offline": time.process_time() - began}
+    spent = {"offline": [time.process_time() - began]}
     offline.close()
 
-    with serving(parts) as server:
+    with serving(parts, args.processes) as server:
         client = ServerTarget(*_as_client(server, parts))
         client.start(lambda phase, share: None)
         run(client, warm_up)
         before, began = server.busy(), time.process_time()
         timelines, figures = run(client, requests)
-        spent |= {name: now - before[name] for name, now in server.busy().items()}
-        spent["client"] = time.process_time() - began
+        for name, now in server.busy().items():
+            spent[name] = [after - earlier for after, earlier in zip(now, before[name], strict=True)]
+        spent["client"] = [time.process_time() - began]
 
     tokens = figures["output_tokens"]
     reads = sum(len(line.times) for line in timelines)
     print(
         f"{len(requests)} x {args.prompt}/{args.output}: {' '.join([*pace, *args.overrides]) or 'a step takes no time'}"
+        f"{f', {args.processes} processes' if args.processes > 1 else ''}"
     )
     for name, found in (("offline", alone), ("server", figures)):
         ttft = found["ttft_ms"]
         print(f"{name:>15} {found['output_tokens_per_s']:9.0f} output tokens/s", end="")
         print(f"   TTFT ms median {ttft['median']:.2f}, p99 {ttft['p99']:.2f}")
     for name, seconds in spent.items():
-        print(f"{name:>15} {seconds / tokens * 1e6:9.2f} us/token {tokens / seconds:9.0f} ceiling, tokens/s")
+        print(f"{name:>15} {sum(seconds) / tokens * 1e6:9.2f} us/token {tokens / max(seconds):9.0f} ceiling, tokens/s")
     print(f"{'tokens/read':>15} {tokens / reads:9.2f}")
 
 

@@ -4,5 +4,6 @@
     EngineClient.submit ─ Add, Abort, Finish, Control ─ zmq ─► step loop (one thread: engine, sockets)
     Stream ◄─ text, stop strings ◄─ output thread ◄─── zmq ── Batch: one message a step
 
-The step loop handles tokens only. Text is made in the front-end's process, in a thread beside its event loop.
+The step loop handles tokens only. Text is made in the front-end's process, in a thread beside its event loop. Several
+front-ends may use the same engines, each over links of its own; one process owns them: see `sharing`.
 """

@@ -64,6 +64,8 @@ class FrontEnd:
         """`on_start`, `on_end` (exit status; cause, which ends a sentence) are called in the event loop."""
         self.number = number
         self.peer: Peer | None = None
+        self.failed = False
+        """It said why it ended. Final when `on_end` is called."""
         self._order, self._inherited = order, inherited
         self._on_start, self._on_end = on_start, on_end
         self._loop = asyncio.get_running_loop()
@@ -107,7 +109,10 @@ class FrontEnd:
             return self._popen.wait(_END_SECONDS), "ended before it was told what to do"
         finally:
             channel.close()
-        return status, f"failed: {peer.last_words}" if peer.last_words else describe_exit(status, "serving")
+        if peer.last_words:
+            self.failed = True
+            return status, f"failed: {peer.last_words}"
+        return status, describe_exit(status, "serving")
 
     def _started(self, peer: Peer) -> None:
         self.peer = peer
@@ -213,7 +218,7 @@ class Supervisor:
         del self._front_ends[number]
         self._sharing.leave(number)
         if self._over.is_set():
-            if status:
+            if status and self._error is None:
                 log.error("front-end %d %s", number, cause)
             if not self._front_ends:
                 self._alone.set()
@@ -222,7 +227,7 @@ class Supervisor:
         self._deaths.append(now)
         while self._deaths[0] < now - _HOUR:
             self._deaths.popleft()
-        if number not in self._ready and not self._was_ready:
+        if front_end.failed and number not in self._ready:
             # What could not start will not start next time either.
             self._error = DovetailError(f"front-end {number} {cause}")
         elif len(self._deaths) > self._config.max_restarts:

@@ -1,0 +1,111 @@
+"""Who starts the processes that answer HTTP, and when it gives up; they and the engine are played."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from dovetail.core.compose import compose
+from dovetail.core.errors import ConfigError, DovetailError
+from dovetail.core.serving import owned
+from dovetail.plugins.app.serve import ports, supervisor
+from dovetail.plugins.app.serve.config import ServeConfig
+from dovetail.plugins.app.serve.keys import Keys
+from dovetail.plugins.app.serve.supervisor import Supervisor
+
+
+class PlayedEngine:
+    def __init__(self, *arguments: Any, **options: Any) -> None: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def order(self, message: Any) -> None: ...
+
+
+class PlayedFrontEnd:
+    """Ends when it is told to stop."""
+
+    lives: list[PlayedFrontEnd] = []
+
+    def __init__(self, number: int, order: Any, inherited: Any, *, on_start: Any, on_end: Any) -> None:
+        self.number, self.peer, self.failed, self._on_end = number, None, False, on_end
+        self.lives.append(self)
+
+    def tell(self, op: str) -> None:
+        if op == "stop":
+            asyncio.get_running_loop().call_soon(self.end, 0, "")
+
+    def end(self, status: int, cause: str) -> None:
+        self._on_end(self, status, cause)
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlayedFrontEnd, "lives", [])
+    monkeypatch.setattr(supervisor, "FrontEnd", PlayedFrontEnd)
+    monkeypatch.setattr(owned, "EngineProcess", PlayedEngine)
+
+
+def supervised(test: Callable[[list[PlayedFrontEnd]], Awaitable[None]]) -> int:
+    composition = compose(["app=serve", "+preset=tiny_cpu", "serve.processes=2", "serve.max_restarts=2"])
+    config = composition.app_part.config
+    assert isinstance(config, ServeConfig)
+
+    async def run() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            running = asyncio.ensure_future(Supervisor(config, composition, Keys({}), sock).run())
+            await asyncio.sleep(0)
+            await test(PlayedFrontEnd.lives)
+            async with asyncio.timeout(60):
+                return await running
+
+    return asyncio.run(run())
+
+
+def test_one_that_dies_is_started_again_until_too_many_have(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(lives: list[PlayedFrontEnd]) -> None:
+        assert [one.number for one in lives] == [1, 2]
+        lives[1].end(-9, "was killed")
+        lives[0].end(-9, "was killed")
+        assert [one.number for one in lives] == [1, 2, 2, 1]
+        lives[2].end(-9, "was killed")
+        assert len(lives) == 4
+
+    assert supervised(test) == 1
+    said = [record.getMessage() for record in caplog.records if "front-end" in record.getMessage()]
+    assert said == [
+        "front-end 2 was killed; it is started again",
+        "front-end 1 was killed; it is started again",
+        "front-end 2 was killed",
+    ]
+
+
+def test_one_that_cannot_start_ends_the_server_with_its_reason() -> None:
+    async def test(lives: list[PlayedFrontEnd]) -> None:
+        lives[0].failed = True
+        lives[0].end(1, "failed: no such template")
+
+    with pytest.raises(DovetailError, match="front-end 1 failed: no such template"):
+        supervised(test)
+
+
+def test_told_to_stop_it_waits_for_all() -> None:
+    async def test(lives: list[PlayedFrontEnd]) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    assert supervised(test) == 0
+    assert len(PlayedFrontEnd.lives) == 2
+
+
+def test_a_port_belongs_to_one_server_and_its_processes() -> None:
+    with ports.take(ServeConfig(processes=2, port=0)) as taken:
+        address = taken.getsockname()
+        with ports.join(address) as one, ports.join(address) as other:
+            one.listen()
+            other.listen()
+            with pytest.raises(ConfigError, match="cannot listen there"):
+                ports.take(ServeConfig(processes=2, port=address[1]))
