@@ -5,12 +5,15 @@
         -- engine.max_len=1024
     python benchmarks/layouts.py --layouts +preset=h200_fp8_tp8 +preset=h200_fp8_dp8 --workloads latency,throughput \
         -- executor=simulated
+    python benchmarks/layouts.py --layouts scheduler=fcfs scheduler=static --workloads shared_prefix --rounds 3 \
+        -- +preset=h200_fp8_tp1 engine.max_len=2048
 
 A layout is a preset, or overrides in quotes ("engine.tp=4 engine.dp=2"); what follows `--` holds for all of them. Each
 runs in a process of its own and gets the same requests. Where all requests arrive at once, the layout with the most
 output tokens/s wins; at an offered rate, which fixes those, the one with the lowest median latency. A lead that is no
-greater than the range over runs is a tie. A layout that cannot start, or fails, is told with its reason and leaves the
-race.
+greater than the range over runs is a tie. --rounds has all of them start again, every other time in reverse: a machine
+that changes meanwhile then widens the range in place of choosing the winner. A layout that cannot start, or fails, is
+told with its reason and leaves the race.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dovetail.plugins.app.bench.metrics import summarize
 
 RUN = Path(__file__).parent.parent / "run.py"
 SCHEMA = "dovetail.layouts/1"
@@ -64,6 +69,17 @@ def measure(layout: str, common: Sequence[str], workloads: str, runs: int) -> di
             return {"error": done.stderr.strip() or f"exit status {done.returncode}: requests failed"}
         result: dict[str, Any] = json.loads(text)
         return result
+
+
+def merged(result: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The runs of both, as if they were of one start."""
+    if "error" in result or "error" in more:
+        return result if "error" in result else more
+    for mine, theirs in zip(result["results"], more["results"], strict=True):
+        for load, other in zip(mine["loads"], theirs["loads"], strict=True):
+            load["runs"] += other["runs"]
+            load["summary"] = summarize(load["runs"])
+    return result
 
 
 def figures(results: dict[str, dict[str, Any]]) -> Figures:
@@ -130,15 +146,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layouts", nargs="+", required=True, help="presets, or overrides in quotes")
     parser.add_argument("--workloads", default="latency,batch64,batch256,throughput")
     parser.add_argument("--runs", type=int, default=1, help="repeats of each workload")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each layout, in turns")
     parser.add_argument("--out", help="JSON file: every result, and who wins")
     parser.add_argument("--plot", help="png, svg or pdf")
     args = parser.parse_args(argv[:cut])
     results: dict[str, dict[str, Any]] = {}
-    for layout in args.layouts:
-        print(f"== {layout}", flush=True)
-        results[layout] = measure(layout, argv[cut + 1 :], args.workloads, args.runs)
-        if error := results[layout].get("error"):
-            print(f"{layout}: {error}", file=sys.stderr, flush=True)
+    for number in range(args.rounds):
+        for layout in args.layouts if number % 2 == 0 else reversed(args.layouts):
+            if "error" in results.get(layout, ()):
+                continue
+            print(f"== {layout}", flush=True)
+            result = measure(layout, argv[cut + 1 :], args.workloads, args.runs)
+            results[layout] = merged(results[layout], result) if layout in results else result
+            if error := result.get("error"):
+                print(f"{layout}: {error}", file=sys.stderr, flush=True)
     found = figures(results)
     print("\n".join(table(found, args.layouts)) if found else "no layout could be measured")
     if args.out is not None:

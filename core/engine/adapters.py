@@ -8,13 +8,16 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Adapters, Executor, Resource, Sequence
 
 if TYPE_CHECKING:
     import torch
+
+    from dovetail.core.compose import Composition
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,15 @@ _LONGEST_NAME = 256
 _TERM = 32
 """Refusals of a sequence, one a step, before it has a slot emptied. Until then whoever wants an adapter that is in
 joins its batch: adapters that took turns for each request would leave the device half idle."""
+
+
+def check_folders(composition: Composition) -> None:
+    """Those of adapters to begin with are there: told before the model is loaded."""
+    if "adapter" in composition.parts:
+        part = composition.part("adapter")
+        for name, folder in part.target().initial(part.config).items():
+            if not Path(folder).is_dir():
+                raise ConfigError(f"adapter {name}: there is no folder {folder}")
 
 
 class AdapterSlots(Resource):

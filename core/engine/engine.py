@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dovetail.core.engine.adapters import AdapterTable
+from dovetail.core.engine.adapters import AdapterTable, check_folders
 from dovetail.core.engine.capacity import check_weights_fit
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.grammars import Ended, Grammars
@@ -206,6 +206,7 @@ class Engine:
         self._check_lengths(here)
         self._check_halves()
         check_weights_fit(self.composition, spec, here)
+        check_folders(self.composition)
 
     def _check_lengths(self, here: Host) -> None:
         """Drafts in flight leave the host with bounds of lengths, which some attention backends cannot plan from."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dovetail.core.compose import Host
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.generate.prompts import gather
@@ -90,12 +90,16 @@ class GenerateApp(App):
         sys.stdout.write(prompt)
         sys.stdout.flush()
         began, ttft = time.perf_counter(), 0.0
-        for delta in llm.stream(prompt, params, adapter=self.config.adapter):
-            ttft = ttft or time.perf_counter() - began
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        try:
+            for delta in llm.stream(prompt, params, adapter=self.config.adapter):
+                ttft = ttft or time.perf_counter() - began
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+        except (DovetailError, KeyboardInterrupt):
+            # What is said of it begins a line of its own.
+            print(flush=True)
+            raise
+        print(flush=True)
         return ttft
 
     def _complete(self, llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Generation]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail import LLM, CapabilityError, RequestError, SamplingParams
+from dovetail import LLM, CapabilityError, ConfigError, RequestError, SamplingParams
 
 PROMPTS = ["def fib(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "for i in range(10):\n    "]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -139,8 +139,17 @@ def test_a_folder_that_does_not_fit_ends_the_start_and_says_why(save_lora: Save,
         running(a=save_lora("a", seed=1, rank=24))
     with running("adapter.max_rank=32", a=str(tmp_path / "a")) as llm:
         llm.generate(PROMPTS[0], GREEDY, adapter="a")
+    (tmp_path / "nothing").mkdir()
     with pytest.raises(RequestError, match="no adapter_config.json"):
         running(a=str(tmp_path / "nothing"))
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dovetail.plugins.executor.inproc import InprocExecutor
+
+    monkeypatch.delattr(InprocExecutor, "start")
+    with pytest.raises(ConfigError, match="adapter sql: there is no folder /nowhere/sql"):
+        running(sql="/nowhere/sql")
 
 
 def test_samples_share_an_adapter_and_embeddings_have_it(save_lora: Save) -> None:

@@ -46,6 +46,26 @@ def test_most_tokens_win_a_burst_and_least_time_wins_at_a_rate(layouts: ModuleTy
     assert lines[3] == "| online 4/s | E2E median, ms | - | 22 | - | b |"
 
 
+def test_rounds_are_in_turns_and_a_machine_that_slows_down_makes_a_tie(
+    layouts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each start is slower than the one before: who came first twice would have won."""
+    speeds = iter([100.0, 90.0, 80.0, 70.0])
+    started: list[str] = []
+
+    def measure(layout: str, *_: Any) -> dict[str, Any]:
+        started.append(layout)
+        runs = [{"output_tokens_per_s": next(speeds)}]
+        return {"results": [{"workload": "w", "loads": [{"rate": None, "runs": runs, "summary": {}}]}]}
+
+    monkeypatch.setattr(layouts, "measure", measure)
+    out = tmp_path / "out.json"
+    assert layouts.main(["--layouts", "a", "b", "--rounds", "2", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert started == ["a", "b", "b", "a"]
+    assert result["wins"]["w"] == {"layout": "a", "lead": pytest.approx(0.0), "tie": ["b"]}
+
+
 def test_a_race(layouts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """At a simulated H200's pace eight ranks answer one request sooner than one; the third cannot start."""
     conf = tmp_path / "conf" / "workload"
