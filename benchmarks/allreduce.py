@@ -1,6 +1,6 @@
 """All-reduce on the GPUs of one host: each algorithm of collective=symm_mem beside NCCL, in CUDA graphs, first checked
-against a sum in float32, then timed. `boundary` is what a layer pays: sum, residual, RMSNorm, E4M3 by token.
-`argmax` is how ranks agree on a token.
+against a sum in float32, then timed. `boundary` is what a layer pays: sum, residual, RMSNorm, E4M3 by token; `sharded`
+and `nccl_sharded` leave the residual with the ranks by rows there. `argmax` is how ranks agree on a token.
 
     python benchmarks/allreduce.py                       # all GPUs
     python benchmarks/allreduce.py --ranks 2 --columns 8192 --out benchmarks/results/allreduce_x2.json
@@ -24,8 +24,11 @@ from pathlib import Path
 from typing import Any
 
 ROWS = (1, 4, 16, 64, 256, 2048, 8192)
-ALGORITHMS = ("nccl", "one_shot", "two_shot")
-KINDS = ("sum", "boundary", "argmax")
+KINDS = {
+    "sum": ("nccl", "one_shot", "two_shot"),
+    "boundary": ("nccl", "one_shot", "two_shot", "nccl_sharded", "sharded"),
+    "argmax": ("nccl", "one_shot"),
+}
 EPS = 1e-5
 
 
@@ -34,8 +37,9 @@ def cases(columns: list[int]) -> list[tuple[int, str, str, int]]:
     return [
         (c, kind, name, rows)
         for c in columns
-        for kind in KINDS[: 3 if c == columns[0] else 2]
-        for name in ALGORITHMS[: 2 if kind == "argmax" else 3]
+        for kind, names in KINDS.items()
+        if kind != "argmax" or c == columns[0]
+        for name in names
         for rows in rows_of.get(kind, ROWS)
     ]
 
@@ -51,7 +55,7 @@ def run_rank(rank: int, size: int, address: str, todo: list[list[Any]]) -> None:
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    collective = SymmMemCollective(SymmMemConfig(algorithm="two_shot"))
+    collective = SymmMemCollective(SymmMemConfig(algorithm="sharded"))
     began = time.perf_counter()
     collective.connect(rank, size, address, device)
     collective.barrier()
@@ -75,9 +79,10 @@ def run_rank(rank: int, size: int, address: str, todo: list[list[Any]]) -> None:
         if rank == 0:
             _tell({"begin": "measuring the table"})
         began = time.perf_counter()
-        collective.sums, collective.edges = collective.measured()
+        sums, edges, sharded = collective.measured(shards=True)
         if rank == 0:
-            tables = {"sum": str(collective.sums), "boundary": str(collective.edges)}
+            tables = {"sum": str(sums), "boundary": str(edges)}
+            tables |= {f"boundary, {8 if narrow else 16} bits": str(table) for narrow, table in sharded.items()}
             _tell({"tables": tables, "seconds": round(time.perf_counter() - began, 2)})
     collective.barrier()
     collective.close()
@@ -86,8 +91,10 @@ def run_rank(rank: int, size: int, address: str, todo: list[list[Any]]) -> None:
 def _case(collective: Any, columns: int, kind: str, name: str, rows: int) -> dict[str, Any]:
     import torch
 
+    from dovetail.core.interfaces import Partial
     from dovetail.core.ops import rms_norm
     from dovetail.plugins.collective.nccl import NcclCollective
+    from dovetail.plugins.collective.sharded import RowShard, edge, own_rows
     from dovetail.plugins.collective.symm_mem.choice import measure
     from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
@@ -107,9 +114,19 @@ def _case(collective: Any, columns: int, kind: str, name: str, rows: int) -> dic
             return NcclCollective.all_reduce(collective, x)
         return reducer.reduce(x, name)
 
-    def boundary() -> tuple[Any, torch.Tensor]:
+    own = RowShard(own_rows(collective, residual_TC), rows)
+
+    def norm(x: torch.Tensor, residual: torch.Tensor | None, emit: Any) -> tuple[Any, torch.Tensor]:
+        return rms_norm(x, residual, weight_C, EPS, emit)
+
+    def boundary() -> tuple[Any, Any]:
+        if name == "sharded":
+            bundle, after = reducer.share(x_TC, own.values, weight_C, EPS, (FP8_TOKEN,))
+            return bundle, RowShard(after, rows)
+        if name == "nccl_sharded":
+            return edge(collective, Partial(x_TC), own, norm, (FP8_TOKEN,))
         if name == "nccl":
-            return rms_norm(reduced(x_TC), residual_TC, weight_C, EPS, (FP8_TOKEN,))
+            return norm(reduced(x_TC), residual_TC, (FP8_TOKEN,))
         return reducer.boundary(x_TC, residual_TC, weight_C, EPS, (FP8_TOKEN,), name)
 
     def check(found: torch.Tensor, exact: torch.Tensor, most: float, what: str) -> None:
@@ -123,9 +140,9 @@ def _case(collective: Any, columns: int, kind: str, name: str, rows: int) -> dic
         if not bool((marks == marks[0]).all()):
             raise ValueError(f"{what} has other bits on other ranks: {marks.tolist()}")
 
-    def check_boundary(bundle: Any, after: torch.Tensor) -> None:
+    def check_boundary(bundle: Any, after: Any) -> None:
         expected, expected_after = rms_norm(exact_TC.bfloat16(), residual_TC, weight_C, EPS, (FP8_TOKEN,))
-        check(after, expected_after, 0.01, "x + residual")
+        check(collective.whole(after), expected_after, 0.01, "x + residual")
         values, wanted = bundle[FP8_TOKEN], expected[FP8_TOKEN]
         check(values.values.float() * values.scale, wanted.values.float() * wanted.scale, 0.02, "the encoded norm")
 
@@ -270,7 +287,7 @@ def table(told: list[dict[str, Any]], columns: int, kind: str) -> str:
     if not found:
         return ""
     lines = [f"{kind}, {columns} columns, us".ljust(26) + "".join(f"{rows:>9}" for rows in ROWS)]
-    for name in ALGORITHMS:
+    for name in KINDS[kind]:
         cells = [found.get((name, rows), {}) for rows in ROWS]
         lines.append(f"{name:<26}" + "".join(f"{c['us']:>9.1f}" if "us" in c else f"{'-':>9}" for c in cells))
     return "\n".join(lines)

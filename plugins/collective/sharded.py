@@ -2,7 +2,7 @@
 next product reads (sequence parallelism, Korthikanti et al. 2022). Beside an all-reduce, the norm takes a share of the
 time, and what comes back is encoded: half the bytes in FP8.
 
-Shapes: T tokens, S rows of a rank's shard (the last ranks' end in zeros where T does not divide), C channels.
+Shapes: T tokens, S rows of a rank's shard (behind token T they mean nothing), C channels.
 """
 
 from __future__ import annotations

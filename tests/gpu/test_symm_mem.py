@@ -17,6 +17,7 @@ from dovetail.core.testing.collective import CollectiveContract
 from dovetail.core.testing.ranks import on_ranks
 from dovetail.plugins.collective.config import NcclConfig, SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
+from dovetail.plugins.collective.sharded import RowShard, own_rows, whole
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 
 GPUS = torch.cuda.device_count()
@@ -54,7 +55,27 @@ class TestThreeOfFour(TestTwoShot):
     size = min(3, max(2, GPUS))
 
 
-SHAPES = ((1, 4096), (64, 4096), (3, 7168), (300, 1024), (132, 128), (5, 3072), (1, 16384), (2, 8192))
+class TestNcclShards(TestNccl):
+    def make(self) -> Collective:
+        return NcclCollective(NcclConfig(shard_rows=1))
+
+
+class TestSharded(TestNccl):
+    def make(self) -> Collective:
+        return SymmMemCollective(SymmMemConfig(algorithm="sharded"))
+
+
+class TestShardedThreeOfFour(TestSharded):
+    size = min(3, max(2, GPUS))
+
+
+class TestMeasuredShards(TestNccl):
+    def make(self) -> Collective:
+        return SymmMemCollective(SymmMemConfig(shard_rows=2))
+
+
+ALGORITHMS = ("one_shot", "two_shot", "sharded")
+SHAPES = ((1, 4096), (64, 4096), (3, 7168), (300, 1024), (3001, 1024), (132, 128), (5, 3072), (1, 16384), (2, 8192))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KINDS = ("sum", "edge", "edge", "argmax", "nccl")
 EPS = 1e-5
@@ -69,7 +90,7 @@ class Races:
     device = torch.device("cuda")
 
     def race(self, rank: int, size: int, address: str) -> None:
-        collective = SymmMemCollective(SymmMemConfig(algorithm="two_shot"))
+        collective = SymmMemCollective(SymmMemConfig(algorithm="sharded"))
         collective.connect(rank, size, address, self.device)
         reducer = collective.reducer
         assert reducer is not None
@@ -81,6 +102,14 @@ class Races:
         def delay() -> None:
             if torch.rand((), generator=delays) < 0.3:
                 torch.cuda._sleep(int(torch.randint(500_000, (), generator=delays)))
+
+        def edge(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, algorithm: str) -> Pair:
+            """(x + residual, all of it; the norm of that)"""
+            if algorithm == "sharded" and reducer.shares(x, (PLAIN,)):
+                bundle, own = reducer.share(x, own_rows(collective, residual), weight, EPS, (PLAIN,))
+                return whole(collective, RowShard(own, len(x))), bundle[PLAIN].values
+            bundle, after = reducer.boundary(x, residual, weight, EPS, (PLAIN,), algorithm)
+            return after, bundle[PLAIN].values
 
         def call(kind: str, algorithm: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Pair:
             def values(who: int) -> torch.Tensor:
@@ -97,12 +126,11 @@ class Races:
             if kind == "sum" or not reducer.fuses(mine):
                 return reducer.reduce(mine, algorithm), total
             residual, weight = values(91).to(self.device), torch.ones_like(mine[0])
-            bundle, after = reducer.boundary(mine, residual, weight, EPS, (PLAIN,), algorithm)
             expected, summed = rms_norm(total, residual, weight, EPS)
-            return torch.stack((after, bundle[PLAIN].values)), torch.stack((summed, expected[PLAIN].values))
+            return torch.stack(edge(mine, residual, weight, algorithm)), torch.stack((summed, expected[PLAIN].values))
 
         def drawn() -> tuple[str, str, tuple[int, int], torch.dtype]:
-            return choose(KINDS), choose(("one_shot", "two_shot")), choose(SHAPES), choose(DTYPES)
+            return choose(KINDS), choose(ALGORITHMS), choose(SHAPES), choose(DTYPES)
 
         def check(what: object, out: torch.Tensor, expected: torch.Tensor) -> None:
             torch.testing.assert_close(
@@ -121,7 +149,7 @@ class Races:
                 check(what, out, expected)
 
             graphs = []
-            for seed, (shape, algorithm) in enumerate(product(SHAPES, ("one_shot", "two_shot"))):
+            for seed, (shape, algorithm) in enumerate(product(SHAPES, ALGORITHMS)):
                 x = torch.full(shape, float(rank + seed), device=self.device).bfloat16()
                 value_N = torch.full((shape[0],), float(rank), device=self.device)
                 index_N = torch.full((shape[0],), size - rank, device=self.device)
@@ -130,7 +158,7 @@ class Races:
                 def run(x: torch.Tensor, *candidates: torch.Tensor, algorithm: str) -> tuple[torch.Tensor, ...]:
                     for _ in range(3):
                         if reducer.fuses(x):
-                            out = reducer.boundary(x, torch.zeros_like(x), x[0] * 0 + 1, EPS, (PLAIN,), algorithm)[1]
+                            out, _ = edge(x, torch.zeros_like(x), x[0] * 0 + 1, algorithm)
                         else:
                             out = reducer.reduce(x.clone(), algorithm)
                         winner = reducer.argmax(*candidates)
@@ -179,7 +207,7 @@ def tokens(*overrides: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("graphs", ["true", "false"])
-@pytest.mark.parametrize("algorithm", ["measured", "one_shot", "two_shot"])
+@pytest.mark.parametrize("algorithm", ["measured", *ALGORITHMS, "nccl_sharded"])
 def test_two_gpus_give_the_tokens_of_one_cpu(algorithm: str, graphs: str) -> None:
     found = tokens(
         "executor=multiproc",

@@ -1,23 +1,35 @@
 """One rank of a test of symm_mem's kernels, which run in Triton's interpreter: mailboxes are files that all ranks map.
 
-python symm_mem_rank.py <rank> <size> <folder>
+python symm_mem_rank.py <rank> <size> <folder> <port>
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
+import triton
+import triton.language as tl
 
-from dovetail.core.interfaces import PLAIN
+from dovetail.core.interfaces import PLAIN, ActFormat
+from dovetail.core.testing.collective import CollectiveContract
+from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.core.testing.interpreter import mend_interpreter
+from dovetail.plugins.collective.config import SymmMemConfig
+from dovetail.plugins.collective.nccl import NcclCollective
+from dovetail.plugins.collective.sharded import own_rows
 from dovetail.plugins.collective.symm_mem import kernels
+from dovetail.plugins.collective.symm_mem.choice import SizeTable
+from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
 from dovetail.plugins.collective.symm_mem.reduce import LARGE_ROW, SMALL_ROW, Reducer
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 BOXES = 4
@@ -26,6 +38,26 @@ FLAT = (2, 3 * SMALL_ROW + 2, 5 * LARGE_ROW + 10)
 """Values of flat sums: less than a row, several rows with a rest, more rows than programs."""
 ROWS = (1, 3, 9)
 COLUMNS = 96
+
+
+@triton.jit
+def encode_halves(x_GC, scale_in):
+    scale_G = tl.max(tl.abs(x_GC), axis=1) + 0.1
+    return (x_GC / scale_G[:, None]).to(tl.float16), scale_G
+
+
+def halves(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TGC = x_TC.unflatten(1, (-1, 32))
+    scale_TG = x_TGC.abs().amax(-1) + 0.1
+    return (x_TGC / scale_TG[:, :, None]).flatten(1).half(), scale_TG
+
+
+HALVES = ActFormat(
+    "halves", dtype=torch.float16, group=32, scale_layout="column", encode=encode_halves, reference=halves
+)
+SHARED_ROWS = (1, 3, 17)
+"""Fewer than ranks, some left over, several for each program and some left over."""
+EMITS = {"plain": (PLAIN,), "fp8": (FP8_TOKEN,), "three": (PLAIN, HALVES, SCALED_ROWS)}
 CANDIDATES = (1, 600)
 DTYPES = (torch.float32, torch.float16)
 MIXED = 12
@@ -43,28 +75,53 @@ class MappedMail:
     one_shot_turns: torch.Tensor
     two_shot_turns: torch.Tensor
     stopped: torch.Tensor
+    gather: torch.Tensor
+    gather_peers: torch.Tensor
     boxes: int = BOXES
 
 
 def mapped(folder: Path, rank: int, size: int) -> MappedMail:
     one_shot, two_shot = BOXES * 2 * size * BOX_WORDS, BOXES * 2 * 2 * BOX_WORDS
     boxes = [
-        torch.from_file(str(folder / f"mail{r}"), shared=True, size=one_shot + two_shot, dtype=torch.int32)
+        torch.from_file(str(folder / f"mail{r}"), shared=True, size=2 * one_shot + two_shot, dtype=torch.int32)
         for r in range(size)
     ]
     addresses = torch.tensor([box.data_ptr() for box in boxes])
     turns = torch.zeros(2, BOXES, dtype=torch.int32)
     mail = MappedMail(
         boxes[rank][:one_shot],
-        boxes[rank][one_shot:],
+        boxes[rank][one_shot : one_shot + two_shot],
         addresses,
         addresses + 4 * one_shot,
         turns[0],
         turns[1],
         torch.zeros(1, dtype=torch.int32),
+        boxes[rank][one_shot + two_shot :],
+        addresses + 4 * (one_shot + two_shot),
     )
     mail.keep = boxes  # type: ignore[attr-defined]
     return mail
+
+
+class Interpreted(SymmMemCollective):
+    """Over gloo in place of NCCL."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        super().__init__(SymmMemConfig(algorithm="sharded"))
+        self.given = reducer
+
+    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
+        NcclCollective.connect(self, rank, size, address, device)
+        self.reducer, self.sharded_edges = self.given, {}
+        self.sums, self.edges = SizeTable((0,), ("nccl",)), SizeTable((0,), ("sharded",))
+
+
+class Suite(CollectiveContract):
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+
+    def make(self) -> Interpreted:
+        return Interpreted(self.reducer)
 
 
 def summand(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -97,7 +154,7 @@ def mixed(seed: int) -> tuple[str, int]:
     return generator.choice(("one_shot", "two_shot", "argmax")), generator.choice((1, 2, BOXES, BOXES + 1))
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+def main(rank: int, size: int, folder: Path, port: str) -> None:
     mend_interpreter()
     kernels.fence = lambda: None  # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
     mail = mapped(folder, rank, size)
@@ -132,19 +189,40 @@ def main(rank: int, size: int, folder: Path) -> None:
         else:
             x, residual = torch.full((2, rows, COLUMNS), float(rank + seed)).half()
             _, out["mixed", seed] = reducer.boundary(x, residual * 0, residual, EPS, (PLAIN,), kind)
+    for dtype in DTYPES:
+        weight = summand(90, (COLUMNS,), dtype)
+        for rows, (name, emit) in product(SHARED_ROWS, EMITS.items()):
+            if dtype is torch.float32 and name != "three":
+                continue
+            x, residual = summand(rank, (rows, COLUMNS), dtype), summand(91, (rows, COLUMNS), dtype)
+            own = None if rows == 1 else own_rows(reducer, residual)
+            assert reducer.shares(x, emit)
+            bundle, after = reducer.share(x, own, weight, EPS, emit)
+            out["sharded", dtype, rows, name, "own rows"] = after
+            for fmt in emit:
+                out["sharded", dtype, rows, name, fmt.name] = bundle[fmt].values.view(torch.uint8)
+                if bundle[fmt].scale is not None:
+                    out["sharded", dtype, rows, name, fmt.name, "scale"] = bundle[fmt].scale
+            # The boxes of summands are those of one_shot, whose turns go on.
+            reducer.reduce(torch.ones(8), "one_shot")
     for rows in CANDIDATES:
         out["argmax", rows] = reducer.argmax(*candidates(rank, rows))
+    # Edges of a pass, norms that the kernels do not know among them.
+    out["pass",] = Suite(reducer)._passes(rank, size, f"127.0.0.1:{port}")
     torch.save(out, folder / f"{rank}.pt")
     # Nothing is left in a mailbox, and a word is never waited for again once a rank has died.
     (folder / f"done{rank}").touch()
     while not all((folder / f"done{r}").exists() for r in range(size)):
         pass
-    assert bool((mail.one_shot == EMPTY).all() and (mail.two_shot == EMPTY).all())
+    assert all(bool((box == EMPTY).all()) for box in (mail.one_shot, mail.two_shot, mail.gather))
     mail.stopped.fill_(1)
     if rank == 0:
         reducer.reduce(torch.ones(8), "one_shot")
         reducer.reduce(torch.ones(8), "two_shot")
+        reducer.share(torch.ones(2, COLUMNS), None, torch.ones(COLUMNS), EPS, (PLAIN,))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    # gloo's threads may wait for the interpreter while it waits for them.
+    os._exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 
@@ -19,11 +20,13 @@ from symm_mem_rank import (
     CANDIDATES,
     COLUMNS,
     DTYPES,
+    EMITS,
     EMPTY,
     EPS,
     FLAT,
     MIXED,
     ROWS,
+    SHARED_ROWS,
     candidates,
     mixed,
     odd,
@@ -33,6 +36,7 @@ from symm_mem_rank import (
 from dovetail.core.interfaces import PLAIN
 from dovetail.core.ops.norm import rms_norm_reference
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 pytestmark = pytest.mark.timeout(300)
@@ -44,12 +48,14 @@ Results = list[dict[tuple[object, ...], torch.Tensor]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ranks")
-    words = BOXES * 2 * BOX_WORDS * (SIZE + 2)
+    words = BOXES * 2 * BOX_WORDS * (2 * SIZE + 2)
     for rank in range(SIZE):
         (folder / f"mail{rank}").write_bytes(torch.full((words,), EMPTY, dtype=torch.int32).numpy().tobytes())
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, symm_mem_rank.__file__]
-    ranks = [subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], env=environment) for rank in range(SIZE)]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        places = [str(SIZE), str(folder), str(probe.getsockname()[1])]
+    ranks = [subprocess.Popen([*command, str(rank), *places], env=environment) for rank in range(SIZE)]
     try:
         assert [rank.wait(timeout=60 * SIZE) for rank in ranks] == [0] * SIZE
     finally:
@@ -66,10 +72,18 @@ def in_rank_order(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return total
 
 
+def test_edges_of_a_pass_have_the_same_bits_on_every_rank(results: Results) -> None:
+    """The ranks have held them against what they should be."""
+    assert all(result["pass",] == results[0]["pass",] for result in results)
+
+
 def test_every_result_has_the_same_bits_on_every_rank(results: Results) -> None:
     for key, value in results[0].items():
+        if key[-1] in ("own rows", "pass"):
+            continue
         for other in results[1:]:
-            assert torch.equal(value.view(torch.uint8), other[key].view(torch.uint8)), key
+            bits = [x.contiguous().view(torch.uint8) for x in (value, other[key])]
+            assert torch.equal(*bits), key
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,6 +110,29 @@ def test_a_boundary_is_the_sum_the_residual_and_the_norm(results: Results, algor
         torch.testing.assert_close(found["plain"], bundle[PLAIN].values, **close)
         torch.testing.assert_close(found["scale"], bundle[INT8_TOKEN].scale, rtol=2e-3, atol=0)
         assert (found["int8"].int() - bundle[INT8_TOKEN].values.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float16) for name in EMITS), ("three", torch.float32)], ids=str
+)
+def test_a_rank_sums_its_rows_and_gets_all_that_came_out(results: Results, name: str, dtype: torch.dtype) -> None:
+    weight, emit = summand(90, (COLUMNS,), dtype), EMITS[name]
+    for rows in SHARED_ROWS:
+        shape = rows, COLUMNS
+        residual = torch.zeros(shape, dtype=dtype) if rows == 1 else summand(91, shape, dtype)
+        total = sum((summand(rank, shape, dtype).float() for rank in range(SIZE)), torch.zeros(shape))
+        after = (total + residual.float()).to(dtype)
+        own = torch.cat([result["sharded", dtype, rows, name, "own rows"] for result in results])
+        assert torch.equal(own[:rows], after)
+        expected, _ = rms_norm_reference(after, None, weight, EPS, emit)
+        for fmt in emit:
+            found = results[0]["sharded", dtype, rows, name, fmt.name].view(expected[fmt].values.dtype).float()
+            # A value on the edge between two may fall to either side.
+            step = 0.13 if fmt is FP8_TOKEN else 4e-3 if torch.float16 in (dtype, fmt.dtype) else 1e-5
+            torch.testing.assert_close(found, expected[fmt].values.float(), rtol=step, atol=2e-3)
+            if fmt is not PLAIN:
+                scale = results[0]["sharded", dtype, rows, name, fmt.name, "scale"]
+                torch.testing.assert_close(scale, expected[fmt].scale, rtol=4e-3, atol=0)
 
 
 def test_argmax_takes_the_largest_and_of_equals_the_least_index(results: Results) -> None:

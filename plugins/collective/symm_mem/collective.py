@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Partial
+from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Partial, Residual
 from dovetail.core.layers import RMSNorm
 from dovetail.core.ops import rms_norm
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
+from dovetail.plugins.collective.sharded import RowShard, edge, own_rows
 from dovetail.plugins.collective.symm_mem.choice import SizeTable, measure, quickest
+from dovetail.plugins.collective.symm_mem.kernels import encode_fp8
 from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 
@@ -26,10 +28,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ALGORITHMS = ("one_shot", "two_shot", "nccl")
+SHARDED = ("sharded", "nccl_sharded")
+"""Edges that leave the residual with the ranks by rows."""
+SUM_OF = {"sharded": "two_shot", "nccl_sharded": "nccl"}
+"""How a sum is made that is no edge."""
+FP8 = ActFormat("fp8", torch.float8_e4m3fn, group="token", scale_layout="row", encode=encode_fp8)
 COLUMNS = 8192
 """Of the bfloat16 rows that are measured."""
 EPS = 1e-5
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+MOST_ROWS = 8192
+"""Measured, too, where residuals may lie over the ranks: that is for many rows."""
 
 
 class SymmMemCollective(NcclCollective):
@@ -40,6 +49,8 @@ class SymmMemCollective(NcclCollective):
     sums: SizeTable
     edges: SizeTable
     """For `all_reduce` and for `boundary`."""
+    sharded_edges: dict[bool, SizeTable]
+    """For a `boundary` that may shard the residual, by whether it emits values of 8 bits alone."""
     _dead = False
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
@@ -53,13 +64,17 @@ class SymmMemCollective(NcclCollective):
         if size == 1:
             return
         store = dist.PrefixStore("symm_mem", self._rendezvous.store)
-        self.reducer = Reducer(Mailbox(rank, size, store, device), rank, size)
-        if self.config.algorithm == "measured":
-            self.sums, self.edges = self.measured()
+        algorithm, shards = self.config.algorithm, self.config.shard_rows is not None
+        self.reducer = Reducer(Mailbox(rank, size, store, device, shards or algorithm == "sharded"), rank, size)
+        if algorithm == "measured":
+            self.sums, self.edges, self.sharded_edges = self.measured(shards)
             if rank == 0:
                 log.info("all-reduce: %s; with norm: %s", self.sums, self.edges)
+                for narrow, table in self.sharded_edges.items():
+                    log.info("with norm, residual by rows, %s: %s", "8 bits" if narrow else "16 bits", table)
         else:
-            self.sums = self.edges = SizeTable((0,), (self.config.algorithm,))
+            self.sums = SizeTable((0,), (SUM_OF.get(algorithm, algorithm),))
+            self.edges, self.sharded_edges = SizeTable((0,), (algorithm,)), {}
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
@@ -72,18 +87,37 @@ class SymmMemCollective(NcclCollective):
 
     def boundary(
         self,
-        x: torch.Tensor | Partial,
-        residual: torch.Tensor | None,
+        x: torch.Tensor | Partial | Residual,
+        residual: Residual | None,
         norm: Norm,
         emit: tuple[ActFormat, ...] = (PLAIN,),
-    ) -> tuple[Bundle, torch.Tensor]:
+    ) -> tuple[Bundle, Residual]:
         if self.size == 1 or not isinstance(x, Partial) or type(norm) is not RMSNorm:
             return super().boundary(x, residual, norm, emit)
         self._check()
-        algorithm = self.edges.pick(x.values.nbytes)
+        # A residual that lies over the ranks stays there to the end of the pass.
+        algorithm = self._edge(x.values, emit)
+        if isinstance(residual, RowShard) and algorithm not in SHARDED:
+            algorithm = "nccl_sharded"
+        if algorithm == "sharded" and self.reducer.shares(x.values, emit):
+            own = None if residual is None else own_rows(self, residual)
+            bundle, summed = self.reducer.share(x.values, own, norm.weight, norm.eps, emit)
+            return bundle, RowShard(summed, len(x.values))
+        if algorithm in SHARDED:
+            return edge(self, x, residual, norm, emit)
         if algorithm == "nccl" or not self.reducer.fuses(x.values):
             return norm(NcclCollective.all_reduce(self, x.values), residual, emit)
         return self.reducer.boundary(x.values, residual, norm.weight, norm.eps, emit, algorithm)
+
+    def _edge(self, x: torch.Tensor, emit: tuple[ActFormat, ...]) -> str:
+        least = self.config.shard_rows
+        if least is None or len(x) < least:
+            return self.edges.pick(x.nbytes)
+        narrow = all(fmt.dtype is not None and fmt.dtype.itemsize == 1 for fmt in emit)
+        return self.sharded_edges[narrow].pick(x.nbytes)
+
+    def _shards(self, x: torch.Tensor | Partial) -> bool:
+        return self.size > 1 and isinstance(x, Partial) and self._edge(x.values, (PLAIN,)) in SHARDED
 
     def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
         if self.size == 1 or not 0 < len(index_N) <= self.reducer.most_argmax:
@@ -106,19 +140,25 @@ class SymmMemCollective(NcclCollective):
         if self._dead:
             raise RuntimeError("a rank died: the sums of the others no longer count")
 
-    def measured(self) -> tuple[SizeTable, SizeTable]:
-        """Rank 0's times, for all ranks."""
-        sizes = [rows * COLUMNS * torch.bfloat16.itemsize for rows in ROWS]
-        times = torch.full((2, len(ALGORITHMS), len(ROWS)), torch.inf, dtype=torch.float64)
-        for at, rows in enumerate(ROWS):
-            for (kind, name), call in self._candidates(rows).items():
-                times[kind, ALGORITHMS.index(name), at] = measure(call)
+    def measured(self, shards: bool = False) -> tuple[SizeTable, SizeTable, dict[bool, SizeTable]]:
+        """Rank 0's times, for all ranks: of sums, of edges, and of edges that may shard the residual."""
+        several = (*ROWS, MOST_ROWS) if shards else ROWS
+        sizes = [rows * COLUMNS * torch.bfloat16.itemsize for rows in several]
+        names = ALGORITHMS + SHARDED
+        times = torch.full((3, len(names), len(several)), torch.inf, dtype=torch.float64)
+        for at, rows in enumerate(several):
+            for (kind, name), call in self._candidates(rows, shards).items():
+                times[kind, names.index(name), at] = measure(call)
+        # What the others emit hardly counts: their kernels write it to their own memory.
+        times[2, : len(ALGORITHMS)] = times[1, : len(ALGORITHMS)]
         times = self.broadcast(times.to(self._device)).cpu()
-        sums, edges = (quickest(sizes, dict(zip(ALGORITHMS, kind.tolist(), strict=True))) for kind in times)
-        return sums, edges
+        sums, wide, narrow = (dict(zip(names, kind.tolist(), strict=True)) for kind in times)
+        edges = quickest(sizes, {name: wide[name] for name in ALGORITHMS})
+        by_width = {False: quickest(sizes, wide), True: quickest(sizes, narrow)}
+        return quickest(sizes, sums), edges, by_width if shards else {}
 
-    def _candidates(self, rows: int) -> dict[tuple[int, str], Callable[[], object]]:
-        """(0 for the sum alone or 1 for the whole boundary, algorithm) -> a call."""
+    def _candidates(self, rows: int, shards: bool) -> dict[tuple[int, str], Callable[[], object]]:
+        """(0 for the sum alone, 1 for the whole boundary or 2 for one that emits 8 bits, algorithm) -> a call."""
         x_TC, residual_TC = torch.zeros(2, rows, COLUMNS, dtype=torch.bfloat16, device=self._device)
         weight_C, reducer = torch.ones_like(x_TC[0]), self.reducer
         nccl = partial(NcclCollective.all_reduce, self, x_TC)
@@ -130,4 +170,15 @@ class SymmMemCollective(NcclCollective):
             if name == "two_shot" or rows <= reducer.mail.boxes:
                 found[0, name] = partial(reducer.reduce, x_TC, name)
                 found[1, name] = partial(reducer.boundary, x_TC, residual_TC, weight_C, EPS, (PLAIN,), name)
+        if shards:
+            kept = own_rows(self, residual_TC)
+
+            def norm(
+                x: torch.Tensor, residual: torch.Tensor, emit: tuple[ActFormat, ...]
+            ) -> tuple[Bundle, torch.Tensor]:
+                return rms_norm(x, residual, weight_C, EPS, emit)
+
+            for kind, emit in ((1, (PLAIN,)), (2, (FP8,))):
+                found[kind, "sharded"] = partial(reducer.share, x_TC, kept, weight_C, EPS, emit)
+                found[kind, "nccl_sharded"] = partial(edge, self, Partial(x_TC), RowShard(kept, rows), norm, emit)
         return found

@@ -1,7 +1,7 @@
 """Memory of every rank that every rank can write to: torch's symmetric memory without torch.distributed's global state.
 
-Layout, in 32-bit words: a box for each program of one_shot, then one for each program of two_shot. kernels.py says what
-a box holds.
+Layout, in 32-bit words: a box for each program of one_shot, then one for each program of two_shot, then, where they are
+asked for, one for what each program of sharded gathers. kernels.py says what a box holds.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ _EXCHANGE = timedelta(seconds=60)
 class Mailbox:
     """Written by kernels of all ranks, except where it says otherwise."""
 
-    def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, store: Any, device: torch.device, gathers: bool = False) -> None:
         self.boxes: int = torch.cuda.get_device_properties(device).multi_processor_count
         """Of each kind: as many programs of one launch as are certain to be resident."""
         one_shot, two_shot = (self.boxes * 2 * size * BOX_WORDS, self.boxes * 2 * 2 * BOX_WORDS)
+        gather = one_shot if gathers else 0
         # The kernels need no multicast object, which takes a fabric manager to make.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         patience = store.timeout
         name, group = _group(rank, size, store)
         try:
-            memory = _SymmetricMemory.empty_strided_p2p((one_shot + two_shot,), (1,), torch.int32, device, name)
+            memory = _SymmetricMemory.empty_strided_p2p(
+                (one_shot + two_shot + gather,), (1,), torch.int32, device, name
+            )
             memory.fill_(EMPTY)
             torch.cuda.synchronize(device)
             # Returns when all ranks are here, so with their mailboxes empty.
@@ -49,10 +52,12 @@ class Mailbox:
         finally:
             store.set_timeout(patience)
         self._keep = memory, handle, group
-        self.one_shot, self.two_shot = memory[:one_shot], memory[one_shot:]
+        self.one_shot, self.two_shot = memory[:one_shot], memory[one_shot : one_shot + two_shot]
+        self.gather = memory[one_shot + two_shot :] if gathers else None
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64)
         self.one_shot_peers = addresses.to(device)
         self.two_shot_peers = (addresses + 4 * one_shot).to(device)
+        self.gather_peers = (addresses + 4 * (one_shot + two_shot)).to(device)
         self.one_shot_turns, self.two_shot_turns = torch.zeros(2, self.boxes, dtype=torch.int32, device=device)
         """Written by this rank's kernels."""
         self.stopped = torch.zeros(1, dtype=torch.int32, device=device)

@@ -11,10 +11,11 @@ import torch
 import triton
 
 from dovetail.core.interfaces import ActFormat, Bundle
-from dovetail.core.ops.formats import plan_emit
+from dovetail.core.ops.formats import EmitPlan, plan_emit
 from dovetail.core.ops.kernels.formats import Target, collect
 from dovetail.core.ops.kernels.launch import dependent
-from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, choose, one_shot, two_shot
+from dovetail.plugins.collective.sharded import shard_rows
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, choose, one_shot, sharded, two_shot
 from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
 
 WORD = 4
@@ -93,6 +94,66 @@ class Reducer:
             self._two_shot(x_TC, summed, words, row, fused)
         return collect(emit, plan.rest, plain, target), summed
 
+    def shares(self, x_TC: torch.Tensor, emit: tuple[ActFormat, ...]) -> bool:
+        """Whether `share` takes it: rows fit into registers, what comes out of one into a box, and it is of floats, in
+        which the word that is never sent means zeros."""
+        plan, row = plan_emit(emit), x_TC.shape[-1] * x_TC.element_size()
+        floats = plan.fused is None or (plan.fused.dtype or x_TC.dtype).is_floating_point
+        in_registers = triton.next_power_of_2(row) <= self._longest * WORD
+        fits = in_registers and row % 16 == 0 and sum(_row_words(plan, x_TC)) <= BOX_WORDS
+        return self.mail.gather is not None and self.serves(x_TC) and x_TC.ndim == 2 and fits and floats
+
+    def share(
+        self,
+        x_TC: torch.Tensor,
+        residual_SC: torch.Tensor | None,
+        weight_C: torch.Tensor,
+        eps: float,
+        emit: tuple[ActFormat, ...],
+    ) -> tuple[Bundle, torch.Tensor]:
+        """`boundary` of a residual that lies over the ranks by rows: all of the bundle, this rank's rows of the sum."""
+        x_TC = x_TC.contiguous()
+        tokens, columns = x_TC.shape
+        rows = shard_rows(tokens, self.size)
+        plan, mail = plan_emit(emit), self.mail
+        target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
+        plain = torch.empty_like(x_TC) if plan.plain else None
+        summed_SC = x_TC.new_empty(rows, columns)
+        block = target.block(columns, whole_row=True)
+        plain_words, value_words, _ = _row_words(plan, x_TC)
+        words = columns * x_TC.element_size() // WORD
+        sharded[(min(mail.boxes, rows),)](
+            _words(x_TC),
+            summed_SC,
+            None if residual_SC is None else _ready(residual_SC),
+            weight_C,
+            plain,
+            plain_words_ptr=None if plain is None else _words(plain),
+            values_words_ptr=None if target.values is None else _words(target.values),
+            peers_ptr=mail.one_shot_peers,
+            mail_ptr=mail.one_shot,
+            gather_peers_ptr=mail.gather_peers,
+            gather_ptr=mail.gather,
+            turn_ptr=mail.one_shot_turns,
+            stop_ptr=mail.stopped,
+            rank=self.rank,
+            tokens=tokens,
+            share=rows,
+            length=words,
+            values_length=value_words,
+            values_at=plain_words,
+            scale_at=plain_words + value_words,
+            eps=eps,
+            **target.arguments(block),
+            WORLD=self.size,
+            PER=WORD // x_TC.element_size(),
+            VALUES=block,
+            VALUES_WORDS=triton.next_power_of_2(max(value_words, 1)),
+            num_warps=_warps(words // 256, most=16),
+            **dependent(x_TC),
+        )
+        return collect(emit, plan.rest, plain, target), summed_SC
+
     def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
         """Collective.argmax."""
         mail, rows = self.mail, len(index_N)
@@ -140,7 +201,7 @@ class Reducer:
             WORLD=self.size,
             SPLIT=split,
             PER=WORD // x.element_size(),
-            num_warps=max(4, min(16, row // 256)),
+            num_warps=_warps(row // 256, most=16),
             **dependent(x),
         )
 
@@ -164,9 +225,19 @@ class Reducer:
             WORLD=self.size,
             PER=WORD // x.element_size(),
             SHARE=triton.next_power_of_2(share),
-            num_warps=max(4, min(8, row // 512)),
+            num_warps=_warps(row // 512, most=8),
             **dependent(x),
         )
+
+
+def _row_words(plan: EmitPlan, x_TC: torch.Tensor) -> tuple[int, int, int]:
+    """Words of a row that come out of `share`: plain ones, encoded ones, scales."""
+    columns, fmt = x_TC.shape[-1], plan.fused
+    plain = columns * x_TC.element_size() // WORD if plan.plain else 0
+    if fmt is None:
+        return plain, 0, 0
+    scales = -(-columns // fmt.group) if isinstance(fmt.group, int) else int(fmt.group == "token")
+    return plain, columns * (fmt.dtype or x_TC.dtype).itemsize // WORD, scales
 
 
 def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
@@ -181,6 +252,11 @@ def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
         "VALUES": block,
         **Target(None).arguments(block),
     }
+
+
+def _warps(wanted: int, most: int) -> int:
+    """A power of two."""
+    return max(4, min(most, triton.next_power_of_2(wanted)))
 
 
 def _ready(x: torch.Tensor) -> torch.Tensor:

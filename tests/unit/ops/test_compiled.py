@@ -55,6 +55,7 @@ from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
+from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
@@ -254,21 +255,25 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def rank(size: int) -> Reducer:
     words, peers = cuda(1, dtype=INT32), cuda(size, dtype=INT64)
-    mail: Any = SimpleNamespace(boxes=132, one_shot=words, two_shot=words, stopped=words)
-    mail.one_shot_peers = mail.two_shot_peers = peers
+    mail: Any = SimpleNamespace(boxes=132, one_shot=words, two_shot=words, gather=words, stopped=words)
+    mail.one_shot_peers = mail.two_shot_peers = mail.gather_peers = peers
     mail.one_shot_turns = mail.two_shot_turns = words
     return Reducer(mail, 3, size)
 
 
 def sums() -> None:
     """As a rank of eight launches them, and as one of two."""
-    for size, columns, dtype in ((8, 8192, BF16), (2, 96, FP32), (8, 7168, FP16))[: 3 if EVERYTHING else 2]:
+    for size, columns, dtype in ((8, 7168, BF16), (2, 96, FP32), (8, 8192, FP16))[: 3 if EVERYTHING else 2]:
         reducer = rank(size)
         for algorithm, rows in (("one_shot", 1), ("one_shot", 132), ("two_shot", 256)):
             x = cuda(rows, columns, dtype=dtype)
             reducer.reduce(x, algorithm)
             for emit in encoded(columns) if EVERYTHING else ((PLAIN, FP8_TOKEN),):
                 reducer.boundary(x, x, x[0], 1e-5, emit, algorithm)
+        for emit in encoded(columns) if EVERYTHING else ((PLAIN, FP8_TOKEN), encoded(columns)[-1]):
+            assert reducer.shares(x, emit) == all(fmt is not INT8_TOKEN for fmt in emit)
+            reducer.share(x, cuda(-(-rows // size), columns, dtype=dtype), x[0], 1e-5, emit)
+        reducer.share(x, None, x[0], 1e-5, (FP8,))
         reducer.argmax(cuda(64, dtype=FP32), cuda(64, dtype=INT64))
         reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "one_shot")
 
@@ -354,6 +359,8 @@ def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
             x = cuda(rows, columns)
             rank(8).reduce(x, "one_shot")
             rank(8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "one_shot")
+            if rank(8).shares(x, (PLAIN, FP8_TOKEN)):
+                rank(8).share(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
     for name, kernel in compiled.kernels:
         cubin = tmp_path / "cubin"
         cubin.write_bytes(kernel.asm["cubin"])
