@@ -24,6 +24,7 @@ from dovetail.core.compose.registry import Registry
 from dovetail.core.compose.selected import Placement
 from dovetail.core.compose.sources import Repository, hydra_as_we_know_it, open_sources
 from dovetail.core.compose.validation import Draft, Path, validate
+from dovetail.core.compose.wording import words
 from dovetail.core.errors import ConfigError
 
 PRIMARY = "config"
@@ -42,11 +43,12 @@ def compose(
     `app` fixes the app whatever a preset chooses. `config_dirs` are folders with presets and variants of your own.
     Raises ConfigError with every mistake, or PluginError where a chosen component cannot be used.
     """
-    texts = [*overrides] if app is None else [*overrides, f"app={app}"]
+    texts = words(overrides)
     if app is not None:
-        for text in overrides:
+        for text in texts:
             if text.startswith("app=") and text != f"app={app}":
                 raise ConfigError(f"`{text}`: the app is {app} here")
+        texts.append(f"app={app}")
     with hydra_as_we_know_it():
         full, sources = open_sources(registry or installed(), tuple(config_dirs))
         repository = Repository(sources)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+
+from dovetail.core.errors import ConfigError
 
 
 def program() -> str:
     """What the user typed before the words."""
     names = {"dovetail": "dovetail", "__main__": "python -m dovetail"}
     return names.get(Path(sys.argv[0]).stem, "python run.py")
+
+
+def words(overrides: Sequence[str]) -> list[str]:
+    """As a list; a text alone would be taken apart into its letters."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides are a list of words: [{overrides!r}], not {overrides!r}")
+    return list(overrides)
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dovetail.core.compose import compose
+from dovetail.core.compose.wording import words
 from dovetail.core.engine.engine import Counters, Engine, SequenceEvent
 from dovetail.core.engine.output import REASONS, Completion, Delta, Generation, StopWatch, Timing, cut
 from dovetail.core.errors import DovetailError, RequestError
@@ -78,7 +79,7 @@ class LLM:
     ) -> None:
         if composition is None:
             chosen = [] if model is None else _model_overrides(model)
-            composition = compose([*chosen, *overrides])
+            composition = compose([*chosen, *words(overrides)])
         self.composition = composition
         self.engine = make_engine(composition)
         began = time.perf_counter()
@@ -260,6 +261,8 @@ class LLM:
             many = list(prompts)  # type: ignore[arg-type]
         if params is None:
             params = SamplingParams()
+        if isinstance(params, Mapping):
+            raise TypeError("params is a SamplingParams or a list of them, not a dict: write SamplingParams(**params)")
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts and {len(each)} SamplingParams: give one for all, or one each")

@@ -203,7 +203,10 @@ def check_writable(path: str | None, option: str) -> None:
         return
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        there = Path(path).exists()
         with Path(path).open("a", encoding="utf-8"):
             pass
+        if not there:
+            Path(path).unlink()  # or a run that is interrupted would leave an empty one
     except OSError as error:
         raise ConfigError(f"{option}={path}: cannot be written ({error})") from None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail import LLM, RequestError, SamplingParams
+from dovetail import LLM, ConfigError, RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -114,6 +114,13 @@ def test_stop_token_min_tokens_and_include_stop(llm: LLM) -> None:
         SamplingParams(temperature=0, max_tokens=24, min_tokens=10, stop_token_ids=(stop,), ignore_eos=True),
     )
     assert stop not in later[0].token_ids[:10]
+
+
+def test_what_newcomers_write_is_told_as_it_should_be(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=r"overrides are a list of words: \['spec_decode=ngram'\]"):
+        LLM(overrides="spec_decode=ngram")
+    with pytest.raises(TypeError, match=r"SamplingParams\(\*\*params\)"):
+        llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
