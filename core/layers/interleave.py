@@ -57,7 +57,7 @@ class Inline:
 
 
 class SideStream:
-    """A stream of higher priority: a sum that waits for its peers needs few multiprocessors, but needs them soon."""
+    """A stream of higher priority: a sum needs few multiprocessors, but every rank waits until it has them."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)

@@ -6,7 +6,11 @@ Shapes: T tokens, C channels.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -197,6 +201,9 @@ def test_an_engine_gives_the_tokens_of_the_cpu(overrides: list[str]) -> None:
     assert tokens_of(*CUDA, "engine.max_seqs=8", *overrides) == tokens_of("engine.device=cpu", "engine.max_len=320")
 
 
+RANKS = ["executor=multiproc", "engine.tp=2", "engine.depth=2", "engine.max_seqs=8", "engine.overlap_tokens=4"]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     "overrides",
@@ -205,10 +212,26 @@ def test_an_engine_gives_the_tokens_of_the_cpu(overrides: list[str]) -> None:
         ["collective=nccl", "collective.shard_rows=16", "engine.graph_tokens=0"],
         ["collective=symm_mem", "collective.algorithm=one_shot", "engine.graph_tokens=0"],
         ["collective=symm_mem", "collective.algorithm=two_shot", "engine.graph_tokens=0"],
+        ["collective=symm_mem", "collective.shard_rows=16", "engine.graph_tokens=0"],
         ["collective=symm_mem", "engine.cuda_graphs=false"],
     ],
     ids=lambda words: " ".join(words),
 )
 def test_two_gpus_give_the_tokens_of_the_cpu(overrides: list[str]) -> None:
-    ranks = ["executor=multiproc", "engine.tp=2", "engine.depth=2", "engine.max_seqs=8", "engine.overlap_tokens=4"]
-    assert tokens_of(*CUDA, *ranks, *overrides) == tokens_of("engine.device=cpu", "engine.max_len=320")
+    assert tokens_of(*CUDA, *RANKS, *overrides) == tokens_of("engine.device=cpu", "engine.max_len=320")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("collective", ["nccl", "symm_mem"])
+def test_a_killed_rank_ends_sums_on_the_side_stream(collective: str) -> None:
+    """The word that ends the waiting of kernels must reach the GPU past them."""
+    llm = LLM("tiny", overrides=[*CUDA, *RANKS, f"collective={collective}", "engine.cuda_graphs=false"])
+    (worker,) = llm.engine.executor.worker_pids  # type: ignore[attr-defined]
+    llm.generate(PROMPTS, PARAMS)
+    threading.Timer(0.5, os.kill, (worker, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1"):
+        while time.monotonic() - began < 60:
+            llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+    assert time.monotonic() - began < 60
+    llm.close()

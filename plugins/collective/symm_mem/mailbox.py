@@ -63,8 +63,9 @@ class Mailbox:
         self.stopped = torch.zeros(1, dtype=torch.int32, device=device)
         """Written by `stop`."""
         self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        # Kernels that wait run on streams of the usual priority, which share a few queues.
-        self._side = torch.cuda.Stream(device, priority=-1)
+        # Streams of one priority share a few queues, and kernels that wait run on those of the usual one and, where
+        # halves of a step take turns (core.layers.interleave), of the next.
+        self._side = torch.cuda.Stream(device, priority=-2)
         torch.cuda.synchronize(device)
 
     def stop(self) -> None:
