@@ -8,11 +8,12 @@ from dovetail.core.compose.config import AppConfig, Config, Part, Parts
 from dovetail.core.compose.discovery import discover, installed
 from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.hookspecs import hookimpl
-from dovetail.core.compose.kinds import KINDS, Kind
+from dovetail.core.compose.kinds import ENGINE_NODES, KINDS, Kind
 from dovetail.core.compose.registry import Package, Problem, Registered, Registry
 from dovetail.core.compose.selected import Selected
 
 __all__ = [
+    "ENGINE_NODES",
     "KINDS",
     "AppConfig",
     "Capabilities",

@@ -50,3 +50,22 @@ KINDS: dict[str, Kind] = {
         _kind("workload", "one", "Workload", "the requests of a benchmark"),
     )
 }
+
+ENGINE_NODES = (
+    "engine",
+    "model",
+    "scheduler",
+    "kv_cache",
+    "attention",
+    "quant",
+    "adapter",
+    "spec_decode",
+    "executor",
+    "router",
+    "collective",
+    "cost",
+    "logits",
+    "grammar",
+    "observer",
+)
+"""What an app that runs an engine reads. A kind that later engines are made of joins them."""

@@ -60,10 +60,12 @@ class Collective(ABC):
         return torch.where(wins_NS, all_N2S[:, 1].long(), 2**31).amin(-1)
 
     @abstractmethod
-    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor: ...
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """The root's x, on every rank."""
 
     @abstractmethod
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Return once every rank has called, on the host."""
 
     def abort(self) -> None:
         """Called from another thread, perhaps several times, when a rank died: end the calls that wait for it,
@@ -71,7 +73,8 @@ class Collective(ABC):
         return None
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave the group. May be called again."""
 
     def boundary(
         self,
@@ -95,6 +98,7 @@ class Collective(ABC):
         return rows
 
     def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
+        """A Partial to its sum over ranks; a tensor as it is."""
         if not isinstance(x, Partial):
             return x
         return self.all_reduce(x.values) if self.size > 1 else x.scaled()

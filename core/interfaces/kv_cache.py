@@ -205,7 +205,8 @@ class KVAllocator(ABC):
         `ahead` at most while it grows and plans write up to so many tokens past what is published."""
 
     @abstractmethod
-    def stats(self) -> KVStats: ...
+    def stats(self) -> KVStats:
+        """Of all groups together; light."""
 
     @abstractmethod
     def check(self) -> None:

@@ -207,7 +207,8 @@ class Model(ABC):
 
     @property
     @abstractmethod
-    def kv_groups(self) -> tuple[KVGroup, ...]: ...
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Known after construction: each layer in one group, with planes for this rank's heads."""
 
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
@@ -226,7 +227,8 @@ class Model(ABC):
         """Token embeddings_TC; where mask_T, rows of extra_TC instead (images)."""
 
     @abstractmethod
-    def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden: ...
+    def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
+        """States after the final norm, and those after each tapped layer. Capturable; no host sync."""
 
     def layers(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Layers:
         """`forward` as a generator that makes no collective call by itself: it yields each as a function without

@@ -38,7 +38,8 @@ class Observer(ABC):
         self.config = config
 
     @abstractmethod
-    def step(self, record: StepRecord) -> None: ...
+    def step(self, record: StepRecord) -> None:
+        """After each step, in order, in the engine's thread. The record may be kept."""
 
     def close(self) -> None:
-        """The engine shuts down."""
+        """The engine shuts down, or `step` failed. May be called again."""

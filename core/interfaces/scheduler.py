@@ -133,4 +133,5 @@ class Scheduler(ABC):
         return []
 
     @abstractmethod
-    def stats(self) -> SchedulerStats: ...
+    def stats(self) -> SchedulerStats:
+        """How many wait and run now; asked after each step."""

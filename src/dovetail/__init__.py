@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dovetail.core.compose import (
+        ENGINE_NODES,
         AppConfig,
         Capabilities,
         Component,
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "dovetail.core.compose": (
+        "ENGINE_NODES",
         "AppConfig",
         "Capabilities",
         "Component",
@@ -82,6 +84,7 @@ _MODULES = {
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "ENGINE_NODES",
     "LLM",
     "AppConfig",
     "Capabilities",

@@ -52,6 +52,14 @@ def test_a_kind_has_a_page_that_names_its_contract(kind: str) -> None:
     assert not missing, f"docs/kinds/{kind}.md does not say what {', '.join(missing)} of {contract.__name__} does"
 
 
+@pytest.mark.parametrize("kind", CONTRACTS)
+def test_a_contract_tells_itself_in_docstrings(kind: str) -> None:
+    contract = CONTRACTS[kind]
+    methods = {n: getattr(v, "__func__", v) for n, v in vars(contract).items() if not n.startswith("_")}
+    bare = [n for n, v in methods.items() if (inspect.isfunction(v) or isinstance(v, property)) and not v.__doc__]
+    assert contract.__doc__ and not bare, f"{contract.__name__}: {', '.join(bare)} have no docstring"
+
+
 def is_data(value: object) -> bool:
     return isinstance(value, property | bool | str | tuple | classmethod)
 

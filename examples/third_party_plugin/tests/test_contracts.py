@@ -15,6 +15,7 @@ from dovetail import SamplingParams, compose
 from dovetail.core.testing.kv_cache import KVAllocatorContract
 from dovetail.core.testing.logits import LogitsProcessorContract
 from dovetail.core.testing.observer import ObserverContract
+from dovetail.core.testing.package import PackageContract
 from dovetail.core.testing.scheduler import SchedulerContract
 
 
@@ -25,6 +26,10 @@ def composition():
 
 def allocator(groups, num_pages):
     return composition().build("kv_cache", groups=groups, num_pages=num_pages)
+
+
+class TestPackage(PackageContract):
+    package = "dovetail-lighthouse"
 
 
 class TestNewestFirst(SchedulerContract):

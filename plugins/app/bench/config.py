@@ -6,8 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.core.compose import AppConfig, Config
-from dovetail.plugins.app.generate.config import GenerateConfig
+from dovetail.core.compose import ENGINE_NODES, AppConfig, Config
 
 
 class SLOConfig(Config):
@@ -24,7 +23,7 @@ class SLOConfig(Config):
 class BenchConfig(AppConfig):
     """Measure a workload on this engine or on a server that speaks the OpenAI API: latencies, throughput, goodput."""
 
-    needs: ClassVar[tuple[str, ...]] = (*GenerateConfig.needs, "workload")
+    needs: ClassVar[tuple[str, ...]] = (*ENGINE_NODES, "workload")
 
     workloads: tuple[str, ...] = ()
     """Several workloads by name, one after another in one start of the engine; empty: that of workload=."""

@@ -6,30 +6,14 @@ from typing import ClassVar
 
 from pydantic import Field, JsonValue
 
-from dovetail.core.compose import AppConfig
+from dovetail.core.compose import ENGINE_NODES, AppConfig
 from dovetail.core.interfaces import Grammar
 
 
 class GenerateConfig(AppConfig):
     """Complete prompts: those after `--`, or of a file, or of stdin. One prompt streams to the terminal."""
 
-    needs: ClassVar[tuple[str, ...]] = (
-        "engine",
-        "model",
-        "scheduler",
-        "kv_cache",
-        "attention",
-        "quant",
-        "adapter",
-        "spec_decode",
-        "executor",
-        "router",
-        "collective",
-        "cost",
-        "logits",
-        "grammar",
-        "observer",
-    )
+    needs: ClassVar[tuple[str, ...]] = ENGINE_NODES
     takes_prompts: ClassVar[bool] = True
 
     prompts: str | None = None

@@ -6,31 +6,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.core.compose import AppConfig
+from dovetail.core.compose import ENGINE_NODES, AppConfig
 
 
 class ServeConfig(AppConfig):
     """Serve the OpenAI API over HTTP. The engine runs in a process of its own."""
 
-    needs: ClassVar[tuple[str, ...]] = (
-        "engine",
-        "model",
-        "scheduler",
-        "kv_cache",
-        "attention",
-        "quant",
-        "adapter",
-        "spec_decode",
-        "executor",
-        "router",
-        "collective",
-        "cost",
-        "logits",
-        "grammar",
-        "observer",
-        "tool_parser",
-        "reasoning_parser",
-    )
+    needs: ClassVar[tuple[str, ...]] = (*ENGINE_NODES, "tool_parser", "reasoning_parser")
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface (set api_key_file too)."""

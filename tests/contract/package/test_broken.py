@@ -1,0 +1,109 @@
+"""Packages that are wrong in one way each; the suite must reject them by the test named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dovetail.core.compose import discovery
+from dovetail.core.testing.package import PackageContract
+from dovetail.core.testing.suite import failures
+
+SOUND = '''
+from dovetail import Capabilities, Component, Config, Requires, hookimpl
+from dovetail.core.interfaces import Router
+
+
+class C(Config):
+    """One router."""
+
+    factor: float = 2.0
+    """Times."""
+
+
+class Mine(Router):
+    def route(self, arrival, loads):
+        return loads[0].replica
+
+
+def capabilities(config, host):
+    demand = Requires(kind="engine", key="tp", at_most=8, reason="it counts to eight")
+    return Capabilities(requires=(demand,))
+
+
+@hookimpl
+def dovetail_components():
+    where = dict(target="acme:Mine", capabilities="acme:capabilities")
+    return [Component(kind="router", name="acme", config=C, api="router/0.1", **where)]
+
+
+@hookimpl
+def dovetail_config_dirs():
+    return ["pkg://acme_conf"]
+'''
+VARIANT = "defaults:\n  - acme\n  - _self_\n\nfactor: 3.0\n"
+BROKEN: dict[str, tuple[tuple[str, str], str]] = {
+    "another contract's version": (("router/0.1", "router/9.0"), "test_nothing_is_wrong_with_it"),
+    "no components, no folders": (
+        (SOUND[SOUND.index("@hookimpl") :], "@hookimpl\ndef dovetail_components():\n    return []\n"),
+        "test_nothing_is_wrong_with_it",
+    ),
+    "torch where components are listed": (
+        ("from dovetail import", "import torch\nfrom dovetail import"),
+        "test_listing_it_imports_nothing_heavy",
+    ),
+    "a config without words": (('    """One router."""\n', ""), "test_options_are_described"),
+    "an option without words": (('    """Times."""\n', ""), "test_options_are_described"),
+    "an abstract class": (("def route(", "def root("), "test_classes_are_whole"),
+    "a class of another kind": (("class Mine(Router)", "class Mine"), "test_classes_are_whole"),
+    "a setting that does not exist": (('key="tp"', 'key="ranks"'), "test_capabilities_are_stated_for_any_machine"),
+    "a kind that does not exist": (('"engine"', '"engines"'), "test_capabilities_are_stated_for_any_machine"),
+    "capabilities that need a GPU": (
+        ("    demand =", "    1 / host.device_count\n    demand ="),
+        "test_capabilities_are_stated_for_any_machine",
+    ),
+    "a variant with an option that is not there": (("factor: 3.0", "factr: 3.0"), "test_presets_and_variants_compose"),
+}
+
+Installed = Callable[[str, str], PackageContract]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installed]:
+    """installed(module, variant): the suite of a package that pip would have put there."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+
+    def install(module: str, variant: str) -> PackageContract:
+        (tmp_path / "acme.py").write_text(module)
+        info, variants = tmp_path / "acme-1.0.dist-info", tmp_path / "acme_conf" / "router"
+        variants.mkdir(parents=True)
+        (variants / "acme_wide.yaml").write_text(variant)
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[dovetail]\nacme = acme\n")
+        discovery.installed.cache_clear()
+        suite = PackageContract()
+        suite.package = "acme"
+        return suite
+
+    yield install
+    sys.modules.pop("acme", None)
+    discovery.installed.cache_clear()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_suite_rejects(name: str, installed: Installed) -> None:
+    change, test = BROKEN[name]
+    module, variant = SOUND.replace(*change), VARIANT.replace(*change)
+    assert (module, variant) != (SOUND, VARIANT)
+    imports = "test_listing_it_imports_nothing_heavy"
+    skip = () if test == imports else (imports,)  # a process for each is dear
+    assert test in failures(installed(module, variant), skip=skip)
+
+
+def test_the_unbroken_one_passes(installed: Installed) -> None:
+    assert failures(installed(SOUND, VARIANT)) == {}
