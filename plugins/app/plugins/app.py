@@ -13,23 +13,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from dovetail.core.compose import KINDS, Composition, Host
+from dovetail.core.compose.kinds import PRESET
 from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.app import App
 from dovetail.plugins.app.plugins.config import PluginsConfig
-from dovetail.plugins.app.plugins.listing import describe
+from dovetail.plugins.app.plugins.listing import describe, packages
 
 
 class PluginsApp(App):
     config: PluginsConfig
 
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
-        kind = self.config.kind
-        if kind is not None and kind not in KINDS:
-            raise ConfigError(f"plugins.kind={kind}: no such kind.{did_you_mean(kind, KINDS)} Kinds: {listing(KINDS)}.")
+        kind, package = self.config.kind, self.config.package
+        kinds, known = [*KINDS, PRESET], packages(composition.registry)
+        if kind is not None and kind not in kinds:
+            raise ConfigError(f"plugins.kind={kind}: no such kind.{did_you_mean(kind, kinds)} Kinds: {listing(kinds)}.")
+        if package is not None and package not in known:
+            none = f"plugins.package={package}: no such package brings anything.{did_you_mean(package, known)}"
+            raise ConfigError(f"{none} Packages: {listing(known)}.")
         # Capabilities are shown for a plain CPU host: a listing loads no device library.
         with redirect_stdout(sys.stderr):  # what a package prints while it loads is no part of the listing
-            found = describe(composition.registry, kind, Host())
+            found = describe(composition.registry, kind, package, Host())
         if self.config.format == "json":
             print(json.dumps(found, indent=2))
         else:

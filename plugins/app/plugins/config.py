@@ -12,6 +12,8 @@ class PluginsConfig(AppConfig):
     used and why."""
 
     kind: str | None = None
-    """Show components of this kind only; null: all."""
+    """Show what is of this kind only, or the presets (`preset`); null: all."""
+    package: str | None = None
+    """Show what this package brings, and what of it cannot be used; null: all."""
     format: Literal["table", "json"] = "table"
     """For people or for programs."""

@@ -17,29 +17,47 @@ from dovetail.core.compose.kinds import PRESET
 from dovetail.core.errors import PluginError
 
 
-def describe(registry: Registry, kind: str | None, host: Host) -> dict[str, Any]:
-    """Components, variants, presets and problems; with a kind, only what is of it, and the problems that concern whole
-    packages."""
-    wanted = [r for (k, _), r in registry.registered.items() if kind in (None, k)]
+def describe(registry: Registry, kind: str | None, package: str | None, host: Host) -> dict[str, Any]:
+    """Components, variants, presets and problems: all, or of a kind, or of a package. With a kind, the problems that
+    concern whole packages, too."""
+
+    def shown(of_kind: str, of_package: str) -> bool:
+        return kind in (None, of_kind) and package in (None, name_of(of_package))
+
+    wanted = [r for r in registry.registered.values() if shown(r.component.kind, str(r.package))]
+    files = [f for f in registry.files if shown(f.group, f.package)]
     return {
         "fingerprint": registry.fingerprint(),
         "components": [_component(r, host) for r in sorted(wanted, key=_order)],
         "variants": [
             {"kind": f.group, "name": f.name, "package": f.package, "base": ", ".join(f.chooses), "about": f.about}
-            for f in registry.files
-            if f.group != PRESET and kind in (None, f.group)
+            for f in files
+            if f.group != PRESET
         ],
         "presets": [
             {"name": f.name, "package": f.package, "chooses": list(f.chooses), "about": f.about}
-            for f in registry.files
-            if f.group == PRESET and kind is None
+            for f in files
+            if f.group == PRESET
         ],
         "problems": [
             {"package": p.package, "kind": p.kind or None, "name": p.name or None, "reason": p.reason}
             for p in registry.problems
-            if kind is None or p.kind in ("", kind)
+            if shown(p.kind or kind or "", p.package)
         ],
     }
+
+
+def packages(registry: Registry) -> list[str]:
+    """Names of all that bring something, or tried to."""
+    found = [str(r.package) for r in registry.registered.values()]
+    return sorted(
+        {name_of(p) for p in (*found, *(f.package for f in registry.files), *(p.package for p in registry.problems))}
+    )
+
+
+def name_of(package: str) -> str:
+    """Of a package with its version."""
+    return package.partition(" ")[0]
 
 
 def _order(registered: Registered) -> tuple[int, str]:

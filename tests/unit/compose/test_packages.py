@@ -194,8 +194,9 @@ def test_the_plugins_app_runs_whatever_is_broken(install, plugin, capsys):
     assert "ZeroDivisionError" in shown and "scheduler=fcfs is built in" in shown
 
 
-def listed(registry: Registry, capsys) -> dict:
-    assert compose(["plugins.format=json"], app="plugins", registry=registry).run() == 0
+def listed(registry: Registry, capsys, *words: str) -> dict:
+    words = ("format=json", *words)
+    assert compose([f"plugins.{word}" for word in words], app="plugins", registry=registry).run() == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -215,6 +216,13 @@ def test_the_plugins_app_lists_variants_and_presets_with_their_package(install, 
     acme = {"name": "acme", "chooses": ["logits=[penalties]", "scheduler=swift_big"], "about": "Everything."} | mine
     assert [p for p in found["presets"] if p["package"] == mine["package"]] == [acme]
     assert ("preset", "bad") in {(p["kind"], p["name"]) for p in found["problems"]}
+    of_package, presets = (listed(discover(), capsys, word) for word in ("package=acme_plans", "kind=preset"))
+    assert (of_package["variants"], of_package["presets"]) == ([swift_big], [acme])
+    assert [c["name"] for c in of_package["components"]] == ["swift"]
+    assert {p["package"] for p in of_package["problems"]} == {"acme_plans 1.0"}
+    assert acme in presets["presets"] and presets["components"] == presets["variants"] == []
+    with pytest.raises(ConfigError, match="acme_plan: no such package brings anything. Did you mean `acme_plans`?"):
+        listed(discover(), capsys, "package=acme_plan")
 
 
 def test_what_a_package_prints_while_it_loads_is_no_part_of_the_listing(install, plugin, capsys):
