@@ -144,7 +144,7 @@ class Registry:
         options = sorted(options)
         message = f"{kind}={name}: no such {kind}.{did_you_mean(name, options)} Options: {listing(options)}."
         if kind == "model" and "/" in name:
-            message += f" A folder is an option: model=llama model.path={name}"
+            message += f" A folder is given as model=llama model.path={name}"
         # The name may be in a package that never got as far as naming its components.
         whole = [f"{p.package} ({p.reason})" for p in self.problems if not p.kind]
         return message + (f" Packages that could not be used: {'; '.join(whole)}." if whole else "")

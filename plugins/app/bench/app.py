@@ -22,6 +22,7 @@ from dovetail.plugins.app.bench.metrics import knee, measure, per_token_of_run, 
 from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.app.bench.report import check_plot, draw, show
 from dovetail.plugins.app.bench.target import Target
+from dovetail.plugins.app.waiting import phases_in_lines
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -48,8 +49,13 @@ class BenchApp(App):
             self._check_adapters(target, self._requests(workload, self._context(target, 0, workload.rates()[0])))
         timelines: dict[str, Any] = {}
         with closing(target):
-            with self._bar("start") as bar:
-                startup = target.start(bar.phase)
+            with self._bar("start") as bar, phases_in_lines(self.console) as told:
+
+                def phase(name: str, share: float | None) -> None:
+                    told(name, share)
+                    bar.phase(name, share)
+
+                startup = target.start(phase)
             result = describe(composition) | {"startup": startup, "results": []}
             for name, part in workloads.items():
                 found, timelines[name] = self._measure(target, name, part)

@@ -20,6 +20,7 @@ from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.generate.prompts import gather
+from dovetail.plugins.app.waiting import phases_in_lines
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -70,10 +71,14 @@ class GenerateApp(App):
         from dovetail.core.engine.llm import LLM
 
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar:
+        with (
+            Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar,
+            phases_in_lines(self._console) as told,
+        ):
             task = bar.add_task("start", total=None)
 
             def progress(phase: str, share: float | None) -> None:
+                told(phase, share)
                 bar.update(task, description=phase, total=None if share is None else 1.0, completed=share or 0.0)
 
             llm = LLM(composition=composition, progress=progress)

@@ -1,0 +1,26 @@
+"""A start that takes long tells its phase, and only where no bar does."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from dovetail.plugins.app import waiting
+
+
+def test_a_log_gets_a_line_and_a_terminal_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "SECONDS", 0.01)
+    log, terminal = io.StringIO(), io.StringIO()
+    with (
+        waiting.phases_in_lines(Console(file=log)) as told,
+        waiting.phases_in_lines(Console(file=terminal, force_terminal=True)) as drawn,
+    ):
+        for phase in (told, drawn):
+            phase("load weights", 0.5)
+        deadline = time.monotonic() + 60
+        while "s: load weights, 50%" not in log.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "s: load weights, 50%" in log.getvalue() and terminal.getvalue() == ""
