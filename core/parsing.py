@@ -425,15 +425,20 @@ class CallStream(TextStream):
 
 def call_rules(tools: Sequence[Tool], arguments: str = "arguments") -> str:
     """Rules of a Lark grammar (llguidance's dialect) in which `call` is one object that CallStream reads."""
-    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    heads = [json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ') for tool in tools]
+    calls = [f'{head} arguments_{i} "}}"' for i, head in enumerate(heads)]
+    return f"call: {' | '.join(calls)}\n{argument_rules(tools)}"
+
+
+def argument_rules(tools: Sequence[Tool]) -> str:
+    """Rules `arguments_0`, `arguments_1` and so on: the objects that are arguments of each tool."""
+    rules = []
     for i, tool in enumerate(tools):
         if tool.parameters.get("type", "object") != "object":
             kind = tool.parameters["type"]
             raise RequestError(f"tool {tool.name}: its parameters are of type {kind!r}; arguments are an object")
-        schema = json.dumps({"type": "object", **tool.parameters})
-        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
-        rules += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {schema}"]
-    return "\n".join(rules) + "\n"
+        rules.append(f"arguments_{i}: %json {json.dumps({'type': 'object', **tool.parameters})}\n")
+    return "".join(rules)
 
 
 class OutputStream(ParserStream):
