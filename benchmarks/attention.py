@@ -268,6 +268,12 @@ DECODE = [
         (64, 8, 4), (128, 2, 3), (128, 4, 3), (128, 4, 4), (128, 8, 3),
     )
 ]  # fmt: skip
+DECODE += [
+    Tile(8, n, lanes, stages, 2, pairs=True, lanes=lanes)
+    for n, lanes, stages in (
+        (16, 4, 3), (16, 4, 4), (16, 8, 2), (16, 8, 3), (32, 2, 3), (32, 2, 4), (32, 4, 2), (32, 4, 3), (64, 2, 2),
+    )
+]  # fmt: skip
 PREFILL = [
     Tile(m, n, warps, stages, 1, least=1024, tma=tma)
     for m, n, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2))
@@ -289,7 +295,7 @@ def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
 
 
 def describe(tile: Tile) -> str:
-    reads = " tma" * tile.tma + " pairs" * tile.pairs
+    reads = " tma" * tile.tma + " pairs" * tile.pairs + " lanes" * (tile.lanes > 0)
     return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} p{tile.programs} least {tile.least}{reads}"
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.ops.kernels.launch import announce, wait
+from dovetail.plugins.attention.triton.lanes import attend_lanes
 
 ITEM = tl.constexpr(11)
 """int32 fields of an item: row (-1: unused), first token, tokens, index of the first token's key, first key that one of
@@ -323,6 +324,7 @@ def attend_items(
     HEAD_SCALES: tl.constexpr,
     SPLIT: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    LANES: tl.constexpr,
     TMA: tl.constexpr,
     PAIRS: tl.constexpr,
     WRITES: tl.constexpr,
@@ -331,6 +333,7 @@ def attend_items(
     PDL: tl.constexpr,
 ):
     """Program (kv head, item). ONE_LOOP masks every block; otherwise blocks that all queries see whole are not masked.
+    LANES > 0: so many warps take a block of BLOCK_N keys each, instead of all of them the same one (attend_lanes).
 
     8-bit K and V are cast to float16, which holds both formats exactly, and so is q, multiplied by `scale` first so
     that it fits; their scales multiply scores and output. PAIRS reads V as 16-bit words of two neighbouring columns and
@@ -397,51 +400,58 @@ def attend_items(
         qk_scale = 1.4426950408889634 * k_scale
     token = tl.where(exists, token, first)
 
-    # Blocks from whole_lo to whole_hi are seen whole by every query of the tile.
-    whole_lo = lo
-    whole_hi = lo
-    if not ONE_LOOP:
-        if WINDOW:
-            whole_lo = tl.cdiv(tl.maximum(first_at + count - WINDOW, 0), BLOCK_N) * BLOCK_N
-            whole_lo = tl.maximum(tl.minimum(whole_lo, tl.cdiv(hi, BLOCK_N) * BLOCK_N), lo)
-        if tree_ptr is None:
-            whole_hi = (first_at + 1) // BLOCK_N * BLOCK_N
-        else:
-            whole_hi = tl.maximum(length - tree_width, 0) // BLOCK_N * BLOCK_N
-        whole_hi = tl.maximum(tl.minimum(whole_hi, hi // BLOCK_N * BLOCK_N), whole_lo)
+    if LANES:
+        acc, total, m = attend_lanes(
+            q, k_source, v_source, table, tree_ptr, tree_width, token, at, seen_from, lo, hi, length, kv_head, qk_scale,
+            K, D, WINDOW, PAGE, LANES, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION,
+        )  # fmt: skip
+    else:
+        # Blocks from whole_lo to whole_hi are seen whole by every query of the tile.
+        whole_lo = lo
+        whole_hi = lo
+        if not ONE_LOOP:
+            if WINDOW:
+                whole_lo = tl.cdiv(tl.maximum(first_at + count - WINDOW, 0), BLOCK_N) * BLOCK_N
+                whole_lo = tl.maximum(tl.minimum(whole_lo, tl.cdiv(hi, BLOCK_N) * BLOCK_N), lo)
+            if tree_ptr is None:
+                whole_hi = (first_at + 1) // BLOCK_N * BLOCK_N
+            else:
+                whole_hi = tl.maximum(length - tree_width, 0) // BLOCK_N * BLOCK_N
+            whole_hi = tl.maximum(tl.minimum(whole_hi, hi // BLOCK_N * BLOCK_N), whole_lo)
 
-    acc = tl.zeros((BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D), tl.float32)
-    odd = acc if PAIRS else 0.0
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    m = tl.full((BLOCK_M,), LOW, tl.float32)
-    # The page of the next block is looked up one block ahead: its address then waits for no load.
-    page = _page(table, lo, hi, PAGE, BLOCK_N)
-    if WINDOW and not ONE_LOOP:
-        for n in range(lo, whole_lo, BLOCK_N):
+        acc = tl.zeros((BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D), tl.float32)
+        odd = acc if PAIRS else 0.0
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        m = tl.full((BLOCK_M,), LOW, tl.float32)
+        # The page of the next block is looked up one block ahead: its address then waits for no load.
+        page = _page(table, lo, hi, PAGE, BLOCK_N)
+        if WINDOW and not ONE_LOOP:
+            for n in range(lo, whole_lo, BLOCK_N):
+                following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
+                acc, odd, total, m = _step(
+                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
+                    length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
+                )  # fmt: skip
+                page = following
+        if not ONE_LOOP:
+            for n in range(whole_lo, whole_hi, BLOCK_N):
+                following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
+                acc, odd, total, m = _step(
+                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
+                    length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
+                )  # fmt: skip
+                page = following
+        for n in range(whole_hi, hi, BLOCK_N):
             following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
             acc, odd, total, m = _step(
                 q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
                 length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
             )  # fmt: skip
             page = following
-    if not ONE_LOOP:
-        for n in range(whole_lo, whole_hi, BLOCK_N):
-            following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
-            acc, odd, total, m = _step(
-                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
-                length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
-            )  # fmt: skip
-            page = following
-    for n in range(whole_hi, hi, BLOCK_N):
-        following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
-        acc, odd, total, m = _step(
-            q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
-            length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
-        )  # fmt: skip
-        page = following
 
-    if PAIRS:
-        acc = tl.reshape(tl.join(acc, odd), (BLOCK_M, BLOCK_D))
+        if PAIRS:
+            acc = tl.reshape(tl.join(acc, odd), (BLOCK_M, BLOCK_D))
+
     # A query that saw no key gives zeros.
     acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
     if SPLIT:

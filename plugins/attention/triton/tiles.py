@@ -34,6 +34,13 @@ class Tile:
     """Read K and V through tensor map descriptors where pages allow it."""
     pairs: bool = False
     """Read 8-bit V as words of two columns."""
+    lanes: int = 0
+    """Warps that take a block of keys each; 0: all of them work on each block together."""
+
+    @property
+    def span(self) -> int:
+        """Keys that a program works on at a time."""
+        return self.block_n * max(self.lanes, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,8 @@ class Tiles:
 def fit(tile: Tile, shape: Shape) -> Tile:
     """Fewer stages and shorter blocks until they fit in shared memory; no way of reading that the shape rules out."""
     block_n, stages = tile.block_n, tile.stages
-    while 2 * stages * block_n * shape.padded_dim * shape.kv_dtype.itemsize > SHARED_BYTES and block_n > 16:
+    bytes_per_key = shape.padded_dim * shape.kv_dtype.itemsize * max(tile.lanes, 1)
+    while 2 * stages * block_n * bytes_per_key > SHARED_BYTES and block_n > 16:
         stages, block_n = (stages - 1, block_n) if stages > 2 else (stages, block_n // 2)
     tma = tile.tma and shape.reads_tensor_maps and shape.page_tokens % block_n == 0
     # Larger tiles take the instructions of a warp group, which read 16-bit values from shared memory in any case.

@@ -55,6 +55,7 @@ from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
+from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
@@ -186,6 +187,17 @@ DECODE, SCARCE, CHUNKS, LONG, MIXED, DRAFTS = (
 )
 
 
+class LaneTiles(Tiles):
+    """Every warp has keys of its own."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+
+    def decode(self, shape: Shape, tokens: int, scarce: bool) -> Tile:
+        rows = triton.next_power_of_2(max(8, shape.group * tokens))
+        return fit(Tile(rows, 16, self.lanes, 3, 2, lanes=self.lanes, pairs=True), shape)
+
+
 def attention(
     host: HostBounds,
     dtype: torch.dtype = BF16,
@@ -197,6 +209,7 @@ def attention(
     rotary: int = 128,
     norm: bool = False,
     head_scales: bool = False,
+    lanes: int = 0,
 ) -> None:
     query_heads, kv_heads, dim = heads
     rows, tokens = len(host.counts), sum(host.counts)
@@ -213,6 +226,8 @@ def attention(
         tree_mask_TW=cuda(tokens, 8, dtype=torch.bool) if tree else None,
     )
     backend = Triton(TritonConfig())
+    if lanes:
+        backend.tiles = LaneTiles(lanes)
     backend.bind(make_pools([KVGroup(0, (0, 1), planes, page_tokens=page)], {0: 9}, torch.device("cuda")))
     scale = cuda(kv_heads, dtype=FP32) if head_scales else 0.5
     layer = AttentionLayer(1, 0, 1, query_heads, kv_heads, dim, dim**-0.5, window, scale, scale)
@@ -234,6 +249,8 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "long, tensor maps": dict(host=LONG, page=64),
         "mixed, e4m3": dict(host=MIXED, kv_dtype=E4M3),
         "mixed, window, head scales": dict(host=MIXED, kv_dtype=E4M3, window=4096, head_scales=True),
+        "lanes": dict(host=DECODE, page=64, lanes=4),
+        "lanes, e4m3, window, head scales": dict(host=SCARCE, kv_dtype=E4M3, window=4096, head_scales=True, lanes=8),
         "drafts": dict(host=DRAFTS),
         "tree": dict(host=DRAFTS, tree=True),
         "float32": dict(host=MIXED, dtype=FP32, heads=(8, 8, 64), rotary=64),

@@ -1,0 +1,139 @@
+"""Few queries over many keys, without a word between warps until the end.
+
+Each warp (a lane) has blocks of keys of its own, and a running maximum, sum and output of its own. They are joined
+once, after the last block, as the ranges of a split row are (FlashDecoding, Dao et al. 2023). Where all warps work on
+each block together, they meet several times in it: for the maximum, for the sum and for the weights.
+
+Keys stand as the rows of the products and queries as their columns: a matrix instruction takes 16 rows but only 8
+columns, which is as many as the query heads of a kv head often are. The batch dimension of tl.dot is the lane, and
+Triton gives each warp one.
+
+Shapes: L lanes, N keys of a lane's block, M queries, D head dim (or half of it, where V is read in pairs).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1.0e30)
+"""Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
+
+
+@triton.jit
+def attend_lanes(
+    q,
+    k_ptr,
+    v_ptr,
+    table,
+    tree_ptr,
+    tree_width,
+    token,
+    at,
+    seen_from,
+    lo,
+    hi,
+    length,
+    kv_head,
+    qk_scale,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(weighted sum of values [M, D], sum of weights [M], maximum [M]) over keys [lo, hi), of which those before
+    seen_from count for nobody. q [M, D] and at_M, each query's own key."""
+    SPAN: tl.constexpr = LANES * BLOCK_N
+    V: tl.constexpr = D // 2 if PAIRS else D
+    BLOCK_V: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
+    offset = tl.arange(0, LANES)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    dims = tl.arange(0, BLOCK_D)[None, None, :]
+    words = tl.arange(0, BLOCK_V)[None, :, None]
+    q_LDM = tl.broadcast_to(tl.trans(q)[None, :, :], (LANES, BLOCK_D, BLOCK_M))
+    acc = tl.zeros((LANES, BLOCK_V, BLOCK_M), tl.float32)
+    odd = acc if PAIRS else 0.0
+    total = tl.zeros((LANES, BLOCK_M), tl.float32)
+    m = tl.full((LANES, BLOCK_M), LOWEST, tl.float32)
+    # The pages of the next block are looked up one block ahead: its addresses then wait for no load.
+    page = _pages(table, lo, hi, PAGE, LANES, BLOCK_N)
+    for n in range(lo, hi, SPAN):
+        following = _pages(table, n + SPAN, hi, PAGE, LANES, BLOCK_N)
+        keys = n + offset
+        exists = (keys >= seen_from) & (keys < hi)
+        slot = page.to(tl.int64) * PAGE + keys % PAGE
+        # Keys that nobody sees may be anything, NaN included.
+        k_mask = exists[:, :, None] if BLOCK_D == D else exists[:, :, None] & (dims < D)
+        k = tl.load(k_ptr + slot[:, :, None] * (K * D) + kv_head * D + dims, mask=k_mask, other=0.0)
+        s = tl.dot(k.to(q.dtype), q_LDM, input_precision=PRECISION) * qk_scale
+        key = keys[:, :, None]
+        if tree_ptr is None:
+            seen = key <= at[None, None, :]
+        else:
+            back = key - (length - tree_width)
+            seen = tl.load(
+                tree_ptr + token[None, None, :] * tree_width + back, mask=(back >= 0) & (back < tree_width), other=1
+            ).to(tl.int1)
+        if WINDOW:
+            seen = seen & (key > at[None, None, :] - WINDOW)
+        s = tl.where(seen & (key < hi), s, float("-inf"))
+        new_m = tl.maximum(m, tl.max(s, axis=1))
+        p = tl.exp2(s - new_m[:, None, :])
+        alpha = tl.exp2(m - new_m)
+        total = total * alpha + tl.sum(p, axis=1)
+        acc = acc * alpha[:, None, :]
+        p = p.to(q.dtype)
+        # Read with columns first: a transposition after it was read would keep the load from running ahead.
+        v_mask = exists[:, None, :] if BLOCK_V == V else exists[:, None, :] & (words < V)
+        v = tl.load(v_ptr + slot[:, None, :] * (K * V) + kv_head * V + words, mask=v_mask, other=0 if PAIRS else 0.0)
+        if PAIRS:
+            odd = odd * alpha[:, None, :]
+            even_v, odd_v = unpair(v, k_ptr.dtype.element_ty == tl.float8e4nv)
+            acc = tl.dot(even_v, p, acc)
+            odd = tl.dot(odd_v, p, odd)
+        else:
+            acc = tl.dot(v.to(q.dtype), p, acc, input_precision=PRECISION)
+        m = new_m
+        page = following
+
+    top = tl.max(m, axis=0)
+    weight = tl.exp2(m - top[None, :])
+    summed = tl.trans(tl.sum(acc * weight[:, None, :], axis=0))
+    if PAIRS:
+        other = tl.trans(tl.sum(odd * weight[:, None, :], axis=0))
+        summed = tl.reshape(tl.join(summed, other), (BLOCK_M, BLOCK_D))
+    return summed, tl.sum(total * weight, axis=0), top
+
+
+@triton.jit
+def _pages(table, n, hi, PAGE: tl.constexpr, LANES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of all lanes' blocks, or of each, or of each of their keys: what fits, to be spread over [L, N]."""
+    if PAGE % (LANES * BLOCK_N) == 0:
+        return tl.load(table + n // PAGE, mask=n < hi, other=0)
+    elif PAGE % BLOCK_N == 0:
+        first = n + tl.arange(0, LANES)[:, None] * BLOCK_N
+        return tl.load(table + first // PAGE, mask=first < hi, other=0)
+    else:
+        keys = n + tl.arange(0, LANES)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        return tl.load(table + keys // PAGE, mask=keys < hi, other=0)
+
+
+@triton.jit
+def unpair(x, E4M3: tl.constexpr):
+    """The lower and the upper of the two 8-bit values in each 16-bit word, as float16. Two words at a time: their bytes
+    change places so that those of one kind stand together, and both pairs are converted."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 bytes; .reg .b16 lower, upper; prmt.b32 bytes, $2, 0, 0x3120; mov.b32 {lower, upper}, bytes; "
+        + ("cvt.rn.f16x2.e4m3x2 $0, lower; " if E4M3 else "cvt.rn.f16x2.e5m2x2 $0, lower; ")
+        + ("cvt.rn.f16x2.e4m3x2 $1, upper;}" if E4M3 else "cvt.rn.f16x2.e5m2x2 $1, upper;}"),
+        "=r,=r,r",
+        [x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
