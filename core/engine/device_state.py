@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from dovetail.core.engine.upload import Section
 
 
+ALIGNED = 64
+"""Numbers after which another column of slots may begin: what kernels are told of a pointer is as of a new tensor."""
+
+
 @dataclass(slots=True)
 class SlotInfo:
     """What this rank's host side knows of a slot's sequence. Written at join."""
@@ -88,16 +92,14 @@ class DeviceState:
         rows = slots + 1
         # Drafts stand behind the known tokens, and padded draft positions may reach one lookahead past them.
         self.tokens_SL = torch.zeros(rows, max_len + 2 * lookahead + 1, dtype=torch.int32, device=device)
-        self.computed_S = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Tokens whose KV is in the cache, exactly; a step of the slot starts here."""
-        self.drafts_S = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Drafts standing in tokens_SL behind the last sampled token."""
-        self.prompt_len_S = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.key_S = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.temperature_S = torch.zeros(rows, device=device)
-        self.top_k_S = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.top_p_S = torch.ones(rows, device=device)
-        self.min_p_S = torch.zeros(rows, device=device)
+        # Those that joins write stand in one tensor, for one launch; each begins where one of its own would.
+        aligned = -(-rows // ALIGNED) * ALIGNED
+        self._whole_NS = torch.zeros(5, aligned, dtype=torch.int64, device=device)[:, :rows]
+        self.computed_S, self.drafts_S, self.prompt_len_S, self.key_S, self.top_k_S = self._whole_NS
+        """computed_S: tokens whose KV is in the cache, exactly; a step of the slot starts here. drafts_S: drafts that
+        stand in tokens_SL behind the last sampled token."""
+        self._real_NS = torch.tensor([[0.0], [1.0], [0.0]], device=device).repeat(1, aligned)[:, :rows]
+        self.temperature_S, self.top_p_S, self.min_p_S = self._real_NS
         self.adapter_S = torch.full((rows,), -1, dtype=torch.int32, device=device)
         """Slot of its adapter; -1 = none."""
         self.tables: dict[int, torch.Tensor] = {}
@@ -120,15 +122,15 @@ class DeviceState:
             self.slots[join.slot] = info
             self.unusual.join(join.slot, info)
             request, params = info.blob.request, info.params
-            scalars += (join.slot, join.computed, len(request.prompt_ids))
+            scalars += (join.slot, join.computed, 0, len(request.prompt_ids))
             scalars += (sequence_key(self.seed, request, info.blob.sample), params.top_k)
             scalars += (float_bits(params.temperature), float_bits(params.top_p), float_bits(params.min_p))
             scalars.append(info.adapter)
         # The last entry of a place stands: a hit's page may be replaced by its copy in the same plan, and a GPU writes
         # both in any order.
         entries: dict[int, dict[tuple[int, int], int]] = {}
-        for delta in plan.pages:
-            entries.setdefault(delta.group, {})[delta.slot, delta.index] = delta.page
+        for group, slot, index, page in plan.pages:
+            entries.setdefault(group, {})[slot, index] = page
         groups = list(entries)
         deltas = [[n for place, page in entries[group].items() for n in (*place, page)] for group in groups]
         tokens = [info.blob.tokens for info in joined]
@@ -143,18 +145,11 @@ class DeviceState:
         return sent[len(groups) + len(joined) :]
 
     def _join(self, scalars_JN: torch.Tensor, plan: StepPlan, tokens: Seq[torch.Tensor]) -> None:
-        slots_J, computed_J, prompt_len_J, key_J, top_k_J, temperature_J, top_p_J, min_p_J, adapter_J = (
-            scalars_JN.unbind(1)
-        )
-        self.computed_S[slots_J] = computed_J
-        self.drafts_S.index_fill_(0, slots_J, 0)
-        self.prompt_len_S[slots_J] = prompt_len_J
-        self.key_S[slots_J] = key_J
-        self.top_k_S[slots_J] = top_k_J
-        self.temperature_S[slots_J] = floats(temperature_J)
-        self.top_p_S[slots_J] = floats(top_p_J)
-        self.min_p_S[slots_J] = floats(min_p_J)
-        self.adapter_S[slots_J] = adapter_J.int()
+        slots_J1, whole_JN, real_JN, adapter_J1 = scalars_JN.split((1, len(self._whole_NS), len(self._real_NS), 1), 1)
+        slots_J = slots_J1[:, 0]
+        self._whole_NS[:, slots_J] = whole_JN.t()
+        self._real_NS[:, slots_J] = floats(real_JN).t()
+        self.adapter_S[slots_J] = adapter_J1[:, 0].int()
         for table in self.tables.values():
             table.index_fill_(0, slots_J, 0)
         for join, ids in zip(plan.joins, tokens, strict=True):

@@ -465,4 +465,4 @@ class _Step:
 
 def _deltas(seq: Sequence, given: Hit | Reservation) -> list[PageDelta]:
     slot = seq.slot
-    return [PageDelta(group, slot, index, page) for group, index, page in given.entries]
+    return [_new(PageDelta, (group, slot, index, page)) for group, index, page in given.entries]

@@ -94,6 +94,8 @@ class Runner:
         """None = this engine has none."""
         self._adapted: set[int] = set()
         """Slots whose sequence has an adapter."""
+        self._processed: set[tuple[str, int]] = set()
+        """Logits processors, and slots whose latest join of theirs wanted them: who else joins has nothing to reset."""
         self._reading: ThreadPoolExecutor | None = None
         """Reads adapters, one after another."""
         self._overlapped: OverlappedForward | None = None
@@ -372,8 +374,11 @@ class Runner:
         began = self.outcomes.clock.mark()
         sent = state.apply(plan, joined, sections)
         for join, info in zip(plan.joins, joined, strict=True):
-            for processor in self.processors.values():
-                processor.join(join.slot, info.blob.request)
+            for name, processor in self.processors.items():
+                wanted, place = name in info.processors, (name, join.slot)
+                if wanted or place in self._processed:
+                    processor.join(join.slot, info.blob.request)
+                    (self._processed.add if wanted else self._processed.discard)(place)
         apply_page_ops(self.pools, plan.ops, self.host_pools)
         for draft in plan.drafts:
             state.set_drafts(draft.slot, draft.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Section = Seq[int] | NDArray[np.int64]
+
+
+_FLOAT64, _INT64 = struct.Struct("=d"), struct.Struct("=q")
 
 
 class Upload:
@@ -33,7 +37,8 @@ class Upload:
 
 def float_bits(value: float) -> int:
     """A float64's bits, to travel among integers."""
-    return int(np.float64(value).view(np.int64))
+    bits: int = _INT64.unpack(_FLOAT64.pack(value))[0]
+    return bits
 
 
 def floats(bits: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,8 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def join(self, slot: int, request: Request) -> None:
-        """A sequence takes the slot (also a request that does not want the processor: reset the state)."""
+        """A sequence takes the slot: of a request that wants the processor, or of one that does not, where the slot's
+        state is another's (reset it)."""
 
     @abstractmethod
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:

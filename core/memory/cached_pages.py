@@ -72,7 +72,10 @@ class CachedPages(PageList):
     def take(self) -> int:
         if not self.free:
             self._evict()
-        return super().take()
+        # As PageList.take, without its frame: once a page that decode rows fill.
+        page = self.free.pop()
+        self.refs[page] = 1
+        return page
 
     def hit(self, page: int) -> None:
         """One more sequence owns a published page: it was found."""

@@ -66,6 +66,8 @@ class HostTier:
         self.ops.append(PageOp(PageOpKind.LOAD, self.group, self._pages[key], page))
 
     def take_ops(self) -> tuple[PageOp, ...]:
+        if not self.ops:
+            return ()
         ops, self.ops = tuple(self.ops), []
         return ops
 

@@ -130,29 +130,29 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             state = self._new_state(seq)
         elif max(upto, ahead) <= state.written:
             return UNCHANGED
-        ahead = max(upto, ahead)
-        targets = [upto if pages.window else ahead for pages in self._pages]
-        shared = [
-            self._shared_index(pages, table, state.written, target)
-            for (pages, table), target in zip(self._by_group(state), targets, strict=True)
-        ]
-        for (pages, table), index, target in zip(self._by_group(state), shared, targets, strict=True):
-            missing = max(pages.count(target) - len(table), 0)
-            if missing + (index is not None) > pages.available:
+        ahead, written = max(upto, ahead), state.written
+        needs: list[tuple[Pages, list[int], int | None, int]] = []
+        for pages, table in self._by_group(state):
+            target = upto if pages.window else ahead
+            index = self._shared_index(pages, table, written, target)
+            count = pages.count(target)
+            if max(count - len(table), 0) + (index is not None) > pages.available:
                 return None
+            needs.append((pages, table, index, count))
         entries: list[PageEntry] = []
         copies: list[PageOp] = []
-        for (pages, table), index, target in zip(self._by_group(state), shared, targets, strict=True):
+        for pages, table, index, count in needs:
             if index is not None:
                 old, table[index] = table[index], pages.take()
                 pages.drop(old)
                 entries.append((pages.group, index, table[index]))
                 copies.append(PageOp(PageOpKind.COPY, pages.group, old, table[index]))
-            elif inside := state.written % pages.page_tokens:
-                pages.overwrite(table[(state.written - inside) // pages.page_tokens])
-            for new in range(len(table), pages.count(target)):
-                table.append(pages.take())
-                entries.append((pages.group, new, table[new]))
+            elif inside := written % pages.page_tokens:
+                pages.overwrite(table[(written - inside) // pages.page_tokens])
+            for new in range(len(table), count):
+                page = pages.take()
+                table.append(page)
+                entries.append((pages.group, new, page))
         self._states[seq.uid] = state
         state.length, state.ahead = max(state.length, upto), max(state.ahead, ahead)
         state.room = self._capacity(state)
@@ -288,7 +288,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         return state.length if pages.window else max(state.length, state.ahead)
 
     def _capacity(self, state: SequencePages) -> int:
-        return min(len(table) * pages.page_tokens for pages, table in self._by_group(state))
+        return min([len(table) * pages.page_tokens for pages, table in self._by_group(state)])
 
     def _shared_index(self, pages: Pages, table: list[int], written: int, upto: int) -> int | None:
         """Where the page is that `written` lies inside, if it must be copied before a write up to `upto`: somebody else

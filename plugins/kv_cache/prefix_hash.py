@@ -145,7 +145,8 @@ class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
 
     def __init__(self, config: PrefixHashConfig, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
         super().__init__(config, groups, num_pages)
-        self._stride = math.lcm(*(group.page_tokens for group in self.groups))
+        self._sizes = [group.page_tokens for group in self.groups]
+        self._stride = math.lcm(*self._sizes)
         # Groups without a window first: they bound what is looked for in the others.
         self._search = sorted(range(len(self.groups)), key=lambda number: self.groups[number].window > 0)
         self._waiting: dict[int, tuple[list[int], list[KeyChain]]] = {}
@@ -175,11 +176,11 @@ class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
 
     def _offer_full(self, seq: KVSequence, state: HashedPages, upto: int) -> None:
         for position, (pages, chain) in enumerate(zip(self._pages, state.chains, strict=True)):
-            full, table = upto // pages.page_tokens, state.tables[position]
+            full, table, keys = upto // pages.page_tokens, state.tables[position], chain.keys
             chain.extend(seq.tokens, full)
             for depth in range(state.published[position], full):
-                parent = pages.index.get(chain.keys[depth - 1], 0) if depth else 0
-                pages.publish(table[depth], chain.keys[depth], depth, parent)
+                parent = pages.index.get(keys[depth - 1], 0) if depth else 0
+                pages.publish(table[depth], keys[depth], depth, parent)
         self._note_published(state, upto)
 
     def trim(self, seq: KVSequence, length: int) -> None:
@@ -239,5 +240,5 @@ class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
                 return hit
 
     def _note_published(self, state: HashedPages, upto: int) -> None:
-        state.published = [upto // pages.page_tokens for pages in self._pages]
-        state.next_full = min((n + 1) * p.page_tokens for n, p in zip(state.published, self._pages, strict=True))
+        state.published = [upto // size for size in self._sizes]
+        state.next_full = min([(upto // size + 1) * size for size in self._sizes])

@@ -48,3 +48,22 @@ def test_who_takes_a_slot_brings_wishes_of_its_own() -> None:
         plan = StepPlan(step=step, rows=[], joins=[Join(1, step, 0, 0)], leaves=[1] if step else [])
         state.apply(plan, [info])
         assert list(every) == expected
+
+
+def test_a_join_writes_what_its_slot_is_told_and_nothing_else() -> None:
+    state = DeviceState(slots=70, max_len=16, lookahead=0, groups=(), device=torch.device("cpu"), seed=0)
+    columns = state.computed_S, state.drafts_S, state.prompt_len_S, state.top_k_S
+    columns += state.temperature_S, state.top_p_S, state.min_p_S, state.adapter_S
+    assert all(column.data_ptr() % 16 == 0 and column.is_contiguous() for column in (*columns, state.key_S))
+    before = [column.tolist() for column in columns]
+    state.drafts_S.fill_(3)
+    before[1] = [3] * 71
+    params = SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    joins = [Join(69, 1, 0, 2), Join(4, 2, 0, 0)]
+    infos = [SlotInfo(uid, 0, JoinBlob((1, 2, 3), Request(uid, (1, 2, 3), params), 0, uid)) for uid in (1, 2)]
+    state.apply(StepPlan(step=0, rows=[], joins=joins), infos)
+    for column, was, told in zip(columns, before, [(2, 0), 0, 3, 7, 0.5, 0.25, 0.125, (1, 2)], strict=True):
+        was[69], was[4] = told if isinstance(told, tuple) else (told, told)
+        assert column.tolist() == was
+    assert state.key_S.count_nonzero() == 2 and state.key_S[4] != state.key_S[69]
+    assert state.tokens_SL[[69, 4], :4].tolist() == [[1, 2, 3, 0]] * 2

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from dovetail import LLM, ConfigError, RequestError, SamplingParams
+from dovetail.core.interfaces import Request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -140,6 +141,24 @@ def test_a_bad_request_says_why_and_harms_nobody(
     with pytest.raises(RequestError, match=words):
         llm.generate([prompt], params)
     assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
+
+
+def test_a_processor_hears_of_slots_that_it_changed_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = llm.engine.executor._runner.processors["penalties"]  # type: ignore[attr-defined]
+    heard, join = [], processor.join
+
+    def listening(slot: int, request: Request) -> None:
+        heard.append(request.params.presence_penalty)
+        join(slot, request)
+
+    monkeypatch.setattr(processor, "join", listening)
+    plain, penalised = (SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=p) for p in (0.0, 2.0))
+    before = [llm.generate("import os", plain)[0].token_ids for _ in range(2)]
+    assert heard == []
+    llm.generate("import os", penalised)
+    after = [llm.generate("import os", plain)[0].token_ids for _ in range(3)]
+    assert heard == [2.0, 0.0]
+    assert before + after == [before[0]] * 5
 
 
 def test_what_no_chosen_processor_serves_is_refused() -> None:
