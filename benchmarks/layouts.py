@@ -110,11 +110,17 @@ def table(found: Figures, layouts: Sequence[str]) -> Iterator[str]:
     yield "|---|---|" + "---|" * len(layouts) + "---|"
     for load, by_layout in found.items():
         name, words, _ = load.figure
-        cells = [f"{by_layout[one][name]['median']:.4g}" if one in by_layout else "-" for one in layouts]
+        cells = [_number(by_layout[one][name]["median"]) if one in by_layout else "-" for one in layouts]
         won = winner(load, by_layout)
         lead = "" if won["lead"] is None else f", {won['lead']:+.1%}"
         tie = f" (no clear lead over {', '.join(won['tie'])})" if won["tie"] else ""
+        if len(by_layout) > 1 and all(one[name]["min"] == one[name]["max"] for one in by_layout.values()):
+            tie = " (one run each: no range)"
         yield f"| {load} | {words} | {' | '.join(cells)} | {won['layout']}{lead}{tie} |"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
 
 
 def draw(path: str, found: Figures, layouts: Sequence[str]) -> None:

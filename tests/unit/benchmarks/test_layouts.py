@@ -43,6 +43,9 @@ def test_most_tokens_win_a_burst_and_least_time_wins_at_a_rate(layouts: ModuleTy
     assert layouts.winner(rate, {"a": times["a"]}) == {"layout": "a", "lead": None, "tie": []}
     lines = list(layouts.table({burst: tokens, rate: {"b": times["b"]}}, ["a", "b", "c"]))
     assert lines[2] == "| batch64 | output tokens/s | 100 | 120 | 110 | b, +9.1% (no clear lead over c) |"
+    once = {"a": summary("output_tokens_per_s", 12345, 12345, 12345), "b": summary("output_tokens_per_s", 9, 9, 9)}
+    (*_, line) = layouts.table({burst: once}, ["a", "b"])
+    assert line.startswith("| batch64 | output tokens/s | 12345 | 9 | a, ") and "one run each" in line
     assert lines[3] == "| online 4/s | E2E median, ms | - | 22 | - | b |"
 
 
