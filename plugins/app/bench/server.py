@@ -124,7 +124,8 @@ class ServerTarget(Target):
             stream.pieces = [(clock - began, data) for clock, data in answer.pieces]
         else:
             told = answer.body.decode(errors="replace")[:500]
-            hint = " (bench.send=text for a server that takes no token ids)" if self._texts is None else ""
+            refused = self._texts is None and answer.status in (400, 422)
+            hint = " (bench.send=text for a server that takes no token ids)" if refused else ""
             stream.failure = f"status {answer.status}: {told}{hint}"
 
 
