@@ -122,6 +122,8 @@ def two(start_module: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
 
 def test_both_answer_and_every_scrape_is_of_both(two):
     first, second = one_to_each(two)
+    for pid in (two.process.pid, first.pid, second.pid):
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text(), "memory and start-up of every process"
     before = counted(first)
     prompts = [f"def f{i}(x):\n" for i in range(4)]
     for connection in (first, second):
@@ -206,7 +208,7 @@ def test_a_death_of_either_kind_is_noticed_where_it_matters(two):
 def test_told_to_stop_what_runs_is_finished_and_nothing_is_left(two):
     connections = one_to_each(two)
     for connection in connections:
-        connection.send(tokens=100, stream=True)
+        connection.send(tokens=300, stream=True)
     until(lambda: two.stats()["running"] == 2)
     pids = children(two.process.pid)
     assert len(pids) == 3
