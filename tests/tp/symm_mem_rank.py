@@ -57,7 +57,7 @@ HALVES = ActFormat(
 )
 SHARED_ROWS = (1, 3, 17)
 """Fewer than ranks, some left over, several for each program and some left over."""
-EMITS = {"plain": (PLAIN,), "fp8": (FP8_TOKEN,), "three": (PLAIN, HALVES, SCALED_ROWS)}
+EMITS = {"fp8": (FP8_TOKEN,), "three": (PLAIN, HALVES, SCALED_ROWS)}
 CANDIDATES = (1, 600)
 DTYPES = (torch.float32, torch.float16)
 MIXED = 12

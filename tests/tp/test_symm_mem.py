@@ -39,9 +39,9 @@ from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
-pytestmark = pytest.mark.timeout(300)
 SIZE = int(os.environ.get("DOVETAIL_SUMMANDS", "3"))
 """Three: a sum has an order, parts of a row are no power of two, and a rank may hear of another by way of a third."""
+pytestmark = pytest.mark.timeout(100 * SIZE)
 Results = list[dict[tuple[object, ...], torch.Tensor]]
 
 
