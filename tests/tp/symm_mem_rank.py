@@ -1,12 +1,13 @@
 """One rank of a test of symm_mem's kernels, which run in Triton's interpreter: mailboxes are files that all ranks map.
 
-python symm_mem_rank.py <rank> <size> <folder> <port>
+python symm_mem_rank.py <rank> <size> <folder>
 """
 
 from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -154,7 +155,25 @@ def mixed(seed: int) -> tuple[str, int]:
     return generator.choice(("one_shot", "two_shot", "argmax")), generator.choice((1, 2, BOXES, BOXES + 1))
 
 
-def main(rank: int, size: int, folder: Path, port: str) -> None:
+def meeting(rank: int, folder: Path) -> str:
+    """An address that rank 0 finds free now, not when the ranks began."""
+    told = folder / "address"
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            (folder / "found").write_text(f"127.0.0.1:{probe.getsockname()[1]}")
+        (folder / "found").rename(told)
+    while not told.exists():
+        time.sleep(0.01)
+    return told.read_text()
+
+
+def together(where: str, rank: int, size: int, folder: Path) -> None:
+    (folder / f"{where}{rank}").touch()
+    while not all((folder / f"{where}{r}").exists() for r in range(size)):
+        time.sleep(0.01)
+
+
+def main(rank: int, size: int, folder: Path) -> None:
     mend_interpreter()
     kernels.fence = lambda: None  # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
     mail = mapped(folder, rank, size)
@@ -208,13 +227,14 @@ def main(rank: int, size: int, folder: Path, port: str) -> None:
     for rows in CANDIDATES:
         out["argmax", rows] = reducer.argmax(*candidates(rank, rows))
     # Edges of a pass, norms that the kernels do not know among them.
-    out["pass",] = Suite(reducer)._passes(rank, size, f"127.0.0.1:{port}")
+    out["pass",] = Suite(reducer)._passes(rank, size, meeting(rank, folder))
     torch.save(out, folder / f"{rank}.pt")
     # Nothing is left in a mailbox, and a word is never waited for again once a rank has died.
-    (folder / f"done{rank}").touch()
-    while not all((folder / f"done{r}").exists() for r in range(size)):
-        pass
-    assert all(bool((box == EMPTY).all()) for box in (mail.one_shot, mail.two_shot, mail.gather))
+    together("done", rank, size, folder)
+    left = [name for name in ("one_shot", "two_shot", "gather") if bool((getattr(mail, name) != EMPTY).any())]
+    assert not left, f"rank {rank} has words left in {left}"
+    # From here on rank 0 fills mailboxes of the others.
+    together("looked", rank, size, folder)
     mail.stopped.fill_(1)
     if rank == 0:
         reducer.reduce(torch.ones(8), "one_shot")
@@ -223,6 +243,6 @@ def main(rank: int, size: int, folder: Path, port: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
     # gloo's threads may wait for the interpreter while it waits for them.
     os._exit(0)

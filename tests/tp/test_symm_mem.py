@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 
@@ -53,9 +52,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         (folder / f"mail{rank}").write_bytes(torch.full((words,), EMPTY, dtype=torch.int32).numpy().tobytes())
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, symm_mem_rank.__file__]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        places = [str(SIZE), str(folder), str(probe.getsockname()[1])]
-    ranks = [subprocess.Popen([*command, str(rank), *places], env=environment) for rank in range(SIZE)]
+    ranks = [subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], env=environment) for rank in range(SIZE)]
     try:
         assert [rank.wait(timeout=60 * SIZE) for rank in ranks] == [0] * SIZE
     finally:
