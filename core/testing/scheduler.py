@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -85,6 +85,9 @@ def _toy_grammar(rng: random.Random) -> Grammar:
 
 class SchedulerContract:
     """What every scheduler must do. `make` is the only thing to override."""
+
+    loads: ClassVar[int] = 4
+    """Random loads that each test of outputs runs, one after another."""
 
     def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
         raise NotImplementedError("return your scheduler: MyScheduler(MyConfig(), limits, kv)")
@@ -184,7 +187,7 @@ class SchedulerContract:
     @pytest.mark.parametrize("pages", [24, 200], ids=["tight", "roomy"])
     def test_every_request_gets_its_own_output(self, depth: int, lookahead: int, pages: int) -> None:
         """Arrivals, aborts, samples that share a prompt, preemption when pages are few: no token may change."""
-        for seed in range(6):
+        for seed in range(self.loads):
             load = random_load(seed)
             engine = self.engine(pages=pages, depth=depth, lookahead=lookahead, delay=depth - 1)
             self.check_outputs(engine, load, self.run(engine, load))
@@ -193,7 +196,7 @@ class SchedulerContract:
     @pytest.mark.parametrize("patient", [True, False])
     def test_rows_with_a_grammar(self, depth: int, patient: bool) -> None:
         """They sample late and take no drafts; an impatient engine goes on without those whose mask is not there."""
-        for seed in range(4):
+        for seed in range(self.loads):
             load = random_load(seed, grammars=True)
             wait = 1.0 if patient else 0.0
             engine = self.engine(pages=24, depth=depth, lookahead=3, delay=depth - 1, mask_wait=wait)
@@ -208,9 +211,9 @@ class SchedulerContract:
         large = self.engine(**options, window_pages=60)
         least = large.kv.pages_needed(large.limits.max_len, large.limits.ahead)[2]
         large.shutdown()
-        for seed in range(4):
-            load = random_load(seed, grammars=seed > 1)
-            engine = self.engine(**options, window_pages=least + seed % 2, mask_wait=0.0)
+        for seed in range(self.loads):
+            load = random_load(seed, grammars=seed % 2 > 0)
+            engine = self.engine(**options, window_pages=least + seed // 2 % 2, mask_wait=0.0)
             self.check_outputs(engine, load, self.run(engine, load))
             engine.shutdown()
 

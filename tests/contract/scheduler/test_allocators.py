@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence as Seq
+from typing import ClassVar
 
 import pytest
 
@@ -20,6 +22,8 @@ ALLOCATORS = [c.name for c in COMPONENTS if c.name not in ("paged", "prefix_hash
 
 
 class OnAllocator(SchedulerContract):
+    loads: ClassVar[int] = SchedulerContract.loads if os.environ.get("DOVETAIL_GRID") == "pairs" else 2
+
     @pytest.fixture(params=ALLOCATORS, autouse=True)
     def _allocator(self, request: pytest.FixtureRequest) -> None:
         self.allocator = request.param
