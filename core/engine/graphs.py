@@ -191,15 +191,17 @@ class StepGraphs:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Run what `capture` records, at those sizes that are powers of two: kernels differ from one to the next, and
-        seldom between."""
-        for capacity in self.capacities:
-            if (capacity.tokens if capacity.chunks else capacity.decodes).bit_count() == 1:
-                self._run(capacity, self._padding(capacity))
-        for size in self.sizes:
-            if size.bit_count() == 1:
-                for kind in DRAWS:
-                    self._draw(size, *kind)
+        """Run what `capture` records. Sizes that are powers of two first: most kernels differ from one to the next, and
+        those in between are then run while these compile."""
+
+        def between(size: int) -> bool:
+            return size.bit_count() > 1
+
+        for capacity in sorted(self.capacities, key=lambda c: between(c.tokens if c.chunks else c.decodes)):
+            self._run(capacity, self._padding(capacity))
+        for size in sorted(self.sizes, key=between):
+            for kind in DRAWS:
+                self._draw(size, *kind)
 
     # Layers.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,3 +68,10 @@ def test_a_join_writes_what_its_slot_is_told_and_nothing_else() -> None:
         assert column.tolist() == was
     assert state.key_S.count_nonzero() == 2 and state.key_S[4] != state.key_S[69]
     assert state.tokens_SL[[69, 4], :4].tolist() == [[1, 2, 3, 0]] * 2
+
+
+def test_what_is_sent_begins_where_kernels_expect_a_tensor_to() -> None:
+    sections = [(1, 2, 3), [], (4,), np.arange(5), [6, 7]]
+    sent = Upload(torch.device("cpu")).send(sections)
+    assert [each.tolist() for each in sent] == [list(section) for section in sections]
+    assert all(each.data_ptr() % 16 == 0 for each in sent)

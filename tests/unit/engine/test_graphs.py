@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from dovetail import LLM, Capabilities, Component, Config, SamplingParams
 from dovetail.core.compose import compose, installed
 from dovetail.core.compose.registry import Package, Registered, Registry
 from dovetail.core.engine.device_state import SlotInfo
-from dovetail.core.engine.graphs import batch_sizes, token_sizes
+from dovetail.core.engine.graphs import StepGraphs, batch_sizes, token_sizes
 from dovetail.core.interfaces import PLAIN, AttentionBackend, JoinBlob, Request
 from dovetail.core.ops import encode
 from dovetail.core.testing.host_sync import NoHostSync
@@ -41,6 +41,30 @@ def test_spare_tokens_fill_no_further_tile() -> None:
         size = next(size for size in sizes if size >= tokens)
         tile = 128 if tokens > 512 else 64
         assert -(-size // tile) == -(-tokens // tile), (tokens, size)
+
+
+def test_a_rehearsal_runs_whatever_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a kernel that some size alone needs is compiled while graphs are captured, when nothing runs beside it."""
+    build = SimpleNamespace(spec=SimpleNamespace(hidden=8), dtype=torch.float32)
+    state = SimpleNamespace(scratch=100, device=torch.device("cpu"))
+    graphs = StepGraphs(
+        SimpleNamespace(build=build),  # type: ignore[arg-type]
+        state,  # type: ignore[arg-type]
+        (),
+        FromDevice(None),
+        taps=(),
+        lookahead=0,
+        most_rows=100,
+        most_tokens=200,
+        max_len=64,
+    )
+    ran: list[Any] = []
+    monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: ran.append(capacity) or (None, None))
+    monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: ran.append(kind))
+    graphs.capture(lambda call: (call, call()), lambda phase, share: None)
+    captured, ran[:] = set(ran), []
+    graphs.rehearse()
+    assert len(captured) > 50 and set(ran) == captured and len(ran) == len(captured)
 
 
 @pytest.mark.parametrize(
