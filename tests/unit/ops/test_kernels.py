@@ -122,8 +122,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [24, 256, 1440])
-@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize(("columns", "with_residual"), [(24, True), (1440, False), (1440, True)])
 def test_rms_norm(dtype, columns, with_residual):
     x, weight = random(5, columns, dtype=dtype), random(columns, dtype=dtype)
     residual = random(5, columns, dtype=dtype) if with_residual else None
@@ -243,14 +242,13 @@ CUTS = (
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 def test_matmul(dtype, tile):
     counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    for tokens, inputs, outputs, variant in (
-        (1, 96, 64, {}),
-        (5, 160, 130, {"tma": True}),
-        (40, 64, 96, {"swap": False}),
-    ):
+    shapes = ((1, 96, 64, {}), (5, 160, 130, {"tma": True}), (40, 64, 96, {"swap": False}))
+    for i, (tokens, inputs, outputs, variant) in enumerate(shapes):
         x_TI, weight_OI = (torch.randn(n, inputs, device=DEVICE).to(dtype) for n in (tokens, outputs))
         x_scale, weight_scale, bias_O = (torch.rand(n, device=DEVICE) + 0.5 for n in ((tokens, 1), outputs, outputs))
-        for ends in ((), (x_scale, weight_scale[:1]), (x_scale[0], weight_scale, bias_O)):
+        every = ((), (x_scale, weight_scale[:1]), (x_scale[0], weight_scale, bias_O))
+        # The interpreter takes its time: there, each shape meets each end with some tile.
+        for ends in every[(i + CUTS.index(tile)) % 3 :][:1] if INTERPRETED else every:
             got = matmul_triton(
                 x_TI, weight_OI, replace(tile, **variant), counts, *ends, dtype=torch.float32, imprecise=32
             )

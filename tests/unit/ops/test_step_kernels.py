@@ -74,9 +74,10 @@ def test_gathered_samples(width, channels):
     assert want.position_N[:width].tolist() == [positions[4] + 1 + w for w in range(width)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 2049), (2, 5000)])
-def test_greedy_draw_takes_the_first_of_the_largest(dtype, rows, vocab):
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype"), [(1, 5, torch.float32), (2, 2049, torch.bfloat16), (1, 5000, torch.float32)]
+)
+def test_greedy_draw_takes_the_first_of_the_largest(rows, vocab, dtype):
     logits = torch.randn(rows, vocab, device=DEVICE).to(dtype)
     logits[:, vocab // 2] = logits[:, 1] = logits.max() + 1
     logits[0, 0] = float("nan")
@@ -87,7 +88,7 @@ def test_greedy_draw_takes_the_first_of_the_largest(dtype, rows, vocab):
 
 @pytest.mark.parametrize("random", [False, True])
 def test_the_best_of_the_parts_is_the_best_of_all(random):
-    rows, vocab, parts = 3, 2101, ((0, 700), (700, 2099), (2099, 2101))
+    rows, vocab, parts = 2, 2101, ((0, 700), (700, 2099), (2099, 2101))
     logits = torch.randn(rows, vocab, device=DEVICE).bfloat16()  # with equal ones
     key, position = torch.randint(1 << 62, (2, rows), device=DEVICE)
     given = position, torch.full((rows,), 0.7, device=DEVICE), key, random
