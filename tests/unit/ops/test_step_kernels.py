@@ -96,8 +96,10 @@ def test_the_best_of_the_parts_is_the_best_of_all(random):
         value, token = function(logits, *given)
         found = [function(logits[:, start:stop], *given, None, start) for start, stop in parts]
         values, tokens = (torch.stack(each) for each in zip(*found, strict=True))
-        assert torch.equal(values.amax(0), value)
-        assert torch.equal(torch.where(values == value, tokens, vocab).amin(0), token)
+        # A logarithm's last bit may depend on where in a vector of the processor a number stands.
+        torch.testing.assert_close(values.amax(0), value, rtol=1e-6, atol=1e-6)
+        best = torch.isclose(values, value, rtol=1e-6, atol=1e-6)
+        assert torch.equal(torch.where(best, tokens, vocab).amin(0), token)
 
 
 def test_a_row_of_nan_draws_some_token():
