@@ -210,5 +210,5 @@ def test_the_real_program_reports_a_mistake_in_one_line(tmp_path):
     done = run("app=plugins", "plugins.kin=x", cwd=tmp_path, HYDRA_FULL_ERROR="1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "dovetail: plugins.kin: app=plugins has no option `kin`. Did you mean `kind`? Options: kind, format."
+        "dovetail: plugins.kin: app=plugins has no option `kin`. Did you mean `kind`? Options: kind, package, format."
     ]

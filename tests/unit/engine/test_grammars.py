@@ -159,10 +159,11 @@ def test_where_it_may_end_the_model_decides(llm: LLM) -> None:
     stop = llm.tokenizer.encode("q", special=False)
     assert len(stop) == 1
     bias = {stop[0]: 100.0}
-    params = SamplingParams(grammar=grammar, max_tokens=9, logit_bias=bias, stop_token_ids=tuple(stop))
-    (result,) = llm.generate(PROMPT, params)
+    # The likeliest tokens: "a", "ba", "b" would be no less correct, and end a word later.
+    likeliest = SamplingParams(temperature=0.0, grammar=grammar, max_tokens=9, logit_bias=bias)
+    (result,) = llm.generate(PROMPT, likeliest.model_copy(update={"stop_token_ids": tuple(stop)}))
     assert (result.text, result.completions[0].finish_reason) == ("ab", "stop")
-    (result,) = llm.generate(PROMPT, SamplingParams(grammar=grammar, max_tokens=9, logit_bias=bias, ignore_eos=True))
+    (result,) = llm.generate(PROMPT, likeliest.model_copy(update={"ignore_eos": True}))
     assert re.fullmatch("(ab)+a?", result.text) and result.completions[0].finish_reason == "length"
 
 
