@@ -92,7 +92,7 @@ def test_the_variants_do_what_their_names_say() -> None:
 @pytest.mark.parametrize("allocator", ["prefix_hash", "radix"])
 def test_evicted_prefixes_come_back_from_the_host(allocator: str) -> None:
     """Prompts take turns on a device that holds one of them."""
-    turns = [PROMPTS[n] for n in (0, 1, 3, 5, 0, 1, 3, 5, 0)]
+    turns = [PROMPTS[n] for n in (0, 1, 3, 0, 1, 0)]
 
     def run(*overrides: str) -> tuple[list[list[int]], int, int]:
         with LLM("tiny", overrides=[*BASE, "engine.kv_pages=7", "engine.depth=2", *overrides]) as llm:

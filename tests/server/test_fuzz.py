@@ -19,7 +19,7 @@ def test_no_request_is_a_defect(start, tmp_path):
     # Short sequences: long answers teach nothing here.
     server = start("engine.max_len=32", "serve.timeout=10").wait_ready()
     words = ["run", f"{server.url}/openapi.json", "--phases=fuzzing", f"--checks={','.join(CHECKS)}", "--no-color"]
-    words += ["--max-examples=12", "--generation-deterministic", "--no-shrink", "--request-timeout=20", "--workers=2"]
+    words += ["--max-examples=8", "--generation-deterministic", "--no-shrink", "--request-timeout=20", "--workers=2"]
     schemathesis = Path(sys.executable).with_name("schemathesis")
     argv = [schemathesis, *words]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
