@@ -17,15 +17,12 @@ import triton
 import triton.language as tl
 
 from dovetail.core.ops.kernels.launch import announce, wait
-from dovetail.plugins.attention.triton.lanes import attend_lanes
+from dovetail.plugins.attention.triton.lanes import LOW, attend_lanes
 
 ITEM = tl.constexpr(11)
 """int32 fields of an item: row (-1: unused), first token, tokens, index of the first token's key, first key that one of
 them sees, start and end of the range, first partial row (-1: write the output), length of the row, ranges of the tile,
 the tile's first item."""
-
-LOW = tl.constexpr(-1.0e30)
-"""Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
 
 
 @triton.jit(do_not_specialize=["first_row", "rows", "tokens", "first_part", "target", "capacity"])

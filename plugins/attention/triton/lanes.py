@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-1.0e30)
+LOW = tl.constexpr(-1.0e30)
 """Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
 
 
@@ -59,7 +59,7 @@ def attend_lanes(
     acc = tl.zeros((LANES, BLOCK_V, BLOCK_M), tl.float32)
     odd = acc if PAIRS else 0.0
     total = tl.zeros((LANES, BLOCK_M), tl.float32)
-    m = tl.full((LANES, BLOCK_M), LOWEST, tl.float32)
+    m = tl.full((LANES, BLOCK_M), LOW, tl.float32)
     # The pages of the next block are looked up one block ahead: its addresses then wait for no load.
     page = _pages(table, lo, hi, PAGE, LANES, BLOCK_N)
     for n in range(lo, hi, SPAN):
