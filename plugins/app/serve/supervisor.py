@@ -2,7 +2,7 @@
 
 Each listens with a socket of its own on the same port, and the kernel spreads connections over them by a hash of the
 client's address (SO_REUSEPORT). With one socket for all, connections that come one by one would go to whoever the
-kernel wakes first, which is nearly always the same: of 200 over three processes, 1, 100 and 99.
+kernel wakes first, which is nearly always the same.
 """
 
 from __future__ import annotations
