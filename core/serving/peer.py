@@ -48,6 +48,12 @@ class Peer:
     def listen(self) -> None:
         """Until it is gone; in a thread."""
         try:
+            self._listen()
+        except RuntimeError:
+            log.debug("the event loop is closed: the other process spoke too late")
+
+    def _listen(self) -> None:
+        try:
             while True:
                 message, _ = self._channel.recv()
                 if message["op"] == "error":
@@ -56,8 +62,6 @@ class Peer:
                 self._loop.call_soon_threadsafe(self._take, message)
         except ChannelClosed:
             self._loop.call_soon_threadsafe(self._gone)
-        except RuntimeError:
-            log.debug("the event loop is closed: the other process spoke too late")
 
     # In the event loop.
 
