@@ -13,6 +13,19 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+CLOCKED = ("server", "tp", "contract/collective", "contract/executor", "unit/serving", "unit/executor", "unit/parallel")
+"""Folders whose tests wait for other processes, which a machine that others use can hold up for longer than any deadline
+worth having. A failure there is tried once more, and both tries are reported."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    folders = [here / folder for folder in CLOCKED]
+    for item in items:
+        if any(folder in item.path.parents for folder in folders):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 @pytest.fixture
 def save_lora(tmp_path: Path) -> Callable[..., str]:
     """save_lora("name", seed=1): a folder with a random LoRA of the bundled model, strong enough to change its

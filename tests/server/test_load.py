@@ -106,15 +106,13 @@ def idle(server) -> dict[str, float]:
 
 
 def test_a_client_that_leaves_frees_its_pages(server):
-    body = {"prompt": "x = 1\n", "max_tokens": 2000, "ignore_eos": True}
+    body, before = {"prompt": "x = 1\n", "max_tokens": 2000, "ignore_eos": True}, server.stats()["steps"]
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert server.stats()["running"] == 1
-    # 2000 tokens would take many times longer.
-    began = time.monotonic()
     assert idle(server)["pages_owned"] == 0
-    assert time.monotonic() - began < 1.0
+    assert server.stats()["steps"] - before < 1000
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
     assert idle(server)["pages_owned"] == 0

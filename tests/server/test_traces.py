@@ -54,4 +54,4 @@ def test_a_collector_that_is_not_there_harms_nobody(start):
     assert answer.status_code == 200
     began = time.monotonic()
     assert server.stop() == 0, "".join(server.log)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60

@@ -21,7 +21,7 @@ def gone() -> Callable[[int], bool]:
     """gone(pid): whether the process ends soon."""
 
     def ends(pid: int) -> bool:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while runs(pid):
             if time.monotonic() > deadline:
                 return False

@@ -1,9 +1,9 @@
 """Model folders: what is read, and what is refused with which words."""
 
 import json
+import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -80,11 +80,10 @@ def test_pickles_are_refused(folder):
         list(open_weights(str(folder)))
 
 
-def test_a_missing_folder_is_said_at_once():
-    began = time.perf_counter()
+def test_a_missing_folder_is_said_without_asking_a_hub(monkeypatch):
+    monkeypatch.setattr(socket, "socket", None)
     with pytest.raises(ConfigError, match=r"model\.path=/no/such.*model\.load=dummy"):
         resolve("/no/such")
-    assert time.perf_counter() - began < 0.05
 
 
 def test_generation_config_has_the_last_word_on_eos(folder):
