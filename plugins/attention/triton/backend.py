@@ -44,6 +44,8 @@ PLENTY = 3
 """Programs of whole rows for each multiprocessor from which on ..."""
 SHORT = 2048
 """... rows of at most so many keys are left whole: splitting them evens out less than joining them costs."""
+WHOLE = 1 << 30
+"""Keys of the shortest range where no row is split: more than any row has."""
 INTERPRETED_PROCESSORS = 4
 """Multiprocessors to plan for where there is none."""
 
@@ -225,18 +227,16 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
             items,
             first_row,
             count,
-            tokens,
+            tokens if last else 0,
             part_rows,
             target,
-            tile.least,
+            tile.least if split else WHOLE,
             capacity,
-            TREE=meta.tree_mask_TW is not None,
-            WINDOW=window,
-            QUERIES=queries,
-            BLOCK_N=tile.span,
-            SPLIT=split,
-            PADDING=last,
-            ROWS=max(64, triton.next_power_of_2(count + 1)),
+            int(meta.tree_mask_TW is not None),
+            window,
+            queries,
+            tile.span,
+            ROWS=256,
             BLOCK=64,
             num_warps=1,
         )

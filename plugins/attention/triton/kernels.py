@@ -25,7 +25,12 @@ them sees, start and end of the range, first partial row (-1: write the output),
 the tile's first item."""
 
 
-@triton.jit(do_not_specialize=["first_row", "rows", "tokens", "first_part", "target", "capacity"])
+@triton.jit(
+    do_not_specialize=[
+        *("first_row", "rows", "tokens", "first_part", "target", "least", "capacity", "tree", "window"),
+        *("queries", "block_n"),
+    ]
+)
 def plan_items(
     row_start_ptr,
     kv_len_ptr,
@@ -37,79 +42,64 @@ def plan_items(
     target,
     least,
     capacity,
-    TREE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PADDING: tl.constexpr,
+    tree,
+    window,
+    queries,
+    block_n,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Items of rows [first_row, first_row + rows); with PADDING also of the tokens past the last row.
+    """Items of rows [first_row, first_row + rows), and of the tokens past the last row where `tokens`, the step's, are
+    not 0. `least` keys that no row has leave every row whole.
 
     Program r < rows writes the items of one row, program `rows` those of the padding; the last one marks the unused.
+    All is told by numbers, none by constants: a step of another shape needs no kernel of its own.
     """
     mine = tl.program_id(0)
-    row = tl.arange(0, ROWS)
-    real = row < rows
-    start = tl.load(row_start_ptr + first_row + row, mask=row <= rows, other=0)
-    end = tl.load(row_start_ptr + first_row + row + 1, mask=real, other=0)
-    length = tl.load(kv_len_ptr + first_row + row, mask=real, other=0)
-    if PADDING:
-        end = tl.where(row == rows, tokens, end)
-    else:
-        end = tl.where(row == rows, start, end)
-    count = tl.where(row <= rows, end - start, 0)
-    length = tl.where(count > 0, length, 0)
-    work = length
-    if WINDOW:
-        work = tl.minimum(length, WINDOW + count + BLOCK_N)
-    tiles = tl.cdiv(count, QUERIES)
-    if SPLIT:
-        total = tl.sum(tiles.to(tl.int64) * work, axis=0)
-        share = tl.cdiv(total, target).to(tl.int32)
-        chunk = tl.maximum(share, least)
+    # 64 bits: up to 2 ** 17 tokens of 2 ** 17 keys.
+    total = tl.zeros((), tl.int64)
+    for base in range(0, rows + 1, ROWS):
+        _, _, _, work, tiles = _rows_to_plan(
+            row_start_ptr, kv_len_ptr, first_row, rows, base, tokens, window, queries, block_n, ROWS
+        )
+        total += tl.sum(tiles.to(tl.int64) * work, axis=0)
+    chunk = tl.maximum(tl.cdiv(total, target).to(tl.int32), least)
+    my_start, my_count, my_length, my_work, my_tiles, my_splits, my_first, placed = 0, 0, 0, 0, 0, 0, 0, 0
+    for base in range(0, rows + 1, ROWS):
+        start, count, length, work, tiles = _rows_to_plan(
+            row_start_ptr, kv_len_ptr, first_row, rows, base, tokens, window, queries, block_n, ROWS
+        )
         splits = tl.maximum((work + chunk // 2) // chunk, 1)
-    else:
-        splits = tl.full((ROWS,), 1, tl.int32)
-    items = tiles * splits
-    before = tl.cumsum(items, axis=0) - items
-
-    is_mine = row == mine
-    my_start = tl.sum(tl.where(is_mine, start, 0), axis=0)
-    my_count = tl.sum(tl.where(is_mine, count, 0), axis=0)
-    my_length = tl.sum(tl.where(is_mine, length, 0), axis=0)
-    my_splits = tl.sum(tl.where(is_mine, splits, 0), axis=0)
-    my_work = tl.sum(tl.where(is_mine, work, 0), axis=0)
-    my_tiles = tl.sum(tl.where(is_mine, tiles, 0), axis=0)
+        items = tiles * splits
+        is_mine = base + tl.arange(0, ROWS) == mine
+        my_start += tl.sum(tl.where(is_mine, start, 0), axis=0)
+        my_count += tl.sum(tl.where(is_mine, count, 0), axis=0)
+        my_length += tl.sum(tl.where(is_mine, length, 0), axis=0)
+        my_work += tl.sum(tl.where(is_mine, work, 0), axis=0)
+        my_tiles += tl.sum(tl.where(is_mine, tiles, 0), axis=0)
+        my_splits += tl.sum(tl.where(is_mine, splits, 0), axis=0)
+        my_first += tl.sum(tl.where(is_mine, placed + tl.cumsum(items, axis=0) - items, 0), axis=0)
+        placed += tl.sum(items, axis=0)
+    my_splits = tl.maximum(my_splits, 1)
     my_items = my_tiles * my_splits
-    my_first = tl.sum(tl.where(is_mine, before, 0), axis=0)
-    my_range = tl.cdiv(my_work, tl.maximum(my_splits, 1) * BLOCK_N) * BLOCK_N
+    my_range = tl.cdiv(my_work, my_splits * block_n) * block_n
     if mine == rows + 1:
-        my_first = tl.sum(items, axis=0)
-        my_items = capacity - my_first
+        my_first = placed
+        my_items = capacity - placed
 
     for i in range(0, my_items, BLOCK):
         index = i + tl.arange(0, BLOCK)
         ok = index < my_items
+        place = index % my_splits
         # The last tile of a prompt sees the most keys: it comes first, so that the grid ends evenly.
-        query = (my_tiles - 1 - index // tl.maximum(my_splits, 1)) * QUERIES
+        query = (my_tiles - 1 - index // my_splits) * queries
         at = my_length - my_count + query
-        n = tl.minimum(my_count - query, QUERIES)
-        seen_from = tl.zeros((BLOCK,), tl.int32)
-        if WINDOW:
-            seen_from = tl.maximum(at - WINDOW + 1, 0)
-        seen_to = tl.minimum(at + n, my_length)
-        if TREE:
-            seen_to = tl.zeros((BLOCK,), tl.int32) + my_length
-        lo = seen_from // BLOCK_N * BLOCK_N
-        hi = seen_to
-        part = tl.full((BLOCK,), -1, tl.int32)
-        if SPLIT:
-            lo += index % tl.maximum(my_splits, 1) * my_range
-            hi = tl.minimum(hi, lo + my_range)
-            part = tl.where(my_splits > 1, first_part + (my_first + index) * QUERIES, -1)
+        n = tl.minimum(my_count - query, queries)
+        seen_from = tl.where(window > 0, tl.maximum(at - window + 1, 0), 0)
+        seen_to = tl.where(tree != 0, my_length, tl.minimum(at + n, my_length))
+        lo = seen_from // block_n * block_n + place * my_range
+        hi = tl.where(my_splits > 1, tl.minimum(seen_to, lo + my_range), seen_to)
+        part = tl.where(my_splits > 1, first_part + (my_first + index) * queries, -1)
         item_row = tl.where(mine > rows, -1, first_row + tl.minimum(mine, rows - 1)) + tl.zeros((BLOCK,), tl.int32)
         to = items_ptr + (my_first + index) * ITEM
         tl.store(to, item_row, mask=ok)
@@ -122,7 +112,24 @@ def plan_items(
         tl.store(to + 7, part, mask=ok)
         tl.store(to + 8, my_length, mask=ok)
         tl.store(to + 9, my_splits + tl.zeros((BLOCK,), tl.int32), mask=ok)
-        tl.store(to + 10, my_first + index - index % tl.maximum(my_splits, 1), mask=ok)
+        tl.store(to + 10, my_first + index - place, mask=ok)
+
+
+@triton.jit
+def _rows_to_plan(
+    row_start_ptr, kv_len_ptr, first_row, rows, base, tokens, window, queries, block_n, ROWS: tl.constexpr
+):
+    """Of ROWS rows from `base` on: first token, tokens, length, keys that they read, tiles. Row `rows` is the padding."""
+    row = base + tl.arange(0, ROWS)
+    real = row < rows
+    start = tl.load(row_start_ptr + first_row + row, mask=row <= rows, other=0)
+    end = tl.load(row_start_ptr + first_row + row + 1, mask=real, other=0)
+    end = tl.where(row == rows, tl.maximum(tokens, start), end)
+    count = tl.where(row <= rows, end - start, 0)
+    length = tl.load(kv_len_ptr + first_row + row, mask=real, other=0)
+    length = tl.where(count > 0, length, 0)
+    work = tl.where(window > 0, tl.minimum(length, window + count + block_n), length)
+    return start, count, length, work, tl.cdiv(count, queries)
 
 
 @triton.jit
