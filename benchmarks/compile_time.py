@@ -18,28 +18,16 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from dovetail.core.compose import Host, compose
-from dovetail.core.engine import runner as engine_runner
+from dovetail.core.compose import compose
 from dovetail.core.engine.runner import Runner
-from dovetail.core.engine.step_clock import StepClock
-from dovetail.core.layers.weights import DummyTensor
-from dovetail.core.testing.compiling import compiled_for_hopper
-
-HOST = Host(device="cuda", device_count=1, compute_capability=(9, 0), memory_bytes=140 << 30, platform="linux")
-IN_PLACE = {torch.Tensor.__setitem__, torch.Tensor.copy_}
+from dovetail.core.testing.no_gpu import no_gpu
 
 
 @dataclass
@@ -52,105 +40,6 @@ class Variant:
     @property
     def seconds(self) -> float:
         return sum(self.stages.values())
-
-
-class _NoGPU(TorchFunctionMode):
-    """CPU tensors are real, since hosts look at numbers; a GPU's have none. A CPU build of torch refuses some calls on
-    these before it sees that they are fake: their results are made from what the meta device says."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        if not any(map(_on_gpu, tree_leaves((args, kwargs)))):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        if func in IN_PLACE:
-            return args[0]
-        if func is torch.Tensor.to and not isinstance(args[0], FakeTensor):
-            return torch.empty(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype), device="cuda")
-        if func is torch.Tensor.__getitem__:
-            return _view(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            if "not linked with support for cuda" not in str(error):
-                raise
-        with torch._C.DisableTorchFunction(), unset_fake_temporarily():
-            out = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
-        return tree_map(_to_gpu, out)
-
-
-def _view(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
-    """tensor[index] by calls that are not refused, so that a view keeps its place and thus its alignment."""
-    dim = 0
-    for place, each in enumerate(index):
-        if each is None:
-            tensor, dim = tensor.unsqueeze(dim), dim + 1
-        elif each is Ellipsis:
-            dim = tensor.dim() - (len(index) - place - 1)
-        elif isinstance(each, slice):
-            tensor, dim = torch.ops.aten.slice.Tensor(tensor, dim, each.start, each.stop, each.step or 1), dim + 1
-        elif isinstance(each, int):
-            tensor = tensor.select(dim, each)
-        else:
-            tensor, dim = torch.ops.aten.index.Tensor(tensor, [None] * dim + [each]), dim + 1
-    return tensor
-
-
-def _on_gpu(given: Any) -> bool:
-    if isinstance(given, torch.Tensor):
-        return isinstance(given, FakeTensor)
-    return isinstance(given, str | torch.device) and str(given).startswith("cuda")
-
-
-def _to_meta(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
-    return torch.device("meta") if isinstance(given, torch.device) else given
-
-
-def _to_gpu(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cuda")
-    return given
-
-
-@contextmanager
-def no_gpu() -> Iterator[None]:
-    with ExitStack() as stack:
-
-        def swap(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(patch.object(owner, name, value))
-
-        stack.enter_context(compiled_for_hopper())
-        fake = active_fake_mode()
-        assert fake is not None
-        fake.allow_non_fake_inputs = True
-        stack.enter_context(_NoGPU())
-        swap(torch.cuda, "device_count", lambda: 1)
-        swap(torch.cuda, "set_device", lambda device: None)
-        swap(torch.cuda, "synchronize", lambda device=None: None)
-        swap(torch.cuda, "get_device_name", lambda device: "H200")
-        swap(FakeTensor, "data_ptr", lambda self: 4096 + self.storage_offset() * self.element_size())
-        swap(DummyTensor, "__getitem__", _without_values)
-        swap(StepClock, "mark", lambda self: 0.0)
-        swap(engine_runner, "detect_host", lambda device: HOST)
-        swap(engine_runner, "reason_against_graphs", lambda *given: None)
-        swap(engine_runner, "compile_ahead", _one_after_another)
-        swap(engine_runner.Outcomes, "send", lambda *given: None)
-        yield
-
-
-def _without_values(self: DummyTensor, index: Any) -> torch.Tensor:
-    return torch.empty(self.weight.shape, dtype=self.dtype, device=self.device)[index]
-
-
-@contextmanager
-def _one_after_another(workers: int) -> Iterator[None]:
-    yield
-
-
-def _no_graph(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    return lambda: None, call()
 
 
 def compiled(overrides: Sequence[str]) -> list[Variant]:
@@ -175,8 +64,8 @@ def compiled(overrides: Sequence[str]) -> list[Variant]:
         with torch.inference_mode():
             runner._rehearse()
         when = "captured"
-        with runner._trial(runner.engine.page_size):
-            runner.step_graphs().capture(_no_graph, quiet)
+        runner._why_no_graphs = None
+        runner.bind({group.id: 256 for group in runner.groups})
     return found
 
 

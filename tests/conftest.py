@@ -14,8 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 CLOCKED = ("server", "tp", "contract/collective", "contract/executor", "unit/serving", "unit/executor", "unit/parallel")
-"""Folders whose tests wait for other processes, which a machine that others use can hold up for longer than any deadline
-worth having. A failure there is tried once more, and both tries are reported."""
+"""Folders whose tests wait for other processes, which a machine that others use can hold up for longer than any
+deadline worth having. A failure there is tried once more, and both tries are reported."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

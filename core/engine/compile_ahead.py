@@ -6,6 +6,7 @@ process of its own, so threads share it well.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+log = logging.getLogger(__name__)
 
 MOST_WORKERS = 32
 
@@ -50,6 +53,22 @@ def compile_ahead(workers: int) -> Iterator[None]:
                 yield
         finally:
             JITFunction.run, Autotuner.run = launch, tune
+
+
+def report_late_kernels(on: bool) -> None:
+    """While on, each kernel that this process still has to compile is reported: a step and all its requests wait for
+    it. Whoever listens to Triton's compilations already is left in his place."""
+    from triton import knobs
+
+    if knobs.compilation.listener in (None, _report):
+        knobs.compilation.listener = _report if on else None
+
+
+def _report(*, src: Any, times: Any, cache_hit: bool, **more: Any) -> None:
+    taken = "read from Triton's cache" if cache_hit else "compiled"
+    log.warning(
+        "a step waited %.2f s until kernel %s was %s: start-up did not meet it", times.total / 1e6, src.name, taken
+    )
 
 
 class _NewIsZero(TorchFunctionMode):

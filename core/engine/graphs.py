@@ -23,7 +23,7 @@ import torch
 from dovetail.core.engine.adapters import adapting
 from dovetail.core.engine.batch import Batch, Rows, lay_out
 from dovetail.core.engine.device_state import DeviceState
-from dovetail.core.engine.sampler import SampleParams, sample, sample_over_ranks
+from dovetail.core.engine.sampler import DRAWS, SampleParams, sample, sample_over_ranks
 from dovetail.core.engine.sampling_step import Sampled, advance_chunks, chunk_section, sampling_section
 from dovetail.core.interfaces import (
     Adapters,
@@ -45,10 +45,6 @@ if TYPE_CHECKING:
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Any]], tuple[Replay, Any]]
 """Runs a call and says how to run it again, and what it returned: tensors that each repetition writes anew."""
-
-
-DRAWS = ((False, False), (True, False), (True, True))
-"""Kinds of drawing: whether some row is random, and whether some row is filtered."""
 
 
 class Recorder:

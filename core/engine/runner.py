@@ -22,7 +22,7 @@ from dovetail.core.checkpoint import open_weights
 from dovetail.core.engine.adapters import adapting
 from dovetail.core.engine.batch import Batch, Rows, build_batch
 from dovetail.core.engine.capturable import reason_against_graphs
-from dovetail.core.engine.compile_ahead import compile_ahead, compile_workers
+from dovetail.core.engine.compile_ahead import compile_ahead, compile_workers, report_late_kernels
 from dovetail.core.engine.device_state import DeviceState, SlotInfo
 from dovetail.core.engine.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
 from dovetail.core.engine.graphs import ForwardGraph, Recorder, StepGraphs
@@ -31,6 +31,7 @@ from dovetail.core.engine.outcomes import Outcomes, prompt_logprobs
 from dovetail.core.engine.overlap import OverlappedForward, why_useless
 from dovetail.core.engine.pooling import pooled_states
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
+from dovetail.core.engine.sampler import rehearse_float32
 from dovetail.core.engine.sampling_step import (
     Sampled,
     advance_chunks,
@@ -177,6 +178,7 @@ class Runner:
         # Parts that can be captured take whatever the device holds; others may index by what no kernel wrote.
         if why_no_graphs is None:
             progress("compile kernels", None)
+            report_late_kernels(False)
             self._compile_kernels()
             clock = phase("compile kernels", clock)
         progress("measure memory", None)
@@ -224,6 +226,8 @@ class Runner:
             self._rehearse()
             with self._trial(self.engine.page_size):
                 self.step_graphs().rehearse()
+                if self.processors:
+                    rehearse_float32(self.state, self.spec.vocab)
 
     def _rehearse(self) -> None:
         """The most expensive steps: a full token budget in one chunk, and every slot sampling. Then the mixed ones, so
@@ -290,6 +294,7 @@ class Runner:
             recorder = Recorder()
             self.graphs.capture(recorder, self._progress)
             recorder.close()
+            report_late_kernels(True)
             self._phases["capture graphs"] = time.perf_counter() - began
 
     def step_graphs(self) -> StepGraphs:

@@ -7,11 +7,18 @@ normalised distribution nor, on a GPU, a sort.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from dovetail.core.interfaces import Model
 from dovetail.core.ops.step import best, draw, least_kept, scaled
+
+if TYPE_CHECKING:
+    from dovetail.core.engine.device_state import DeviceState
+
+DRAWS = ((False, False), (True, False), (True, True))
+"""Kinds of drawing: whether some row is random, and whether some row is filtered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,17 @@ def sample(logits_NV: torch.Tensor, position_N: torch.Tensor, params: SamplePara
     """One token id a row, int64 [N]; position_N counts the tokens before the one drawn."""
     least_N = least_logit(logits_NV, params)
     return draw(logits_NV, position_N, params.temperature_N, params.key_N, params.random, least_N)
+
+
+def rehearse_float32(state: DeviceState, vocab: int) -> None:
+    """Draw in each way from what a logits processor returns, so that nobody's first penalty waits for kernels."""
+    logits_NV = torch.zeros(1, vocab, device=state.device)
+    slots_N = torch.tensor([state.scratch], device=state.device)
+    of_slots = state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S, state.key_S
+    temperature_N, top_k_N, top_p_N, min_p_N, key_N = (t[slots_N] for t in of_slots)
+    for random, filtered in DRAWS:
+        params = SampleParams(temperature_N, top_k_N, top_p_N, min_p_N, key_N, random=random, filtered=filtered)
+        sample(logits_NV, slots_N, params)
 
 
 def sample_over_ranks(

@@ -38,12 +38,16 @@ class Compiled:
     """Every @triton.jit function that some launch contained, "module:name"."""
     kernels: list[tuple[str, CompiledKernel]] = field(default_factory=list)
     """What each launch compiled: its name, and Triton's result, whose `asm` holds "ptx" and "cubin"."""
+    variants: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Name, and what Triton tells one compilation of it from another by: types, alignment, constants, options. In the
+    order in which they were first launched."""
 
 
 @contextmanager
-def compiled_for_hopper() -> Iterator[Compiled]:
+def compiled_for_hopper(machine_code: bool = True) -> Iterator[Compiled]:
     """Within, device="cuda" gives tensors without data, and each kernel launch compiles the kernel for an H200, down to
-    machine code, in place of running it. What the compiler refuses is raised at the launch.
+    machine code, in place of running it. What the compiler refuses is raised at the launch. Without `machine_code`
+    nothing is compiled, and the variants of kernels are noted alone: milliseconds a launch.
 
     Call the functions that launch kernels, so that what is compiled is what they would launch: types, alignment,
     options and block sizes. Whatever looks at a tensor's values fails.
@@ -51,7 +55,7 @@ def compiled_for_hopper() -> Iterator[Compiled]:
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET=1 makes kernels Python; compiling them needs a process without it")
     compiled = Compiled()
-    run, inline = JITFunction.run, CodeGenerator.call_JitFunction
+    run, inline, compile_variant = JITFunction.run, CodeGenerator.call_JitFunction, JITFunction._do_compile
     touched: set[JITFunction] = set()
 
     def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -59,6 +63,8 @@ def compiled_for_hopper() -> Iterator[Compiled]:
         compiled.functions.add(_name(kernel))
         compiled.launches += 1
         found = run(kernel, *args, grid=grid, warmup=True, **options)
+        if not machine_code:
+            return found
         compiled.kernels.append((_name(kernel), found))
         if found.metadata.shared > SHARED_BYTES:
             raise ValueError(
@@ -66,6 +72,14 @@ def compiled_for_hopper() -> Iterator[Compiled]:
                 f"{SHARED_BYTES}: smaller blocks or fewer stages ({found.metadata.num_stages} now)"
             )
         return found
+
+    def note(kernel: JITFunction, key: str, *how: Any) -> Any:
+        compiled.variants[_name(kernel), key] = None
+        if machine_code:
+            return compile_variant(kernel, key, *how)
+        in_memory = kernel.device_caches[DEVICE][0]
+        in_memory[key] = key
+        return key
 
     def call(self: CodeGenerator, fn: JITFunction, *args: Any, **options: Any) -> Any:
         compiled.functions.add(_name(fn))
@@ -76,6 +90,7 @@ def compiled_for_hopper() -> Iterator[Compiled]:
     try:
         with ExitStack() as stack:
             stack.enter_context(patch.object(JITFunction, "run", compile_only))
+            stack.enter_context(patch.object(JITFunction, "_do_compile", note))
             stack.enter_context(patch.object(CodeGenerator, "call_JitFunction", call))
             stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
             stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY))

@@ -119,7 +119,7 @@ def plan_items(
 def _rows_to_plan(
     row_start_ptr, kv_len_ptr, first_row, rows, base, tokens, window, queries, block_n, ROWS: tl.constexpr
 ):
-    """Of ROWS rows from `base` on: first token, tokens, length, keys that they read, tiles. Row `rows` is the padding."""
+    """Of ROWS rows from `base` on: first token, tokens, length, keys to read, tiles. Row `rows` is the padding."""
     row = base + tl.arange(0, ROWS)
     real = row < rows
     start = tl.load(row_start_ptr + first_row + row, mask=row <= rows, other=0)

@@ -70,7 +70,8 @@ def test_rounds_are_in_turns_and_a_machine_that_slows_down_makes_a_tie(
 
 
 def test_a_race(layouts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """At a hundredth of a simulated H200's pace, which no busy machine disturbs, eight ranks answer one request sooner than one; the third cannot start."""
+    """At a hundredth of a simulated H200's pace, so that nothing else counts, eight ranks answer one request sooner
+    than one; the third cannot start."""
     conf = tmp_path / "conf" / "workload"
     conf.mkdir(parents=True)
     (conf / "few.yaml").write_text("defaults: [fixed, _self_]\nrequests: 2\nprompt_tokens: 8\noutput_tokens: 6\n")

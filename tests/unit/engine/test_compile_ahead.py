@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from dovetail.core.engine.compile_ahead import compile_ahead
+from dovetail.core.engine.compile_ahead import compile_ahead, report_late_kernels
 from dovetail.core.ops import rms_norm, silu_and_mul
 from dovetail.core.testing.compiling import compiled_for_hopper
 
@@ -40,6 +40,27 @@ def test_launches_compile_in_the_pool(compiling: list[str]) -> None:
         assert JITFunction.run is launch
     assert compiled.launches == 4
     assert len(compiling) == 2 and all(name.startswith("compile") for name in compiling)
+
+
+def test_a_kernel_that_comes_late_is_reported(compiling: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    def launch(columns: int) -> None:
+        silu_and_mul(torch.empty(3, columns, dtype=torch.bfloat16, device="cuda"))
+
+    with compiled_for_hopper():
+        report_late_kernels(True)
+        launch(72)
+        assert len(compiling) == 1 and not caplog.text, "somebody else listens"
+        knobs.compilation.listener = None
+        report_late_kernels(True)
+        launch(72)
+        assert not caplog.text, "it is there already"
+        launch(4096)
+        launch(4096)
+        report_late_kernels(False)
+        launch(8192)
+    assert knobs.compilation.listener is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "silu_and_mul" in record.message and "was compiled" in record.message
 
 
 def test_what_nothing_wrote_reads_as_zeros() -> None:

@@ -1,0 +1,98 @@
+"""Start-up compiles every kernel that a step can need: else whoever meets a new one waits for its compilation, and so
+do all who are served beside him.
+
+The plans are those of a real engine, whose device is simulated; a rank on an H200 that is not there carries them out.
+DOVETAIL_KERNELS=all takes more models, and presets as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+
+import pytest
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton's launcher", allow_module_level=True)
+
+from dovetail.core.compose import compose
+from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.runner import Runner
+from dovetail.core.interfaces import SamplingParams
+from dovetail.core.testing.no_gpu import no_gpu
+
+EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
+# Widths are those of the model: what is launched follows from them. Layers are alike.
+SHAPES = ["model.load=dummy", "model.hf.num_hidden_layers=2", "engine.kv_pages=4000", "engine.max_len=2304"]
+if not EVERYTHING:
+    SHAPES += ["engine.max_seqs=160", "engine.graph_tokens=64", "engine.token_budget=2048"]
+PRESETS, MODELS = ["h200_fp8_tp1"], ["llama3_8b"]
+if EVERYTHING:
+    PRESETS += ["h200_bf16_tp1"]
+    MODELS += ["llama2_7b", "llama3_70b", "mistral_7b", "qwen25_7b", "qwen3_8b", "falcon_7b", "gptj_6b"]
+CASES = [f"+preset={preset} model={model}" for preset in PRESETS for model in MODELS]
+SIMULATED = ["executor=simulated", "engine.device=cpu", "attention=sdpa", "cost=none", "engine.kv_dtype=auto"]
+KINDS = {
+    "greedy": dict(temperature=0.0),
+    "random": dict(temperature=0.7),
+    "filtered": dict(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01),
+    "logprobs": dict(temperature=0.7, top_p=0.9, logprobs=3),
+    "prompt": dict(prompt_logprobs=2),
+    "penalties": dict(temperature=0.7, presence_penalty=0.5, logit_bias={5: 1.0}, min_tokens=1),
+}
+Do = Callable[[Runner], None]
+
+
+def served(rng: random.Random, *overrides: str) -> Iterator[Do]:
+    """What a rank is told while requests come and go: few and many, of all kinds, in chunks and one token a step."""
+    engine = Engine(compose([*overrides, *SHAPES, *SIMULATED]))
+    engine.start()
+    told: deque[Do] = deque()
+    submit, complete = engine.executor.submit, engine.executor.complete
+
+    def noted_submit(plan, blobs):
+        mine = deepcopy(plan), dict(blobs)
+        told.append(lambda runner: runner.execute(*mine))
+        submit(plan, blobs)
+
+    def noted_complete(late):
+        told.append(lambda runner: runner.complete(late))
+        complete(late)
+
+    engine.executor.submit, engine.executor.complete = noted_submit, noted_complete
+    try:
+        for crowd, kinds in (
+            (1, ["greedy"]),
+            (3, ["greedy", "filtered"]),
+            (90, ["greedy", "random"]),
+            (200, list(KINDS)),
+        ):
+            for _ in range(crowd):
+                prompt = [rng.randrange(1000) for _ in range(rng.choice((1, 17, 64, 200, 500, 2200)))]
+                params = SamplingParams(max_tokens=rng.choice((1, 4, 6)), ignore_eos=True, **KINDS[rng.choice(kinds)])
+                engine.add(prompt[: engine.info.max_len - params.max_tokens - 1], params)
+            while engine.has_work:
+                engine.step()
+                yield from told
+                told.clear()
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_launches_what_start_up_has_not_compiled(case: str) -> None:
+    calls = list(served(random.Random(0), *case.split()))
+    with no_gpu(machine_code=False) as compiled:
+        runner = Runner(compose([*case.split(), *SHAPES]))
+        info = runner.load(lambda phase, share: None)
+        runner.bind(info.num_pages)
+        ready = len(compiled.variants)
+        for call in calls:
+            call(runner)
+        late = list(compiled.variants)[ready:]
+    assert ready > 30, "start-up launched the house's kernels"
+    assert not late
