@@ -130,7 +130,9 @@ class Runner:
         model_class = selected.target()
         spec = self.spec = model_class.spec(selected.config)
         self.dtype = resolve_dtype(engine.dtype, spec.dtype, device)
-        self.max_len = min(engine.max_len or spec.max_len, spec.max_len)
+        self.max_len = spec.longest(engine.max_len)
+        if engine.max_len is not None and self.max_len < engine.max_len:
+            note(f"engine.max_len={engine.max_len}, and the model was made for {self.max_len}: sequences end there")
         self.attention = composition.build("attention")
         self.drafter = composition.build("spec_decode")
         quantizer, source = composition.build("quant"), model_class.source(selected.config)

@@ -121,6 +121,10 @@ class ModelSpec:
     head: bool = True
     """It can generate. Without a head `logits` is never called."""
 
+    def longest(self, wanted: int | None) -> int:
+        """Tokens of the longest sequence where so many are wanted: never more than the model was made for."""
+        return min(wanted or self.max_len, self.max_len)
+
     def kv_bytes_per_token(self, dtype_bytes: int, tp: int = 1) -> int:
         """KV cache of one token over all layers, on one of `tp` ranks, before any window slides. Heads are split over
         ranks as far as there are any; a compressed latent is on every rank."""

@@ -1,4 +1,4 @@
-"""Which slower paths this process took, in words, so that start-up can list them."""
+"""Where this process took a slower path or gave less than was asked for, in words, so that start-up can list it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _notes: dict[str, None] = {}
 
 
 def note(text: str) -> None:
-    """Record a slower path once."""
+    """Record it once."""
     _notes[text] = None
 
 

@@ -76,7 +76,7 @@ class SimulatedExecutor(Executor):
         spec: ModelSpec = model.target().spec(model.config)
         self._vocab, self._hidden, self._ends = spec.vocab, spec.hidden, frozenset(spec.eos_ids)
         self._cost = bind_cost(composition, spec, "simulated")
-        max_len = min(engine.max_len or spec.max_len, spec.max_len)
+        max_len = spec.longest(engine.max_len)
         groups = _groups(spec, engine.page_size)
         budget = {group.id: engine.token_budget if group.window else 0 for group in groups}
         pages = {

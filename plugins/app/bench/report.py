@@ -55,7 +55,7 @@ def _where(result: dict[str, Any]) -> str:
     spread = f" ({' '.join(f'{name}={n}' for name, n in layout.items() if n > 1)})" if gpus > 1 else ""
     phases = f" ({', '.join(long)})" if long else ""
     lines = [f"{many}{startup['device']}{spread}, started in {startup['startup_s']:.1f} s{phases}"]
-    return "\n".join(lines + [f"slower path: {note}" for note in startup["slower_paths"]])
+    return "\n".join(lines + [f"note: {note}" for note in startup["slower_paths"]])
 
 
 def _rows(result: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ class Target(ABC):
         spec: ModelSpec = model.facts() or model.target().spec(model.config)
         self.vocab = spec.vocab
         """Prompt ids lie in [0, vocab)."""
-        self.max_len = min(composition.engine.max_len or spec.max_len, spec.max_len)
+        self.max_len = spec.longest(composition.engine.max_len)
         """Tokens of the longest sequence; start may find that it is less."""
 
     @property

@@ -87,7 +87,7 @@ class GenerateApp(App):
         phases = f" ({', '.join(long)})" if long else ""
         self._console.print(f"[dim]{info.device}, started in {llm.start_seconds:.1f} s{phases}[/]")
         for note in info.notes:
-            self._console.print(f"[dim]slower path: {note}[/]")
+            self._console.print(f"[dim]note: {note}[/]")
         return llm
 
     def _stream(self, llm: LLM, prompt: str, params: SamplingParams) -> float:

@@ -105,5 +105,5 @@ def make_plan(composition: Composition) -> Plan:
     stated: AdapterFacts | None = adapter.facts()
     if stated is None:
         raise ConfigError(f"adapter={adapter.name} does not state what its slots take: plan with adapter=none")
-    max_len = min(composition.engine.max_len or spec.max_len, spec.max_len)
+    max_len = spec.longest(composition.engine.max_len)
     return Plan(spec, composition.engine, cost.formats, cost, stated, memory * 1e9, max_len)

@@ -36,7 +36,7 @@ def tell_ready(fleet: Fleet) -> None:
     engines = f"{replicas} replicas" if replicas > 1 else "engine"
     log.info("ready: %s on %s, %s started in %.1f s", info.model, info.device, engines, info.start_seconds)
     for note in info.notes:
-        log.info("slower path: %s", note)
+        log.info("note: %s", note)
 
 
 def tell_stopping(fleet: Fleet, config: ServeConfig) -> None:

@@ -92,3 +92,14 @@ def test_they_are_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(CapacityError, match="GiB of weights"):
         Engine(compose(["engine.device=cpu"])).start(lambda phase, share: phases.append(phase))
     assert phases == []
+
+
+def test_a_length_that_the_model_was_not_made_for_is_told() -> None:
+    engine = Engine(compose(["+preset=tiny_cpu", "engine.max_len=1000000"]))
+    engine.start()
+    try:
+        assert engine.info.max_len == engine.info.spec.max_len < 1000000
+        told = f"engine.max_len=1000000, and the model was made for {engine.info.max_len}"
+        assert any(told in note for note in engine.info.notes)
+    finally:
+        engine.shutdown()
