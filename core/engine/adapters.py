@@ -44,10 +44,15 @@ joins its batch: adapters that took turns for each request would leave the devic
 def check_folders(composition: Composition) -> None:
     """Those of adapters to begin with are there: told before the model is loaded."""
     if "adapter" in composition.parts:
-        part = composition.part("adapter")
-        for name, folder in part.target().initial(part.config).items():
+        for name, folder in _initial(composition).items():
             if not Path(folder).is_dir():
                 raise ConfigError(f"adapter {name}: there is no folder {folder}")
+
+
+def _initial(composition: Composition) -> Mapping[str, str]:
+    part = composition.part("adapter")
+    found: Mapping[str, str] = part.target().initial(part.config)
+    return found
 
 
 class AdapterSlots(Resource):
@@ -143,8 +148,9 @@ class AdapterTable:
     """Adapters by name. The engine's thread alone calls it."""
 
     def __init__(self, executor: Executor, slots: int) -> None:
+        """0 slots: there are no adapters, and asking for one is refused."""
         self.slots = AdapterSlots(slots)
-        self._executor = executor
+        self._executor, self._served = executor, slots > 0
         self._loads = itertools.count(1)
         self._loaded: dict[str, _Loaded] = {}
         self._leaving: set[str] = set()
@@ -155,9 +161,15 @@ class AdapterTable:
         """Of adapters that requests may choose -> folder."""
         return {name: entry.folder for name, entry in self._loaded.items() if _ready(entry)}
 
+    def load_first(self, composition: Composition) -> None:
+        """What the composition names. Blocks."""
+        for future in [self.load(name, folder) for name, folder in _initial(composition).items()]:
+            future.result()
+
     def load(self, name: str, folder: str) -> Future[None]:
         """Steps go on meanwhile. The name is taken from now on, and can be chosen once the future is done; where that
         fails, the name is free again."""
+        self._check_served()
         if not name or len(name) > _LONGEST_NAME or not name.isprintable():
             raise RequestError(f"adapter: {name!r} is no name: give 1 to {_LONGEST_NAME} printable characters")
         self._purge()
@@ -172,6 +184,7 @@ class AdapterTable:
     def unload(self, name: str, used: Collection[str]) -> None:
         """No new request may choose it; it is gone when the last one that runs with it has ended. `used`: keys of all
         sequences."""
+        self._check_served()
         self._purge()
         entry = self._loaded.get(name)
         if entry is None:
@@ -196,10 +209,15 @@ class AdapterTable:
 
     def key(self, name: str) -> str:
         """For Request.adapter."""
+        self._check_served()
         entry = self._loaded.get(name)
         if entry is None or not _ready(entry):
             raise self._unknown(name)
         return entry.key
+
+    def _check_served(self) -> None:
+        if not self._served:
+            raise RequestError("adapter: this engine has none (adapter=none); adapter=lora serves some", status=404)
 
     def _purge(self) -> None:
         """What could not be loaded; some ranks may have read it."""

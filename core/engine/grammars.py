@@ -18,10 +18,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.core.errors import RequestError
-from dovetail.core.interfaces import FinishReason, Grammar, GrammarCompiler, Matcher, Sequence, Status, Vocabulary
+from dovetail.core.interfaces import (
+    FinishReason,
+    Grammar,
+    GrammarCompiler,
+    Matcher,
+    ModelSpec,
+    Sequence,
+    Status,
+    Vocabulary,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from dovetail.core.compose import Composition
 
 log = logging.getLogger(__name__)
 
@@ -264,6 +275,20 @@ class Grammars:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for _ in self._threads:
             self._asked.put(None)
+
+
+def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool) -> Grammars | None:
+    """None = the app has no such part. `patient`: no row may sit a step out, however late its mask."""
+    if "grammar" not in composition.parts:
+        return None
+    model = composition.part("model")
+    folder = model.target().source(model.config).folder
+    tokenizer = None if folder is None else folder / "tokenizer.json"
+    if tokenizer is not None and not tokenizer.is_file():
+        tokenizer = None
+    vocabulary = Vocabulary(spec.vocab, spec.eos_ids, tokenizer)
+    compiler = composition.build("grammar", vocabulary=vocabulary)
+    return Grammars(compiler, vocabulary, threading.TIMEOUT_MAX if patient else composition.engine.mask_wait)
 
 
 def _words(error: BaseException) -> str:

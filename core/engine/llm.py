@@ -17,8 +17,10 @@ import numpy as np
 
 from dovetail.core.compose import compose
 from dovetail.core.compose.wording import words
-from dovetail.core.engine.engine import Counters, Engine, SequenceEvent
+from dovetail.core.engine.counters import Counters
+from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.output import REASONS, Completion, Delta, Generation, StopWatch, Timing, cut
+from dovetail.core.engine.results import SequenceEvent
 from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import EmbeddingSpec, FinishReason, Pooling, Progress, SamplingParams, Sequence
 

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
-from dovetail.core.engine.engine import Counters, Engine, SequenceEvent
+from dovetail.core.engine.counters import Counters
+from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.output import REASONS
+from dovetail.core.engine.results import SequenceEvent
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence, TokenLogprobs
 from dovetail.core.parallel.channel import Channel, ChannelClosed

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from dovetail.core.engine.engine import Counters, SequenceEvent
+from dovetail.core.engine.counters import Counters
 from dovetail.core.engine.intake import Intake
 from dovetail.core.engine.output import REASONS
+from dovetail.core.engine.results import SequenceEvent
 from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import (
     ExecutorInfo,

@@ -15,7 +15,9 @@ from dovetail.plugins.app.bench.metrics import Timeline
 from dovetail.plugins.app.bench.target import OnDone, Target
 
 if TYPE_CHECKING:
-    from dovetail.core.engine.engine import Counters, Engine, SequenceEvent
+    from dovetail.core.engine.counters import Counters
+    from dovetail.core.engine.engine import Engine
+    from dovetail.core.engine.results import SequenceEvent
     from dovetail.core.serving.protocol import EngineStats
     from dovetail.core.serving.replicated import ReplicatedEngine
 

@@ -125,7 +125,7 @@ def test_drafts_in_flight_are_refused(options: list[str], refused: bool, monkeyp
     def stop(*args: object) -> None:
         raise Started
 
-    monkeypatch.setattr("dovetail.core.engine.engine.check_weights_fit", stop)
+    monkeypatch.setattr("dovetail.core.engine.fit.check_weights_fit", stop)
     with pytest.raises(CapabilityError if refused else Started) as caught:
         Engine(compose(["attention=flashinfer", *options])).start()
     if refused:

@@ -12,7 +12,9 @@ from dovetail.core.compose import Host, compose
 from dovetail.core.engine import host
 from dovetail.core.engine.capacity import check_weights_fit
 from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.fit import check_fit
 from dovetail.core.errors import CapabilityError, CapacityError
+from dovetail.core.interfaces import Model
 from dovetail.plugins.model.llama.families import spec_of
 
 CODE = """
@@ -53,6 +55,18 @@ def test_a_model_that_cannot_run_is_refused_before_anything_is_loaded(model: str
     for fact, conflict in zip(facts, caught.value.conflicts, strict=True):
         assert f"requires model with {fact} false" in conflict and "MistralForCausalLM" in conflict
         assert f"Would work: a checkpoint with {fact} false" in conflict
+
+
+def test_parts_that_cannot_wait_are_refused_together_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    composition = compose(["spec_decode=ngram", "engine.depth=2", "engine.device=cpu", "engine.overlap_tokens=64"])
+    check_fit(composition)
+    monkeypatch.setattr(composition.part("spec_decode").target(), "needs_host_tokens", True)
+    monkeypatch.setattr(composition.part("model").target(), "layers", Model.layers)
+    with pytest.raises(CapabilityError) as caught:
+        check_fit(composition)
+    drafts, halves = caught.value.conflicts
+    assert "spec_decode=ngram drafts from tokens on the host" in drafts and "Would work: engine.depth=1." in drafts
+    assert "model=" in halves and "Would work: engine.overlap_tokens=0." in halves
 
 
 def gpu(gigabytes: float) -> Host:
