@@ -73,7 +73,8 @@ def lay_out_tokens_triton(
     device = slots_B.device
     ids_T = torch.empty(total, dtype=torch.int32, device=device)
     # Each begins where 16 bytes may be read at a time: an odd total would need kernels of its own.
-    positions_T, rows_T, slots_T = torch.empty(3, total + total % 2, dtype=torch.int64, device=device)[:, :total]
+    indices_3T = torch.empty(3, total + total % 2, dtype=torch.int64, device=device).narrow(1, 0, total)
+    positions_T, rows_T, slots_T = indices_3T.unbind(0)
     kv_len_B = torch.empty(len(slots_B), dtype=torch.int32, device=device)
     block = 32 if longest <= 32 else 256
     _lay_out_tokens[len(slots_B) + 1, triton.cdiv(longest, block)](
