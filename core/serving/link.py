@@ -1,4 +1,4 @@
-"""A link: two one-way sockets between one engine's process and one that uses it. This is the user's end.
+"""A link: two one-way sockets between one engine's process and one that uses it.
 
 Whoever receives binds, and is bound before the other end connects: so nothing that is sent has to wait, and nobody
 tries again to reach an end that is gone.
@@ -12,38 +12,17 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import zmq
 
-from dovetail.core.serving.protocol import Batch, Output, Reply
-
-
-def bind(sock: zmq.Socket[bytes], address: str) -> None:
-    """Other users of this machine are turned away."""
-    sock.set_hwm(0)
-    if sys.platform == "linux":
-        sock.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-    sock.bind(address)
-
-
-def connect(sock: zmq.Socket[bytes], address: str) -> None:
-    """To an end that is bound."""
-    sock.set_hwm(0)
-    sock.setsockopt(zmq.RECONNECT_IVL, -1)
-    sock.connect(address)
-
-
-def send(sock: zmq.Socket[bytes], message: bytes) -> None:
-    """Never waits. What is sent to an end that is gone goes nowhere: word of that is on its way."""
-    try:
-        sock.send(message, zmq.NOBLOCK)
-    except zmq.Again:
-        pass
+from dovetail.core.serving.protocol import Batch, Command, EngineStats, News, Output, Reply
 
 
 class Link:
+    """The user's end."""
+
     def __init__(
         self, on_message: Callable[[Batch | Reply], None], *, timeout: float = math.inf, start_timeout: float = math.inf
     ) -> None:
@@ -62,7 +41,7 @@ class Link:
         """For the engine, which binds the first and connects to the second."""
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._outputs = self._context.socket(zmq.PULL)
-        bind(self._outputs, self.addresses["outputs"])
+        _bind(self._outputs, self.addresses["outputs"])
         self._sending = threading.Lock()
         self._commands: zmq.Socket[bytes] | None = None
         self._sent = 0
@@ -72,7 +51,7 @@ class Link:
         """The engine has bound its end: commands may be sent."""
         commands = self._context.socket(zmq.PUSH)
         commands.linger = 0
-        connect(commands, self.addresses["commands"])
+        _connect(commands, self.addresses["commands"])
         with self._sending:
             self._commands = commands
 
@@ -80,7 +59,7 @@ class Link:
         """A Command, encoded; from any thread. Before it is open, and once it is closed, nothing is sent."""
         with self._sending:
             if self._commands is not None:
-                send(self._commands, command)
+                _send(self._commands, command)
                 self._sent += 1
 
     def listen(self, fd: int, heard: Callable[[], bool]) -> float:
@@ -120,3 +99,69 @@ class Link:
         self._context.term()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+class EngineEnd:
+    """In the engine's process, where its step loop alone uses it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, commands: str, outputs: str) -> None:
+        """The addresses are the other end's."""
+        self.commands, self._outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._outputs.linger = 1000
+        _bind(self.commands, commands)
+        _connect(self._outputs, outputs)
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._taken = self._told = 0
+        """Commands carried out, and how many of them the other end knows of."""
+        self.news: list[News] = []
+        """For the next `tell`."""
+
+    def receive(self) -> Iterator[Command]:
+        """What has arrived. A command counts as carried out when the next one is asked for."""
+        while True:
+            try:
+                data = self.commands.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self._decoder.decode(data)
+            self._taken += 1
+
+    @property
+    def up_to_date(self) -> bool:
+        """The other end knows of every command that was carried out."""
+        return self._told == self._taken
+
+    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+        self.send(Batch(self.news, stats, self._taken, idle))
+        self.news, self._told = [], self._taken
+
+    def send(self, message: Output) -> None:
+        _send(self._outputs, self._encoder.encode(message))
+
+    def close(self) -> None:
+        self.commands.close(linger=0)
+        self._outputs.close(linger=0)
+
+
+def _bind(sock: zmq.Socket[bytes], address: str) -> None:
+    """Other users of this machine are turned away."""
+    sock.set_hwm(0)
+    if sys.platform == "linux":
+        sock.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+    sock.bind(address)
+
+
+def _connect(sock: zmq.Socket[bytes], address: str) -> None:
+    """To an end that is bound."""
+    sock.set_hwm(0)
+    sock.setsockopt(zmq.RECONNECT_IVL, -1)
+    sock.connect(address)
+
+
+def _send(sock: zmq.Socket[bytes], message: bytes) -> None:
+    """Never waits. What is sent to an end that is gone goes nowhere: word of that is on its way."""
+    try:
+        sock.send(message, zmq.NOBLOCK)
+    except zmq.Again:
+        pass

@@ -21,6 +21,10 @@ def read_logprobs(logprobs: Sequence[LogprobWire]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(logprob, tuple(top)) for logprob, top in logprobs)
 
 
+def write_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[LogprobWire]:
+    return [(entry.logprob, list(entry.top)) for entry in logprobs]
+
+
 class Add(msgspec.Struct, array_like=True, tag=0):
     """Queue a request."""
 

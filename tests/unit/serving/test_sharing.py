@@ -17,14 +17,14 @@ from dovetail.core.compose import compose
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import SamplingParams
 from dovetail.core.parallel.channel import Channel
-from dovetail.core.serving import link as sockets
 from dovetail.core.serving import owned
 from dovetail.core.serving.board import Board
 from dovetail.core.serving.client import EngineDown
 from dovetail.core.serving.fleet import Reports
+from dovetail.core.serving.link import EngineEnd
 from dovetail.core.serving.owned import OwnedFleet
 from dovetail.core.serving.peer import Peer
-from dovetail.core.serving.protocol import Batch, Command, EngineInfo, EngineStats, News, Reply
+from dovetail.core.serving.protocol import Command, EngineInfo, EngineStats, News, Reply
 from dovetail.core.serving.sharing import AttachedFleet, Sharing
 
 INFO = EngineInfo(
@@ -44,7 +44,7 @@ class PlayedEngine:
         self.listener, self.hung_at_start = listener, False
         self.orders: list[Any] = []
         self.hung: list[float] = []
-        self.links: dict[int, tuple[Any, Any]] = {}
+        self.links: dict[int, EngineEnd] = {}
 
     def start(self) -> None:
         self.lives.append(self)
@@ -53,9 +53,8 @@ class PlayedEngine:
         self.close()
 
     def close(self) -> None:
-        for pair in self.links.values():
-            for sock in pair:
-                sock.close(linger=0)
+        for link in self.links.values():
+            link.close()
         self.links.clear()
 
     def send(self, data: bytes) -> None:
@@ -65,23 +64,20 @@ class PlayedEngine:
     def order(self, message: dict[str, Any]) -> None:
         self.orders.append(message["op"])
         if message["op"] == "attach":
-            context = zmq.Context.instance()
-            commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-            sockets.bind(commands, message["commands"])
-            sockets.connect(outputs, message["outputs"])
-            self.links[message["link"]] = commands, outputs
+            addresses = {end: message[end] for end in ("commands", "outputs")}
+            self.links[message["link"]] = EngineEnd(zmq.Context.instance(), **addresses)
             self.says(message["link"], stats=EngineStats(running=1))
 
     def end_hung(self, seconds: float) -> None:
         self.hung.append(seconds)
 
     def says(self, link: int, *news: News, stats: EngineStats | None = None) -> None:
-        self.links[link][1].send(msgspec.msgpack.encode(Batch(list(news), stats)))
+        self.links[link].news += news
+        self.links[link].tell(stats)
 
     def heard(self, link: int) -> Any:
-        commands = self.links[link][0]
-        assert commands.poll(SECONDS * 1000)
-        return msgspec.msgpack.decode(commands.recv(), type=Command)
+        assert self.links[link].commands.poll(SECONDS * 1000)
+        return next(self.links[link].receive())
 
     def die(self) -> None:
         self.listener.on_death(self, "was killed")
