@@ -57,11 +57,13 @@ class StepLoop:
                 one.tell(stats, idle=True)
         patience = _MOMENT_MS if self._loading else None
         for source, _ in self._poller.poll(patience if idle else 0):
-            if (link := self._by_socket.get(source)) is not None:
+            if source == self._control.fileno():
+                if not self._ordered():
+                    return False
+            elif (link := self._by_socket.get(source)) is not None:
+                # None where it was detached since the poll, with commands unread.
                 for command in link.receive():
                     self._obey(link, command)
-            elif not self._ordered():
-                return False
         if self._loading:
             self._answer_loaded()
         return True

@@ -1,0 +1,68 @@
+"""The step loop of an engine's process."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+
+import msgspec
+import pytest
+
+from dovetail.core.engine.results import SequenceEvent
+from dovetail.core.interfaces import SamplingParams
+from dovetail.core.parallel.channel import Channel
+from dovetail.core.serving.link import Link
+from dovetail.core.serving.protocol import Abort, Batch, Control, Reply
+from dovetail.core.serving.step_loop import StepLoop
+from dovetail.core.testing.observer import observed_engine
+
+SECONDS = 60
+
+
+def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During one step a process sends a command and dies, its owner says so, and another process asks something."""
+    engine = observed_engine({})
+    engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=2))
+    step, in_step, go_on = engine.step, threading.Event(), threading.Event()
+
+    def long_step() -> list[SequenceEvent]:
+        in_step.set()
+        go_on.wait(SECONDS)
+        return step()
+
+    monkeypatch.setattr(engine, "step", long_step)
+    owner, control = map(Channel, socket.socketpair())
+    heard: queue.SimpleQueue[Batch | Reply] = queue.SimpleQueue()
+    stays, goes = Link(heard.put), Link(heard.put)
+    loop = StepLoop(engine, control, stays.addresses)
+    owner.send({"op": "attach", "link": 1, **goes.addresses})
+    threads = [
+        threading.Thread(target=loop.run),
+        threading.Thread(target=stays.listen, args=(owner.fileno(), lambda: False)),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        assert in_step.wait(SECONDS)
+        for link in (goes, stays):
+            link.open()
+        goes.send(msgspec.msgpack.encode(Abort(7)))
+        assert loop._links[1].commands.poll(SECONDS * 1000)
+        owner.send({"op": "detach", "link": 1})
+        go_on.set()
+        # The first may be read in one go with the order to detach.
+        for number in (3, 4):
+            stays.send(msgspec.msgpack.encode(Control(number, "check")))
+            while not isinstance(message := heard.get(timeout=SECONDS), Reply):
+                pass
+            assert message.id == number and not message.error
+    finally:
+        go_on.set()
+        owner.send({"op": "stop"})
+        threads[0].join(SECONDS)
+        control.close()
+        threads[1].join(SECONDS)
+        for link in (goes, stays):
+            link.close()
+        engine.shutdown()
