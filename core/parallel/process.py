@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 from dovetail.core.parallel.channel import Channel
@@ -42,3 +43,11 @@ def start_process(
             process_group=0,
         )
     return popen, Channel(ours)
+
+
+def end_hung(popen: subprocess.Popen[bytes]) -> None:
+    """It writes where its threads are, and is killed. Returns at once; from any thread."""
+    popen.send_signal(SHOW_STACKS)
+    last_look = threading.Timer(LAST_LOOK_SECONDS, popen.kill)
+    last_look.daemon = True
+    last_look.start()

@@ -2,8 +2,8 @@
 
 The memory is an anonymous file whose descriptor they inherit: none is left behind, whatever way a process ends.
 
-    int64 words, a row for each process, which alone writes it while it lives: 0 number of its next request; then, for
-    each replica, its samples and its prompt tokens there
+    int64 words, a row for each process, which alone writes it while it lives: 0 number of its next request; 1 how
+    often its event loop has said that it turns; then, for each replica, its samples and its prompt tokens there
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dovetail.core.parallel.ring import anonymous_file
 
 _LINE = 8
 """Words of 64 bytes: no two processes write to the same cache line."""
+_TURNS, _LOADS = 1, 2
 
 
 class Board:
     def __init__(self, processes: int, replicas: int, *, own: int = 0, fd: int | None = None) -> None:
         """`own`: which of the processes this one is. `fd`: of the board that another process made; else it is new."""
         self.processes, self.replicas, self.own = processes, replicas, own
-        self._row = -(-(1 + 2 * replicas) // _LINE) * _LINE
+        self._row = -(-(_LOADS + 2 * replicas) // _LINE) * _LINE
         self.fd = anonymous_file("dovetail-board") if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, 8 * self._row * processes)
@@ -40,12 +41,21 @@ class Board:
             yield number
 
     def load(self, replica: int) -> Load:
-        return Load(self._words[1 + 2 * replica :], self._row, self.own)
+        return Load(self._words[_LOADS + 2 * replica :], self._row, self.own)
+
+    def turn(self) -> None:
+        """This process's event loop turns."""
+        self._words[self.own * self._row + _TURNS] += 1
+
+    def turns(self, process: int) -> int:
+        """0: it has not begun."""
+        return self._words[process * self._row + _TURNS]
 
     def clear(self, process: int) -> None:
         """It is gone, and so are its requests."""
+        self._words[process * self._row + _TURNS] = 0
         for replica in range(self.replicas):
-            Load(self._words[1 + 2 * replica :], self._row, process).clear()
+            Load(self._words[_LOADS + 2 * replica :], self._row, process).clear()
 
 
 class Load:

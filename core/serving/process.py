@@ -13,7 +13,7 @@ import msgspec
 
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import StartHung, describe_exit
-from dovetail.core.parallel.process import LAST_LOOK_SECONDS, SHOW_STACKS, start_process
+from dovetail.core.parallel.process import end_hung, start_process
 from dovetail.core.parallel.worker import order_for
 from dovetail.core.serving.link import Link
 from dovetail.core.serving.protocol import Batch, EngineInfo, Reply
@@ -164,10 +164,7 @@ class EngineProcess:
             self._said = f"hangs: no progress for {seconds:g} s while starting{phase} (engine.start_timeout)"
         else:
             self._said = f"hangs: it had work and said nothing for {seconds:g} s, so it was killed"
-        self._popen.send_signal(SHOW_STACKS)
-        last_look = threading.Timer(LAST_LOOK_SECONDS, self._popen.kill)
-        last_look.daemon = True
-        last_look.start()
+        end_hung(self._popen)
 
     def _heard(self) -> bool:
         """Something on the channel; False: its end."""

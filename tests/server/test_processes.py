@@ -113,7 +113,7 @@ def counted(connection: Connection) -> Counter[str]:
 @pytest.fixture(scope="module")
 def two(start_module: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     files = tmp_path_factory.mktemp("files")
-    words = ("serve.processes=2", "engine.max_seqs=8", "serve.max_waiting=2")
+    words = ("serve.processes=2", "engine.max_seqs=8", "serve.max_waiting=2", "serve.front_end_timeout=10")
     server = start_module(*words, TMPDIR=str(files))
     server.wait_log("ready:")
     server.files = files
@@ -203,6 +203,26 @@ def test_a_death_of_either_kind_is_noticed_where_it_matters(two):
     until(lambda: all('"ready"' in connection.get("/ready") for connection in alive))
     assert all(connection.complete()[0] == 200 for connection in alive)
     assert sum("SIGKILL" in line for line in two.log) == 2, two.log
+
+
+def test_one_that_hangs_is_replaced_while_the_other_goes_on(two):
+    first, second = one_to_each(two)
+    first.send(stream=True)
+    until(lambda: json.loads(second.get("/stats"))["running"] == 1)
+    os.kill(first.pid, signal.SIGSTOP)
+    assert second.complete()[0] == 200
+    two.wait_log(r"front-end \d hangs: its event loop has not turned for 10 s, so it was killed; it is started again")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        first.events()
+    until(lambda: json.loads(second.get("/stats"))["running"] == 0)
+    until(lambda: len(front_ends(two)) == 2)
+    third, fourth = one_to_each(two)
+    assert second.pid in (third.pid, fourth.pid)
+    until(lambda: all('"ready"' in connection.get("/ready") for connection in (third, fourth)))
+    assert two.stats()["pages_owned"] == 0
+    assert sum("hangs" in line for line in two.log) == 1, two.log
+    for connection in (second, third, fourth):
+        connection.close()
 
 
 def test_told_to_stop_what_runs_is_finished_and_nothing_is_left(two):

@@ -21,6 +21,9 @@ class ServeConfig(AppConfig):
     processes: int = Field(1, ge=1)
     """Processes that answer on that port, each on a core of its own: HTTP, chat templates, tokens to text. One more
     than that owns the engines then."""
+    front_end_timeout: float | None = Field(30.0, gt=0)
+    """Seconds in which the event loop of one of several `processes` does not turn; then it hangs, and is killed and
+    started again. null: for ever."""
     model_names: tuple[str, ...] = ()
     """What requests may call the model; the first stands in answers. Empty: the name of its folder or component."""
     chat_template: str | None = None

@@ -14,7 +14,6 @@ import uvicorn
 
 from dovetail.core import chat_template
 from dovetail.plugins.app.serve import api, protocol
-from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.service import Service
 
@@ -28,8 +27,9 @@ def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
-def engine_timeout(config: ServeConfig) -> float:
-    return math.inf if config.engine_timeout is None else config.engine_timeout
+def limit(seconds: float | None) -> float:
+    """null: for ever."""
+    return math.inf if seconds is None else seconds
 
 
 def settle() -> None:

@@ -22,10 +22,11 @@ from dovetail.core.serving.peer import Peer
 from dovetail.core.serving.sharing import AttachedFleet
 from dovetail.plugins.app.serve import ports
 from dovetail.plugins.app.serve.config import ServeConfig
-from dovetail.plugins.app.serve.front import Front, engine_timeout, event_loop, settle
+from dovetail.plugins.app.serve.front import Front, event_loop, limit, settle
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.monitor import Reporter
 from dovetail.plugins.app.serve.service import Service
+from dovetail.plugins.app.serve.watch import turn
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -64,7 +65,8 @@ async def _answer(config: ServeConfig, composition: Composition, channel: Channe
     owner = Peer(channel, asyncio.get_running_loop())
     monitor = Reporter(owner)
     board = Board(config.processes + 1, composition.engine.dp, own=order["number"], fd=order["board"])
-    fleet = AttachedFleet(composition, owner, board, timeout=engine_timeout(config), reports=Reports(more=monitor.more))
+    reports = Reports(more=monitor.more)
+    fleet = AttachedFleet(composition, owner, board, timeout=limit(config.engine_timeout), reports=reports)
     service = Service(config, composition, fleet, monitor, order["started"])
     accepted = Keys({bytes.fromhex(digest): name for digest, name in order["keys"].items()})
     front = Front(service, accepted, lambda: owner.tell("listening"))
@@ -80,7 +82,7 @@ async def _answer(config: ServeConfig, composition: Composition, channel: Channe
         owner.tell("ready")
 
     threading.Thread(target=_listen, args=(owner,), name="dovetail-owner", daemon=True).start()
-    await front.answer(ports.join(order["address"]), ready())
+    await front.answer(ports.join(order["address"]), ready(), turn(board, limit(config.front_end_timeout)))
     monitor.close()
 
 

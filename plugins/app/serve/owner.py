@@ -11,7 +11,7 @@ from dovetail.core.serving.board import Board
 from dovetail.core.serving.fleet import Fleet, Reports
 from dovetail.core.serving.owned import OwnedFleet
 from dovetail.plugins.app.serve.config import ServeConfig
-from dovetail.plugins.app.serve.front import engine_timeout
+from dovetail.plugins.app.serve.front import limit
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -23,7 +23,9 @@ def owned_fleet(
     config: ServeConfig, composition: Composition, reports: Reports, board: Board | None = None
 ) -> OwnedFleet:
     restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
-    return OwnedFleet(composition, max_restarts=restarts, timeout=engine_timeout(config), reports=reports, board=board)
+    return OwnedFleet(
+        composition, max_restarts=restarts, timeout=limit(config.engine_timeout), reports=reports, board=board
+    )
 
 
 def tell_listening(sock: socket.socket) -> None:

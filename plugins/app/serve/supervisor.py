@@ -23,7 +23,7 @@ import msgspec
 from dovetail.core.errors import DovetailError
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.failure import describe_exit
-from dovetail.core.parallel.process import start_process
+from dovetail.core.parallel.process import end_hung, start_process
 from dovetail.core.parallel.worker import order_for
 from dovetail.core.serving.board import Board
 from dovetail.core.serving.client import EngineDown
@@ -32,9 +32,10 @@ from dovetail.core.serving.peer import Peer
 from dovetail.core.serving.sharing import Sharing
 from dovetail.plugins.app.serve import owner
 from dovetail.plugins.app.serve.config import ServeConfig
-from dovetail.plugins.app.serve.front import LAST_WORDS_SECONDS
+from dovetail.plugins.app.serve.front import LAST_WORDS_SECONDS, limit
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.monitor import Monitor, Seen
+from dovetail.plugins.app.serve.watch import Watch
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -70,6 +71,8 @@ class FrontEnd:
         self._on_start, self._on_end = on_start, on_end
         self._loop = asyncio.get_running_loop()
         self._popen: subprocess.Popen[bytes] | None = None
+        self._hung = ""
+        """What is said of its end where it hangs."""
         # Linux ends a child with the thread that started it: this one lives as long as the process.
         threading.Thread(target=self._run, name=f"dovetail-front-{number}", daemon=True).start()
 
@@ -80,6 +83,12 @@ class FrontEnd:
     def kill(self) -> None:
         if self._popen is not None:
             self._popen.kill()
+
+    def hangs(self, seconds: float) -> None:
+        """Its event loop has not turned for so long: it is killed. From any thread."""
+        if self._popen is not None and not self._hung:
+            self._hung = f"hangs: its event loop has not turned for {seconds:g} s, so it was killed"
+            end_hung(self._popen)
 
     def _run(self) -> None:
         try:
@@ -112,7 +121,7 @@ class FrontEnd:
         if peer.last_words:
             self.failed = True
             return status, f"failed: {peer.last_words}"
-        return status, describe_exit(status, "serving")
+        return status, self._hung or describe_exit(status, "serving")
 
     def _started(self, peer: Peer) -> None:
         self.peer = peer
@@ -156,12 +165,15 @@ class Supervisor:
         self._fleet.start()
         for number in range(1, self._config.processes + 1):
             self._start(number)
-        watch = asyncio.ensure_future(self._watch_engines())
+        engines, gone = asyncio.ensure_future(self._watch_engines()), threading.Event()
+        watch = Watch(self._board, limit(self._config.front_end_timeout), self._hangs)
+        threading.Thread(target=watch.run, args=(gone,), name="dovetail-watch", daemon=True).start()
         try:
             await self._over.wait()
             await self._end_front_ends()
         finally:
-            watch.cancel()
+            engines.cancel()
+            gone.set()
             await self._fleet.close()
         if self._error is not None:
             raise self._error
@@ -238,6 +250,11 @@ class Supervisor:
             self._start(number)
             return
         self._over.set()
+
+    def _hangs(self, number: int, seconds: float) -> None:
+        """In the thread that watches."""
+        if (front_end := self._front_ends.get(number)) is not None:
+            front_end.hangs(seconds)
 
     async def _exposition(self, accept: str) -> Any:
         """Of now: every process first tells what it has seen."""

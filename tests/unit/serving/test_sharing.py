@@ -246,4 +246,9 @@ def test_the_board() -> None:
     assert [next(numbers) for _ in range(3)] == [1, 4, 7] and next(other.numbers()) == 2
     board.clear(2)
     assert [board.load(i).samples for i in (0, 1)] == [2, 0]
+    other.turn()
+    assert (board.turns(1), board.turns(2)) == (0, 1), "and no count of it is another's"
+    assert [board.load(i).samples for i in (0, 1)] == [2, 0]
+    board.clear(2)
+    assert board.turns(2) == 0
     assert next(Board(3, 2, own=1, fd=board.fd).numbers()) == 10, "who takes a place goes on where it was left"

@@ -13,6 +13,7 @@ import pytest
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.serving import owned
+from dovetail.core.serving.board import Board
 from dovetail.plugins.app.serve import ports, supervisor
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.keys import Keys
@@ -27,13 +28,22 @@ class PlayedEngine:
 
 
 class PlayedFrontEnd:
-    """Ends when it is told to stop."""
+    """Ends when it is told to stop, and when it hangs: the event loop of `stuck` turns only once."""
 
     lives: list[PlayedFrontEnd] = []
+    stuck = 0
 
     def __init__(self, number: int, order: Any, inherited: Any, *, on_start: Any, on_end: Any) -> None:
         self.number, self.peer, self.failed, self._on_end = number, None, False, on_end
+        self._loop, self._hung = asyncio.get_running_loop(), False
         self.lives.append(self)
+        if number == self.stuck:
+            Board(3, 1, own=number, fd=inherited[0]).turn()
+
+    def hangs(self, seconds: float) -> None:
+        if not self._hung:
+            self._hung = True
+            self._loop.call_soon_threadsafe(self.end, -9, "hangs")
 
     def tell(self, op: str) -> None:
         if op == "stop":
@@ -50,8 +60,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owned, "EngineProcess", PlayedEngine)
 
 
-def supervised(test: Callable[[list[PlayedFrontEnd]], Awaitable[None]]) -> int:
-    composition = compose(["app=serve", "+preset=tiny_cpu", "serve.processes=2", "serve.max_restarts=2"])
+def supervised(test: Callable[[list[PlayedFrontEnd]], Awaitable[None]], *words: str) -> int:
+    composition = compose(["app=serve", "+preset=tiny_cpu", "serve.processes=2", "serve.max_restarts=2", *words])
     config = composition.app_part.config
     assert isinstance(config, ServeConfig)
 
@@ -82,6 +92,17 @@ def test_one_that_dies_is_started_again_until_too_many_have(caplog: pytest.LogCa
         "front-end 1 was killed; it is started again",
         "front-end 2 was killed",
     ]
+
+
+def test_one_that_hangs_is_one_that_dies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(lives: list[PlayedFrontEnd]) -> None:
+        """All happens by itself."""
+
+    monkeypatch.setattr(PlayedFrontEnd, "stuck", 2)
+    assert supervised(test, "serve.front_end_timeout=0.02") == 1
+    assert [one.number for one in PlayedFrontEnd.lives] == [1, 2, 2, 2]
+    said = [record.getMessage() for record in caplog.records if "front-end" in record.getMessage()]
+    assert said == ["front-end 2 hangs; it is started again"] * 2 + ["front-end 2 hangs"]
 
 
 def test_one_that_cannot_start_ends_the_server_with_its_reason() -> None:
