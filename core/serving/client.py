@@ -286,8 +286,9 @@ class EngineClient(ABC):
                 answer.set_exception(error)
 
     def _on_progress(self, phase: str) -> None:
-        self.phase = phase
-        self._on_phase()
+        if phase != self.phase:
+            self.phase = phase
+            self._on_phase()
 
     # In the thread that hears the engine.
 

@@ -45,9 +45,14 @@ def main(control_fd: int, parent: int) -> None:
         composition = recompose(order)
         engine = Engine(composition)
         began = time.perf_counter()
-        engine.start(lambda phase, share: control.send({"op": "progress", "phase": phase, "share": share}))
+
+        def progress(phase: str, share: float | None = None) -> None:
+            control.send({"op": "progress", "phase": phase, "share": share})
+
+        engine.start(progress)
         if order["adapters"] is not None:
             _restore_adapters(engine, order["adapters"])
+        progress("warm up")
         _warm_up(engine)
         loop = StepLoop(engine, control, order["link"])
         info = _describe(composition, engine, time.perf_counter() - began)

@@ -87,7 +87,7 @@ class OwnedEngine(EngineClient):
     # In the event loop.
 
     def _launch(self) -> None:
-        self.state = "starting"
+        self.state, self.phase = "starting", ""
         self.life += 1
         self._process = EngineProcess(
             self.composition,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dovetail.core.errors import DovetailError
@@ -18,14 +20,54 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FIRST = "load libraries"
+"""What an engine's process does before it says what it does."""
+
+
+class Phases:
+    """Logs what a starting engine does, as that begins, and how long it took. Of several that start, the first."""
+
+    def __init__(self) -> None:
+        self._phase, self._since = _FIRST, time.monotonic()
+        """And when it began. Empty: none starts."""
+
+    def told(self, fleet: Fleet) -> None:
+        """Something of the fleet may have changed."""
+        starts = any(client.state == "starting" for client in fleet.clients)
+        phase = (fleet.phase or _FIRST) if starts else ""
+        if phase == self._phase:
+            return
+        now, previous = time.monotonic(), self._phase
+        seconds = now - self._since
+        self._phase, self._since = phase, now
+        if not phase and fleet.state != "ready":
+            return  # What ended the start is told by whom it ended.
+        text = f"starting: {phase}" if phase else "started"
+        facts: dict[str, str | float] = {"phase": phase}
+        if previous:
+            text += f" ({previous} took {seconds:.1f} s)"
+            facts |= {"previous": previous, "seconds": round(seconds, 3)}
+        log.info(text, extra=facts)
+
 
 def owned_fleet(
     config: ServeConfig, composition: Composition, reports: Reports, board: Board | None = None
 ) -> OwnedFleet:
     restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
-    return OwnedFleet(
-        composition, max_restarts=restarts, timeout=limit(config.engine_timeout), reports=reports, board=board
+    phases = Phases()
+
+    def changed() -> None:
+        phases.told(fleet)
+        reports.changed()
+
+    fleet = OwnedFleet(
+        composition,
+        max_restarts=restarts,
+        timeout=limit(config.engine_timeout),
+        reports=replace(reports, changed=changed),
+        board=board,
     )
+    return fleet
 
 
 def tell_listening(sock: socket.socket) -> None:
