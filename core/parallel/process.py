@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import hashlib
 import json
 import os
 import signal
@@ -9,14 +12,23 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from dovetail.core.parallel.channel import Channel
+from dovetail.core.compose import compose
+from dovetail.core.errors import ConfigError, DovetailError
+from dovetail.core.parallel.channel import Channel, ChannelClosed
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
 
 SHOW_STACKS = signal.SIGUSR1
 """Makes such a process write to stderr where each of its threads is."""
 LAST_LOOK_SECONDS = 1.0
 """For a process that hangs, to write that."""
+_PR_SET_PDEATHSIG = 1
 _BOOT = """
 import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -30,7 +42,7 @@ def start_process(
 ) -> tuple[subprocess.Popen[bytes], Channel]:
     """Runs `entry` ("module:function") as function(descriptor of its end of the channel, pid of this process).
 
-    Linux ends the process with the *thread* that calls this (where the entry asks for it: `worker.die_with`)."""
+    Linux ends the process with the *thread* that calls this (see `enter`)."""
     ours, theirs = socket.socketpair()
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     with theirs:
@@ -51,3 +63,64 @@ def end_hung(popen: subprocess.Popen[bytes]) -> None:
     last_look = threading.Timer(LAST_LOOK_SECONDS, popen.kill)
     last_look.daemon = True
     last_look.start()
+
+
+def enter(control_fd: int, parent: int, *ignored: signal.Signals) -> Channel:
+    """The first thing that the entry does; its end of the channel. `ignored`: they are the parent's to handle, which
+    then ends this process in order."""
+    _die_with(parent)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(SHOW_STACKS, all_threads=True)
+    return Channel(socket.socket(fileno=control_fd))
+
+
+def _die_with(parent: int) -> None:
+    """Linux ends this process with the parent, even while it is stuck in a collective. Elsewhere the socket tells."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def report(control: Channel, error: BaseException) -> None:
+    """The last words of a process; on stderr where nobody listens any more."""
+    known = isinstance(error, DovetailError)
+    text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
+    try:
+        control.send({"op": "error", "at": time.monotonic(), "text": text, "type": type(error).__name__})
+    except ChannelClosed:
+        print(text, file=sys.stderr, flush=True)
+
+
+def identity(composition: Composition) -> dict[str, str]:
+    """What every rank must agree on before it loads a byte."""
+    text = composition.to_yaml()
+    return {"registry": composition.registry.fingerprint(), "config": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+
+def order_for(composition: Composition) -> dict[str, Any]:
+    """What another process of this machine composes the same from: for `recompose`."""
+    return {
+        "overrides": list(composition.overrides),
+        "config_dirs": list(composition.config_dirs),
+        "identity": identity(composition),
+    }
+
+
+def recompose(order: Mapping[str, Any]) -> Composition:
+    wanted: dict[str, str] = order["identity"]
+    composition = compose(order["overrides"], config_dirs=order["config_dirs"])
+    found = identity(composition)
+    if found["registry"] != wanted["registry"]:
+        raise ConfigError(
+            f"the ranks see different components (registry {found['registry']} here, {wanted['registry']} on rank 0): "
+            "install the same versions of the same packages for every rank, and give no registry by hand"
+        )
+    if found != wanted:
+        raise ConfigError(
+            f"composing {' '.join(order['overrides'])} again gave other options than rank 0 has: it reads configs that "
+            "only rank 0 finds"
+        )
+    return composition

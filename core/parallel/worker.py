@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import hashlib
 import importlib
 import os
 import signal
-import socket
 import sys
 import time
-import traceback
-from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dovetail.core.compose import compose
 from dovetail.core.engine.encoding import decode_blob, decode_late, decode_plan
 from dovetail.core.engine.mirror import PlanMirror
-from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.interfaces import JoinBlob
 from dovetail.core.parallel.channel import Channel, ChannelClosed
-from dovetail.core.parallel.process import SHOW_STACKS
+from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.core.parallel.ring import RingReader
 
-if TYPE_CHECKING:
-    from dovetail.core.compose import Composition
-
-_PR_SET_PDEATHSIG = 1
 _TELL_SECONDS = 1.0
 """Between two words that a phase goes on."""
 CONTROL = b""
@@ -37,12 +25,7 @@ CONTROL = b""
 
 def main(control_fd: int, parent: int) -> None:
     """Entry of the process, which runs until it is told to end, or the parent is gone."""
-    die_with(parent)
-    # Ctrl-C is the parent's to handle; it then ends the workers in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()
-    faulthandler.register(SHOW_STACKS, all_threads=True)
-    control = Channel(socket.socket(fileno=control_fd))
+    control = enter(control_fd, parent, signal.SIGINT)
     try:
         order, _ = control.recv()
         _Worker(control, order).run()
@@ -148,57 +131,7 @@ def answer(key: str, done: Future[None]) -> dict[str, str]:
     return {"key": key, "error": "" if error is None else str(error)}
 
 
-def identity(composition: Composition) -> dict[str, str]:
-    """What every rank must agree on before it loads a byte."""
-    text = composition.to_yaml()
-    return {"registry": composition.registry.fingerprint(), "config": hashlib.sha256(text.encode()).hexdigest()[:16]}
-
-
-def order_for(composition: Composition) -> dict[str, Any]:
-    """What another process of this machine composes the same from: for `recompose`."""
-    return {
-        "overrides": list(composition.overrides),
-        "config_dirs": list(composition.config_dirs),
-        "identity": identity(composition),
-    }
-
-
-def recompose(order: Mapping[str, Any]) -> Composition:
-    wanted: dict[str, str] = order["identity"]
-    composition = compose(order["overrides"], config_dirs=order["config_dirs"])
-    found = identity(composition)
-    if found["registry"] != wanted["registry"]:
-        raise ConfigError(
-            f"the ranks see different components (registry {found['registry']} here, {wanted['registry']} on rank 0): "
-            "install the same versions of the same packages for every rank, and give no registry by hand"
-        )
-    if found != wanted:
-        raise ConfigError(
-            f"composing {' '.join(order['overrides'])} again gave other options than rank 0 has: it reads configs that "
-            "only rank 0 finds"
-        )
-    return composition
-
-
 def load_class(reference: str) -> Any:
     """The class at "package.module:Class"."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def report(control: Channel, error: BaseException) -> None:
-    """The last words of a process; on stderr where nobody listens any more."""
-    known = isinstance(error, DovetailError)
-    text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
-    try:
-        control.send({"op": "error", "at": time.monotonic(), "text": text, "type": type(error).__name__})
-    except ChannelClosed:
-        print(text, file=sys.stderr, flush=True)
-
-
-def die_with(parent: int) -> None:
-    """Linux ends this process with the parent, even while it is stuck in a collective. Elsewhere the socket tells."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -18,9 +16,8 @@ from dovetail.core.engine.counters import Counters
 from dovetail.core.engine.engine import Engine
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import SamplingParams
-from dovetail.core.parallel.channel import Channel, ChannelClosed
-from dovetail.core.parallel.process import SHOW_STACKS
-from dovetail.core.parallel.worker import die_with, recompose, report
+from dovetail.core.parallel.channel import ChannelClosed
+from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.core.serving.protocol import EngineInfo
 from dovetail.core.serving.step_loop import StepLoop
 
@@ -32,13 +29,7 @@ log = logging.getLogger(__name__)
 
 def main(control_fd: int, parent: int) -> None:
     """Entry of the process, which runs until it is told to stop, or the front-end is gone."""
-    die_with(parent)
-    # Ctrl-C and SIGTERM are the front-end's to handle; it then ends this process in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
-    faulthandler.register(SHOW_STACKS, all_threads=True)
-    control = Channel(socket.socket(fileno=control_fd))
+    control = enter(control_fd, parent, signal.SIGINT, signal.SIGTERM)
     engine = None
     try:
         order, _ = control.recv()

@@ -13,8 +13,7 @@ import msgspec
 
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import StartHung, describe_exit
-from dovetail.core.parallel.process import end_hung, start_process
-from dovetail.core.parallel.worker import order_for
+from dovetail.core.parallel.process import end_hung, order_for, start_process
 from dovetail.core.serving.link import Link
 from dovetail.core.serving.protocol import Batch, EngineInfo, Reply
 

@@ -30,8 +30,9 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.failure import RankError
+from dovetail.core.parallel.process import order_for
 from dovetail.core.parallel.ring import RingWriter
-from dovetail.core.parallel.worker import CONTROL, answer, load_class, order_for
+from dovetail.core.parallel.worker import CONTROL, answer, load_class
 from dovetail.core.parallel.workers import Workers
 from dovetail.plugins.executor.config import MultiprocConfig
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core import logs
 from dovetail.core.parallel.channel import Channel, ChannelClosed
-from dovetail.core.parallel.process import SHOW_STACKS
-from dovetail.core.parallel.worker import die_with, recompose, report
+from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.core.serving.board import Board
 from dovetail.core.serving.fleet import Reports
 from dovetail.core.serving.peer import Peer
@@ -34,13 +31,7 @@ if TYPE_CHECKING:
 
 def main(control_fd: int, parent: int) -> None:
     """Entry of the process, which runs until it is told to stop, or the supervisor is gone."""
-    die_with(parent)
-    # Ctrl-C and SIGTERM are the supervisor's to handle; it then ends this process in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
-    faulthandler.register(SHOW_STACKS, all_threads=True)
-    channel = Channel(socket.socket(fileno=control_fd))
+    channel = enter(control_fd, parent, signal.SIGINT, signal.SIGTERM)
     try:
         order, _ = channel.recv()
         composition = recompose(order)

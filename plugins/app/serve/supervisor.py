@@ -23,8 +23,7 @@ import msgspec
 from dovetail.core.errors import DovetailError
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.failure import describe_exit
-from dovetail.core.parallel.process import end_hung, start_process
-from dovetail.core.parallel.worker import order_for
+from dovetail.core.parallel.process import end_hung, order_for, start_process
 from dovetail.core.serving.board import Board
 from dovetail.core.serving.client import EngineDown
 from dovetail.core.serving.fleet import Reports
