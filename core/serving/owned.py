@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +14,13 @@ from dovetail.core.serving.fleet import Fleet
 from dovetail.core.serving.process import EngineProcess
 from dovetail.core.serving.protocol import Batch, EngineInfo, Reply
 from dovetail.core.serving.replicas import replica_compositions, replica_environment
+from dovetail.core.serving.restarts import Restarts
 from dovetail.core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 log = logging.getLogger(__name__)
-
-_HOUR = 3600.0
 
 
 class OwnedEngine(EngineClient):
@@ -41,11 +38,11 @@ class OwnedEngine(EngineClient):
         seconds of silence after which an engine that has work counts as dead. `adapters` says, each time an engine
         starts, which it shall begin with: name -> folder; None = as composed. `client`: see EngineClient."""
         super().__init__(**client)
-        self.composition, self.max_restarts = composition, max_restarts
+        self.composition = composition
         self._timeout, self._environment, self._adapters = timeout, environment, adapters
         self.life = 0
         """Counts the processes that were started."""
-        self._deaths: deque[float] = deque()
+        self._restarts = Restarts(max_restarts)
         self._process: EngineProcess | None = None
 
     @property
@@ -106,14 +103,10 @@ class OwnedEngine(EngineClient):
         if process is not self._process:
             return
         was, self._process = self.state, None
-        now = time.monotonic()
-        self._deaths.append(now)
-        while self._deaths[0] < now - _HOUR:
-            self._deaths.popleft()
+        allowed = self._restarts.died()
         # An engine that could not start will not start next time either, except one that hung.
-        again = (was == "ready" or process.hung_at_start) and len(self._deaths) <= self.max_restarts
-        if was == "ready" or self._deaths:
-            log.error("%s %s%s", self.name, cause, "; it is started again" if again else "")
+        again = allowed and (was == "ready" or process.hung_at_start)
+        log.error("%s %s%s", self.name, cause, "; it is started again" if again else "")
         self._lost(cause)
         if again:
             self._launch()

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from dovetail.core.serving.board import Board
 from dovetail.core.serving.client import EngineDown
 from dovetail.core.serving.fleet import Reports
 from dovetail.core.serving.peer import Peer
+from dovetail.core.serving.restarts import Restarts
 from dovetail.core.serving.sharing import Sharing
 from dovetail.plugins.app.serve import owner
 from dovetail.plugins.app.serve.config import ServeConfig
@@ -46,7 +46,6 @@ _END_SECONDS = 10.0
 """For a process to end once it has said its last words."""
 _TELL_SECONDS = 1.0
 """For all processes to say what they have seen."""
-_HOUR = 3600.0
 
 
 class FrontEnd:
@@ -151,7 +150,7 @@ class Supervisor:
         self._front_ends: dict[int, FrontEnd] = {}
         self._ready: set[int] = set()
         """Numbers of front-ends that have been ready."""
-        self._deaths: deque[float] = deque()
+        self._restarts = Restarts(config.max_restarts)
         self._over, self._alone = asyncio.Event(), asyncio.Event()
         self._listening = self._was_ready = False
         self._error: DovetailError | None = None
@@ -234,14 +233,11 @@ class Supervisor:
             if not self._front_ends:
                 self._alone.set()
             return
-        now = time.monotonic()
-        self._deaths.append(now)
-        while self._deaths[0] < now - _HOUR:
-            self._deaths.popleft()
+        allowed = self._restarts.died()
         if front_end.failed and number not in self._ready:
             # What could not start will not start next time either.
             self._error = DovetailError(f"front-end {number} {cause}")
-        elif len(self._deaths) > self._config.max_restarts:
+        elif not allowed:
             log.error("front-end %d %s", number, cause)
             self._status = 1
         else:
