@@ -46,8 +46,6 @@ class LogitsProcessor(ABC):
     among the chosen processors. A request gives them in `SamplingParams.extra`; `parameters` reads them."""
     graph_safe: bool = True
     """apply makes no host sync and no data-dependent shapes."""
-    needs_full_vocab: bool = True
-    """False: works on this rank's vocabulary shard."""
 
     def __init__(self, config: object) -> None:
         self.config = config
