@@ -235,7 +235,8 @@ def works(pages: list[int], quick: bool) -> Iterator[Work]:
                         yield Work(f"decode {rows} x {length}", rows, 1, length, kv, page)
         for count, length in ((512, 512), (2048, 2048), (8192, 8192), (2048, 10240), (2048, 34816)):
             yield Work(f"prefill {count} of {length}", 1, count, length, "bf16", page)
-        yield Work("prefill 2048 of 10240", 1, 2048, 10240, "e4m3", page)
+        for count, length in ((8192, 8192), (2048, 10240)):
+            yield Work(f"prefill {count} of {length}", 1, count, length, "e4m3", page)
 
 
 def compare(heads: Heads, pages: list[int], quick: bool) -> list[str]:
@@ -290,7 +291,9 @@ def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
     ]
     for page in pages:
         cases += [(Work(f"prefill {n}", 1, n, n, "bf16", page), PREFILL) for n in (512, 2048, 8192)]
-        cases += [(Work("prefill 2048 of 10240", 1, 2048, 10240, "e4m3", page), PREFILL)]
+        cases += [
+            (Work(f"prefill {n} of {of}", 1, n, of, "e4m3", page), PREFILL) for n, of in ((8192, 8192), (2048, 10240))
+        ]
     return cases
 
 

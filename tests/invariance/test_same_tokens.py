@@ -6,6 +6,8 @@ depth, batch, pages (so that sequences are preempted), drafter and an executor t
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dovetail import LLM, Generation, SamplingParams
@@ -31,20 +33,24 @@ BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=256"]
 REFERENCE = ["scheduler=fcfs", "kv_cache=paged", "engine.max_seqs=1", "engine.depth=1", "spec_decode=none"]
 VARIANTS = {
     "batched": [],
-    "depth 2": ["engine.depth=2"],
     "depth 4, results late": ["engine.depth=4", "executor.delay=3"],
-    "static": ["scheduler=static", "engine.depth=2"],
-    "paged": ["kv_cache=paged", "engine.depth=2"],
-    "small chunks": ["engine.token_budget=7"],
     "small chunks, depth 4": ["scheduler.max_chunk=5", "engine.depth=4"],
     "preempted": ["engine.kv_pages=12", "engine.depth=2"],
     "preempted, paged, depth 4": ["engine.kv_pages=12", "engine.depth=4", "kv_cache=paged", "executor.delay=3"],
     "large pages": ["engine.page_size=64"],
-    "ngram": ["spec_decode=ngram"],
     "ngram, depth 4": ["spec_decode=ngram", "engine.depth=4", "spec_decode.lookahead=7", "executor.delay=2"],
     "ngram, preempted, depth 2": ["spec_decode=ngram", "engine.kv_pages=12", "engine.depth=2"],
     "ngram, static, paged": ["spec_decode=ngram", "scheduler=static", "kv_cache=paged", "engine.depth=4"],
 }
+if os.environ.get("DOVETAIL_GRID") == "pairs":
+    # One thing at a time, to see which part it is; the others have them all.
+    VARIANTS |= {
+        "depth 2": ["engine.depth=2"],
+        "static": ["scheduler=static", "engine.depth=2"],
+        "paged": ["kv_cache=paged", "engine.depth=2"],
+        "small chunks": ["engine.token_budget=7"],
+        "ngram": ["spec_decode=ngram"],
+    }
 
 
 def run(*overrides: str, params: list[SamplingParams] = PARAMS) -> list[Generation]:

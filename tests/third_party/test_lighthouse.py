@@ -69,9 +69,8 @@ def test_the_logits_processor(generate):
     assert len(set(zip(tokens, tokens[1:], strict=False))) == 23
 
 
-@pytest.mark.parametrize("where", [["executor=inproc"], ["executor=multiproc", "engine.tp=2"]])
-def test_a_parameter_of_a_request_reaches_every_rank(generate, where):
-    words = ["logits=[no_repeat_ngram]", "generate.extra.no_repeat_ngram=2", *where]
+def test_a_parameter_of_a_request_reaches_every_rank(generate):
+    words = ["logits=[no_repeat_ngram]", "generate.extra.no_repeat_ngram=2", "executor=multiproc", "engine.tp=2"]
     _, (tokens,) = generate(*words, prompts=["x = 1, 1, 1, 1,"], max_tokens=24)
     assert len(set(zip(tokens, tokens[1:], strict=False))) == 23
 
