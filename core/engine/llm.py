@@ -365,7 +365,7 @@ class LLM:
         if stream is None:
             return
         sample = event.uid & 0xFF
-        watch, seq = stream.watches[sample], stream.sequences[sample]
+        watch = stream.watches[sample]
         if event.reason is FinishReason.REJECTED:
             for sibling in stream.sequences:
                 self._streams.pop(sibling.uid, None)
@@ -373,12 +373,10 @@ class LLM:
             stream.put(RequestError(event.detail))
             return
         before, tokens, reason = watch.tokens, event.tokens, event.reason
-        ended = reason is FinishReason.STOP and bool(tokens)
-        hidden = ended and not watch.include and tokens[-1] in seq.request.stop_ids
-        text, stopped = watch.push(tokens[:-1] if hidden else tokens)
+        text, stopped = watch.push(tokens[:-1] if event.hidden else tokens)
         if stopped:
             tokens, reason = tokens[: watch.tokens - before], FinishReason.STOP
-            self.engine.finish(event.uid, seq.prompt_len + watch.tokens, reason)
+            self.engine.finish(event.uid, stream.sequences[sample].prompt_len + watch.tokens, reason)
         elif reason is not None:
             text += watch.flush()
         if tokens and not stream.timing.first_token:

@@ -28,6 +28,8 @@ class SequenceEvent(NamedTuple):
     """Why a rejected sequence was rejected."""
     pooled_C: NDArray[np.float32] | None = None
     """Of a prompt that is embedded; it ends with it."""
+    hidden: bool = False
+    """The last token ended the output and is no part of its text."""
 
 
 def ended_event(ended: Ended) -> SequenceEvent:
@@ -66,7 +68,7 @@ class Results:
             ):
                 # It goes on, as nearly all do: as `_extend`, without a Python frame for each row.
                 known += tokens
-                events.append(_new(SequenceEvent, (uid, tokens, logprobs, (), None, "", None)))
+                events.append(_new(SequenceEvent, (uid, tokens, logprobs, (), None, "", None, False)))
                 continue
             if tokens or prompt_logprobs:
                 event = self._extend(seq, row)
@@ -105,8 +107,9 @@ class Results:
                 logprobs = logprobs[: len(kept)]
                 break
         seq.tokens += tokens
+        hidden = reason is FinishReason.STOP and kept[-1] in stop_ids and not request.params.include_stop
         prompt_logprobs = self._new_prompt_logprobs(row) if row.prompt_logprobs else ()
-        return SequenceEvent(seq.uid, kept, logprobs, prompt_logprobs, reason, detail)
+        return SequenceEvent(seq.uid, kept, logprobs, prompt_logprobs, reason, detail, hidden=hidden)
 
     def _new_prompt_logprobs(self, row: RowResult) -> tuple[TokenLogprobs, ...]:
         epoch, position, reported = self._prompt_logprobs.get(row.uid, (row.epoch, 0, 0))

@@ -290,6 +290,7 @@ class ReplicatedEngine:
             read_logprobs(news.prompt_logprobs) if news.prompt_logprobs else (),
             None if news.reason is None else _FINISH[news.reason],
             pooled_C=np.frombuffer(news.pooled, "<f4") if news.pooled else None,
+            hidden=news.hidden,
         )
 
     def _close(self, number: int, running: _Running, *samples: int) -> None:

@@ -76,23 +76,18 @@ class Requests:
         running = self._by_uid.get(event.uid)
         if running is None:
             return
-        sample = event.uid & 0xFF
-        seq = running.sequences[sample]
         if event.reason is FinishReason.REJECTED:
             del self._running[running.id]
             self._drop(running)
             self._reject(running.link, running.id, event.detail, 400)
             return
-        tokens = event.tokens
-        stop = event.reason is FinishReason.STOP and bool(tokens)
-        hidden = stop and not seq.request.params.include_stop and tokens[-1] in seq.request.stop_ids
         running.link.news.append(
             News(
                 running.id,
-                sample,
-                tokens,
+                event.uid & 0xFF,
+                event.tokens,
                 REASONS[event.reason] if event.reason else None,
-                hidden,
+                event.hidden,
                 write_logprobs(event.logprobs) if event.logprobs else [],
                 write_logprobs(event.prompt_logprobs) if event.prompt_logprobs else [],
                 running.sequences[0].cached,
