@@ -109,18 +109,19 @@ def _lay_out_pages(
     total,
     P: tl.constexpr,
     PAGE: tl.constexpr,
+    COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first `rows` programs copy one table each, the others place BLOCK tokens each."""
+    """The first programs copy COPY pages of a row's table each, the others place BLOCK tokens each."""
     program = tl.program_id(0)
-    if program < rows:
-        table = table_ptr + tl.load(slots_ptr + program) * P
-        copy = page_table_ptr + program.to(tl.int64) * P
-        for i in range(0, P, BLOCK):
-            index = i + tl.arange(0, BLOCK)
-            tl.store(copy + index, tl.load(table + index, mask=index < P), mask=index < P)
+    PARTS: tl.constexpr = (P + COPY - 1) // COPY
+    if program < rows * PARTS:
+        row = program // PARTS
+        index = program % PARTS * COPY + tl.arange(0, COPY)
+        pages = tl.load(table_ptr + tl.load(slots_ptr + row) * P + index, mask=index < P)
+        tl.store(page_table_ptr + row.to(tl.int64) * P + index, pages, mask=index < P)
     else:
-        token = (program - rows) * BLOCK + tl.arange(0, BLOCK)
+        token = (program - rows * PARTS) * BLOCK + tl.arange(0, BLOCK)
         ok = token < total
         slot = tl.load(token_slots_ptr + token, mask=ok, other=0)
         position = tl.load(positions_ptr + token, mask=ok, other=0)
@@ -135,7 +136,9 @@ def lay_out_pages_triton(
     page_table_BP = table_SP.new_empty(rows, pages)
     write_T = torch.empty_like(tokens.positions_T)
     block = 256
-    _lay_out_pages[(rows + triton.cdiv(total, block),)](
+    # Parts of a table are copied side by side: one of 131072 tokens has thousands of pages.
+    copy = min(triton.next_power_of_2(pages), 1024)
+    _lay_out_pages[(rows * triton.cdiv(pages, copy) + triton.cdiv(total, block),)](
         slots_B,
         tokens.slots_T,
         tokens.positions_T,
@@ -146,6 +149,7 @@ def lay_out_pages_triton(
         total,
         P=pages,
         PAGE=page_tokens,
+        COPY=copy,
         BLOCK=block,
         num_warps=2,
     )

@@ -41,7 +41,9 @@ def test_layout(counts, padding):
     slots, capacity, page = 6, 700, 16
     tokens_SL = torch.randint(1000, (slots, capacity), dtype=torch.int32, device=DEVICE)
     computed_S = torch.randint(capacity - 310, (slots,), device=DEVICE)
-    table_SP = torch.randint(99, (slots, -(-capacity // page)), dtype=torch.int32, device=DEVICE)
+    # A table of many pages is copied in parts.
+    pages = -(-capacity // page) if padding else 1500
+    table_SP = torch.randint(99, (slots, pages), dtype=torch.int32, device=DEVICE)
     slots_B = torch.randperm(slots, device=DEVICE)[: len(counts)]
     row_start = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=DEVICE)
     total, longest = sum(counts) + padding, max(*counts, padding, 1)
