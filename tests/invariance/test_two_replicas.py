@@ -26,6 +26,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, max_tokens=24, n=3),
     SamplingParams(temperature=0.8, seed=3, max_tokens=16, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.0, max_tokens=80, stop=("\n\n",)),
+    SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(359,)),
     SamplingParams(temperature=0.9, max_tokens=20, grammar=Grammar(kind="choice", value=("yes", "no", "perhaps"))),
 ]
 

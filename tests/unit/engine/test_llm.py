@@ -110,6 +110,9 @@ def test_stop_token_min_tokens_and_include_stop(llm: LLM) -> None:
     ].completions[0]
     assert stopped.token_ids == free[: free.index(stop) + 1] and stopped.finish_reason == "stop"
     assert stopped.text == llm.tokenizer.decode(free[: free.index(stop)])
+    included = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,), include_stop=True)
+    (whole,) = llm.generate("def main():\n", included)[0].completions
+    assert whole.token_ids == stopped.token_ids and whole.text == llm.tokenizer.decode(whole.token_ids) != stopped.text
     later = llm.generate(
         "def main():\n",
         SamplingParams(temperature=0, max_tokens=24, min_tokens=10, stop_token_ids=(stop,), ignore_eos=True),
