@@ -66,9 +66,9 @@ class Connection:
         return answer.status, json.loads(answer.read())
 
     def events(self) -> list[dict[str, Any]]:
-        """Of a stream that was asked for, to its end."""
+        """Of a stream that was asked for, to its end. What fails before the first token is told without a stream."""
         lines = self._http.getresponse().read().decode().splitlines()
-        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: {", "{"))]
 
     def close(self) -> None:
         self._http.close()
