@@ -1,6 +1,7 @@
 """Paged attention of attention=triton on a GPU: checked against float64 first, then timed.
 
-python benchmarks/attention.py [--tune] [--quick] [--heads 32] [--kv-heads 8] [--head-dim 128] [--page 16,64]
+python benchmarks/attention.py [--tune] [--only "decode 64"] [--quick] [--heads 32] [--kv-heads 8] [--head-dim 128]
+    [--page 16,64]
 
 Times are medians over CUDA graph replays of several layers one after another, each with KV of its own, so that nothing
 is found in the L2 cache. Decode counts bytes of K and V; prefill counts products of visible pairs. sdpa gets dense
@@ -239,9 +240,9 @@ def works(pages: list[int], quick: bool) -> Iterator[Work]:
             yield Work(f"prefill {count} of {length}", 1, count, length, "e4m3", page)
 
 
-def compare(heads: Heads, pages: list[int], quick: bool) -> list[str]:
+def compare(heads: Heads, pages: list[int], only: str, quick: bool) -> list[str]:
     lines = []
-    for work in works(pages, quick):
+    for work in (work for work in works(pages, quick) if only in label(work)):
         bench = Bench(work, heads)
         off = bench.error(bench.attend())
         assert off < 0.02, f"{work}: off by {off:.1e}"
@@ -359,7 +360,7 @@ def tune(heads: Heads, pages: list[int], only: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--only", default="", help='with --tune: cases whose label has this, such as "decode 64"')
+    parser.add_argument("--only", default="", help='cases whose label has this, such as "decode 64"')
     parser.add_argument("--quick", action="store_true", help="leave out the longest")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -369,7 +370,7 @@ def main() -> None:
     torch.manual_seed(torch.seed() % 2**31)
     heads = Heads(args.heads, args.kv_heads, args.head_dim)
     pages = [int(page) for page in args.page.split(",")]
-    lines = tune(heads, pages, args.only) if args.tune else compare(heads, pages, args.quick)
+    lines = tune(heads, pages, args.only) if args.tune else compare(heads, pages, args.only, args.quick)
     print(f"\n{torch.cuda.get_device_name()}, {heads.query} heads, {heads.kv} kv heads, head dim {heads.dim}")
     print("\n".join(lines))
 
