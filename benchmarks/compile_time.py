@@ -2,7 +2,7 @@
 
     python benchmarks/compile_time.py +preset=h200_fp8_tp1 model=llama3_8b engine.max_len=1024 engine.max_seqs=256
 
-The engine is loaded on an H200 that is not there (dovetail.core.testing.compiling): shapes, dtypes, alignment and
+The engine is loaded on an H200 that is not there (dovetail.core.testing.no_gpu): shapes, dtypes, alignment and
 constants are those of a real start, and every kernel goes down to machine code, one after another, in a cache of its
 own. It says when a start meets each first:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,16 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for each in sorted(found, key=lambda each: -each.seconds):
             print(f"{each.seconds:7.2f} s  {each.when:8}  {each.name}")
     else:
-        names: Counter[tuple[str, str]] = Counter()
+        taken: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         for each in found:
-            names[each.name, each.when] += each.seconds  # type: ignore[assignment]
-        for (name, when), seconds in names.most_common():
-            variants = sum((each.name, each.when) == (name, when) for each in found)
-            print(f"{seconds:7.2f} s  {variants:3} variants  {when:8}  {name}")
-    stages: Counter[str] = Counter()
-    for each in found:
-        stages.update(each.stages)  # type: ignore[arg-type]
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items())
+            taken[each.name, each.when].append(each.seconds)
+        for (name, when), seconds in sorted(taken.items(), key=lambda item: -sum(item[1])):
+            print(f"{sum(seconds):7.2f} s  {len(seconds):3} variants  {when:8}  {name}")
+    names = dict.fromkeys(name for each in found for name in each.stages)
+    parts = ", ".join(f"{name} {sum(each.stages.get(name, 0.0) for each in found):.1f}" for name in names)
     longest = max(each.seconds for each in found)
     print(f"{len(found)} variants, {sum(each.seconds for each in found):.1f} s ({parts}); the longest {longest:.2f} s")
     for when in ("ahead", "measured", "captured"):

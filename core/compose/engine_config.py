@@ -18,8 +18,7 @@ class EngineConfig(Config):
     """Replicas of the model on this host (data parallel), each with tp x pp ranks, a scheduler and a KV cache, in
     processes of its own; `router` spreads requests over them."""
     max_len: int | None = Field(None, ge=1)
-    """Tokens in the longest sequence, prompt and output; null: the model's own limit, and never more
-    than that."""
+    """Tokens in the longest sequence, prompt and output; null: the model's own limit. Never more than that."""
     token_budget: int = Field(2048, ge=1)
     """Tokens in one step of a replica, over all sequences."""
     max_seqs: int = Field(64, ge=1)

@@ -177,10 +177,11 @@ class Runner:
         host_pages = kv_cache.target().host_pages(kv_cache.config, self.groups)
         self.host_pools = make_host_pools(self.groups, host_pages, device)
         why_no_graphs = reason_against_graphs(composition, spec, device, self.size)
+        if device.type == "cuda":
+            report_late_kernels(False)
         # Parts that can be captured take whatever the device holds; others may index by what no kernel wrote.
         if why_no_graphs is None:
             progress("compile kernels", None)
-            report_late_kernels(False)
             self._compile_kernels()
             clock = phase("compile kernels", clock)
         progress("measure memory", None)

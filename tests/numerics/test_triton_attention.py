@@ -38,6 +38,7 @@ from dovetail.core.testing.attention import AttentionContract  # noqa: E402
 from dovetail.core.testing.formats import SCALED_ROWS  # noqa: E402
 from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
+from dovetail.plugins.attention.triton import backend  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
 from dovetail.plugins.attention.triton.tiles import Tile, Tiles, fit  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
@@ -64,6 +65,16 @@ class SmallTiles(Tiles):
 
     def prefill(self, shape, tokens):
         return fit(Tile(64, 16, 4, 2, self.programs, least=16, tma=self.tma), shape)
+
+
+class WholeRows(SmallTiles):
+    """No row is split."""
+
+    def decode(self, shape, tokens, scarce):
+        return replace(super().decode(shape, tokens, scarce), least=4096)
+
+    def prefill(self, shape, tokens):
+        return replace(super().prefill(shape, tokens), least=4096)
 
 
 class LaneTiles(SmallTiles):
@@ -266,6 +277,44 @@ def test_numbers_of_a_pool_past_what_32_bits_count(counts, decodes):
     assert not torch.equal(found[0][1], before[0].view(torch.uint8)), "nothing was written"
     for near, far in zip(*found, strict=True):
         assert torch.equal(near, far)
+
+
+@pytest.mark.parametrize(("programs", "window"), [(0, 0), (64, 40)])
+def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
+    """More rows than a program of plan_items looks at together, decode rows and prompts, and tokens of no row."""
+    monkeypatch.setattr(backend, "TOGETHER", 16)
+    random = torch.Generator().manual_seed(3)
+    decodes, counts, padding = 35, (1,) * 35 + tuple(torch.randint(1, 90, (20,), generator=random).tolist()), 5
+    lengths = tuple(n + int(torch.randint(2500, (), generator=random)) for n in counts)
+    starts, total = [0, *accumulate(counts)], sum(counts) + padding
+    meta = BatchMeta(
+        row_start_B1=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        kv_len_B=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        **dict.fromkeys(("slots_B", "positions_T", "rows_T", "page_table_BP", "write_T"), torch.zeros(0)),
+        page_tokens=16,
+    )
+    geometry = (window, 2, 1, 16, torch.float32, torch.float32)
+    tiles = SmallTiles(programs) if programs else WholeRows()
+    plan = backend._make_plan(tiles, geometry, meta, HostBounds(counts, lengths, decodes), total)
+    seen = [torch.zeros(count, length, dtype=torch.int32) for count, length in zip(counts, lengths, strict=True)]
+    fed, parts = torch.zeros(total, dtype=torch.int32), 0
+    for made in plan.lists:
+        for row, first, n, at, seen_from, lo, hi, part, length, splits, _ in made.items.tolist():
+            if row < 0:
+                continue
+            fed[first : first + n] += lo <= max(seen_from, 0) < max(hi, lo + 1)
+            parts += part >= 0
+            assert (part >= 0) == (splits > 1)
+            if first < starts[-1]:
+                assert length == lengths[row] and starts[row] <= first and first + n <= starts[row + 1]
+                seen[row][first - starts[row] : first - starts[row] + n, lo:hi] += 1
+                assert at == lengths[row] - counts[row] + first - starts[row]
+    assert fed.eq(1).all(), "each token is in one tile"
+    assert bool(parts) == bool(programs)
+    for count, length, times in zip(counts, lengths, seen, strict=True):
+        for i, keys in enumerate(times):
+            own = length - count + i
+            assert keys[max(own - window + 1, 0) if window else 0 : own + 1].eq(1).all()
 
 
 def test_no_tokens():

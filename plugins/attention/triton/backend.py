@@ -44,6 +44,8 @@ PLENTY = 3
 """Programs of whole rows for each multiprocessor from which on ..."""
 SHORT = 2048
 """... rows of at most so many keys are left whole: splitting them evens out less than joining them costs."""
+TOGETHER = 256
+"""Rows that a program of plan_items looks at together."""
 WHOLE = 1 << 30
 """Keys of the shortest range where no row is split: more than any row has."""
 INTERPRETED_PROCESSORS = 4
@@ -236,7 +238,7 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
             window,
             queries,
             tile.span,
-            ROWS=256,
+            ROWS=TOGETHER,
             BLOCK=64,
             num_warps=1,
         )

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from dovetail.core.ops.kernels.launch import announce, wait
 from dovetail.plugins.attention.triton.lanes import LOW, attend_lanes
+from dovetail.plugins.attention.triton.visible import visible
 
 ITEM = tl.constexpr(11)
 """int32 fields of an item: row (-1: unused), first token, tokens, index of the first token's key, first key that one of
@@ -230,19 +231,8 @@ def _step(
     k = _load(k_source, page, n, seen_from, hi, kv_head, K, D, PAGE, BLOCK_N, BLOCK_D, MASKED and not TMA, TMA)
     s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * qk_scale
     if MASKED:
-        keys = n + tl.arange(0, BLOCK_N)
-        if tree_ptr is None:
-            seen = keys[None, :] <= at[:, None]
-        else:
-            back = keys - (length - tree_width)
-            seen = tl.load(
-                tree_ptr + token[:, None] * tree_width + back[None, :],
-                mask=(back >= 0)[None, :] & (back < tree_width)[None, :],
-                other=1,
-            ).to(tl.int1)
-        if WINDOW:
-            seen = seen & (keys[None, :] > at[:, None] - WINDOW)
-        seen = seen & (keys < hi)[None, :]
+        keys = (n + tl.arange(0, BLOCK_N))[None, :]
+        seen = visible(keys, at[:, None], token[:, None], tree_ptr, tree_width, hi, length, WINDOW)
         s = tl.where(seen, s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, axis=1))
     p = tl.exp2(s - new_m[:, None])

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dovetail.plugins.attention.triton.visible import visible
+
 LOW = tl.constexpr(-1.0e30)
 """Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
 
@@ -72,16 +74,8 @@ def attend_lanes(
         k = tl.load(k_ptr + slot[:, :, None] * (K * D) + kv_head * D + dims, mask=k_mask, other=0.0)
         s = tl.dot(k.to(q.dtype), q_LDM, input_precision=PRECISION) * qk_scale
         key = keys[:, :, None]
-        if tree_ptr is None:
-            seen = key <= at[None, None, :]
-        else:
-            back = key - (length - tree_width)
-            seen = tl.load(
-                tree_ptr + token[None, None, :] * tree_width + back, mask=(back >= 0) & (back < tree_width), other=1
-            ).to(tl.int1)
-        if WINDOW:
-            seen = seen & (key > at[None, None, :] - WINDOW)
-        s = tl.where(seen & (key < hi), s, float("-inf"))
+        seen = visible(key, at[None, None, :], token[None, None, :], tree_ptr, tree_width, hi, length, WINDOW)
+        s = tl.where(seen, s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, axis=1))
         p = tl.exp2(s - new_m[:, None, :])
         alpha = tl.exp2(m - new_m)

@@ -19,6 +19,8 @@ import pytest
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton's launcher", allow_module_level=True)
 
+import triton
+
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.runner import Runner
@@ -86,11 +88,12 @@ def served(rng: random.Random, *overrides: str) -> Iterator[Do]:
 @pytest.mark.parametrize("case", CASES)
 def test_no_step_launches_what_start_up_has_not_compiled(case: str) -> None:
     calls = list(served(random.Random(0), *case.split()))
-    with no_gpu(machine_code=False) as compiled:
+    with triton.knobs.compilation.scope(), no_gpu(machine_code=False) as compiled:
         runner = Runner(compose([*case.split(), *SHAPES]))
         info = runner.load(lambda phase, share: None)
         runner.bind(info.num_pages)
         ready = len(compiled.variants)
+        assert triton.knobs.compilation.listener is not None, "a kernel that comes late would be reported"
         for call in calls:
             call(runner)
         late = list(compiled.variants)[ready:]
