@@ -279,7 +279,7 @@ def test_numbers_of_a_pool_past_what_32_bits_count(counts, decodes):
         assert torch.equal(near, far)
 
 
-@pytest.mark.parametrize(("programs", "window"), [(0, 0), (64, 40)])
+@pytest.mark.parametrize(("programs", "window"), [(0, 0), (64, 0), (64, 40)])
 def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
     """More rows than a program of plan_items looks at together, decode rows and prompts, and tokens of no row."""
     monkeypatch.setattr(backend, "TOGETHER", 16)

@@ -38,8 +38,8 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
     loop = StepLoop(engine, control, stays.addresses)
     owner.send({"op": "attach", "link": 1, **goes.addresses})
     threads = [
-        threading.Thread(target=loop.run),
-        threading.Thread(target=stays.listen, args=(owner.fileno(), lambda: False)),
+        threading.Thread(target=loop.run, daemon=True),
+        threading.Thread(target=stays.listen, args=(owner.fileno(), lambda: False), daemon=True),
     ]
     for thread in threads:
         thread.start()
@@ -61,6 +61,8 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
         go_on.set()
         owner.send({"op": "stop"})
         threads[0].join(SECONDS)
+        # Where the loop failed its sockets are open, and what they still had to send would be waited for.
+        loop._context.destroy(linger=0)
         control.close()
         threads[1].join(SECONDS)
         for link in (goes, stays):
