@@ -67,15 +67,16 @@ def served(rng: random.Random, *overrides: str) -> Iterator[Do]:
 
     engine.executor.submit, engine.executor.complete = noted_submit, noted_complete
     try:
-        for crowd, kinds in (
-            (1, ["greedy"]),
-            (3, ["greedy", "filtered"]),
-            (90, ["greedy", "random"]),
-            (200, list(KINDS)),
+        # The last crowd stays while it grows, so that chunks have any number of decode rows beside them.
+        for crowd, prompts, outputs, kinds in (
+            (1, (17,), (4,), ["greedy"]),
+            (3, (1, 500), (4,), ["greedy", "filtered"]),
+            (60, (1, 64, 500, 2200), (1, 4), list(KINDS)),
+            (engine.limits.max_seqs, (100, 200, 500), (60,), ["greedy", "random"]),
         ):
             for _ in range(crowd):
-                prompt = [rng.randrange(1000) for _ in range(rng.choice((1, 17, 64, 200, 500, 2200)))]
-                params = SamplingParams(max_tokens=rng.choice((1, 4, 6)), ignore_eos=True, **KINDS[rng.choice(kinds)])
+                prompt = [rng.randrange(1000) for _ in range(rng.choice(prompts))]
+                params = SamplingParams(max_tokens=rng.choice(outputs), ignore_eos=True, **KINDS[rng.choice(kinds)])
                 engine.add(prompt[: engine.info.max_len - params.max_tokens - 1], params)
             while engine.has_work:
                 engine.step()
