@@ -29,12 +29,13 @@ def rehearsal(
     groups: Sequence[KVGroup],
     decodes: int = 0,
     *,
+    context: int = 2,
     embeds: bool = False,
     adapted: bool = False,
 ) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
-    """One step of `tokens` tokens over `rows` sequences, the first `decodes` of them decode rows, the others prompts.
-    All sample with top-p and log-probabilities, which cost most, and wait for their masks; or with `embeds`, all are
-    embedded. With `adapted` they use the adapter that is in slot 0, be it none."""
+    """One step of `tokens` tokens over `rows` sequences, the first `decodes` of them decode rows of length `context`,
+    the others prompts. All sample with top-p and log-probabilities, which cost most, and wait for their masks; or with
+    `embeds`, all are embedded. With `adapted` they use the adapter that is in slot 0, be it none."""
     rows = min(rows, tokens)
     decodes = min(decodes, rows - 1)
     share, more = divmod(tokens - decodes, rows - decodes)
@@ -44,7 +45,7 @@ def rehearsal(
     for slot in range(rows):
         decode = slot < decodes
         count = 1 if decode else share + (more if slot == decodes else 0)
-        length = 2 if decode else count
+        length = context if decode else count
         flags = RowFlag(0) if embeds else RowFlag.SAMPLE | RowFlag.LATE
         flags |= RowFlag.DECODE if decode else RowFlag(0)
         request = Request(uid=slot, prompt_ids=(0,) * length, params=params, pooling="mean" if embeds else None)

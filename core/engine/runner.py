@@ -234,17 +234,25 @@ class Runner:
 
     def _rehearse(self) -> None:
         """The most expensive steps: a full token budget in one chunk, and every slot sampling. Then the mixed ones, so
-        that no request waits for their kernels to be compiled: few and many decode rows, short and long chunks."""
+        that no request waits for their kernels to be compiled: few and many decode rows, long and short ones, short
+        and long chunks."""
         most, tokens = self.engine.max_seqs, min(self.engine.token_budget, self.max_len - 1)
-        for size, rows, decodes in (
-            (tokens, 1, 0),
-            (tokens, most, 0),
-            (min(tokens, 512), 2, 1),
-            (tokens, most, most),
+        for size, rows, decodes, context in (
+            (tokens, 1, 0, 0),
+            (tokens, most, 0, 0),
+            (min(tokens, 512), 2, 1, 2),
+            (min(tokens, 512), 2, 1, tokens),
+            (tokens, most, most, 2),
         ):
             with self._trial(tokens):
                 plan, blobs = rehearsal(
-                    size, rows, self.groups, decodes, embeds=not self.spec.head, adapted=self.adapters is not None
+                    size,
+                    rows,
+                    self.groups,
+                    decodes,
+                    context=context,
+                    embeds=not self.spec.head,
+                    adapted=self.adapters is not None,
                 )
                 self.execute(plan, blobs)
                 if plan.late:
