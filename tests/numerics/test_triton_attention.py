@@ -40,7 +40,7 @@ from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
 from dovetail.plugins.attention.triton import backend  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
-from dovetail.plugins.attention.triton.tiles import Tile, Tiles, fit  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
 from .attention_cases import Case, error, expected, make_step  # noqa: E402
@@ -84,6 +84,13 @@ class LaneTiles(SmallTiles):
         tile = super().decode(shape, tokens, scarce)
         rows = next_power_of_2(max(8, shape.group * tokens))
         return fit(replace(tile, block_m=rows, lanes=4, warps=4, pairs=rows <= 32), shape)
+
+
+class WideTiles(SmallTiles):
+    """Prompts read copies of their pages in 16 bits."""
+
+    def widen(self, shape, tokens, rows, keys):
+        return shape.kv_dtype.itemsize == 1
 
 
 def make(tiles: Tiles | None = None) -> Triton:
@@ -190,6 +197,24 @@ def test_float8_pages(kv_dtype, head_scales):
     check(replace(case, dtype=torch.float16), LaneTiles())
     if MOST:
         check(replace(case, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("step", ["mixed", "empty rows", "chunks"] if MOST else ["empty rows"])
+@pytest.mark.parametrize(("kv_dtype", "page_tokens"), [(E4M3, 8), (E5M2, 64)] if MOST else [(E4M3, 64)])
+def test_widened_pages(step, kv_dtype, page_tokens):
+    case = replace(STEPS[step], kv_dtype=kv_dtype, page_tokens=page_tokens, dtype=torch.float16, slack=90)
+    check(case, WideTiles())
+    check(replace(case, dim=64), WideTiles(programs=1, tma=page_tokens >= 16))
+
+
+def test_which_steps_widen_pages():
+    """Long prompts over 8-bit pages, as long as the copy takes little room."""
+    tiles, shape = Tiles(), Shape(4, 128, torch.bfloat16, E4M3, 16)
+    assert tiles.widen(shape, 8192, 16, 8 * 8192)
+    assert not tiles.widen(shape, 8192, 64, 8 * 8192), "short prompts"
+    assert not tiles.widen(shape, 8192, 1, 8 * 131072), "gigabytes"
+    assert not tiles.widen(replace(shape, kv_dtype=torch.bfloat16), 8192, 1, 8 * 8192)
+    assert not tiles.widen(replace(shape, dtype=torch.float32), 8192, 1, 8 * 8192)
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])

@@ -9,7 +9,7 @@ Shapes: T tokens, B rows, W items, H query heads, D head dim, C = H * D columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -34,6 +34,7 @@ from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, plan_items
 from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, Shape, Tile, Tiles
+from dovetail.plugins.attention.triton.wide import Wide
 
 Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
 """window, heads, kv heads, head dim, dtype of q, dtype of the pages: layers that share it share their items."""
@@ -59,10 +60,10 @@ class Items:
     tile: Tile
     items: torch.Tensor
     """int32 [W, ITEM]"""
-    split: bool
-    """Some row may be in several ranges."""
-    counts: torch.Tensor | None
+    counts: torch.Tensor
     """int32, zero between launches: ranges of each tile that are done."""
+    wide: Wide | None
+    """The rows read their pages from here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,21 +149,27 @@ class Triton(AttentionBackend):
     ) -> None:
         tile, dim = items.tile, layer.head_dim
         k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
-        compute = torch.float16 if k.dtype in FLOAT8 and q.dtype.itemsize == 2 else q.dtype
         tree = meta.tree_mask_TW
+        k_from, v_from, table, page_tokens = k, v, meta.page_table_BP, meta.page_tokens
+        if (wide := items.wide) is not None:
+            wide.fill(meta, k, v)
+            k_from, v_from, table, page_tokens = wide.k, wide.v, wide.table_BP, wide.page_tokens
+        compute = torch.float16 if k_from.dtype in FLOAT8 and q.dtype.itemsize == 2 else q.dtype
         # The interpreter has no assembly.
         pairs = tile.pairs and q.is_cuda
+        if pairs:
+            v_from = v_from.view(torch.int16)
         attend_items[layer.kv_heads, items.items.shape[0]](
             q,
-            _tensor_map(k, tile.block_n, dim) if tile.tma else k,
-            _tensor_map(v, tile.block_n, dim) if tile.tma else v.view(torch.int16) if pairs else v,
+            _tensor_map(k_from, tile.block_n) if tile.tma else k_from,
+            _tensor_map(v_from, tile.block_n) if tile.tma else v_from,
             out_TC,
             parts,
             lse,
             items.counts,
             items.items,
-            meta.page_table_BP,
-            meta.page_table_BP.stride(0),
+            table,
+            table.stride(0),
             tree,
             0 if tree is None else tree.shape[1],
             layer.scale,
@@ -178,14 +185,13 @@ class Triton(AttentionBackend):
             K=layer.kv_heads,
             D=dim,
             WINDOW=layer.window,
-            PAGE=meta.page_tokens,
+            PAGE=page_tokens,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
             COMPUTE=COMPUTE[compute],
             PRECISION="ieee" if compute == torch.float32 else "tf32",
             HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
-            SPLIT=items.split,
             ONE_LOOP=tile.block_m <= 32,
             LANES=tile.lanes,
             TMA=tile.tma,
@@ -204,14 +210,19 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
     shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens)
     rows, decode = len(host.counts), host.num_decode
     device = meta.kv_len_B.device
-    launches = []
+    launches: list[tuple[int, int, Tile, Wide | None]] = []
     if decode:
         scarce = decode * kv_heads < _processors(device)
-        launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]), scarce)))
+        launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]), scarce), None))
     if decode < rows:
-        launches.append((decode, rows - decode, tiles.prefill(shape, tokens)))
+        wide = None
+        bounds = host.bounds[decode:]
+        if not window and tiles.widen(shape, tokens, rows - decode, sum(bounds) * kv_heads):
+            wide = Wide.room(meta, bounds, decode, kv_heads, dim, dtype)
+            shape = replace(shape, kv_dtype=dtype, page_tokens=wide.page_tokens)
+        launches.append((decode, rows - decode, tiles.prefill(shape, tokens), wide))
     lists, part_rows = [], 0
-    for first_row, count, tile in launches:
+    for first_row, count, tile, wide in launches:
         queries = tile.block_m // shape.group
         last = first_row + count == rows
         # Every row may end in a tile of its own; so may the tokens of no row.
@@ -242,16 +253,16 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
             BLOCK=64,
             num_warps=1,
         )
-        counts = torch.zeros(capacity * kv_heads, dtype=torch.int32, device=device) if split else None
-        lists.append(Items(tile, items, split, counts))
+        counts = torch.zeros(capacity * kv_heads, dtype=torch.int32, device=device)
+        lists.append(Items(tile, items, counts, wide))
         part_rows += capacity * queries if split else 0
     return Plan(tuple(lists), part_rows)
 
 
-def _tensor_map(plane: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
+def _tensor_map(plane: torch.Tensor, rows: int) -> TensorDescriptor:
     """Token slots x columns, read as blocks of one head's keys."""
     slots = plane.flatten(0, 1).flatten(1)
-    return TensorDescriptor(slots, list(slots.shape), list(slots.stride()), [rows, dim])
+    return TensorDescriptor(slots, list(slots.shape), list(slots.stride()), [rows, plane.shape[-1]])
 
 
 @cache

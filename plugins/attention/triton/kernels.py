@@ -316,7 +316,6 @@ def attend_items(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_SCALES: tl.constexpr,
-    SPLIT: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     LANES: tl.constexpr,
     TMA: tl.constexpr,
@@ -448,17 +447,14 @@ def attend_items(
 
     # A query that saw no key gives zeros.
     acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-    if SPLIT:
-        # Partial rows are tokens of a tile: [parts, H, D], and their log-sum-exp [parts, H].
-        to = (part + query).to(tl.int64) * H + head
-        tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok & (part >= 0))
-        tl.store(lse_ptr + to, tl.where(total > 0, m + tl.log2(total), float("-inf")), mask=exists & (part >= 0))
     out = out_ptr + offset[:, None] + dims[None, :]
-    if not SPLIT:
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
-    elif part < 0:
+    if part < 0:
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
     else:
+        # Partial rows are tokens of a tile: [parts, H, D], and their log-sum-exp [parts, H].
+        to = (part + query).to(tl.int64) * H + head
+        tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok)
+        tl.store(lse_ptr + to, tl.where(total > 0, m + tl.log2(total), float("-inf")), mask=exists)
         # The last of a tile's programs to arrive joins all its ranges, in their order.
         tl.debug_barrier()
         count_ptr += first_item * K + kv_head

@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from dovetail.plugins.attention.triton.wide import MOST_ROWS
+
 SHARED_BYTES = 200 * 1024
 """Shared memory that the blocks in flight of one program may take, of 227 KiB on Hopper."""
 
 
 DECODE_ROWS = 64
 """Most query rows of a tile for decode."""
+WIDE_TOKENS = 256
+"""Tokens of a prompt, on average, from which on its 8-bit keys are widened: their tiles then read each often enough."""
+WIDE_BYTES = 256 << 20
+"""Memory that widened keys and values may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,13 @@ class Tiles:
         if short.tma and tokens <= 2048 and least <= 64:
             return short
         return fit(Tile(max(128, least), 64, 8, 3, 1, least=1024, tma=True), shape)
+
+    def widen(self, shape: Shape, tokens: int, rows: int, keys: int) -> bool:
+        """Whether 8-bit pages are copied to 16 bits first (wide.py), for so many rows of prompts in a step of so many
+        tokens; `keys`: of all rows and kv heads, at most."""
+        room = 2 * 2 * keys * shape.head_dim
+        worth = WIDE_TOKENS * rows <= tokens and rows <= MOST_ROWS
+        return shape.kv_dtype.itemsize == 1 and shape.dtype.itemsize == 2 and worth and room <= WIDE_BYTES
 
 
 def fit(tile: Tile, shape: Shape) -> Tile:

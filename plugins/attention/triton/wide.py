@@ -1,0 +1,129 @@
+"""8-bit pages copied to 16 bits, for prompts whose queries read each key many times.
+
+Reading 8-bit keys, each tile of queries converts them anew between memory and the matrix units, which read 16 bits.
+A long prompt has dozens of tiles over the same keys: they are converted once a layer instead, and stand in the order of
+rows in pages long enough for tensor maps. Both 16-bit formats hold both 8-bit ones exactly, so nothing else changes.
+
+Shapes: B rows, P pages of a row, N pages of all rows, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces import BatchMeta
+from dovetail.core.ops.kernels.launch import announce, dependent, wait
+
+PAGE = 64
+"""Least tokens of a copy's page."""
+MOST_ROWS = 256
+"""Rows that a step may widen: a program looks at all of them."""
+BLOCK = 8192
+"""Values of a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Room for the pages of some of a step's rows. Layers take turns in it."""
+
+    k: torch.Tensor
+    """[N, page tokens, K, D]"""
+    v: torch.Tensor
+    table_BP: torch.Tensor
+    """int32"""
+    first_row: int
+    rows: int
+
+    @classmethod
+    def room(
+        cls, meta: BatchMeta, bounds: tuple[int, ...], first_row: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> Wide:
+        """For rows from `first_row` on, which have at most so many keys."""
+        tokens, table = wide_page(meta.page_tokens), meta.page_table_BP
+        pages = [triton.cdiv(bound, tokens) for bound in bounds]
+        k, v = (torch.empty(sum(pages), tokens, kv_heads, head_dim, dtype=dtype, device=table.device) for _ in range(2))
+        return cls(k, v, table.new_empty(len(table), max(pages)), first_row, len(pages))
+
+    @property
+    def page_tokens(self) -> int:
+        return self.k.shape[1]
+
+    def fill(self, meta: BatchMeta, k: torch.Tensor, v: torch.Tensor) -> None:
+        """From a layer's pages."""
+        fold, width = self.page_tokens // meta.page_tokens, k[0].numel()
+        _widen_pages[len(self.k), fold * triton.cdiv(width, BLOCK)](
+            k,
+            v,
+            self.k,
+            self.v,
+            meta.kv_len_B,
+            meta.page_table_BP,
+            meta.page_table_BP.stride(0),
+            self.table_BP,
+            self.table_BP.stride(0),
+            self.first_row,
+            self.rows,
+            PAGE=meta.page_tokens,
+            FOLD=fold,
+            WIDTH=width,
+            ROWS=MOST_ROWS,
+            BLOCK=BLOCK,
+            num_warps=4,
+            **dependent(k),
+        )
+
+
+def wide_page(page_tokens: int) -> int:
+    """Tokens of a copy's page: so many pages together."""
+    return page_tokens * max(1, PAGE // page_tokens)
+
+
+@triton.jit(do_not_specialize=["table_stride", "wide_stride", "first_row", "rows"])
+def _widen_pages(
+    k_ptr,
+    v_ptr,
+    wide_k_ptr,
+    wide_v_ptr,
+    kv_len_ptr,
+    table_ptr,
+    table_stride,
+    wide_table_ptr,
+    wide_stride,
+    first_row,
+    rows,
+    PAGE: tl.constexpr,
+    FOLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (page of the copy, part of one of the FOLD pages in it). Whose it is follows from the exact lengths."""
+    announce(PDL)
+    wait(PDL)
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    mine, part = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    lengths = tl.load(kv_len_ptr + first_row + row, mask=row < rows, other=0)
+    pages = tl.cdiv(lengths, PAGE * FOLD)
+    before = tl.cumsum(pages, axis=0) <= mine
+    index = tl.sum(before.to(tl.int32), axis=0)
+    first = tl.sum(tl.where(before, pages, 0), axis=0)
+    place = (mine - first) * FOLD + part // PARTS
+    length = tl.sum(tl.where(row == index, lengths, 0), axis=0)
+    if place * PAGE >= length:  # room to spare
+        return
+    at_row = (first_row + index).to(tl.int64)
+    page = tl.load(table_ptr + at_row * table_stride + place)
+    if part == 0:
+        tl.store(wide_table_ptr + at_row * wide_stride + (mine - first), mine)
+    values = part % PARTS * BLOCK + tl.arange(0, BLOCK)
+    ok = values < WIDTH
+    source = page.to(tl.int64) * WIDTH + values
+    to = (mine.to(tl.int64) * FOLD + part // PARTS) * WIDTH + values
+    tl.store(wide_k_ptr + to, tl.load(k_ptr + source, mask=ok).to(wide_k_ptr.dtype.element_ty), mask=ok)
+    tl.store(wide_v_ptr + to, tl.load(v_ptr + source, mask=ok).to(wide_v_ptr.dtype.element_ty), mask=ok)
