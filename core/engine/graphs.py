@@ -145,7 +145,7 @@ class StepGraphs:
         """`most_tokens`: of a mixed step that gets a graph; 0 = none does."""
         self.model, self.state, self.groups, self.attention = model, state, groups, attention
         self.taps, self.width, self.max_len = taps, 1 + lookahead, max_len
-        self.sizes = batch_sizes(most_rows)
+        self.sizes, self._most_tokens = batch_sizes(most_rows), most_tokens
         self.capacities = [Capacity(size * self.width, size, 0, size) for size in self.sizes]
         self.capacities += [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
         self._adapters = adapters
@@ -162,9 +162,10 @@ class StepGraphs:
 
     def _mixed(self, tokens: int) -> Capacity:
         """Each row to spare costs a little in every layer, so there are no more than so many tokens are likely to have;
-        a larger graph serves those with more."""
+        a larger graph serves those with more, and the largest as many decode rows as there can be."""
         most = self.sizes[-1]
-        decodes, chunks = min(most, tokens // 2 // self.width), min(most, max(4, tokens // 32))
+        likely = tokens if tokens == self._most_tokens else tokens // 2 // self.width
+        decodes, chunks = min(most, likely), min(most, max(4, tokens // 32))
         return Capacity(tokens, decodes, chunks, self._size(min(most, decodes + chunks)))
 
     def _size(self, rows: int) -> int:

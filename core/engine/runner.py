@@ -233,18 +233,21 @@ class Runner:
                     rehearse_float32(self.state, self.spec.vocab)
 
     def _rehearse(self) -> None:
-        """The most expensive steps: a full token budget in one chunk, and every slot sampling. Then the mixed ones, so
-        that no request waits for their kernels to be compiled: few and many decode rows, long and short ones, short
-        and long chunks."""
-        most, tokens = self.engine.max_seqs, min(self.engine.token_budget, self.max_len - 1)
+        """The most expensive steps: a full token budget in as few chunks as can hold it, and every slot sampling. Then
+        the mixed ones, so that no request waits for their kernels to be compiled: few and many decode rows, long and
+        short ones, short and long chunks."""
+        most, longest = self.engine.max_seqs, self.max_len - 1
+        tokens = min(self.engine.token_budget, most * longest)
+        longest = min(longest, tokens)
+        chunks = -(-tokens // longest)
         for size, rows, decodes, context in (
-            (tokens, 1, 0, 0),
+            (tokens, chunks, 0, 0),
             (tokens, most, 0, 0),
             (min(tokens, 512), 2, 1, 2),
-            (min(tokens, 512), 2, 1, tokens),
-            (tokens, most, most, 2),
+            (min(tokens, 512), 2, 1, longest),
+            (tokens, most, most - chunks, 2),
         ):
-            with self._trial(tokens):
+            with self._trial(longest):
                 plan, blobs = rehearsal(
                     size,
                     rows,

@@ -341,7 +341,7 @@ def best_triton(
     return best_N, out_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "base_ptr", "limit_ptr", "accepted_ptr", "lengths_ptr"])
 def _accept(
     drawn_ptr,
     slots_ptr,
