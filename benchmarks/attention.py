@@ -85,7 +85,7 @@ class Fixed(Tiles):
     def decode(self, shape: Shape, tokens: int, scarce: bool) -> Tile:
         return fit(self.tile, shape)
 
-    def prefill(self, shape: Shape, tokens: int) -> Tile:
+    def prefill(self, shape: Shape) -> Tile:
         return fit(self.tile, shape)
 
 

@@ -1,16 +1,16 @@
 """Kernels compiled several at a time, before the first step needs them.
 
-Triton compiles a kernel where it is first launched, one after another. Most of that work is C++ and an assembler in a
-process of its own, so threads share it well.
+Triton compiles a kernel where it is first launched, one after another. Most of that work is C++, and an assembler and a
+C compiler in processes of their own, so threads share it well.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -44,15 +44,42 @@ def compile_ahead(workers: int) -> Iterator[None]:
         # It would time kernels that do not run, and keep the verdict.
         return tuner.warmup(*args, grid=grid, **options)
 
-    tune = Autotuner.run
-    with ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool, triton.AsyncCompileMode(pool):
+    def once(kernel: Any, key: Any, signature: Any, device: Any, *more: Any) -> Any:
+        # Triton 3.6 forgets what is being compiled: each launch would prepare it again, which takes 0.3 ms.
+        made = start(kernel, key, signature, device, *more)
+        if made is not None:
+            kernel.device_caches[device][0].setdefault(key, made)
+        return made
+
+    start, tune = JITFunction._do_compile, Autotuner.run
+    with _Pool(workers) as pool, triton.AsyncCompileMode(pool):
         # Triton compiles in a pool for those who ask kernel by kernel; the plugins' kernels nobody here knows by name.
-        JITFunction.run, Autotuner.run = compile_only, each_config
+        JITFunction.run, JITFunction._do_compile, Autotuner.run = compile_only, once, each_config
         try:
             with _NewIsZero():
                 yield
         finally:
-            JITFunction.run, Autotuner.run = launch, tune
+            JITFunction.run, JITFunction._do_compile, Autotuner.run = launch, start, tune
+
+
+class _Pool(ThreadPoolExecutor):
+    """Compiles kernels, and makes them ready to be launched on the device of the thread that made the pool."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers, thread_name_prefix="compile")
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(self._ready, call, *args, **kwargs)
+
+    def _ready(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kernel = call(*args, **kwargs)
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+            # At its first launch Triton has C code compiled that passes the arguments, and loads the kernel.
+            with suppress(Exception):  # What is wrong is told again by the launch: some are never launched.
+                _ = kernel.run
+        return kernel
 
 
 def report_late_kernels(on: bool) -> None:

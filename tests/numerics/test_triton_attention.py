@@ -63,7 +63,7 @@ class SmallTiles(Tiles):
         tile = super().decode(shape, tokens, scarce)
         return replace(tile, block_n=16, programs=self.programs, least=16)
 
-    def prefill(self, shape, tokens):
+    def prefill(self, shape):
         return fit(Tile(64, 16, 4, 2, self.programs, least=16, tma=self.tma), shape)
 
 
@@ -73,8 +73,8 @@ class WholeRows(SmallTiles):
     def decode(self, shape, tokens, scarce):
         return replace(super().decode(shape, tokens, scarce), least=4096)
 
-    def prefill(self, shape, tokens):
-        return replace(super().prefill(shape, tokens), least=4096)
+    def prefill(self, shape):
+        return replace(super().prefill(shape), least=4096)
 
 
 class LaneTiles(SmallTiles):
@@ -86,11 +86,11 @@ class LaneTiles(SmallTiles):
         return fit(replace(tile, block_m=rows, lanes=4, warps=4, pairs=rows <= 32), shape)
 
 
-class WideTiles(SmallTiles):
-    """Prompts read copies of their pages in 16 bits."""
+class GatheringTiles(SmallTiles):
+    """Prompts read copies of their pages."""
 
-    def widen(self, shape, tokens, rows, keys):
-        return shape.kv_dtype.itemsize == 1
+    def gather(self, shape, tokens, rows, keys):
+        return True
 
 
 def make(tiles: Tiles | None = None) -> Triton:
@@ -199,22 +199,29 @@ def test_float8_pages(kv_dtype, head_scales):
         check(replace(case, dtype=torch.float16))
 
 
+PAGES_8 = [(E4M3, 8), (E5M2, 64), (None, 16)]
+
+
 @pytest.mark.parametrize("step", ["mixed", "empty rows", "chunks"] if MOST else ["empty rows"])
-@pytest.mark.parametrize(("kv_dtype", "page_tokens"), [(E4M3, 8), (E5M2, 64)] if MOST else [(E4M3, 64)])
-def test_widened_pages(step, kv_dtype, page_tokens):
+@pytest.mark.parametrize(("kv_dtype", "page_tokens"), PAGES_8 if MOST else PAGES_8[:1])
+def test_gathered_pages(step, kv_dtype, page_tokens):
     case = replace(STEPS[step], kv_dtype=kv_dtype, page_tokens=page_tokens, dtype=torch.float16, slack=90)
-    check(case, WideTiles())
-    check(replace(case, dim=64), WideTiles(programs=1, tma=page_tokens >= 16))
+    check(case, GatheringTiles())
+    check(replace(case, dim=64), GatheringTiles(programs=1, tma=True))
 
 
-def test_which_steps_widen_pages():
-    """Long prompts over 8-bit pages, as long as the copy takes little room."""
+def test_which_steps_gather_pages():
+    """Long prompts over pages that are read slowly, as long as the copy takes little room."""
     tiles, shape = Tiles(), Shape(4, 128, torch.bfloat16, E4M3, 16)
-    assert tiles.widen(shape, 8192, 16, 8 * 8192)
-    assert not tiles.widen(shape, 8192, 64, 8 * 8192), "short prompts"
-    assert not tiles.widen(shape, 8192, 1, 8 * 131072), "gigabytes"
-    assert not tiles.widen(replace(shape, kv_dtype=torch.bfloat16), 8192, 1, 8 * 8192)
-    assert not tiles.widen(replace(shape, dtype=torch.float32), 8192, 1, 8 * 8192)
+    assert tiles.gather(shape, 8192, 16, 8 * 8192)
+    assert not tiles.gather(shape, 8192, 64, 8 * 8192), "short prompts"
+    assert not tiles.gather(shape, 8192, 1, 8 * 131072), "gigabytes"
+    assert not tiles.gather(replace(shape, dtype=torch.float32), 8192, 1, 8 * 8192)
+    same = replace(shape, kv_dtype=torch.bfloat16)
+    assert tiles.gather(same, 8192, 8, 8 * 8192)
+    assert not tiles.gather(same, 8192, 16, 8 * 8192), "prompts of middle length"
+    assert not tiles.gather(replace(same, page_tokens=64), 8192, 1, 8 * 8192), "tensor maps read these pages"
+    assert not tiles.gather(replace(same, head_dim=80), 8192, 1, 8 * 8192), "tensor maps read none of these"
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])

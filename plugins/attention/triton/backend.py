@@ -32,9 +32,9 @@ from dovetail.core.interfaces import (
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.attention.config import TritonConfig
+from dovetail.plugins.attention.triton.gather import Gathered
 from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, plan_items
 from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, Shape, Tile, Tiles
-from dovetail.plugins.attention.triton.wide import Wide
 
 Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
 """window, heads, kv heads, head dim, dtype of q, dtype of the pages: layers that share it share their items."""
@@ -62,8 +62,8 @@ class Items:
     """int32 [W, ITEM]"""
     counts: torch.Tensor
     """int32, zero between launches: ranges of each tile that are done."""
-    wide: Wide | None
-    """The rows read their pages from here."""
+    gathered: Gathered | None
+    """Where the rows read their pages; None = where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,9 @@ class Triton(AttentionBackend):
         k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
         tree = meta.tree_mask_TW
         k_from, v_from, table, page_tokens = k, v, meta.page_table_BP, meta.page_tokens
-        if (wide := items.wide) is not None:
-            wide.fill(meta, k, v)
-            k_from, v_from, table, page_tokens = wide.k, wide.v, wide.table_BP, wide.page_tokens
+        if (copy := items.gathered) is not None:
+            copy.fill(meta, k, v)
+            k_from, v_from, table, page_tokens = copy.k, copy.v, copy.table_BP, copy.page_tokens
         compute = torch.float16 if k_from.dtype in FLOAT8 and q.dtype.itemsize == 2 else q.dtype
         # The interpreter has no assembly.
         pairs = tile.pairs and q.is_cuda
@@ -210,19 +210,18 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
     shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens)
     rows, decode = len(host.counts), host.num_decode
     device = meta.kv_len_B.device
-    launches: list[tuple[int, int, Tile, Wide | None]] = []
+    launches: list[tuple[int, int, Tile, Gathered | None]] = []
     if decode:
         scarce = decode * kv_heads < _processors(device)
         launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]), scarce), None))
     if decode < rows:
-        wide = None
-        bounds = host.bounds[decode:]
-        if not window and tiles.widen(shape, tokens, rows - decode, sum(bounds) * kv_heads):
-            wide = Wide.room(meta, bounds, decode, kv_heads, dim, dtype)
-            shape = replace(shape, kv_dtype=dtype, page_tokens=wide.page_tokens)
-        launches.append((decode, rows - decode, tiles.prefill(shape, tokens), wide))
+        gathered, bounds = None, host.bounds[decode:]
+        if not window and tiles.gather(shape, tokens, rows - decode, sum(bounds) * kv_heads):
+            gathered = Gathered.room(meta, bounds, decode, kv_heads, dim, dtype)
+            shape = replace(shape, kv_dtype=dtype, page_tokens=gathered.page_tokens)
+        launches.append((decode, rows - decode, tiles.prefill(shape), gathered))
     lists, part_rows = [], 0
-    for first_row, count, tile, wide in launches:
+    for first_row, count, tile, gathered in launches:
         queries = tile.block_m // shape.group
         last = first_row + count == rows
         # Every row may end in a tile of its own; so may the tokens of no row.
@@ -254,7 +253,7 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
             num_warps=1,
         )
         counts = torch.zeros(capacity * kv_heads, dtype=torch.int32, device=device)
-        lists.append(Items(tile, items, counts, wide))
+        lists.append(Items(tile, items, counts, gathered))
         part_rows += capacity * queries if split else 0
     return Plan(tuple(lists), part_rows)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from dovetail.plugins.attention.triton.wide import MOST_ROWS
+from dovetail.plugins.attention.triton.gather import MOST_ROWS, PAGE
 
 SHARED_BYTES = 200 * 1024
 """Shared memory that the blocks in flight of one program may take, of 227 KiB on Hopper."""
@@ -15,10 +15,11 @@ SHARED_BYTES = 200 * 1024
 
 DECODE_ROWS = 64
 """Most query rows of a tile for decode."""
-WIDE_TOKENS = 256
-"""Tokens of a prompt, on average, from which on its 8-bit keys are widened: their tiles then read each often enough."""
-WIDE_BYTES = 256 << 20
-"""Memory that widened keys and values may take."""
+GATHER_8, GATHER_16 = 256, 1024
+"""Tokens of a prompt, on average, from which on its pages of 8-bit or 16-bit values are gathered: tiles then read each
+key often enough."""
+GATHER_BYTES = 256 << 20
+"""Memory that gathered keys and values may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,14 @@ class Tiles:
             return fit(Tile(rows, 128, 8, 3, 2, least=128, pairs=True), shape)
         if scarce:
             return fit(Tile(rows, 128, 4, 4, 1, least=128), shape)
+        if shape.kv_dtype.itemsize == 1 and shape.page_tokens < 64 and shape.group * tokens <= 16:
+            columns = triton.next_power_of_2(max(8, shape.group * tokens))
+            return fit(Tile(columns, 32, 2, 4, 2, pairs=True, lanes=2), shape)
         if shape.kv_dtype.itemsize == 1:
             return fit(Tile(rows, 64, 4, 3, 2, pairs=True), shape)
         return fit(Tile(rows, 32, 2, 4, 2) if rows <= 16 else Tile(rows, 64, 4, 4, 2), shape)
 
-    def prefill(self, shape: Shape, tokens: int) -> Tile:
-        """For a step of so many tokens."""
+    def prefill(self, shape: Shape) -> Tile:
         least = triton.next_power_of_2(shape.group)
         if shape.dtype.itemsize == 4:
             # Products run without matrix units and keep both operands in registers.
@@ -107,17 +110,18 @@ class Tiles:
             return fit(Tile(max(64, least), 64, 8, 2, 1, least=1024), shape)
         if shape.kv_dtype.itemsize == 1:
             return fit(Tile(max(128, least), 128, 8, 2, 1, least=1024), shape)
-        short = fit(Tile(max(64, least), 64, 4, 3, 1, least=1024, tma=True), shape)
-        if short.tma and tokens <= 2048 and least <= 64:
-            return short
+        if shape.reads_tensor_maps and shape.page_tokens % PAGE == 0 and least <= 64:
+            return fit(Tile(64, 64, 4, 3, 1, least=1024, tma=True), shape)
         return fit(Tile(max(128, least), 64, 8, 3, 1, least=1024, tma=True), shape)
 
-    def widen(self, shape: Shape, tokens: int, rows: int, keys: int) -> bool:
-        """Whether 8-bit pages are copied to 16 bits first (wide.py), for so many rows of prompts in a step of so many
-        tokens; `keys`: of all rows and kv heads, at most."""
-        room = 2 * 2 * keys * shape.head_dim
-        worth = WIDE_TOKENS * rows <= tokens and rows <= MOST_ROWS
-        return shape.kv_dtype.itemsize == 1 and shape.dtype.itemsize == 2 and worth and room <= WIDE_BYTES
+    def gather(self, shape: Shape, tokens: int, rows: int, keys: int) -> bool:
+        """Whether pages are copied first (gather.py), for so many rows of prompts in a step of so many tokens; `keys`:
+        of all rows and kv heads, at most."""
+        if shape.dtype.itemsize != 2 or rows > MOST_ROWS or 2 * 2 * keys * shape.head_dim > GATHER_BYTES:
+            return False
+        if shape.kv_dtype.itemsize == 1:
+            return rows * GATHER_8 <= tokens
+        return rows * GATHER_16 <= tokens and shape.reads_tensor_maps and shape.page_tokens % PAGE != 0
 
 
 def fit(tile: Tile, shape: Shape) -> Tile:

@@ -42,6 +42,22 @@ def test_launches_compile_in_the_pool(compiling: list[str]) -> None:
     assert len(compiling) == 2 and all(name.startswith("compile") for name in compiling)
 
 
+def test_a_kernel_is_prepared_once(compiling: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 does not keep what is being compiled; 3.7 does."""
+    start, prepared = JITFunction._do_compile, []
+
+    def forgetful(kernel: Any, key: Any, signature: Any, device: Any, *more: Any) -> Any:
+        made = start(kernel, key, signature, device, *more)
+        prepared.append(kernel.device_caches[device][0].pop(key))
+        return made
+
+    monkeypatch.setattr(JITFunction, "_do_compile", forgetful)
+    with compiled_for_hopper(), compile_ahead(2):
+        for _ in range(5):
+            silu_and_mul(torch.empty(3, 72, dtype=torch.bfloat16, device="cuda"))
+    assert len(prepared) == len(compiling) == 1
+
+
 def test_a_kernel_that_comes_late_is_reported(compiling: list[str], caplog: pytest.LogCaptureFixture) -> None:
     def launch(columns: int) -> None:
         silu_and_mul(torch.empty(3, columns, dtype=torch.bfloat16, device="cuda"))

@@ -1,8 +1,9 @@
-"""8-bit pages copied to 16 bits, for prompts whose queries read each key many times.
+"""A prompt's pages gathered, for queries that read each key many times.
 
-Reading 8-bit keys, each tile of queries converts them anew between memory and the matrix units, which read 16 bits.
-A long prompt has dozens of tiles over the same keys: they are converted once a layer instead, and stand in the order of
-rows in pages long enough for tensor maps. Both 16-bit formats hold both 8-bit ones exactly, so nothing else changes.
+Reading 8-bit keys, each tile of queries converts them anew between memory and the matrix units, which read 16 bits; and
+pages shorter than a block of keys rule out tensor maps. A long prompt has dozens of tiles over the same keys: they are
+copied once a layer instead, 16 bits wide, to pages that hold a block and stand in the order of rows. Both 16-bit
+formats hold both 8-bit ones exactly, so nothing else changes.
 
 Shapes: B rows, P pages of a row, N pages of all rows, K kv heads, D head dim.
 """
@@ -21,13 +22,13 @@ from dovetail.core.ops.kernels.launch import announce, dependent, wait
 PAGE = 64
 """Least tokens of a copy's page."""
 MOST_ROWS = 256
-"""Rows that a step may widen: a program looks at all of them."""
+"""Rows that can be gathered: a program looks at all of them."""
 BLOCK = 8192
 """Values of a program."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wide:
+class Gathered:
     """Room for the pages of some of a step's rows. Layers take turns in it."""
 
     k: torch.Tensor
@@ -41,9 +42,9 @@ class Wide:
     @classmethod
     def room(
         cls, meta: BatchMeta, bounds: tuple[int, ...], first_row: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> Wide:
+    ) -> Gathered:
         """For rows from `first_row` on, which have at most so many keys."""
-        tokens, table = wide_page(meta.page_tokens), meta.page_table_BP
+        tokens, table = gathered_page(meta.page_tokens), meta.page_table_BP
         pages = [triton.cdiv(bound, tokens) for bound in bounds]
         k, v = (torch.empty(sum(pages), tokens, kv_heads, head_dim, dtype=dtype, device=table.device) for _ in range(2))
         return cls(k, v, table.new_empty(len(table), max(pages)), first_row, len(pages))
@@ -55,7 +56,7 @@ class Wide:
     def fill(self, meta: BatchMeta, k: torch.Tensor, v: torch.Tensor) -> None:
         """From a layer's pages."""
         fold, width = self.page_tokens // meta.page_tokens, k[0].numel()
-        _widen_pages[len(self.k), fold * triton.cdiv(width, BLOCK)](
+        _gather_pages[len(self.k), fold * triton.cdiv(width, BLOCK)](
             k,
             v,
             self.k,
@@ -77,22 +78,22 @@ class Wide:
         )
 
 
-def wide_page(page_tokens: int) -> int:
+def gathered_page(page_tokens: int) -> int:
     """Tokens of a copy's page: so many pages together."""
     return page_tokens * max(1, PAGE // page_tokens)
 
 
-@triton.jit(do_not_specialize=["table_stride", "wide_stride", "first_row", "rows"])
-def _widen_pages(
+@triton.jit(do_not_specialize=["table_stride", "to_stride", "first_row", "rows"])
+def _gather_pages(
     k_ptr,
     v_ptr,
-    wide_k_ptr,
-    wide_v_ptr,
+    to_k_ptr,
+    to_v_ptr,
     kv_len_ptr,
     table_ptr,
     table_stride,
-    wide_table_ptr,
-    wide_stride,
+    to_table_ptr,
+    to_stride,
     first_row,
     rows,
     PAGE: tl.constexpr,
@@ -120,10 +121,10 @@ def _widen_pages(
     at_row = (first_row + index).to(tl.int64)
     page = tl.load(table_ptr + at_row * table_stride + place)
     if part == 0:
-        tl.store(wide_table_ptr + at_row * wide_stride + (mine - first), mine)
+        tl.store(to_table_ptr + at_row * to_stride + (mine - first), mine)
     values = part % PARTS * BLOCK + tl.arange(0, BLOCK)
     ok = values < WIDTH
     source = page.to(tl.int64) * WIDTH + values
     to = (mine.to(tl.int64) * FOLD + part // PARTS) * WIDTH + values
-    tl.store(wide_k_ptr + to, tl.load(k_ptr + source, mask=ok).to(wide_k_ptr.dtype.element_ty), mask=ok)
-    tl.store(wide_v_ptr + to, tl.load(v_ptr + source, mask=ok).to(wide_v_ptr.dtype.element_ty), mask=ok)
+    tl.store(to_k_ptr + to, tl.load(k_ptr + source, mask=ok).to(to_k_ptr.dtype.element_ty), mask=ok)
+    tl.store(to_v_ptr + to, tl.load(v_ptr + source, mask=ok).to(to_v_ptr.dtype.element_ty), mask=ok)
