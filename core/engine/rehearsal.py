@@ -23,6 +23,21 @@ from dovetail.core.interfaces import (
 EPOCH = -1
 
 
+def rehearsed_steps(budget: int, most: int, longest: int) -> list[tuple[int, int, int, int]]:
+    """(tokens, rows, decode rows, their length) of steps that are worth a rehearsal, where a step has at most `budget`
+    tokens and `most` rows, and a sequence at most `longest` tokens.
+
+    The most expensive first: all tokens in as few chunks as can hold them, and every slot sampling. Then mixed ones, so
+    that no request waits for their kernels to be compiled: few and many decode rows, long and short ones, short and
+    long chunks."""
+    tokens = min(budget, most * longest)
+    longest = min(longest, tokens)
+    chunks = -(-tokens // longest)
+    few, short = min(longest, 512), min(longest, 2)
+    mixed = [(few, 2, 1, short), (few, 2, 1, longest), (tokens, most, most - chunks, short)] if most > 1 else []
+    return [(tokens, chunks, 0, 0), (tokens, most, 0, 0), *mixed]
+
+
 def rehearsal(
     tokens: int,
     rows: int,
@@ -44,7 +59,7 @@ def rehearsal(
     blobs = {}
     for slot in range(rows):
         decode = slot < decodes
-        count = 1 if decode else share + (more if slot == decodes else 0)
+        count = 1 if decode else share + (slot - decodes < more)
         length = context if decode else count
         flags = RowFlag(0) if embeds else RowFlag.SAMPLE | RowFlag.LATE
         flags |= RowFlag.DECODE if decode else RowFlag(0)

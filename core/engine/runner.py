@@ -30,7 +30,7 @@ from dovetail.core.engine.host import detect_host
 from dovetail.core.engine.outcomes import Outcomes, prompt_logprobs
 from dovetail.core.engine.overlap import OverlappedForward, why_useless
 from dovetail.core.engine.pooling import pooled_states
-from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
+from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks, rehearsed_steps
 from dovetail.core.engine.sampler import rehearse_float32
 from dovetail.core.engine.sampling_step import (
     Sampled,
@@ -233,21 +233,9 @@ class Runner:
                     rehearse_float32(self.state, self.spec.vocab)
 
     def _rehearse(self) -> None:
-        """The most expensive steps: a full token budget in as few chunks as can hold it, and every slot sampling. Then
-        the mixed ones, so that no request waits for their kernels to be compiled: few and many decode rows, long and
-        short ones, short and long chunks."""
-        most, longest = self.engine.max_seqs, self.max_len - 1
-        tokens = min(self.engine.token_budget, most * longest)
-        longest = min(longest, tokens)
-        chunks = -(-tokens // longest)
-        for size, rows, decodes, context in (
-            (tokens, chunks, 0, 0),
-            (tokens, most, 0, 0),
-            (min(tokens, 512), 2, 1, 2),
-            (min(tokens, 512), 2, 1, longest),
-            (tokens, most, most - chunks, 2),
-        ):
-            with self._trial(longest):
+        engine = self.engine
+        for size, rows, decodes, context in rehearsed_steps(engine.token_budget, engine.max_seqs, self.max_len - 1):
+            with self._trial(max(size, context)):
                 plan, blobs = rehearsal(
                     size,
                     rows,
