@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher, Vocabulary
 from dovetail.plugins.grammar.config import LLGuidanceConfig
 
@@ -34,7 +34,10 @@ class LLGuidance(GrammarCompiler):
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         if config.preload and vocabulary.tokenizer is not None:
-            self._tokens()
+            try:
+                self._tokens()
+            except RequestError as error:
+                raise ConfigError(f"{error} ({vocabulary.tokenizer}). Without grammars: grammar=none") from error
 
     def compile(self, grammar: Grammar) -> Matcher:
         size = len(grammar.value) if isinstance(grammar.value, str) else sum(map(len, grammar.value))
@@ -124,7 +127,10 @@ def _load(vocabulary: Vocabulary) -> LLTokenizer:
     size = max([vocabulary.size - 1, *ids, *(token["id"] for token in data["added_tokens"])]) + 1
     # What fills or cuts prompts of a batch has no place in the spelling of a word.
     text = json.dumps(data | {"padding": None, "truncation": None}, ensure_ascii=False)
-    return LLTokenizer(text, n_vocab=size, eos_token=list(vocabulary.eos_ids) or None)
+    try:
+        return LLTokenizer(text, n_vocab=size, eos_token=list(vocabulary.eos_ids) or None)
+    except Exception as error:  # whatever it meets
+        raise RequestError(f"grammar: llguidance cannot read this model's tokenizer.json: {error}") from error
 
 
 def _refusal(kind: str, reason: str) -> RequestError:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Grammar, GrammarCompiler, Vocabulary
 from dovetail.core.testing.grammar import GrammarContract, vocabulary
 from dovetail.plugins.grammar import guidance
@@ -64,6 +65,17 @@ def test_a_model_without_a_tokenizer_refuses(tmp_path: Path) -> None:
     compiler = LLGuidance(LLGuidanceConfig(), Vocabulary(10, (0,), None))
     with pytest.raises(RequestError, match="no tokenizer"):
         compiler.compile(Grammar(kind="json_object"))
+
+
+def test_a_tokenizer_that_llguidance_cannot_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(path))
+    words = Vocabulary(2, (1,), path)
+    with pytest.raises(ConfigError, match="decoder.*tokenizer.json.*grammar=none"):
+        LLGuidance(LLGuidanceConfig(preload=True), words)
+    with pytest.raises(RequestError, match="llguidance cannot read this model's tokenizer.json") as caught:
+        LLGuidance(LLGuidanceConfig(preload=False), words).compile(Grammar(kind="json_object"))
+    assert str(tmp_path) not in str(caught.value), "a client learns nothing of the server's folders"
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
