@@ -40,8 +40,9 @@ from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 
 GPU = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-L2_BYTES = 200 << 20
-"""Layers are added until their KV is more than this, several times the cache."""
+KV_BYTES = 1 << 30
+"""Layers are added until their KV is more than this: many times the cache, and so much that the launch of a graph and
+the plan do not count."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Bench:
 
     def __init__(self, work: Work, heads: Heads) -> None:
         self.work, self.heads = work, heads
-        layers = max(1, min(8, -(-L2_BYTES // heads.bytes(work))))
+        layers = max(1, min(8, -(-KV_BYTES // heads.bytes(work))))
         row_pages = -(-work.length // work.page)
         pages = work.rows * row_pages
         plane = (heads.kv, heads.dim)
