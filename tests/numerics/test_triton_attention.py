@@ -89,7 +89,7 @@ class LaneTiles(SmallTiles):
 class GatheringTiles(SmallTiles):
     """Prompts read copies of their pages."""
 
-    def gather(self, shape, tokens, rows, keys):
+    def gather(self, shape, tokens, bounds, kv_heads):
         return True
 
 
@@ -213,15 +213,33 @@ def test_gathered_pages(step, kv_dtype, page_tokens):
 def test_which_steps_gather_pages():
     """Long prompts over pages that are read slowly, as long as the copy takes little room."""
     tiles, shape = Tiles(), Shape(4, 128, torch.bfloat16, E4M3, 16)
-    assert tiles.gather(shape, 8192, 16, 8 * 8192)
-    assert not tiles.gather(shape, 8192, 64, 8 * 8192), "short prompts"
-    assert not tiles.gather(shape, 8192, 1, 8 * 131072), "gigabytes"
-    assert not tiles.gather(replace(shape, dtype=torch.float32), 8192, 1, 8 * 8192)
+    assert tiles.gather(shape, 8192, (512,) * 16, 8)
+    assert not tiles.gather(shape, 8192, (128,) * 64, 8), "short prompts"
+    assert tiles.gather(shape, 8192, (65536,), 8) and not tiles.gather(shape, 8192, (65537,), 8), "more than the room"
+    assert not tiles.gather(shape, 2560, (65536 // 9,) * 9, 8), "with what each row's last page leaves free"
+    assert not tiles.gather(replace(shape, dtype=torch.float32), 8192, (8192,), 8)
     same = replace(shape, kv_dtype=torch.bfloat16)
-    assert tiles.gather(same, 8192, 8, 8 * 8192)
-    assert not tiles.gather(same, 8192, 16, 8 * 8192), "prompts of middle length"
-    assert not tiles.gather(replace(same, page_tokens=64), 8192, 1, 8 * 8192), "tensor maps read these pages"
-    assert not tiles.gather(replace(same, head_dim=80), 8192, 1, 8 * 8192), "tensor maps read none of these"
+    assert tiles.gather(same, 8192, (1024,) * 8, 8)
+    assert not tiles.gather(same, 8192, (512,) * 16, 8), "prompts of middle length"
+    assert not tiles.gather(replace(same, page_tokens=64), 8192, (8192,), 8), "tensor maps read these pages"
+    assert not tiles.gather(replace(same, head_dim=80), 8192, (8192,), 8), "tensor maps read none of these"
+
+
+def test_decode_rows_do_not_make_a_short_prompt_long():
+    """What is fed beside them counts; a prompt's few tokens would pay for a copy of all its keys."""
+    chunk, decodes = 60, 700
+    starts = torch.tensor([*range(decodes + 1), decodes + chunk], dtype=torch.int32, device=DEVICE)
+    meta = BatchMeta(
+        row_start_B1=starts,
+        kv_len_B=torch.tensor([9] * decodes + [chunk], dtype=torch.int32, device=DEVICE),
+        **dict.fromkeys(("slots_B", "positions_T", "rows_T", "write_T"), torch.zeros(0)),
+        page_table_BP=torch.zeros(decodes + 1, 4, dtype=torch.int32, device=DEVICE),
+        page_tokens=16,
+    )
+    host = HostBounds((1,) * decodes + (chunk,), (9,) * decodes + (chunk,), decodes)
+    geometry = (0, 4, 1, 64, torch.float16, E4M3)
+    plan = backend._make_plan(Tiles(), geometry, meta, host, decodes + chunk, lambda: None)
+    assert [items.gathered for items in plan.lists] == [None, None]
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
@@ -327,7 +345,7 @@ def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
     )
     geometry = (window, 2, 1, 16, torch.float32, torch.float32)
     tiles = SmallTiles(programs) if programs else WholeRows()
-    plan = backend._make_plan(tiles, geometry, meta, HostBounds(counts, lengths, decodes), total)
+    plan = backend._make_plan(tiles, geometry, meta, HostBounds(counts, lengths, decodes), total, lambda: None)
     seen = [torch.zeros(count, length, dtype=torch.int32) for count, length in zip(counts, lengths, strict=True)]
     fed, parts = torch.zeros(total, dtype=torch.int32), 0
     for made in plan.lists:

@@ -9,8 +9,9 @@ Shapes: T tokens, B rows, W items, H query heads, D head dim, C = H * D columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -32,7 +33,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.attention.config import TritonConfig
-from dovetail.plugins.attention.triton.gather import Gathered
+from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, plan_items
 from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, Shape, Tile, Tiles
 
@@ -89,6 +90,7 @@ class Triton(AttentionBackend):
 
     def __init__(self, config: TritonConfig) -> None:
         super().__init__(config)
+        self._room: torch.Tensor | None = None
 
     def plan_device(self, meta: BatchMeta, host: HostBounds, state: object) -> AttnCtx:
         # Items depend on a layer's window and heads: the first layer of each geometry makes them.
@@ -133,8 +135,16 @@ class Triton(AttentionBackend):
         kv_dtype = self.pools[layer.group].planes["k"].dtype
         geometry = (layer.window, layer.heads, layer.kv_heads, layer.head_dim, q.dtype, kv_dtype)
         if geometry not in ctx.state:
-            ctx.state[geometry] = _make_plan(self.tiles, geometry, ctx.meta, ctx.host, q.shape[0])
+            ctx.state[geometry] = _make_plan(
+                self.tiles, geometry, ctx.meta, ctx.host, q.shape[0], partial(self._room_on, q.device)
+            )
         return ctx.state[geometry]
+
+    def _room_on(self, device: torch.device) -> torch.Tensor:
+        """Made once and kept, so that start-up, which rehearses prompts, has measured it."""
+        if self._room is None:
+            self._room = torch.empty(ROOM_BYTES, dtype=torch.uint8, device=device)
+        return self._room
 
     def _attend(
         self,
@@ -205,7 +215,10 @@ class Triton(AttentionBackend):
         )
 
 
-def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBounds, tokens: int) -> Plan:
+def _make_plan(
+    tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBounds, tokens: int, room: Callable[[], torch.Tensor]
+) -> Plan:
+    """`room`: memory for gathered pages."""
     window, heads, kv_heads, dim, dtype, kv_dtype = geometry
     shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens)
     rows, decode = len(host.counts), host.num_decode
@@ -216,8 +229,9 @@ def _make_plan(tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBoun
         launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]), scarce), None))
     if decode < rows:
         gathered, bounds = None, host.bounds[decode:]
-        if not window and tiles.gather(shape, tokens, rows - decode, sum(bounds) * kv_heads):
-            gathered = Gathered.room(meta, bounds, decode, kv_heads, dim, dtype)
+        fed = min(tokens - decode, sum(host.counts[decode:]))
+        if not window and tiles.gather(shape, fed, bounds, kv_heads):
+            gathered = Gathered.within(room(), meta, bounds, decode, kv_heads, dim, dtype)
             shape = replace(shape, kv_dtype=dtype, page_tokens=gathered.page_tokens)
         launches.append((decode, rows - decode, tiles.prefill(shape), gathered))
     lists, part_rows = [], 0

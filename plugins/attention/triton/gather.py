@@ -10,6 +10,8 @@ Shapes: B rows, P pages of a row, N pages of all rows, K kv heads, D head dim.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,8 @@ from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 PAGE = 64
 """Least tokens of a copy's page."""
+ROOM_BYTES = 256 << 20
+"""Memory that copies may take."""
 MOST_ROWS = 256
 """Rows that can be gathered: a program looks at all of them."""
 BLOCK = 8192
@@ -29,7 +33,7 @@ BLOCK = 8192
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Room for the pages of some of a step's rows. Layers take turns in it."""
+    """Where some of a step's rows read their pages. Layers take turns in it."""
 
     k: torch.Tensor
     """[N, page tokens, K, D]"""
@@ -40,13 +44,20 @@ class Gathered:
     rows: int
 
     @classmethod
-    def room(
-        cls, meta: BatchMeta, bounds: tuple[int, ...], first_row: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    def within(
+        cls,
+        room: torch.Tensor,
+        meta: BatchMeta,
+        bounds: Sequence[int],
+        first_row: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
     ) -> Gathered:
-        """For rows from `first_row` on, which have at most so many keys."""
-        tokens, table = gathered_page(meta.page_tokens), meta.page_table_BP
-        pages = [triton.cdiv(bound, tokens) for bound in bounds]
-        k, v = (torch.empty(sum(pages), tokens, kv_heads, head_dim, dtype=dtype, device=table.device) for _ in range(2))
+        """In memory of ROOM_BYTES, for rows from `first_row` on, which have at most so many keys."""
+        pages, table = copied_pages(bounds, meta.page_tokens), meta.page_table_BP
+        shape = (2, sum(pages), copied_page(meta.page_tokens), kv_heads, head_dim)
+        k, v = room[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape).unbind()
         return cls(k, v, table.new_empty(len(table), max(pages)), first_row, len(pages))
 
     @property
@@ -78,9 +89,15 @@ class Gathered:
         )
 
 
-def gathered_page(page_tokens: int) -> int:
-    """Tokens of a copy's page: so many pages together."""
+def copied_page(page_tokens: int) -> int:
+    """Tokens of a copy's page, which holds one or more pages."""
     return page_tokens * max(1, PAGE // page_tokens)
+
+
+def copied_pages(bounds: Sequence[int], page_tokens: int) -> list[int]:
+    """Pages of each row's copy."""
+    tokens = copied_page(page_tokens)
+    return [triton.cdiv(bound, tokens) for bound in bounds]
 
 
 @triton.jit(do_not_specialize=["table_stride", "to_stride", "first_row", "rows"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 
-from dovetail.plugins.attention.triton.gather import MOST_ROWS, PAGE
+from dovetail.plugins.attention.triton.gather import MOST_ROWS, PAGE, ROOM_BYTES, copied_page, copied_pages
 
 SHARED_BYTES = 200 * 1024
 """Shared memory that the blocks in flight of one program may take, of 227 KiB on Hopper."""
@@ -18,8 +19,6 @@ DECODE_ROWS = 64
 GATHER_8, GATHER_16 = 256, 1024
 """Tokens of a prompt, on average, from which on its pages of 8-bit or 16-bit values are gathered: tiles then read each
 key often enough."""
-GATHER_BYTES = 256 << 20
-"""Memory that gathered keys and values may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +113,18 @@ class Tiles:
             return fit(Tile(64, 64, 4, 3, 1, least=1024, tma=True), shape)
         return fit(Tile(max(128, least), 64, 8, 3, 1, least=1024, tma=True), shape)
 
-    def gather(self, shape: Shape, tokens: int, rows: int, keys: int) -> bool:
-        """Whether pages are copied first (gather.py), for so many rows of prompts in a step of so many tokens; `keys`:
-        of all rows and kv heads, at most."""
-        if shape.dtype.itemsize != 2 or rows > MOST_ROWS or 2 * 2 * keys * shape.head_dim > GATHER_BYTES:
+    def gather(self, shape: Shape, tokens: int, bounds: Sequence[int], kv_heads: int) -> bool:
+        """Whether pages are copied first (gather.py), for rows of at most so many keys that are fed so many tokens
+        together."""
+        if shape.dtype.itemsize != 2 or len(bounds) > MOST_ROWS:
             return False
-        if shape.kv_dtype.itemsize == 1:
-            return rows * GATHER_8 <= tokens
-        return rows * GATHER_16 <= tokens and shape.reads_tensor_maps and shape.page_tokens % PAGE != 0
+        narrow = shape.kv_dtype.itemsize == 1
+        if tokens < len(bounds) * (GATHER_8 if narrow else GATHER_16):
+            return False
+        if not narrow and (shape.page_tokens % PAGE == 0 or not shape.reads_tensor_maps):
+            return False
+        keys = sum(copied_pages(bounds, shape.page_tokens)) * copied_page(shape.page_tokens)
+        return 2 * keys * kv_heads * shape.head_dim * shape.dtype.itemsize <= ROOM_BYTES
 
 
 def fit(tile: Tile, shape: Shape) -> Tile:
