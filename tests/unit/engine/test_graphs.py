@@ -43,21 +43,36 @@ def test_spare_tokens_fill_no_further_tile() -> None:
         assert -(-size // tile) == -(-tokens // tile), (tokens, size)
 
 
-def test_a_rehearsal_runs_whatever_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a kernel that some size alone needs is compiled while graphs are captured, when nothing runs beside it."""
+def bare_graphs(lookahead: int = 0) -> StepGraphs:
+    """Of up to 100 rows and, where they are mixed, 200 tokens; nothing runs."""
     build = SimpleNamespace(spec=SimpleNamespace(hidden=8), dtype=torch.float32)
     state = SimpleNamespace(scratch=100, device=torch.device("cpu"))
-    graphs = StepGraphs(
+    return StepGraphs(
         SimpleNamespace(build=build),  # type: ignore[arg-type]
         state,  # type: ignore[arg-type]
         (),
         FromDevice(None),
         taps=(),
-        lookahead=0,
+        lookahead=lookahead,
         most_rows=100,
         most_tokens=200,
         max_len=64,
     )
+
+
+@pytest.mark.parametrize("lookahead", [0, 4])
+def test_some_graph_serves_any_number_of_decode_rows_beside_a_chunk(lookahead: int) -> None:
+    """Each fed as few tokens as one, or as many as it may be."""
+    mixed = [capacity for capacity in bare_graphs(lookahead).capacities if capacity.chunks]
+    for decodes in range(1, 100):
+        for width in (1, 1 + lookahead):
+            tokens = min(decodes * width + 1, 200)
+            assert any(tokens <= capacity.tokens and decodes <= capacity.decodes for capacity in mixed)
+
+
+def test_a_rehearsal_runs_whatever_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a kernel that some size alone needs is compiled while graphs are captured, when nothing runs beside it."""
+    graphs = bare_graphs()
     ran: list[Any] = []
     monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: ran.append(capacity) or (None, None))
     monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: ran.append(kind))
