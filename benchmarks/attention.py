@@ -44,6 +44,9 @@ KV_BYTES = 1 << 30
 """Layers are added until their KV is more than this: many times the cache, and so much that the launch of a graph and
 the plan do not count."""
 
+TOGETHER = ((16, 512), (8, 1024))
+"""Rows and tokens of each, of steps that feed several prompts."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -239,6 +242,9 @@ def works(pages: list[int], quick: bool) -> Iterator[Work]:
             yield Work(f"prefill {count} of {length}", 1, count, length, "bf16", page)
         for count, length in ((8192, 8192), (2048, 10240)):
             yield Work(f"prefill {count} of {length}", 1, count, length, "e4m3", page)
+        for rows, count in TOGETHER:
+            for kv in ("bf16", "e4m3"):
+                yield Work(f"prefill {rows} x {count}", rows, count, count, kv, page)
 
 
 def compare(heads: Heads, pages: list[int], only: str, quick: bool) -> list[str]:
@@ -293,6 +299,7 @@ def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
     ]
     for page in pages:
         cases += [(Work(f"prefill {n}", 1, n, n, "bf16", page), PREFILL) for n in (512, 2048, 8192)]
+        cases += [(Work(f"prefill {rows} x {n}", rows, n, n, "bf16", page), PREFILL) for rows, n in TOGETHER]
         cases += [
             (Work(f"prefill {n} of {of}", 1, n, of, "e4m3", page), PREFILL) for n, of in ((8192, 8192), (2048, 10240))
         ]
