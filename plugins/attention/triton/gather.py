@@ -57,7 +57,7 @@ class Gathered:
         """In memory of ROOM_BYTES, for rows from `first_row` on, which have at most so many keys."""
         pages, table = copied_pages(bounds, meta.page_tokens), meta.page_table_BP
         shape = (2, sum(pages), copied_page(meta.page_tokens), kv_heads, head_dim)
-        k, v = room[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape).unbind()
+        k, v = room.narrow(0, 0, math.prod(shape) * dtype.itemsize).view(dtype).view(shape).unbind()
         return cls(k, v, table.new_empty(len(table), max(pages)), first_row, len(pages))
 
     @property
