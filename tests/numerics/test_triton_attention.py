@@ -204,7 +204,9 @@ PAGES_8 = [(E4M3, 8), (E5M2, 64), (None, 16)]
 
 @pytest.mark.parametrize("step", ["mixed", "empty rows", "chunks"] if MOST else ["empty rows"])
 @pytest.mark.parametrize(("kv_dtype", "page_tokens"), PAGES_8 if MOST else PAGES_8[:1])
-def test_gathered_pages(step, kv_dtype, page_tokens):
+def test_gathered_pages(step, kv_dtype, page_tokens, monkeypatch):
+    # The interpreter copies all of what a tensor is a part of.
+    monkeypatch.setattr(backend, "ROOM_BYTES", 1 << 20)
     case = replace(STEPS[step], kv_dtype=kv_dtype, page_tokens=page_tokens, dtype=torch.float16, slack=90)
     check(case, GatheringTiles())
     check(replace(case, dim=64), GatheringTiles(programs=1, tma=True))
@@ -227,18 +229,16 @@ def test_which_steps_gather_pages():
 
 def test_decode_rows_do_not_make_a_short_prompt_long():
     """What is fed beside them counts; a prompt's few tokens would pay for a copy of all its keys."""
-    chunk, decodes = 60, 700
-    starts = torch.tensor([*range(decodes + 1), decodes + chunk], dtype=torch.int32, device=DEVICE)
+    counts = (50,) * 8 + (60,)
     meta = BatchMeta(
-        row_start_B1=starts,
-        kv_len_B=torch.tensor([9] * decodes + [chunk], dtype=torch.int32, device=DEVICE),
+        row_start_B1=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE),
+        kv_len_B=torch.tensor(counts, dtype=torch.int32, device=DEVICE),
         **dict.fromkeys(("slots_B", "positions_T", "rows_T", "write_T"), torch.zeros(0)),
-        page_table_BP=torch.zeros(decodes + 1, 4, dtype=torch.int32, device=DEVICE),
+        page_table_BP=torch.zeros(len(counts), 4, dtype=torch.int32, device=DEVICE),
         page_tokens=16,
     )
-    host = HostBounds((1,) * decodes + (chunk,), (9,) * decodes + (chunk,), decodes)
     geometry = (0, 4, 1, 64, torch.float16, E4M3)
-    plan = backend._make_plan(Tiles(), geometry, meta, host, decodes + chunk, lambda: None)
+    plan = backend._make_plan(Tiles(), geometry, meta, HostBounds(counts, counts, 8), sum(counts), lambda: None)
     assert [items.gathered for items in plan.lists] == [None, None]
 
 
