@@ -110,11 +110,14 @@ def candidates(product: Product, rows: int, dtype: str, processors: int) -> Iter
         _, tiles, blocks, _ = tile.launch(rows, product.outputs, product.inputs)
         for split in (1, 2, 4, 8, 16):
             if split <= blocks // 2 and (split == 1 or tiles * split <= 2 * each * processors):
-                yield replace(tile, split=split)
+                found = replace(tile, split=split)
+                if found.counts(rows, product.outputs, product.inputs):
+                    yield found
         if tiles % processors:
             for programs in {processors, each * processors}:
-                if programs <= tiles * blocks // 2:
-                    yield replace(tile, programs=programs)
+                found = replace(tile, programs=programs)
+                if programs <= tiles * blocks // 2 and found.counts(rows, product.outputs, product.inputs):
+                    yield found
 
 
 class Bench:

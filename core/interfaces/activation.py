@@ -78,7 +78,7 @@ class Partial:
     values: torch.Tensor
     scale: tuple[torch.Tensor, torch.Tensor] | None = None
     """Of each row [T, 1] and of each column [C], float32, which the values still lack: a library's product without them
-    is quicker. Only on a single rank, and only where the layer was told that the norm behind it takes scales."""
+    is quicker. Only where the layer was told that what follows takes scales, and never before a sum over ranks."""
 
     def scaled(self) -> torch.Tensor:
         if self.scale is None:

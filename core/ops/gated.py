@@ -8,19 +8,28 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle, Partial
 from dovetail.core.ops.formats import encode
 
 
-def silu_and_mul(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
-    """silu(gate) * up of [T, gate | up], T x F in the formats asked for."""
+def silu_and_mul(
+    gate_up_T2F: torch.Tensor,
+    emit: tuple[ActFormat, ...] = (PLAIN,),
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Bundle:
+    """silu(gate) * up of [T, gate | up], T x F in the formats asked for. `scale`: as Partial.scale, of rows and of
+    both halves' columns."""
     if gate_up_T2F.is_cuda:
         from dovetail.core.ops.kernels.gated import silu_and_mul_triton
 
-        return silu_and_mul_triton(gate_up_T2F, emit)
-    return silu_and_mul_reference(gate_up_T2F, emit)
+        return silu_and_mul_triton(gate_up_T2F, emit, scale)
+    return silu_and_mul_reference(gate_up_T2F, emit, scale)
 
 
-def silu_and_mul_reference(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
-    gate, up = gate_up_T2F.chunk(2, dim=-1)
+def silu_and_mul_reference(
+    gate_up_T2F: torch.Tensor,
+    emit: tuple[ActFormat, ...] = (PLAIN,),
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Bundle:
+    gate, up = Partial(gate_up_T2F, scale).scaled().chunk(2, dim=-1)
     return encode(F.silu(gate) * up, emit)

@@ -144,8 +144,11 @@ def test_fp8_layer_in_a_graph():
         assert torch.equal(out, run())
 
 
-def test_fp8_model(tmp_path):
-    save_random(tmp_path, "gqa", hidden_size=128, intermediate_size=256, head_dim=16)
-    on_cpu, on_gpu = (logits_of(load_model(tmp_path, quantizer=FP8(FP8Config()), device=d)) for d in (CPU, GPU))
-    # A value on the edge of two 8-bit ones may fall to either side, which is a step of a sixteenth.
-    assert (on_gpu - on_cpu).norm() / on_cpu.norm() < 0.1
+def test_fp8_model_is_as_near_as_fp8_gets(tmp_path):
+    """Not compared with each other: the library rounds products of many rows to bfloat16, and a value on the edge of
+    two 8-bit ones may fall to either side, which is a step of a sixteenth."""
+    reference = save_random(tmp_path, "gqa", hidden_size=128, intermediate_size=256, head_dim=16)
+    expected = reference_logits(reference, TOKENS)
+    on_gpu, on_cpu = (logits_of(load_model(tmp_path, quantizer=FP8(FP8Config()), device=d)) for d in (GPU, CPU))
+    gpu_error, cpu_error = (float((got - expected).norm() / expected.norm()) for got in (on_gpu, on_cpu))
+    assert gpu_error < 1.1 * cpu_error < 0.4

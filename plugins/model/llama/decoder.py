@@ -134,7 +134,10 @@ class MLP:
         self.activation = ACTIVATIONS[layout.activation]
 
     def __call__(self, x: Bundle) -> Partial:
-        return self.down(self.activation(self.up(x), emit=self.down.inputs))
+        if self.activation is not silu_and_mul:
+            return self.down(self.activation(self.up(x), emit=self.down.inputs))
+        up = self.up.deferred(x)
+        return self.down(silu_and_mul(up.values, self.down.inputs, up.scale))
 
 
 BlockCalls = Generator[Callable[[], Any], Any, tuple[Partial, Residual]]
