@@ -295,7 +295,7 @@ def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
         (Work(f"decode {rows} x {length}", rows, 1, length, kv, page), DECODE)
         for page in pages
         for kv in ("bf16", "e4m3")
-        for rows, length in ((1, 640), (1, 4096), (1, 32768), (64, 640), (64, 4096), (256, 640))
+        for rows, length in ((1, 640), (1, 4096), (1, 32768), (32, 8320), (64, 640), (64, 4096), (256, 640))
     ]
     for page in pages:
         cases += [(Work(f"prefill {n}", 1, n, n, "bf16", page), PREFILL) for n in (512, 2048, 8192)]
