@@ -79,7 +79,7 @@ class Workers:
         self._failures: list[Failure] = []
         self._failure: Failure | None = None
         self._launch_error: BaseException | None = None
-        self._acknowledged = self._broken = self._stopping = False
+        self._acknowledged = self._broken = self._leaving = self._stopping = False
         self._changed = threading.Condition()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dovetail-workers", daemon=True)
@@ -161,6 +161,10 @@ class Workers:
     def broken(self) -> bool:
         """Whether the ranks may be out of step, so that they cannot be asked to end by themselves."""
         return self._broken or self._failure is not None
+
+    def dismiss(self) -> None:
+        """They are about to be told to end: from now on it is no failure that one does."""
+        self._leaving = True
 
     def stop(self, grace: float) -> None:
         """End them: by themselves within so many seconds, having been told to, else by a signal. Idempotent."""
@@ -284,7 +288,8 @@ class Workers:
         except subprocess.TimeoutExpired:
             process.popen.kill()
             status = process.popen.wait()
-        if not self._stopping and all(failure.rank != process.rank for failure in self._failures):
+        expected = self._stopping or (self._leaving and status == 0)
+        if not expected and all(failure.rank != process.rank for failure in self._failures):
             cause = describe_exit(status, process.phase)
             self._failures.append(Failure(process.rank, time.monotonic(), cause, silent=True))
 

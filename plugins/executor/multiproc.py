@@ -222,6 +222,7 @@ class MultiprocExecutor(Executor):
                 if (waiting := self._mirror.waiting) is not None:
                     # The workers wait for its late inputs, and would not hear.
                     self._complete(workers, LateInputs(waiting.step, (), np.zeros((0, 0), np.uint32)))
+                workers.dismiss()
                 self._tell(workers, {"op": "shutdown"})
         except (RankError, ChannelClosed) as error:
             log.info("ending the workers by force: %s", error)

@@ -170,6 +170,14 @@ class RankZeroRaisesInStep(Connected):
         super().execute(plan, blobs)
 
 
+class SlowToClose(Runner):
+    """Rank 1 has ended long before the others have closed what they share."""
+
+    def close(self) -> None:
+        if self.rank != 1:
+            time.sleep(1.0)
+
+
 class DeafInStep(Runner):
     """Workers never come back from the first step."""
 

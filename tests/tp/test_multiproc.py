@@ -226,6 +226,14 @@ def test_shutdown_does_not_wait_for_a_worker_that_is_stuck(gone: Gone) -> None:
     assert all(map(gone, pids))
 
 
+def test_a_worker_that_ends_first_takes_nobody_along(caplog: pytest.LogCaptureFixture) -> None:
+    with running(rank_runners.SlowToClose, 3) as executor:
+        workers = executor._workers
+        assert workers is not None
+    assert [process.popen.returncode for process in workers._processes] == [0, 0]
+    assert not caplog.records
+
+
 def test_engines_that_start_at_once_meet_at_addresses_of_their_own() -> None:
     """Long before anybody listens there; and then rank 0 can."""
     with ExitStack() as stack:
