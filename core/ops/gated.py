@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle, Partial
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import encode
 
 
@@ -18,7 +18,7 @@ def silu_and_mul(
     scale: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Bundle:
     """silu(gate) * up of [T, gate | up], T x F in the formats asked for. `scale`: as Partial.scale, of rows and of
-    both halves' columns."""
+    both halves' columns; with it the result is rounded once."""
     if gate_up_T2F.is_cuda:
         from dovetail.core.ops.kernels.gated import silu_and_mul_triton
 
@@ -31,5 +31,9 @@ def silu_and_mul_reference(
     emit: tuple[ActFormat, ...] = (PLAIN,),
     scale: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Bundle:
-    gate, up = Partial(gate_up_T2F, scale).scaled().chunk(2, dim=-1)
-    return encode(F.silu(gate) * up, emit)
+    if scale is None:
+        gate, up = gate_up_T2F.chunk(2, dim=-1)
+        return encode(F.silu(gate) * up, emit)
+    row_T1, column_2F = scale
+    gate, up = (gate_up_T2F.float() * row_T1 * column_2F).chunk(2, dim=-1)
+    return encode((F.silu(gate) * up).to(gate_up_T2F.dtype), emit)

@@ -145,4 +145,4 @@ def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
 
 def warps(block: int) -> int:
     """About 16 elements a thread."""
-    return max(1, min(16, block // 512))
+    return max(1, min(32, block // 512))

@@ -42,14 +42,15 @@ def _silu_and_mul(
     dtype = gate_up_ptr.dtype.element_ty
     gate = tl.load(gate_up_ptr + row * 2 * C + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * C + C + cols, mask=inside, other=0.0).to(tl.float32)
-    if row_scale_ptr is not None:
+    if row_scale_ptr is None:
+        # Rounded to the model's dtype after silu and after the product, as the two separate operations would.
+        y = ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
+    else:
+        # Rounded once: before that it would cost as much as the exponential.
         row_scale = tl.load(row_scale_ptr + row)
-        gate = gate * row_scale * tl.load(column_scale_ptr + cols, mask=inside, other=0.0)
-        up = up * row_scale * tl.load(column_scale_ptr + C + cols, mask=inside, other=0.0)
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    # Rounded to the model's dtype after silu and after the product, as the two separate operations would.
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    y = (silu * up).to(dtype)
+        gate = gate * (row_scale * tl.load(column_scale_ptr + cols, mask=inside, other=0.0))
+        up = up * (row_scale * tl.load(column_scale_ptr + C + cols, mask=inside, other=0.0))
+        y = (gate / (1.0 + tl.exp(-gate)) * up).to(dtype)
     if plain_ptr is not None:
         tl.store(plain_ptr + row * C + cols, y, mask=inside)
     if ENCODE is not None:
