@@ -8,11 +8,14 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "bf16", 4096, 4096): {
         16: MatmulTile(16, 64, 256, stages=5, tma=True),
         64: MatmulTile(32, 64, 128, stages=8, tma=True),
+        128: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
         256: MatmulTile(128, 64, 64, stages=8, tma=True),
     },
     ("NVIDIA H200", "bf16", 4096, 14336): {
         16: MatmulTile(16, 64, 256, stages=5, tma=True),
         64: MatmulTile(32, 64, 128, stages=8, tma=True),
+        128: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
+        256: MatmulTile(128, 64, 64, stages=8, tma=True),
     },
     ("NVIDIA H200", "bf16", 6144, 4096): {
         1: MatmulTile(16, 64, 256),
@@ -46,6 +49,15 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         1: MatmulTile(16, 128, 128, stages=6, tma=True),
         64: MatmulTile(64, 128, 128, tma=True),
     },
+    ("NVIDIA H200", "fp8", 1280, 8192): {
+        16: MatmulTile(16, 64, 128, stages=8, split=4),
+        64: MatmulTile(64, 64, 128, stages=6, split=4),
+    },
+    ("NVIDIA H200", "fp8", 2560, 8192): {
+        1: MatmulTile(16, 64, 128, stages=8, split=2),
+        16: MatmulTile(16, 32, 256, split=4),
+        64: MatmulTile(64, 64, 128, stages=8, split=2),
+    },
     ("NVIDIA H200", "fp8", 4096, 4096): {
         16: MatmulTile(16, 64, 128, stages=8, split=2),
         64: MatmulTile(64, 64, 128, stages=8, split=2),
@@ -66,25 +78,66 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         96: MatmulTile(128, 64, 128, stages=8),
         128: MatmulTile(64, 64, 128, stages=6, tma=True),
     },
+    ("NVIDIA H200", "fp8", 7168, 8192): {
+        1: MatmulTile(16, 64, 128, stages=8),
+        16: MatmulTile(16, 64, 512, tma=True),
+        64: MatmulTile(64, 64, 128, stages=8),
+    },
+    ("NVIDIA H200", "fp8", 8192, 1024): {
+        16: MatmulTile(16, 64, 256, tma=True),
+        64: MatmulTile(64, 64, 128, stages=8),
+    },
+    ("NVIDIA H200", "fp8", 8192, 2048): {
+        1: MatmulTile(16, 64, 256, stages=5),
+        16: MatmulTile(16, 64, 128, stages=8),
+        64: MatmulTile(64, 64, 128, stages=8),
+    },
+    ("NVIDIA H200", "fp8", 8192, 3584): {
+        16: MatmulTile(16, 64, 128, stages=8),
+        64: MatmulTile(64, 64, 128, stages=8),
+    },
+    ("NVIDIA H200", "fp8", 8192, 7168): {
+        16: MatmulTile(16, 64, 128, stages=8),
+        64: MatmulTile(64, 64, 128, stages=8),
+    },
     ("NVIDIA H200", "fp8", 8192, 8192): {
         1: MatmulTile(16, 64, 256, stages=5, tma=True),
         16: MatmulTile(16, 64, 128, stages=8),
         64: MatmulTile(64, 64, 128, stages=8),
+        128: MatmulTile(128, 64, 128, stages=8, tma=True),
     },
     ("NVIDIA H200", "fp8", 8192, 28672): {
         1: MatmulTile(16, 64, 512),
         16: MatmulTile(16, 64, 512, tma=True),
         64: MatmulTile(64, 64, 128, stages=8),
+        128: MatmulTile(128, 128, 128, warps=8, stages=5, split=2, tma=True),
     },
     ("NVIDIA H200", "fp8", 10240, 8192): {
         1: MatmulTile(16, 64, 128, stages=8),
         16: MatmulTile(16, 64, 256, tma=True),
-        64: MatmulTile(64, 128, 128, warps=8, stages=8),
+        64: MatmulTile(64, 64, 128, stages=6, tma=True),
+        128: None,
+        256: MatmulTile(128, 64, 128, stages=3, tma=True),
+    },
+    ("NVIDIA H200", "fp8", 14336, 8192): {
+        1: MatmulTile(16, 64, 256),
+        16: MatmulTile(16, 128, 256, warps=8, stages=6, tma=True),
+        64: MatmulTile(64, 128, 256, warps=8, tma=True),
+    },
+    ("NVIDIA H200", "fp8", 16032, 8192): {
+        1: MatmulTile(16, 128, 256, warps=8, tma=True),
+        16: MatmulTile(16, 64, 256),
+        64: MatmulTile(64, 128, 256, warps=8),
     },
     ("NVIDIA H200", "fp8", 28672, 4096): {
         1: MatmulTile(16, 64, 128),
         16: MatmulTile(16, 64, 128, tma=True),
         64: MatmulTile(64, 128, 128, warps=8, tma=True),
+    },
+    ("NVIDIA H200", "fp8", 32064, 8192): {
+        1: MatmulTile(16, 128, 256, warps=8, tma=True),
+        16: MatmulTile(16, 64, 256, tma=True),
+        64: MatmulTile(64, 128, 256, warps=8, tma=True),
     },
     ("NVIDIA H200", "fp8", 57344, 8192): {
         16: MatmulTile(16, 64, 256, tma=True),
