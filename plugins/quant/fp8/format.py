@@ -1,4 +1,5 @@
-"""Activations in E4M3 (Micikevicius et al. 2022) with one scale a token: the row's greatest magnitude becomes 448.
+"""Activations in E4M3 (Micikevicius et al. 2022) with one scale a token, or one for all: the greatest magnitude becomes
+448.
 
 Shapes: T tokens, C columns.
 """
@@ -21,6 +22,12 @@ def quantize_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x_TC * (LARGEST / amax_T1)).to(E4M3), amax_T1 / LARGEST
 
 
+def quantize_tensor(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with one scale, said once for each row."""
+    amax_T1 = x_TC.abs().amax().clamp(min=SMALLEST).expand(len(x_TC), 1)
+    return (x_TC * (LARGEST / amax_T1)).to(E4M3), (amax_T1 / LARGEST).contiguous()
+
+
 def _triton_encode() -> object | None:
     """The same in a kernel; None where there is no Triton, and so no CUDA device either."""
     try:
@@ -32,6 +39,14 @@ def _triton_encode() -> object | None:
     return encode_fp8
 
 
+FP8_TENSOR = ActFormat(
+    "fp8_tensor",
+    dtype=E4M3,
+    group="tensor",
+    scale_layout="row",
+    encode=_triton_encode(),
+    reference=quantize_tensor,
+)
 FP8_TOKEN = ActFormat(
     "fp8_token",
     dtype=E4M3,

@@ -18,7 +18,7 @@ from dovetail.core.ops import scaled_matmul, unscaled_matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.checkpoint import KV_TENSORS, Stored, read_stored
-from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, quantize_rows
+from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, quantize_rows, quantize_tensor
 
 MULTIPLE = 16
 """cuBLAS and CUTLASS take FP8 matrices whose sides divide by this."""
@@ -48,15 +48,16 @@ class FP8(Quantizer):
                 ]
             )
         if self.stored is not None:
-            return StoredFP8Linear(path, self.stored.input_scales, self.config.fast_accum)
-        return FP8Linear(self.config.fast_accum)
+            return StoredFP8Linear(path, self.stored.input_scales, self.config)
+        return FP8Linear(self.config)
 
 
 class FP8Linear(LinearMethod):
-    input = FP8_TOKEN
-
-    def __init__(self, fast_accum: bool) -> None:
-        self.fast_accum = fast_accum
+    def __init__(self, config: FP8Config) -> None:
+        self.fast_accum = config.fast_accum
+        rows = config.scales == "row"
+        self.input = FP8_TOKEN if rows else FP8_TENSOR
+        self.quantize = quantize_rows if rows else quantize_tensor
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.dtype = shape.dtype
@@ -68,7 +69,7 @@ class FP8Linear(LinearMethod):
         }
 
     def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
-        values_OI, scale_O1 = quantize_rows(tensor.to(params["weight"].device).float())
+        values_OI, scale_O1 = self.quantize(tensor.to(params["weight"].device).float())
         params["weight"][part] = values_OI
         params["scale"][part] = scale_O1.squeeze(-1)
 
@@ -93,8 +94,8 @@ class StoredFP8Linear(FP8Linear):
     input is written, are nearer to it and cost no pass.
     """
 
-    def __init__(self, path: str, input_scales: bool, fast_accum: bool) -> None:
-        super().__init__(fast_accum)
+    def __init__(self, path: str, input_scales: bool, config: FP8Config) -> None:
+        super().__init__(config)
         self.path = path
         self.tensors = ("weight", "weight_scale", "input_scale") if input_scales else ("weight", "weight_scale")
 

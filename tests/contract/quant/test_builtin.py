@@ -33,6 +33,16 @@ class TestFP8(QuantizerContract):
         return FP8(FP8Config())
 
 
+class TestFP8OneScale(QuantizerContract):
+    """Of a matrix, and of all tokens of a step."""
+
+    error = 0.06
+    rows_independent = False
+
+    def make(self) -> Quantizer:
+        return FP8(FP8Config(scales="tensor"))
+
+
 class TestFP8ByTensor(QuantizerContract):
     """As AutoFP8 stores it: one scale a matrix, static scales of inputs."""
 
