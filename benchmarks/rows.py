@@ -51,7 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     rule = formats.warps
     rules = {"rule": rule} | {n: lambda block, n=n: int(n) for n in filter(None, args.warps.split(","))}
-    print(f"{'':22s}{'limit':>9}" + "".join(f"{name + (' warps' if name != 'rule' else ''):>10}" for name in rules))
+    print(f"{'':24s}{'limit':>9}" + "".join(f"{name + (' warps' if name != 'rule' else ''):>10}" for name in rules))
     for shape in args.shapes.split(","):
         for rows in map(int, args.rows.split(",")):
             for name, moved, call in kernels(shape, rows):
@@ -61,7 +61,7 @@ def main() -> None:
                         module.warps = count
                     times.append(1e3 * triton.testing.do_bench_cudagraph(call))
                 line = "".join(f"{us:>10.1f}" for us in times)
-                print(f"{shape:6s}{rows:5d} {name:10s}{moved / args.bandwidth / 1e6:>9.1f}{line}", flush=True)
+                print(f"{shape:6s}{rows:5d} {name:12s}{moved / args.bandwidth / 1e6:>9.1f}{line}", flush=True)
 
 
 if __name__ == "__main__":

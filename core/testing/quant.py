@@ -91,6 +91,9 @@ class QuantizerContract:
         for dtype in self.dtypes:
             for tokens in (3, 130):
                 layer, x_TI = self._layer(256, (64,), dtype), self._x(tokens, 256, dtype)
+                for scale, shape in zip(layer.partial_scale(x_TI), ((tokens, 1), (64,)), strict=False):
+                    plain = scale.dtype == torch.float32 and tuple(scale.shape) == shape and scale.is_contiguous()
+                    assert plain, f"a scale left to the consumer must be float32 {shape}, contiguous; it is {scale}"
                 assert_near(layer.partial(x_TI), layer.apply(x_TI), 2 * TOLERANCE[dtype], "partial, scaled")
 
     def test_bias_is_added_once(self) -> None:
@@ -404,6 +407,10 @@ class Loaded:
         x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
         with poisoned_memory():
             return self.method.apply(self.params, x, bias_O)
+
+    def partial_scale(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
+        return self.method.partial(self.params, x).scale or ()
 
     def partial(self, x_TI: torch.Tensor) -> torch.Tensor:
         x: Activation = encode(x_TI, (self.method.input,))[self.method.input]

@@ -51,7 +51,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     ours = start([sys.executable, *driver], work, env)
     tests = sorted(str(file) for file in work.rglob("test_*.py"))
-    suites = start([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], work, env)
+    # As tests/conftest.py does with tests of processes.
+    once_more = ["--reruns", "1", "--only-rerun", "RankFailed"]
+    suites = start([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *once_more, *tests], work, env)
     results = {}
     for command in (c for c in TO_RUN if c.is_shell):
         shell = start(["bash", "-c", command.shell], folder_of(work, command.page), env)

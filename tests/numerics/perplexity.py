@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import bisect
+import calendar
+import cmd
+import csv
+import difflib
 import fractions
+import functools
 import heapq
 import inspect
 import json.decoder
 import math
+import queue
+import random
+import shlex
 import statistics
+import string
 import textwrap
+import tokenize
+import types
+import uuid
 
 from dovetail import LLM, SamplingParams
 
-MODULES = (textwrap, json.decoder, argparse, fractions, statistics, heapq)
+MODULES = (
+    argparse, ast, bisect, calendar, cmd, csv, difflib, fractions, functools, heapq,
+    json.decoder, queue, random, shlex, statistics, string, textwrap, tokenize, types, uuid,
+)  # fmt: skip
+"""20 000 tokens: differences of formats then have a standard error below 0.1 %, and sources differ between Pythons."""
 TEXTS = [inspect.getsource(module)[:3000] for module in MODULES]
 
 

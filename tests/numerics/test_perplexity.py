@@ -16,7 +16,11 @@ def exact() -> float:
     return perplexity(*CPU)
 
 
-@pytest.mark.parametrize("options", [("quant=int8",), ("quant=fp8", "engine.kv_dtype=fp8_e4m3")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [("quant=int8",), ("quant=fp8", "engine.kv_dtype=fp8_e4m3"), ("quant=fp8", "quant.scales=tensor")],
+    ids=str,
+)
 def test_eight_bits_cost_less_than_a_percent(exact: float, options: tuple[str, ...]) -> None:
     assert 0.99 * exact < perplexity(*CPU, *options) < 1.01 * exact
     assert 1.5 < exact < 50

@@ -24,6 +24,8 @@ def quantize_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantize_tensor(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same with one scale, said once for each row."""
+    if not x_TC.numel():
+        return quantize_rows(x_TC)
     amax_T1 = x_TC.abs().amax().clamp(min=SMALLEST).expand(len(x_TC), 1)
     return (x_TC * (LARGEST / amax_T1)).to(E4M3), (amax_T1 / LARGEST).contiguous()
 
