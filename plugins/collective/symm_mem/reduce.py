@@ -27,6 +27,9 @@ ROWS = 256
 """Of argmax, that one program takes."""
 PARTS = 4
 """Programs that send a row in one_shot, while there are few rows."""
+LEAST_WORDS = 128
+"""That a program waits for: one for each thread of four warps. Of fewer, several warps would hold copies, and each
+leave the wait when it has seen its own."""
 IN_FLIGHT = 1 << 15
 """Words of all ranks that a program of one_shot waits for at once, at most: with more its threads run out of registers,
 and what they spill costs more than the second hop of two_shot."""
@@ -75,7 +78,7 @@ class Reducer:
         target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
         plain = torch.empty_like(x_TC) if plan.plain else None
         summed = torch.empty_like(x_TC)
-        block = target.block(columns, whole_row=True)
+        block = _waited(target.block(columns, whole_row=True), x_TC)
         words, row = x_TC.nbytes // WORD, columns * x_TC.element_size() // WORD
         fused = {
             "residual_ptr": None if residual_TC is None else _ready(residual_TC),
@@ -119,7 +122,7 @@ class Reducer:
         target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
         plain = torch.empty_like(x_TC) if plan.plain else None
         summed_SC = x_TC.new_empty(rows, columns)
-        block = target.block(columns, whole_row=True)
+        block = _waited(target.block(columns, whole_row=True), x_TC)
         plain_words, value_words, _ = _row_words(plan, x_TC)
         words = columns * x_TC.element_size() // WORD
         sharded[(min(mail.boxes, rows),)](
@@ -209,7 +212,7 @@ class Reducer:
         self, x: torch.Tensor, out: torch.Tensor, words: int, row: int, fused: dict[str, Any] | None = None
     ) -> None:
         mail = self.mail
-        share = row // self.size
+        share, warps = row // self.size, _warps(row // 512, most=8)
         two_shot[(min(mail.boxes, triton.cdiv(words, row)),)](
             _words(x),
             out,
@@ -224,8 +227,8 @@ class Reducer:
             share=share,
             WORLD=self.size,
             PER=WORD // x.element_size(),
-            SHARE=triton.next_power_of_2(share),
-            num_warps=_warps(row // 512, most=8),
+            SHARE=max(triton.next_power_of_2(share), 32 * warps),
+            num_warps=warps,
             **dependent(x),
         )
 
@@ -252,6 +255,11 @@ def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
         "VALUES": block,
         **Target(None).arguments(block),
     }
+
+
+def _waited(block: int, x: torch.Tensor) -> int:
+    """Values of a program that waits for them."""
+    return max(block, LEAST_WORDS * WORD // x.element_size())
 
 
 def _warps(wanted: int, most: int) -> int:

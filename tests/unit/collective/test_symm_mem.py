@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
@@ -68,3 +72,36 @@ def test_on_a_cpu_it_is_refused_with_what_works() -> None:
     collective = compose(["app=generate", "collective=symm_mem"]).build("collective")
     with pytest.raises(CapabilityError, match="cuda, not cpu.*collective=nccl"):
         collective.connect(0, 2, "127.0.0.1:1", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [96, 192, 768, 4608])
+def test_no_thread_waits_for_a_copy(
+    size: int, dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fewer words than threads, warps would hold copies, and leave the wait when each has seen its own."""
+    reduce = pytest.importorskip("dovetail.plugins.collective.symm_mem.reduce", reason="no Triton for this platform")
+    launches: dict[str, dict[str, Any]] = {}
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **arguments: launches.update({self.name: arguments})
+
+    for name in ("one_shot", "two_shot", "sharded"):
+        monkeypatch.setattr(reduce, name, Kernel(name))
+    mail = mock.MagicMock(boxes=132)
+    reducer = reduce.Reducer(mail, 0, size)
+    x, weight = torch.ones(2, columns, dtype=dtype), torch.ones(columns, dtype=dtype)
+    for algorithm in ("one_shot", "two_shot"):
+        reducer.boundary(x, None, weight, 1e-5, (PLAIN,), algorithm)
+    reducer.share(x, None, weight, 1e-5, (PLAIN,))
+    # What does not fit into registers goes another way.
+    assert "two_shot" in launches and (len(launches) == 3 or columns == 4608)
+    for name, arguments in launches.items():
+        threads = 32 * arguments["num_warps"]
+        assert arguments["VALUES"] // arguments["PER"] >= threads, name
+        assert name != "two_shot" or arguments["SHARE"] >= threads
