@@ -53,10 +53,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._stream.wait_stream(torch.cuda.current_stream())
 
     def __call__(self, call: Callable[[], Any]) -> tuple[Replay, Any]:
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
         with torch.cuda.stream(self._stream):
             call()  # Compiles kernels, which capture cannot.
             graph.capture_begin(pool=self._pool)
@@ -70,6 +72,12 @@ class Recorder:
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def forget(self) -> None:
+        """No graph can be replayed any more, whoever still holds one: NCCL waits for the last that calls it."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ Between them late inputs may arrive; each half can be captured by itself. Nothin
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -102,6 +103,9 @@ class Runner:
         self._overlapped: OverlappedForward | None = None
         """Runs the layers of steps without a graph; None = `Model.forward` does."""
         self.graphs: StepGraphs | None = None
+        self._recorder: Recorder | None = None
+        self._thread = 0
+        """That has this rank's device for its own."""
         self._why_no_graphs: str | None = "not loaded yet"
         """None = steps run as graphs."""
 
@@ -119,8 +123,7 @@ class Runner:
         clock = time.perf_counter()
         engine, composition = self.engine, self.composition
         device = self.device = resolve_device(engine.device, self.rank, engine.first_gpu)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        self._use_device()
         progress("connect ranks", None)
         self.collective = composition.build("collective")
         self.collective.connect(self.rank, self.size, self.address, device)
@@ -293,7 +296,7 @@ class Runner:
         if self._why_no_graphs is None:
             began = time.perf_counter()
             self.graphs = self.step_graphs()
-            recorder = Recorder()
+            recorder = self._recorder = Recorder()
             self.graphs.capture(recorder, self._progress)
             recorder.close()
             report_late_kernels(True)
@@ -322,6 +325,7 @@ class Runner:
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         """Enqueue a plan, or its forward alone where `complete` is to follow. On CUDA this returns while the device
         still runs earlier plans."""
+        self._use_device()
         step = self._forward(plan, blobs)
         if plan.late:
             self._halfway = plan, step
@@ -332,8 +336,15 @@ class Runner:
     def complete(self, late: LateInputs) -> None:
         """Enqueue the sampling half of the plan executed last."""
         assert self._halfway is not None, f"step {late.step} does not wait for late inputs"
+        self._use_device()
         (plan, step), self._halfway = self._halfway, None
         self._second_half(plan, step, late)
+
+    def _use_device(self) -> None:
+        """In every thread that calls: a thread launches kernels on a device of its own, and there may be several."""
+        if self.device.type == "cuda" and self._thread != threading.get_ident():
+            torch.cuda.set_device(self.device)
+            self._thread = threading.get_ident()
 
     def _second_half(self, plan: StepPlan, step: _Step, late: LateInputs | None = None) -> None:
         sampled = self._sample(step, late)
@@ -468,6 +479,8 @@ class Runner:
             self._reading.shutdown(wait=False, cancel_futures=True)
         self._halfway = None
         self.graphs = self._overlapped = None
+        if self._recorder is not None:
+            self._recorder.forget()
         self.adapters = None
         for name in ("outcomes", "state", "pools", "model", "drafter", "attention", "processors"):
             self.__dict__.pop(name, None)

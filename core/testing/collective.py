@@ -79,7 +79,9 @@ class CollectiveContract:
             collective.close()
 
     def on_ranks(self, method: Callable[[int, int, str], object], may_die: tuple[int, ...] = ()) -> list[Any]:
-        return on_ranks(self, method.__name__, self.size, may_die=may_die)
+        # On a GPU each rank compiles kernels first.
+        timeout = 60.0 if self.device.type == "cpu" else 240.0
+        return on_ranks(self, method.__name__, self.size, timeout=timeout, may_die=may_die)
 
     # Joining.
 

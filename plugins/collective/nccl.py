@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ class NcclCollective(Collective):
         self._timeout = timedelta(seconds=config.timeout)
         self._rendezvous = Rendezvous()
         self._group: Any = None
+        self._ending = threading.Lock()
         self._device = torch.device("cpu")
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
@@ -122,14 +124,20 @@ class NcclCollective(Collective):
         self._rendezvous.abort()
         # Ranks on a CPU learn from closed connections; kernels of NCCL would wait for the dead rank forever.
         if self._device.type == "cuda":
-            group, self._group = self._group, None
+            group = self._take_group()
             if group is not None:
                 group.abort()
 
     def close(self) -> None:
-        group, self._group = self._group, None
+        group = self._take_group()
         if group is not None:
             group.shutdown()
+
+    def _take_group(self) -> Any:
+        """For the first of those who end it, from whatever thread."""
+        with self._ending:
+            group, self._group = self._group, None
+        return group
 
     @staticmethod
     def _wait(work: Any) -> None:

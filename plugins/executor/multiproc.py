@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
+_ABORT_SECONDS = 1.0
+"""For an abort to free this rank from the others, before it closes what it shares with them."""
 
 
 @dataclass(slots=True)
@@ -227,15 +229,24 @@ class MultiprocExecutor(Executor):
         except (RankError, ChannelClosed) as error:
             log.info("ending the workers by force: %s", error)
         finally:
-            if workers.broken:
+            broken = workers.broken
+            if broken:
                 workers.stop(0.0)
-                self._abort()
-            runner, self._runner = self._runner, None
-            if runner is not None:
-                runner.close()
-            workers.stop(self.config.stop_timeout)
-            self._plans.close()
-            self._blobs.close()
+            # Not in this thread: where graphs have calls of NCCL, an abort waits until they are given back, below.
+            abort = threading.Timer(0.0 if broken else self.config.stop_timeout, self._abort)
+            abort.daemon = True
+            abort.start()
+            if broken:
+                abort.join(_ABORT_SECONDS)
+            try:
+                if self._runner is not None:
+                    self._runner.close()
+            finally:
+                abort.cancel()
+                self._runner = None
+                workers.stop(self.config.stop_timeout)
+                self._plans.close()
+                self._blobs.close()
 
 
 @contextmanager

@@ -225,13 +225,12 @@ def test_two_gpus_give_the_tokens_of_the_cpu(overrides: list[str]) -> None:
 @pytest.mark.parametrize("collective", ["nccl", "symm_mem"])
 def test_a_killed_rank_ends_sums_on_the_side_stream(collective: str) -> None:
     """The word that ends the waiting of kernels must reach the GPU past them."""
-    llm = LLM("tiny", overrides=[*CUDA, *RANKS, f"collective={collective}", "engine.cuda_graphs=false"])
-    (worker,) = llm.engine.executor.worker_pids  # type: ignore[attr-defined]
-    llm.generate(PROMPTS, PARAMS)
-    threading.Timer(0.5, os.kill, (worker, signal.SIGKILL)).start()
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1"):
-        while time.monotonic() - began < 60:
-            llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
-    assert time.monotonic() - began < 60
-    llm.close()
+    with LLM("tiny", overrides=[*CUDA, *RANKS, f"collective={collective}", "engine.cuda_graphs=false"]) as llm:
+        (worker,) = llm.engine.executor.worker_pids  # type: ignore[attr-defined]
+        llm.generate(PROMPTS, PARAMS)
+        threading.Timer(0.5, os.kill, (worker, signal.SIGKILL)).start()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1"):
+            while time.monotonic() - began < 60:
+                llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+        assert time.monotonic() - began < 60

@@ -81,14 +81,13 @@ def test_replicas_take_gpus_of_their_own_and_no_more_than_there_are(capfd: pytes
 
 
 def test_a_killed_rank_ends_the_engine_with_its_name() -> None:
-    llm = LLM("tiny", overrides=[*TP2, "engine.depth=2"])
-    (worker,) = llm.engine.executor.worker_pids  # type: ignore[attr-defined]
-    llm.generate(PROMPTS, PARAMS)
-    timer = threading.Timer(0.5, os.kill, (worker, signal.SIGKILL))
-    timer.start()
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1"):
-        while time.monotonic() - began < 20:
-            llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
-    assert time.monotonic() - began < 10
-    llm.close()
+    with LLM("tiny", overrides=[*TP2, "engine.depth=2"]) as llm:
+        (worker,) = llm.engine.executor.worker_pids  # type: ignore[attr-defined]
+        llm.generate(PROMPTS, PARAMS)
+        timer = threading.Timer(0.5, os.kill, (worker, signal.SIGKILL))
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1"):
+            while time.monotonic() - began < 20:
+                llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+        assert time.monotonic() - began < 10

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import zlib
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from dovetail.core.compose import Composition
@@ -176,6 +178,24 @@ class SlowToClose(Runner):
     def close(self) -> None:
         if self.rank != 1:
             time.sleep(1.0)
+
+
+class WaitsInClose(Runner):
+    """Rank 0 closes something together with the others, one of whom does not come."""
+
+    def __init__(self, composition: Composition, *, rank: int, size: int, address: str) -> None:
+        super().__init__(composition, rank=rank, size=size, address=address)
+        self.aborted = threading.Event()
+        self.collective = SimpleNamespace(abort=self.aborted.set)
+
+    def load(self, progress: Progress) -> ExecutorInfo:
+        waits, info = self.collective, super().load(progress)
+        self.collective = waits
+        return info
+
+    def close(self) -> None:
+        if self.rank == 0:
+            assert self.aborted.wait(60)
 
 
 class DeafInStep(Runner):

@@ -234,6 +234,13 @@ def test_a_worker_that_ends_first_takes_nobody_along(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+def test_rank_0_does_not_wait_for_ever_to_close() -> None:
+    executor = rank_runners.executor(rank_runners.WaitsInClose, composition(2), stop_timeout=0.5)
+    executor.start(quiet)
+    with five_seconds():
+        executor.shutdown()
+
+
 def test_engines_that_start_at_once_meet_at_addresses_of_their_own() -> None:
     """Long before anybody listens there; and then rank 0 can."""
     with ExitStack() as stack:
