@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,20 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Once for all workers of pytest-xdist: the others wait for the first."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    kept = shared / "pages.json"
+    with (shared / "pages.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            kept.write_text(json.dumps(run_pages(tmp_path_factory)))
+    results, suites, folder = json.loads(kept.read_text())
+    return Ran(results, suites, Path(folder))
+
+
+def run_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str, str]:
     work, site = tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("site")
     write_files(work)
     install(work, site)
@@ -64,7 +77,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     assert ours.returncode == 0, said
     for job, result in zip(jobs, json.loads((work / "results.json").read_text()), strict=True):
         results[f"{job['page']}: {job['text']}"] = result
-    yield Ran(results, told, work)
+    return results, told, str(work)
 
 
 def how(command: Command) -> dict[str, Any]:
