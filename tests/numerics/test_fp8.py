@@ -10,13 +10,13 @@ import torch
 
 from dovetail.core.compose import Host
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import LinearShape
+from dovetail.core.interfaces import Activation, LinearShape, Partial
 from dovetail.core.layers import PlainLinear
 from dovetail.core.ops import encode
 from dovetail.plugins.quant.capabilities import fp8
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN, quantize_rows
-from dovetail.plugins.quant.fp8.quantizer import FP8
+from dovetail.plugins.quant.fp8.quantizer import FP8, FP8Linear
 
 from .checkpoints import random_tokens, save_random
 from .driver import CPU, Driver, load_model
@@ -89,3 +89,37 @@ def test_old_gpus_are_refused():
         (demand,) = fp8(FP8Config(), host).requires
         assert demand.admits(getattr(host, demand.key)) is fits
     assert not fp8(FP8Config(), Host()).requires
+
+
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_scales_are_of_rows_or_of_all(scales):
+    weight_OI, x_TI = torch.randn(48, 64), torch.randn(5, 64)
+    method = FP8(FP8Config(scales=scales)).linear("layers.0.mlp.gate_up", LinearShape(64, 48, (32, 16)))
+    params = method.create(LinearShape(64, 48, (32, 16), dtype=torch.float32), CPU)
+    for part in (slice(0, 32), slice(32, 48)):
+        method.load(params, "weight", part, weight_OI[part])
+    x = encode(x_TI, (method.input,))[method.input]
+    one = scales == "tensor"
+    assert len(params["scale"].unique()) == (2 if one else 48), "one for each part"
+    assert len(x.scale.unique()) == (1 if one else 5)
+
+
+def test_scales_that_gate_and_up_leave_are_applied(tmp_path, monkeypatch):
+    """As the library's product of many rows leaves them on a GPU."""
+    save_random(tmp_path, "gqa", hidden_size=128, intermediate_size=256, head_dim=16)
+    tokens, left = random_tokens(40, seed=2), []
+
+    def logits() -> torch.Tensor:
+        return Driver(load_model(tmp_path, quantizer=FP8(FP8Config()))).step([("a", tokens)])[0]
+
+    def leave(method: FP8Linear, params: dict[str, torch.Tensor], x: Activation) -> Partial:
+        left.append(len(params["scale"]))
+        y_TO = method.apply(params, x)
+        return Partial(y_TO / x.scale / params["scale"], (x.scale, params["scale"]))
+
+    expected = logits()
+    monkeypatch.setattr(FP8Linear, "partial", leave)
+    found = logits()
+    assert 2 * 256 in left
+    # A value on the edge of two 8-bit ones may fall to either side.
+    assert (found - expected).norm() / expected.norm() < 0.15

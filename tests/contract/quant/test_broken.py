@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import ActFormat, Activation, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import ActFormat, Activation, LinearMethod, LinearShape, Partial, Quantizer
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.core.testing.suite import failures
 
@@ -169,6 +169,14 @@ class AnswersInFloat32(Sound):
         return super().apply(params, x, bias)
 
 
+class LeavesOneScaleForAll(Sound):
+    """Kernels read a scale for each row."""
+
+    def partial(self, params: Params, x: Activation) -> Partial:
+        y_TO = self.apply(params, x)
+        return Partial(y_TO / 2, (torch.tensor(2.0), torch.ones(y_TO.shape[1])))
+
+
 class DecodesInPlace(Sound):
     def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         y_TO = super().apply(params, x, bias)
@@ -302,6 +310,7 @@ BROKEN: dict[type, str] = {
     DropsTheBias: "test_bias_is_added_once",
     ScalesTheBias: "test_bias_is_added_once",
     AnswersInFloat32: "test_output_has_the_models_dtype",
+    LeavesOneScaleForAll: "test_scales_may_be_left_to_the_consumer",
     DecodesInPlace: "test_apply_changes_nothing",
     ScalesWeightsInPlace: "test_apply_changes_nothing",
     SumsIn16Bits: "test_product_is_near_the_exact_one",
