@@ -6,6 +6,8 @@ Shapes: T tokens, C columns.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dovetail.core.interfaces import ActFormat
@@ -41,14 +43,6 @@ def _triton_encode() -> object | None:
     return encode_fp8
 
 
-FP8_TENSOR = ActFormat(
-    "fp8_tensor",
-    dtype=E4M3,
-    group="tensor",
-    scale_layout="row",
-    encode=_triton_encode(),
-    reference=quantize_tensor,
-)
 FP8_TOKEN = ActFormat(
     "fp8_token",
     dtype=E4M3,
@@ -57,3 +51,4 @@ FP8_TOKEN = ActFormat(
     encode=_triton_encode(),
     reference=quantize_rows,
 )
+FP8_TENSOR = replace(FP8_TOKEN, name="fp8_tensor", group="tensor", reference=quantize_tensor)
