@@ -41,7 +41,7 @@ class EngineConfig(Config):
     """Share of a GPU's memory that the engine may fill."""
     cuda_graphs: bool = True
     """Replay steps as CUDA graphs where device, attention and ranks allow; start-up says where they do not."""
-    graph_tokens: int = Field(1024, ge=0)
+    graph_tokens: int = Field(2048, ge=0)
     """Tokens in the largest step with prompts in it that has a graph; 0: decode steps alone have graphs."""
     overlap_tokens: int = Field(0, ge=0)
     """Tokens from which on a step without a graph runs as two half-batches, so that the ranks' sums of one run under

@@ -53,14 +53,18 @@ class OverlappedForward:
         halves = halve(ctx, cut, self.attention)
         embeds = embeds_TC.split_with_sizes([cut, len(embeds_TC) - cut])
         lanes = [self.model.layers(*half, taps) for half in zip(embeds, halves, strict=True)]
-        adapters = self.adapters
+        adapters, collective = self.adapters, self.model.build.collective
         slots_T = None if adapters is None else adapters.slots_T
-        if slots_T is None:
-            found = interleave(lanes, self.side)
-        else:
-            slots = slots_T[:cut], slots_T[cut:].clone()
-            found = interleave(lanes, self.side, lambda lane: setattr(adapters, "slots_T", slots[lane]))
-            adapters.slots_T = slots_T
+        collective.beside = True
+        try:
+            if slots_T is None:
+                found = interleave(lanes, self.side)
+            else:
+                slots = slots_T[:cut], slots_T[cut:].clone()
+                found = interleave(lanes, self.side, lambda lane: setattr(adapters, "slots_T", slots[lane]))
+                adapters.slots_T = slots_T
+        finally:
+            collective.beside = False
         return Hidden(
             torch.cat([half.states for half in found]),
             {tap: torch.cat([half.taps[tap] for half in found]) for tap in taps},

@@ -28,6 +28,10 @@ class Collective(ABC):
     On CUDA a call enqueues on the current stream. That may be another one than the last call's, which is done before
     anything of this one begins there."""
 
+    beside = False
+    """Set by the engine, on every rank alike, while products of other tokens run beside the calls
+    (`engine.overlap_tokens`): a component does well to take few multiprocessors from them."""
+
     def __init__(self, config: object) -> None:
         self.config = config
         self.rank, self.size = 0, 1

@@ -36,11 +36,11 @@ def run(model, halves: bool, lora: LoRA | None = None) -> tuple[list[torch.Tenso
     """Logits and taps of each step, and all that stands in the cache."""
     torch.set_num_threads(1)
     driver, found = Driver(model), []
-    turns = []
+    turns, collective = [], model.build.collective
     if halves:
         forward = OverlappedForward(model, model.build.attention, lora, CPU, least=1)
         start = forward.side.start
-        forward.side.start = lambda call: turns.append(1) or start(call)
+        forward.side.start = lambda call: turns.append(collective.beside) or start(call)
         driver.forward = forward
     fed = dict.fromkeys(SEQUENCES, 0)
     for counts, num_decode in STEPS:
@@ -52,7 +52,7 @@ def run(model, halves: bool, lora: LoRA | None = None) -> tuple[list[torch.Tenso
         found += [tap.clone() for tap in driver.hidden.taps.values()]
         for name, count in counts.items():
             fed[name] += count
-    assert bool(turns) is halves
+    assert bool(turns) is halves and all(turns) and not collective.beside
     planes = [plane for pool in driver.paging.pools.values() for plane in pool.planes.values()]
     # Page 0 takes what nobody reads.
     return found, [plane[:, 1:].float().nan_to_num(-7.0) for plane in planes]

@@ -43,10 +43,12 @@ def _rms_norm(
     inside = cols < C
     dtype = x_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if row_scale_ptr is not None:
+        column_scale = tl.load(column_scale_ptr + cols, mask=inside, other=0.0)
     wait(PDL)
     x = tl.load(x_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
     if row_scale_ptr is not None:
-        x = x * tl.load(row_scale_ptr + row) * tl.load(column_scale_ptr + cols, mask=inside, other=0.0)
+        x = x * tl.load(row_scale_ptr + row) * column_scale
         x = x.to(dtype).to(tl.float32)
         if residual_ptr is None:
             tl.store(summed_ptr + row * C + cols, x.to(dtype), mask=inside)

@@ -7,7 +7,9 @@ asked for, one for what each program of sharded gathers. kernels.py says what a 
 from __future__ import annotations
 
 import os
+import re
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -75,14 +77,50 @@ class Mailbox:
             self.stopped.copy_(self._one, non_blocking=True)
 
 
-def _group(rank: int, size: int, store: Any) -> tuple[Any, dist.ProcessGroup]:
+def _group(rank: int, size: int, store: Any) -> tuple[Any, object]:
     """A name that leads torch's symmetric memory to the store, and what to keep while it shall. Some versions look for
     it in a table of their own, others in that of process groups, which holds none of them alive."""
     store.set_timeout(_EXCHANGE)
     if rank == 0:
         store.set("name", f"dovetail-{uuid.uuid4().hex}")
     name: Any = store.get("name").decode()
-    _SymmetricMemory.set_group_info(name, rank, size, store)
-    group = dist.ProcessGroup(store, rank, size)
+    counted = CountedAnew(store)
+    _SymmetricMemory.set_group_info(name, rank, size, counted)
+    group = dist.ProcessGroup(counted, rank, size)
     _register_process_group(name, group)
-    return name, group
+    return name, (group, counted)
+
+
+class CountedAnew(dist.Store):
+    """A store whose exchanges count from 0.
+
+    torch numbers those of symmetric memory (keys NAME/TURN/RANK) through the life of a process. Rank 0's may have had
+    an engine before, and the other ranks' are new: they would wait for each other under different numbers.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._first: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        numbered = re.fullmatch(r"(.*)/(\d+)/(\d+)", key)
+        if numbered is None:
+            return key
+        name, turn, rank = numbered.groups()
+        return f"{name}/{int(turn) - self._first.setdefault(name, int(turn))}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._store.get(self._key(key))
+        return found
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        several = [self._key(key) for key in keys]
+        self._store.wait(several) if timeout is None else self._store.wait(several, timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        there: bool = self._store.check([self._key(key) for key in keys])
+        return there

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dovetail.core.compose import Host, compose
 from dovetail.core.errors import CapabilityError, DovetailError
@@ -15,6 +16,7 @@ from dovetail.core.interfaces import PLAIN
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.symm_mem.choice import SizeTable, quickest
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
+from dovetail.plugins.collective.symm_mem.mailbox import CountedAnew
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 KIB, MIB = 2**10, 2**20
@@ -57,6 +59,32 @@ def test_steps_of_many_rows_may_take_another_table() -> None:
     picks = [(7, bytes_alone, "two_shot"), (8, bytes_alone, "sharded"), (8, both, "nccl"), (8, (PLAIN,), "nccl")]
     for rows, emit, name in picks:
         assert collective._edge(torch.ones(rows, 8), emit) == name
+    # Kernels that hold every multiprocessor do not run beside products.
+    collective.edges_beside = {False: SizeTable((0,), ("nccl",)), True: SizeTable((0,), ("nccl_sharded",))}
+    collective.beside = True
+    for rows, emit, name in [(7, bytes_alone, "nccl"), (8, bytes_alone, "nccl_sharded"), (8, both, "nccl")]:
+        assert collective._edge(torch.ones(rows, 8), emit) == name
+
+
+def test_an_algorithm_asked_for_by_name_serves_beside_products_too() -> None:
+    collective = SymmMemCollective(SymmMemConfig(algorithm="two_shot"))
+    collective.edges, collective.beside = SizeTable((0,), ("two_shot",)), True
+    assert collective._edge(torch.ones(8, 8), (FP8_TOKEN,)) == "two_shot"
+
+
+def test_ranks_of_different_age_exchange_under_the_same_numbers() -> None:
+    """Rank 0's process has had an engine; the other's is new. torch calls the store from C++, as a prefix does."""
+    common = dist.HashStore()
+    stores = [CountedAnew(common) for _ in range(2)]
+    old, new = (dist.PrefixStore("symm_mem", store) for store in stores)
+    for turn in range(3):
+        old.set(f"memory/{turn + 4}/0", f"zero {turn}")
+        new.set(f"memory/{turn}/1", f"one {turn}")
+        old.wait([f"memory/{turn + 4}/1"])
+        assert new.check([f"memory/{turn}/0"])
+        assert (old.get(f"memory/{turn + 4}/1"), new.get(f"memory/{turn}/0")) == (b"one %d" % turn, b"zero %d" % turn)
+    old.set("name", "same")
+    assert new.get("name") == b"same"
 
 
 def test_rows_to_shard_from_have_a_meaning_where_it_is_measured() -> None:
