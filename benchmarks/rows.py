@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.44, help="TB/s that memory can be read at")
     args = parser.parse_args()
     rule = formats.warps
-    rules = {"rule": rule} | {n: lambda block, n=n: int(n) for n in filter(None, args.warps.split(","))}
+    rules = {"rule": rule} | {n: lambda block, rows=None, n=n: int(n) for n in filter(None, args.warps.split(","))}
     print(f"{'':24s}{'limit':>9}" + "".join(f"{name + (' warps' if name != 'rule' else ''):>10}" for name in rules))
     for shape in args.shapes.split(","):
         for rows in map(int, args.rows.split(",")):

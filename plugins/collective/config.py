@@ -31,13 +31,14 @@ class SymmMemConfig(NcclConfig):
     """How sums are made: the quickest for each size, measured when the ranks connect, or one for all sizes. one_shot:
     each rank sends its summand to all. two_shot: each sums a part and sends the sum to all; also what takes over where
     one_shot has no room. sharded and nccl_sharded leave the residual with the ranks by rows, the latter by NCCL; also
-    what takes over where sharded does not serve a format. They are measured where shard_rows is set."""
+    what takes over where sharded does not serve a format. They are measured unless shard_rows is null."""
 
-    shard_rows: int | None = Field(None, ge=1)
+    shard_rows: int | None = Field(64, ge=1)
     """Rows of a step from which on sharded and nccl_sharded are measured beside the others. None = never."""
 
     @model_validator(mode="after")
     def _shards_what_is_measured(self) -> SymmMemConfig:
-        if self.shard_rows is not None and self.algorithm != "measured":
+        asked = "shard_rows" in self.model_fields_set
+        if asked and self.shard_rows is not None and self.algorithm != "measured":
             raise ValueError(f"shard_rows={self.shard_rows} is for algorithm=measured, not for {self.algorithm}")
         return self

@@ -139,10 +139,20 @@ def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
     if tokens:
         block = target.block(columns)
         grid = (tokens, triton.cdiv(columns, block))
-        _encode[grid](x_TC, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block), **dependent(x_TC))
+        whole = tokens if grid[1] == 1 else None
+        _encode[grid](
+            x_TC, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block, whole), **dependent(x_TC)
+        )
     return target.activation()
 
 
-def warps(block: int) -> int:
-    """About 16 elements a thread."""
-    return max(1, min(32, block // 512))
+FEW_ROWS = 512
+
+
+def warps(block: int, rows: int | None = None) -> int:
+    """About 16 elements a thread. `rows`, of a kernel whose programs take a whole one each: fewer where there are few,
+    since such a kernel's time is one program's (benchmarks/rows.py)."""
+    elements = 16
+    if rows is not None and rows <= FEW_ROWS:
+        elements = 4 if rows > 16 else 8
+    return max(1, min(32, block // (32 * elements)))

@@ -86,6 +86,6 @@ def layer_norm_triton(
             eps,
             **target.arguments(block),
             BLOCK=block,
-            num_warps=warps(block),
+            num_warps=warps(block, tokens),
         )
     return collect(emit, plan.rest, plain, target), summed

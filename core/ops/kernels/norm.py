@@ -98,7 +98,7 @@ def rms_norm_triton(
             eps,
             **target.arguments(block),
             BLOCK=block,
-            num_warps=warps(block),
+            num_warps=warps(block, tokens),
             **dependent(x_TC),
         )
     return collect(emit, plan.rest, plain, target), summed

@@ -72,7 +72,7 @@ class SymmMemCollective(NcclCollective):
         if size == 1:
             return
         store = dist.PrefixStore("symm_mem", self._rendezvous.store)
-        algorithm, shards = self.config.algorithm, self.config.shard_rows is not None
+        algorithm, shards = self.config.algorithm, self._shards_from is not None
         self.reducer = Reducer(Mailbox(rank, size, store, device, shards or algorithm == "sharded"), rank, size)
         if algorithm == "measured":
             self.sums, self.edges, self.sharded_edges, self.edges_beside = self.measured(shards)
@@ -118,12 +118,17 @@ class SymmMemCollective(NcclCollective):
         return self.reducer.boundary(x.values, residual, norm.weight, norm.eps, emit, algorithm)
 
     def _edge(self, x: torch.Tensor, emit: tuple[ActFormat, ...]) -> str:
-        least = self.config.shard_rows
+        least = self._shards_from
         if least is None or len(x) < least:
             return "nccl" if self._beside_products else self.edges.pick(x.nbytes)
         narrow = all(fmt.dtype is not None and fmt.dtype.itemsize == 1 for fmt in emit)
         edges = self.edges_beside if self._beside_products else self.sharded_edges
         return edges[narrow].pick(x.nbytes)
+
+    @property
+    def _shards_from(self) -> int | None:
+        """Rows; None = what was asked for by name serves all."""
+        return self.config.shard_rows if self.config.algorithm == "measured" else None
 
     @property
     def _beside_products(self) -> bool:
