@@ -163,12 +163,6 @@ class ColumnParallel(Linear):
         parts = tuple(Part(name, out, *_split(name, out, rank, size)) for name, out in zip(names, outs, strict=True))
         super().__init__(path, build, parts, inp, shard="column", bias=bias)
 
-    def deferred(self, x: Bundle) -> Partial:
-        """The whole product of these outputs, for a consumer that takes its scales (Partial.scale)."""
-        if self.has_bias or self._adapting:
-            return Partial(self(x))
-        return self.method.partial(self.params, x[self.input])
-
 
 class QKVParallel(Linear):
     """q|k|v of attention, split by heads. With fewer kv heads than ranks, neighbouring ranks hold the same kv head."""

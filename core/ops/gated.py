@@ -12,28 +12,15 @@ from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import encode
 
 
-def silu_and_mul(
-    gate_up_T2F: torch.Tensor,
-    emit: tuple[ActFormat, ...] = (PLAIN,),
-    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> Bundle:
-    """silu(gate) * up of [T, gate | up], T x F in the formats asked for. `scale`: as Partial.scale, of rows and of
-    both halves' columns; with it the result is rounded once."""
+def silu_and_mul(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+    """silu(gate) * up of [T, gate | up], T x F in the formats asked for."""
     if gate_up_T2F.is_cuda:
         from dovetail.core.ops.kernels.gated import silu_and_mul_triton
 
-        return silu_and_mul_triton(gate_up_T2F, emit, scale)
-    return silu_and_mul_reference(gate_up_T2F, emit, scale)
+        return silu_and_mul_triton(gate_up_T2F, emit)
+    return silu_and_mul_reference(gate_up_T2F, emit)
 
 
-def silu_and_mul_reference(
-    gate_up_T2F: torch.Tensor,
-    emit: tuple[ActFormat, ...] = (PLAIN,),
-    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> Bundle:
-    if scale is None:
-        gate, up = gate_up_T2F.chunk(2, dim=-1)
-        return encode(F.silu(gate) * up, emit)
-    row_T1, column_2F = scale
-    gate, up = (gate_up_T2F.float() * row_T1 * column_2F).chunk(2, dim=-1)
-    return encode((F.silu(gate) * up).to(gate_up_T2F.dtype), emit)
+def silu_and_mul_reference(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return encode(F.silu(gate) * up, emit)

@@ -20,6 +20,8 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp
 IMPRECISE = 128
 """8-bit products that are summed in the matrix unit's own accumulator, of fewer bits, before they join the float32
 sum."""
+MOST_UNSCALED = 256
+"""Rows up to which the library's product is quicker without scales, where it is not ours."""
 
 
 def matmul(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,8 +75,8 @@ def unscaled_matmul(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, one: torch.Tensor, fast_accum: bool = True
 ) -> torch.Tensor | None:
     """x @ weight^T of FP8 x and weight in bfloat16, by the library and without scales, where that is quicker than with
-    them: many rows, whose scales its row-wise product spends a quarter of its time on. Else None. `one`: float32 1."""
-    if not x_TI.is_cuda or len(x_TI) <= MOST_ROWS:
+    them: its row-wise product of a hundred rows spends a quarter of its time on them. Else None. `one`: float32 1."""
+    if not x_TI.is_cuda or not MOST_ROWS < len(x_TI) <= MOST_UNSCALED:
         return None
     return torch._scaled_mm(x_TI, weight_OI.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
 

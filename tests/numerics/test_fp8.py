@@ -104,7 +104,7 @@ def test_scales_are_of_rows_or_of_all(scales):
     assert len(x.scale.unique()) == (1 if one else 5)
 
 
-def test_scales_that_gate_and_up_leave_are_applied(tmp_path, monkeypatch):
+def test_scales_that_products_leave_to_the_norm_are_applied(tmp_path, monkeypatch):
     """As the library's product of many rows leaves them on a GPU."""
     save_random(tmp_path, "gqa", hidden_size=128, intermediate_size=256, head_dim=16)
     tokens, left = random_tokens(40, seed=2), []
@@ -120,6 +120,6 @@ def test_scales_that_gate_and_up_leave_are_applied(tmp_path, monkeypatch):
     expected = logits()
     monkeypatch.setattr(FP8Linear, "partial", leave)
     found = logits()
-    assert 2 * 256 in left
+    assert set(left) == {128}
     # A value on the edge of two 8-bit ones may fall to either side.
     assert (found - expected).norm() / expected.norm() < 0.15

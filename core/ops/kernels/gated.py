@@ -18,8 +18,6 @@ from dovetail.core.ops.kernels.launch import announce, dependent, wait
 @triton.jit
 def _silu_and_mul(
     gate_up_ptr,
-    row_scale_ptr,
-    column_scale_ptr,
     plain_ptr,
     C,
     values_ptr,
@@ -42,15 +40,8 @@ def _silu_and_mul(
     dtype = gate_up_ptr.dtype.element_ty
     gate = tl.load(gate_up_ptr + row * 2 * C + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * C + C + cols, mask=inside, other=0.0).to(tl.float32)
-    if row_scale_ptr is None:
-        # Rounded to the model's dtype after silu and after the product, as the two separate operations would.
-        y = ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
-    else:
-        # Rounded once: before that it would cost as much as the exponential.
-        row_scale = tl.load(row_scale_ptr + row)
-        gate = gate * (row_scale * tl.load(column_scale_ptr + cols, mask=inside, other=0.0))
-        up = up * (row_scale * tl.load(column_scale_ptr + C + cols, mask=inside, other=0.0))
-        y = (gate / (1.0 + tl.exp(-gate)) * up).to(dtype)
+    # Rounded to the model's dtype after silu and after the product, as the two separate operations would.
+    y = ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
     if plain_ptr is not None:
         tl.store(plain_ptr + row * C + cols, y, mask=inside)
     if ENCODE is not None:
@@ -60,24 +51,17 @@ def _silu_and_mul(
         )
 
 
-def silu_and_mul_triton(
-    gate_up_T2F: torch.Tensor,
-    emit: tuple[ActFormat, ...] = (PLAIN,),
-    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> Bundle:
+def silu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
     gate_up_T2F = gate_up_T2F.contiguous()
     tokens, columns = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     plan = plan_emit(emit)
     plain = gate_up_T2F.new_empty(tokens, columns) if plan.plain else None
-    row_T1, column_2F = scale or (None, None)
     target = Target.allocate(plan.fused, tokens, columns, gate_up_T2F.dtype, gate_up_T2F.device)
     if tokens:
         block = target.block(columns)
         grid = (tokens, triton.cdiv(columns, block))
         _silu_and_mul[grid](
             gate_up_T2F,
-            row_T1,
-            column_2F,
             plain,
             columns,
             **target.arguments(block),

@@ -95,10 +95,10 @@ class Tiles:
             return fit(Tile(rows, 128, 4, 4, 1, least=128), shape)
         if shape.kv_dtype.itemsize == 1 and shape.page_tokens < 64 and shape.group * tokens <= 16:
             columns = triton.next_power_of_2(max(8, shape.group * tokens))
-            return fit(Tile(columns, 32, 2, 4, 2, pairs=True, lanes=2), shape)
+            return fit(Tile(columns, 32, 2, 4, 4, pairs=True, lanes=2), shape)
         if shape.kv_dtype.itemsize == 1:
             return fit(Tile(rows, 64, 4, 3, 2, pairs=True), shape)
-        return fit(Tile(rows, 32, 2, 4, 2) if rows <= 16 else Tile(rows, 64, 4, 4, 2), shape)
+        return fit(Tile(rows, 32, 2, 4, 4) if rows <= 16 else Tile(rows, 64, 4, 4, 2), shape)
 
     def prefill(self, shape: Shape) -> Tile:
         least = triton.next_power_of_2(shape.group)

@@ -134,10 +134,7 @@ class MLP:
         self.activation = ACTIVATIONS[layout.activation]
 
     def __call__(self, x: Bundle) -> Partial:
-        if self.activation is not silu_and_mul:
-            return self.down(self.activation(self.up(x), emit=self.down.inputs))
-        up = self.up.deferred(x)
-        return self.down(silu_and_mul(up.values, self.down.inputs, up.scale))
+        return self.down(self.activation(self.up(x), emit=self.down.inputs))
 
 
 BlockCalls = Generator[Callable[[], Any], Any, tuple[Partial, Residual]]

@@ -106,8 +106,6 @@ def activations() -> None:
     for columns, dtype in ((14336, BF16), (1440, FP16)):
         for emit in encoded(columns):
             silu_and_mul(cuda(64, 2 * columns, dtype=dtype), emit)
-        scale = cuda(64, 1, dtype=torch.float32), cuda(2 * columns, dtype=torch.float32)
-        silu_and_mul(cuda(64, 2 * columns, dtype=dtype), (FP8_TOKEN,), scale)
         for tanh in (False, True):
             gelu(cuda(64, columns, dtype=dtype), tanh, (PLAIN, FP8_TOKEN))
 
