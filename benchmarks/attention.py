@@ -36,7 +36,7 @@ from dovetail.core.interfaces import (
 from dovetail.plugins.attention.config import FlashInferConfig, TritonConfig
 from dovetail.plugins.attention.flashinfer.backend import FlashInfer
 from dovetail.plugins.attention.triton.backend import Triton
-from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
+from dovetail.plugins.attention.triton.tiles import PromptTile, Shape, Tile, Tiles, fit
 
 GPU = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -89,8 +89,8 @@ class Fixed(Tiles):
     def decode(self, shape: Shape, tokens: int, scarce: bool) -> Tile:
         return fit(self.tile, shape)
 
-    def prefill(self, shape: Shape) -> Tile:
-        return fit(self.tile, shape)
+    def prefill(self, shape: Shape, tokens: int, rows: int) -> Tile:
+        return self.tile if isinstance(self.tile, PromptTile) else fit(self.tile, shape)
 
 
 class Bench:
@@ -288,6 +288,11 @@ PREFILL = [
     for m, n, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2))
     for tma in (False, True)
 ]
+PREFILL += [
+    PromptTile(128, n, 4, stages, 1, least=1024, tma=True, persistent=persistent)
+    for n, stages in ((128, 2), (64, 3), (64, 4))
+    for persistent in (False, True)
+]
 
 
 def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
@@ -308,6 +313,8 @@ def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
 
 def describe(tile: Tile) -> str:
     reads = " tma" * tile.tma + " pairs" * tile.pairs + " lanes" * (tile.lanes > 0)
+    if isinstance(tile, PromptTile):
+        reads = " hopper" + " persistent" * tile.persistent
     return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} p{tile.programs} least {tile.least}{reads}"
 
 

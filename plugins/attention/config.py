@@ -12,6 +12,10 @@ class SDPAConfig(Config):
 class TritonConfig(Config):
     """Paged attention kernels of our own, for CUDA: grouped heads, windows, tree masks, FP8 pages."""
 
+    gluon: bool = True
+    """Prompts on Hopper by a kernel in Gluon, which Triton calls experimental, with a warp of its own for fetching;
+    false: by the kernel for all GPUs."""
+
 
 class FlashInferConfig(Config):
     """FlashInfer's paged kernels (the extra `flashinfer`), for CUDA: grouped heads, windows, FP8 pages."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dovetail.core.compose import Config
 
@@ -34,11 +34,5 @@ class SymmMemConfig(NcclConfig):
     what takes over where sharded does not serve a format. They are measured unless shard_rows is null."""
 
     shard_rows: int | None = Field(64, ge=1)
-    """Rows of a step from which on sharded and nccl_sharded are measured beside the others. None = never."""
-
-    @model_validator(mode="after")
-    def _shards_what_is_measured(self) -> SymmMemConfig:
-        asked = "shard_rows" in self.model_fields_set
-        if asked and self.shard_rows is not None and self.algorithm != "measured":
-            raise ValueError(f"shard_rows={self.shard_rows} is for algorithm=measured, not for {self.algorithm}")
-        return self
+    """Rows of a step from which on sharded and nccl_sharded are measured beside the others. None = never. An algorithm
+    chosen by name serves steps of any size."""

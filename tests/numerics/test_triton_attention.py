@@ -40,7 +40,7 @@ from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
 from dovetail.plugins.attention.triton import backend  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
-from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import PromptTile, Shape, Tile, Tiles, fit  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
 from .attention_cases import Case, error, expected, make_step  # noqa: E402
@@ -63,7 +63,7 @@ class SmallTiles(Tiles):
         tile = super().decode(shape, tokens, scarce)
         return replace(tile, block_n=16, programs=self.programs, least=16)
 
-    def prefill(self, shape):
+    def prefill(self, shape, tokens, rows):
         return fit(Tile(64, 16, 4, 2, self.programs, least=16, tma=self.tma), shape)
 
 
@@ -73,8 +73,8 @@ class WholeRows(SmallTiles):
     def decode(self, shape, tokens, scarce):
         return replace(super().decode(shape, tokens, scarce), least=4096)
 
-    def prefill(self, shape):
-        return replace(super().prefill(shape), least=4096)
+    def prefill(self, shape, tokens, rows):
+        return replace(super().prefill(shape, tokens, rows), least=4096)
 
 
 class LaneTiles(SmallTiles):
@@ -223,8 +223,22 @@ def test_which_steps_gather_pages():
     same = replace(shape, kv_dtype=torch.bfloat16)
     assert tiles.gather(same, 8192, (1024,) * 8, 8)
     assert not tiles.gather(same, 8192, (512,) * 16, 8), "prompts of middle length"
+    assert tiles.gather(replace(same, hopper=True), 8192, (512,) * 16, 8)
     assert not tiles.gather(replace(same, page_tokens=64), 8192, (8192,), 8), "tensor maps read these pages"
     assert not tiles.gather(replace(same, head_dim=80), 8192, (8192,), 8), "tensor maps read none of these"
+
+
+def test_which_prompts_go_to_the_kernel_for_hopper():
+    shape = Shape(4, 128, torch.bfloat16, torch.bfloat16, 64, hopper=True)
+    tiles = [Tiles().prefill(shape, 8192, rows) for rows in (1, 4, 16)]
+    assert all(isinstance(tile, PromptTile) for tile in tiles)
+    assert [(tile.block_n, tile.persistent) for tile in tiles] == [(128, True), (128, False), (64, True)]
+    others = (
+        dict(hopper=False), dict(page_tokens=32), dict(page_tokens=96), dict(head_dim=96), dict(head_dim=256),
+        dict(group=3), dict(group=128), dict(kv_dtype=E4M3), dict(dtype=torch.float32, kv_dtype=torch.float32),
+    )  # fmt: skip
+    for other in others:
+        assert not isinstance(Tiles().prefill(replace(shape, **other), 8192, 1), PromptTile), other
 
 
 def test_decode_rows_do_not_make_a_short_prompt_long():

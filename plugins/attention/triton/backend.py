@@ -9,6 +9,7 @@ Shapes: T tokens, B rows, W items, H query heads, D head dim, C = H * D columns.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -31,11 +32,13 @@ from dovetail.core.interfaces import (
     Rope,
 )
 from dovetail.core.ops.formats import encode
-from dovetail.core.ops.kernels.launch import dependent
+from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, plan_items
-from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, Shape, Tile, Tiles
+from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, PromptTile, Shape, Tile, Tiles
+
+log = logging.getLogger(__name__)
 
 Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
 """window, heads, kv heads, head dim, dtype of q, dtype of the pages: layers that share it share their items."""
@@ -85,6 +88,7 @@ class _Writes:
 
 
 class Triton(AttentionBackend):
+    config: TritonConfig
     exact_lengths = "device"
     tiles = Tiles()
 
@@ -135,8 +139,9 @@ class Triton(AttentionBackend):
         kv_dtype = self.pools[layer.group].planes["k"].dtype
         geometry = (layer.window, layer.heads, layer.kv_heads, layer.head_dim, q.dtype, kv_dtype)
         if geometry not in ctx.state:
+            hopper = self.config.gluon and ctx.meta.tree_mask_TW is None and _attends_prompts(q.device)
             ctx.state[geometry] = _make_plan(
-                self.tiles, geometry, ctx.meta, ctx.host, q.shape[0], partial(self._room_on, q.device)
+                self.tiles, geometry, ctx.meta, ctx.host, q.shape[0], partial(self._room_on, q.device), hopper
             )
         return ctx.state[geometry]
 
@@ -164,6 +169,12 @@ class Triton(AttentionBackend):
         if (copy := items.gathered) is not None:
             copy.fill(meta, k, v)
             k_from, v_from, table, page_tokens = copy.k, copy.v, copy.table_BP, copy.page_tokens
+        if isinstance(tile, PromptTile):
+            from dovetail.plugins.attention.triton.hopper.launch import attend
+
+            processors = _processors(q.device)
+            attend(layer, q, k_from, v_from, table, tile, items.items, items.counts, out_TC, parts, lse, processors)
+            return
         compute = torch.float16 if k_from.dtype in FLOAT8 and q.dtype.itemsize == 2 else q.dtype
         # The interpreter has no assembly.
         pairs = tile.pairs and q.is_cuda
@@ -216,11 +227,17 @@ class Triton(AttentionBackend):
 
 
 def _make_plan(
-    tiles: Tiles, geometry: Geometry, meta: BatchMeta, host: HostBounds, tokens: int, room: Callable[[], torch.Tensor]
+    tiles: Tiles,
+    geometry: Geometry,
+    meta: BatchMeta,
+    host: HostBounds,
+    tokens: int,
+    room: Callable[[], torch.Tensor],
+    hopper: bool = False,
 ) -> Plan:
-    """`room`: memory for gathered pages."""
+    """`room`: memory for gathered pages. `hopper`: Shape's."""
     window, heads, kv_heads, dim, dtype, kv_dtype = geometry
-    shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens)
+    shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens, hopper)
     rows, decode = len(host.counts), host.num_decode
     device = meta.kv_len_B.device
     launches: list[tuple[int, int, Tile, Gathered | None]] = []
@@ -233,7 +250,7 @@ def _make_plan(
         if not window and tiles.gather(shape, fed, bounds, kv_heads):
             gathered = Gathered.within(room(), meta, bounds, decode, kv_heads, dim, dtype)
             shape = replace(shape, kv_dtype=dtype, page_tokens=gathered.page_tokens)
-        launches.append((decode, rows - decode, tiles.prefill(shape), gathered))
+        launches.append((decode, rows - decode, tiles.prefill(shape, fed, rows - decode), gathered))
     lists, part_rows = [], 0
     for first_row, count, tile, gathered in launches:
         queries = tile.block_m // shape.group
@@ -276,6 +293,24 @@ def _tensor_map(plane: torch.Tensor, rows: int) -> TensorDescriptor:
     """Token slots x columns, read as blocks of one head's keys."""
     slots = plane.flatten(0, 1).flatten(1)
     return TensorDescriptor(slots, list(slots.shape), list(slots.stride()), [rows, plane.shape[-1]])
+
+
+@cache
+def _attends_prompts(device: torch.device) -> bool:
+    """Whether GPU and Triton have what the kernel for Hopper takes."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    try:
+        from dovetail.plugins.attention.triton.hopper import launch  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        log.warning(
+            "attention=triton: prompts go to the kernel for all GPUs, about three quarters as fast: Triton %s has a "
+            "Gluon that the one for Hopper is not written for (%s)",
+            triton.__version__,
+            error,
+        )
+        return False
+    return True
 
 
 @cache

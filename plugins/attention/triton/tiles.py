@@ -16,9 +16,11 @@ SHARED_BYTES = 200 * 1024
 
 DECODE_ROWS = 64
 """Most query rows of a tile for decode."""
-GATHER_8, GATHER_16 = 256, 1024
-"""Tokens of a prompt, on average, from which on its pages of 8-bit or 16-bit values are gathered: tiles then read each
-key often enough."""
+GATHER, GATHER_16 = 256, 1024
+"""Tokens of a prompt, on average, from which on its pages are gathered, and of 16 bits for a kernel that reads them
+nearly as well as they are: tiles then read each key often enough."""
+SHORT_PROMPT = 768
+"""Tokens of a prompt, on average, up to which blocks of 64 keys lose less beside the diagonal than those of 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,14 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTile(Tile):
+    """Of attend_prompts (hopper/kernel.py): two warp groups with 64 rows each, and a warp that fetches for both."""
+
+    persistent: bool = False
+    """As many programs as multiprocessors, which take items in turn; otherwise a program for each item."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What tiles are chosen by."""
 
@@ -59,6 +69,8 @@ class Shape:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     page_tokens: int
+    hopper: bool = False
+    """attend_prompts may serve it: the GPU and Triton can, and no tree masks keys."""
 
     @property
     def padded_dim(self) -> int:
@@ -68,6 +80,17 @@ class Shape:
     def reads_tensor_maps(self) -> bool:
         """A tensor map moves whole rows of 16-bit values, as wide as the tile."""
         return self.padded_dim == self.head_dim and self.kv_dtype == self.dtype and self.dtype.itemsize == 2
+
+    @property
+    def attends_prompts(self) -> bool:
+        return (
+            self.hopper
+            and self.reads_tensor_maps
+            and self.page_tokens % PAGE == 0
+            and self.head_dim in (64, 128)
+            and self.group <= 64
+            and self.group & (self.group - 1) == 0
+        )
 
     @property
     def reads_pairs(self) -> bool:
@@ -100,7 +123,13 @@ class Tiles:
             return fit(Tile(rows, 64, 4, 3, 2, pairs=True), shape)
         return fit(Tile(rows, 32, 2, 4, 4) if rows <= 16 else Tile(rows, 64, 4, 4, 2), shape)
 
-    def prefill(self, shape: Shape) -> Tile:
+    def prefill(self, shape: Shape, tokens: int, rows: int) -> Tile:
+        """For rows that are fed so many tokens together."""
+        if shape.attends_prompts:
+            if tokens <= rows * SHORT_PROMPT:
+                return PromptTile(128, 64, 4, 4, 1, least=1024, tma=True, persistent=True)
+            # Several prompts end more evenly where the GPU hands out the items.
+            return PromptTile(128, 128, 4, 2, 1, least=1024, tma=True, persistent=rows == 1)
         least = triton.next_power_of_2(shape.group)
         if shape.dtype.itemsize == 4:
             # Products run without matrix units and keep both operands in registers.
@@ -119,7 +148,7 @@ class Tiles:
         if shape.dtype.itemsize != 2 or len(bounds) > MOST_ROWS:
             return False
         narrow = shape.kv_dtype.itemsize == 1
-        if tokens < len(bounds) * (GATHER_8 if narrow else GATHER_16):
+        if tokens < len(bounds) * (GATHER if narrow or shape.hopper else GATHER_16):
             return False
         if not narrow and (shape.page_tokens % PAGE == 0 or not shape.reads_tensor_maps):
             return False

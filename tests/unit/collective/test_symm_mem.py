@@ -88,10 +88,10 @@ def test_ranks_of_different_age_exchange_under_the_same_numbers() -> None:
     assert new.get("name") == b"same"
 
 
-def test_rows_to_shard_from_have_a_meaning_where_it_is_measured() -> None:
-    assert compose(["app=generate", "collective=symm_mem", "collective.shard_rows=64"]).part("collective")
-    with pytest.raises(DovetailError, match=r"shard_rows=64 is for algorithm=measured, not for two_shot"):
-        compose(["app=generate", "collective=symm_mem", "collective.shard_rows=64", "collective.algorithm=two_shot"])
+@pytest.mark.parametrize("algorithm", ["measured", "one_shot", "two_shot", "nccl", "sharded", "nccl_sharded"])
+def test_every_algorithm_can_be_asked_for(algorithm: str) -> None:
+    composed = compose(["app=generate", "collective=symm_mem", f"collective.algorithm={algorithm}"])
+    assert composed.build("collective").config.algorithm == algorithm
 
 
 def test_on_a_cpu_it_is_refused_with_what_works() -> None:

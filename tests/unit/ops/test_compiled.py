@@ -210,6 +210,7 @@ def attention(
     norm: bool = False,
     head_scales: bool = False,
     lanes: int = 0,
+    gluon: bool = True,
 ) -> None:
     query_heads, kv_heads, dim = heads
     rows, tokens = len(host.counts), sum(host.counts)
@@ -225,7 +226,7 @@ def attention(
         page_tokens=page,
         tree_mask_TW=cuda(tokens, 8, dtype=torch.bool) if tree else None,
     )
-    backend = Triton(TritonConfig())
+    backend = Triton(TritonConfig(gluon=gluon))
     if lanes:
         backend.tiles = LaneTiles(lanes)
     backend.bind(make_pools([KVGroup(0, (0, 1), planes, page_tokens=page)], {0: 9}, torch.device("cuda")))
@@ -244,9 +245,13 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "decode, e4m3": dict(host=DECODE, kv_dtype=E4M3),
         "decode, window, head scales": dict(host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, page=64),
         "decode, scarce": dict(host=SCARCE, norm=True),
-        "chunks": dict(host=CHUNKS, norm=True),
-        "chunks, tensor maps": dict(host=CHUNKS, page=64),
-        "long, tensor maps": dict(host=LONG, page=64),
+        "chunks": dict(host=CHUNKS, norm=True, gluon=False),
+        "chunks, tensor maps": dict(host=CHUNKS, page=64, gluon=False),
+        "long, tensor maps": dict(host=LONG, page=64, gluon=False),
+        "prompts, gathered": dict(host=CHUNKS, kv_dtype=E4M3),
+        "prompts, long": dict(host=LONG, page=64),
+        "prompts, window, head scales": dict(host=LONG, dtype=FP16, page=192, window=4096, head_scales=True),
+        "prompts, narrow heads": dict(host=LONG, heads=(8, 8, 64), page=64, rotary=64),
         "mixed, e4m3": dict(host=MIXED, kv_dtype=E4M3),
         "mixed, window, head scales": dict(host=MIXED, kv_dtype=E4M3, window=4096, head_scales=True),
         "lanes": dict(host=DECODE, page=64, lanes=4),
@@ -265,8 +270,9 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     if EVERYTHING:
         hosts = (DECODE, SCARCE, CHUNKS, LONG, MIXED, DRAFTS)
         for i, (host, kv_dtype, page, window) in enumerate(product(hosts, (BF16, E4M3, E5M2), (16, 64), (0, 4096))):
-            case = dict(host=host, kv_dtype=kv_dtype, page=page, window=window)
-            yield f"attention: {i}: {case}", partial(attention, **case)
+            for gluon in (False, True):
+                case = dict(host=host, kv_dtype=kv_dtype, page=page, window=window, gluon=gluon)
+                yield f"attention: {i}: {case}", partial(attention, **case)
         for heads in ((64, 8, 128), (8, 1, 128), (32, 32, 64), (12, 2, 128), (48, 8, 96), (16, 8, 256)):
             for host, kv_dtype in product((DECODE, SCARCE, CHUNKS, LONG, DRAFTS), (BF16, E4M3)):
                 case = dict(host=host, kv_dtype=kv_dtype, heads=heads, rotary=heads[2])
@@ -382,21 +388,40 @@ def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
             if rank(8).shares(x, (PLAIN, FP8_TOKEN)):
                 rank(8).share(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
     for name, kernel in compiled.kernels:
-        cubin = tmp_path / "cubin"
-        cubin.write_bytes(kernel.asm["cubin"])
-        command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage", cubin]
-        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        stack = re.search(r"STACK:(\d+)", used)
-        assert stack is not None and stack[1] == "0", f"{name}: {used}"
+        assert spilled(kernel, tmp_path) == 0, name
+
+
+def test_prompts_keep_scores_and_sums_in_registers(tmp_path):
+    """Of the numbers that a program starts from one or two may be spilled, none that a loop has."""
+    with compiled_for_hopper() as compiled:
+        for host in (CHUNKS, LONG):
+            attention(host, page=64)
+            attention(host, page=64, window=1024)
+    prompts = [kernel for name, kernel in compiled.kernels if name.endswith(":attend_prompts")]
+    assert len(prompts) == 4
+    for kernel in prompts:
+        assert spilled(kernel, tmp_path) <= 16
+        assert "wgmma" in kernel.asm["ptx"] and "cp.async.bulk.tensor" in kernel.asm["ptx"]
+
+
+def spilled(kernel: Any, folder: Path) -> int:
+    """Bytes of a thread's stack."""
+    cubin = folder / "cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage", cubin]
+    used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", used)
+    assert stack is not None, used
+    return int(stack[1])
 
 
 def jit_functions() -> set[str]:
-    """ "module:name" of what is decorated with triton.jit anywhere in the core and the built-in plugins."""
+    """ "module:name" of what is decorated with triton.jit or gluon.jit in the core and the built-in plugins."""
     house = Path(dovetail.__file__).parent
     found = set()
     for part in ("core", "plugins"):
         for path in (house / part).rglob("*.py"):
-            if "@triton.jit" in path.read_text() and house / "core/testing" not in path.parents:
+            if re.search(r"@(triton|gluon)\.jit", path.read_text()) and house / "core/testing" not in path.parents:
                 name = ".".join(path.relative_to(house.parent).with_suffix("").parts)
                 module = importlib.import_module(name)
                 found |= {f"{name}:{key}" for key in vars(module) if is_kernel_of(module, key)}

@@ -1,0 +1,1 @@
+"""Attention of prompts on Hopper, in Triton's Gluon."""

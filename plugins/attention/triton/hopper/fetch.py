@@ -1,0 +1,139 @@
+"""The warp of `attend_prompts` that fetches: queries, and blocks of keys and values, into rings in shared memory.
+
+Shared memory is made of boxes of 64 rows x 64 columns, as a tensor map delivers them (a row is 128 bytes, the widest
+swizzle). Boxes stand so that those of a block are also one [N, D] matrix: columns of boxes one after another.
+
+A ring is (boxes, full, empty): of each place, a barrier that opens when the block has come and one that opens when both
+warp groups have left it. Shapes: N keys of a block, D head dim, H query heads, K kv heads.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from dovetail.plugins.attention.triton.kernels import ITEM
+
+ITEM_FIELDS = gl.constexpr(ITEM.value)
+ROWS = gl.constexpr(64)
+"""Rows of a warp group: what one matrix instruction takes."""
+BOX = gl.constexpr(64)
+"""Rows and columns of a box."""
+GROUPS = gl.constexpr(2)
+"""Warp groups that compute."""
+
+
+@gluon.jit
+def next_item(items_ptr, base, odd, works, K: gl.constexpr):
+    """The item of this program in the round that starts at `base`, and its kv head. Every second round goes backwards:
+    items of a row come in falling order of work, and whoever had the longest of a round gets the shortest of the next.
+    """
+    at = gl.where(odd != 0, base + gl.num_programs(0) - 1 - gl.program_id(0), base + gl.program_id(0))
+    real = at < works
+    index = at // K
+    item = items_ptr + index * ITEM_FIELDS
+    row = gl.load(item, mask=real, other=-1)
+    real = real & (row >= 0)
+    first = gl.load(item + 1, mask=real, other=0)
+    count = gl.load(item + 2, mask=real, other=0)
+    first_at = gl.load(item + 3, mask=real, other=0)
+    seen_from = gl.load(item + 4, mask=real, other=0)
+    lo = gl.load(item + 5, mask=real, other=0)
+    hi = gl.load(item + 6, mask=real, other=0)
+    part = gl.load(item + 7, mask=real, other=-1)
+    length = gl.load(item + 8, mask=real, other=0)
+    return index, at % K, row, first, count, first_at, seen_from, lo, hi, part, length
+
+
+@gluon.jit
+def next_place(stage, phase, STAGES: gl.constexpr):
+    """The place after this one in a ring, and the parity of its barrier there."""
+    around = stage == STAGES - 1
+    return gl.where(around, 0, stage + 1), gl.where(around, phase ^ 1, phase)
+
+
+@gluon.jit
+def _pages(table, n, lo, seen_from, length, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Slots where the boxes of a block start. What has no key that exists is read from page 0."""
+    slot0 = _slot(table, n, n >= lo, seen_from, length, PAGE)
+    slot1 = slot0
+    if BLOCK_N > BOX:
+        slot1 = _slot(table, n + BOX, n >= lo, seen_from, length, PAGE)
+    return slot0, slot1
+
+
+@gluon.jit
+def _slot(table, n, wanted, seen_from, length, PAGE: gl.constexpr):
+    exists = wanted & (n < length) & (n + BOX > seen_from)
+    page = gl.load(table + n // PAGE, mask=exists, other=0)
+    return page * PAGE + gl.where(exists, n % PAGE, 0)
+
+
+@gluon.jit
+def _first_pages(item, table_ptr, table_stride, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Of the block that an item begins with: its last."""
+    index, kv_head, row, first, count, first_at, seen_from, lo, hi, part, length = item
+    last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
+    return _pages(table_ptr + row.to(gl.int64) * table_stride, last, lo, seen_from, length, PAGE, BLOCK_N)
+
+
+@gluon.jit
+def _fetch(source, ring, stage, phase, slot0, slot1, column, D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """A block of K or V into its place in the ring, once both warp groups have left it."""
+    boxes, full, empty = ring
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    bar = full.index(stage)
+    mbarrier.expect(bar, BLOCK_N * D * 2)
+    for c in gl.static_range(D // BOX):
+        box = (stage * (D // BOX) + c) * (BLOCK_N // BOX)
+        tma.async_copy_global_to_shared(source, [slot0, column + c * BOX], bar, boxes.index(box))
+        if BLOCK_N > BOX:
+            tma.async_copy_global_to_shared(source, [slot1, column + c * BOX], bar, boxes.index(box + 1))
+
+
+@gluon.jit
+def produce(sources, q_ring, k_ring, v_ring, items_ptr, works, table_ptr, table_stride, H: gl.constexpr,
+            K: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+            STAGES: gl.constexpr):  # fmt: skip
+    """As far ahead as there is room, into the next item too. K runs one block ahead of V, as the warp groups need
+    them. `sources`: tensor maps of q [T, H, D], and of K and V, slots x columns."""
+    q_source, k_source, v_source = sources
+    q_boxes, q_full, q_empty = q_ring
+    GROUP: gl.constexpr = H // K
+    k_stage, k_phase, v_stage, v_phase, q_phase, odd = 0, 0, 0, 0, 0, 0
+    item = next_item(items_ptr, 0, odd, works, K)
+    first_slot0, first_slot1 = _first_pages(item, table_ptr, table_stride, PAGE, BLOCK_N)
+    for base in range(0, works, gl.num_programs(0)):
+        # Items and pages are looked up ahead of their use: fetching then waits for no load.
+        odd = odd ^ 1
+        following = next_item(items_ptr, base + gl.num_programs(0), odd, works, K)
+        index, kv_head, row, first, count, first_at, seen_from, lo, hi, part, length = item
+        table = table_ptr + row.to(gl.int64) * table_stride
+        column = kv_head * D
+        v_slot0, v_slot1 = first_slot0, first_slot1
+        if hi > lo:
+            last = lo + (hi - lo - 1) // BLOCK_N * BLOCK_N
+            k_slot0, k_slot1 = _pages(table, last - BLOCK_N, lo, seen_from, length, PAGE, BLOCK_N)
+            _fetch(k_source, k_ring, k_stage, k_phase, v_slot0, v_slot1, column, D, BLOCK_N)
+            k_stage, k_phase = next_place(k_stage, k_phase, STAGES)
+            for which in gl.static_range(GROUPS):
+                mbarrier.wait(q_empty.index(which), q_phase ^ 1)
+                bar = q_full.index(which)
+                mbarrier.expect(bar, ROWS * D * 2)
+                for c in gl.static_range(D // BOX):
+                    at = [first + which * ROWS // GROUP, kv_head * GROUP, c * BOX]
+                    tma.async_copy_global_to_shared(q_source, at, bar, q_boxes.index(which * (D // BOX) + c))
+            q_phase = q_phase ^ 1
+            for n in range(last - BLOCK_N, lo - 1, -BLOCK_N):
+                slot0, slot1 = _pages(table, n - BLOCK_N, lo, seen_from, length, PAGE, BLOCK_N)
+                _fetch(k_source, k_ring, k_stage, k_phase, k_slot0, k_slot1, column, D, BLOCK_N)
+                k_stage, k_phase = next_place(k_stage, k_phase, STAGES)
+                _fetch(v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, column, D, BLOCK_N)
+                v_stage, v_phase = next_place(v_stage, v_phase, STAGES)
+                v_slot0, v_slot1, k_slot0, k_slot1 = k_slot0, k_slot1, slot0, slot1
+        first_slot0, first_slot1 = _first_pages(following, table_ptr, table_stride, PAGE, BLOCK_N)
+        if hi > lo:
+            _fetch(v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, column, D, BLOCK_N)
+            v_stage, v_phase = next_place(v_stage, v_phase, STAGES)
+        item = following

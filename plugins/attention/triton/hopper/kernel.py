@@ -1,0 +1,413 @@
+"""Attention of prompts for Hopper: one warp fetches keys and values, two warp groups work on them.
+
+What FlashAttention 3 (Shah et al. 2024) does, over the items of `plan_items`, paged K and V and packed query heads. A
+tile is 128 rows (query tokens x query heads of a kv head); each of two warp groups has 64 of them, with scores and
+output in its registers. A warp group asks for the scores of a block before it multiplies the weights of the block
+before by its values, and takes the maximum, the exponentials and the sums of the new scores while the latter product
+runs.
+
+Blocks come from the last to the first: those with a mask (the diagonal, the row's end) first, then those that all
+queries of the warp group see whole, then, with a window, those that cross its edge.
+
+Keys that do not exist (past the row's length, or before the window) may hold anything. Their scores are replaced before
+anything looks at them; their values meet weights of exactly 0, which does not help against NaN, so both warp groups
+write zeros over them in shared memory before they multiply (_clear). Values between `hi` and the row's length belong to
+keys of the same row, which are written before attention runs: they are finite, and weigh 0.
+
+Shapes: M rows of a warp group (64), N keys of a block, D head dim. T tokens, H query heads, K kv heads.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.plugins.attention.triton.hopper.fetch import (
+    BOX,
+    GROUPS,
+    ITEM_FIELDS,
+    ROWS,
+    next_item,
+    next_place,
+    produce,
+)
+
+LOW = gl.constexpr(-1.0e30)
+"""Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
+LOG2_E = gl.constexpr(1.4426950408889634)
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+"""Of a thread. The default partition gets what the others leave: 240 again."""
+
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+"""Its name in Triton 3.6, and from 3.7 on."""
+
+
+@gluon.jit
+def _boundary(n):
+    """Ends a stretch of instructions that the assembler may reorder: a loop that it cannot know is never entered, since
+    n is not negative."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; .reg .b32 c; mov.u32 c, $1; more: setp.ge.s32 p, c, 0; @p bra done; mov.u32 c, %clock; "
+        "bra more; done: mov.u32 $0, 0;}",
+        "=r,r",
+        [n],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _eighths(x):
+    """[M, N] as [M, N / 8, 8]: what a thread has of a row lies along the middle, but for two of the eight."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+
+
+@gluon.jit
+def _weigh(s, m, total, n, at, qk_scale, WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Weights of a block's scores [M, N], not yet divided by their sum; what they change of the running values.
+
+    `total` [M, 8] stays a sum for each of the threads that share a row, until the end. Reducing along the middle first
+    also makes four chains of dependent instructions of a thread's two.
+    """
+    if MASKED:
+        keys = (n + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)))[None, :]
+        seen = keys <= at[:, None]
+        if WINDOW:
+            seen = seen & (keys > (at - WINDOW)[:, None])
+        s = gl.where(seen, s, float("-inf"))
+    most = gl.max(gl.max(_eighths(s), axis=1), axis=1)
+    new_m = gl.maximum(m, gl.convert_layout(most, gl.SliceLayout(1, LAYOUT), assert_trivial=True) * qk_scale)
+    p = gl.exp2(s * qk_scale - new_m[:, None])
+    alpha = gl.exp2(m - new_m)
+    sums = gl.sum(_eighths(p), axis=1)
+    share = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    total = gl.convert_layout(total, sums.type.layout, assert_trivial=True) * share[:, None] + sums
+    return p, alpha, new_m, gl.convert_layout(total, _eighth_layout(LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def _pack(x, dtype: gl.constexpr):
+    """float32 [M, N] as words [M, N / 2] of two 16-bit values: carried around a loop, values of 16 bits would be taken
+    apart and put together again."""
+    even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _unpack(x, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    even = x.to(gl.int16).to(dtype, bitcast=True)
+    odd = (x >> 16).to(gl.int16).to(dtype, bitcast=True)
+    both = gl.reshape(gl.join(even, odd), [x.shape[0], x.shape[1] * 2])
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _eighth_layout(s_layout):
+    """Of [M, 8]: columns of a matrix instruction's accumulator."""
+    return gl.NVMMADistributedLayout(s_layout.version, s_layout.warps_per_cta, [16, 8, 16])
+
+
+@gluon.jit
+def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Zeros for the values of keys that do not exist, once the block is there.
+
+    Both warp groups do it, neither waits for the other: they write the same bits, zeros and what was there. The fence
+    hands them to the matrix units, the barrier makes every warp's matrix instructions come after all warps' fences.
+    """
+    if (n < seen_from) | (n + BLOCK_N > length):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        mbarrier.wait(v_full.index(stage), phase)
+        for i in gl.static_range(BLOCK_N // BOX):
+            keys = n + i * BOX + gl.arange(0, BOX, gl.SliceLayout(1, LAYOUT))
+            exists = (keys >= seen_from) & (keys < length)
+            for c in gl.static_range(D // BOX):
+                box = v_boxes.index((stage * (D // BOX) + c) * (BLOCK_N // BOX) + i)
+                x = box.load(LAYOUT)
+                box.store(gl.where(exists[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
+        _barrier()
+
+
+@gluon.jit
+def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
+          D: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+          MASKED: gl.constexpr):  # fmt: skip
+    """Scores and weights of the block at n, whose K is there, and what the weights p of the block before, at `stage`,
+    add to the output. alpha: what that block makes of the output so far.
+    """
+    k_smem, k_full, k_empty = k_ring
+    v_smem, v_boxes, v_full, v_empty = v_ring
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    v_stage, v_phase = stage, phase
+    stage, phase = next_place(stage, phase, STAGES)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    # The wait also ends a stretch of instructions: what follows is done while the scores are computed, not before.
+    mbarrier.wait(v_full.index(v_stage), v_phase)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+    values = _unpack(p, q.dtype, gl.DotOperandLayout(0, OUT, 2))
+    acc = warpgroup_mma(values, v_smem.index(v_stage), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_empty.index(stage))
+    # Otherwise leaving would come after the exponentials, and the next K so much later.
+    _boundary(n)
+    weights, alpha, m, total = _weigh(s, m, total, n, at, qk_scale, WINDOW, MASKED, S)
+    # The next block's K is waited for here to end a stretch of instructions: within one, the assembler would put the
+    # exponentials after the wait below, and nothing would run beside the product.
+    next_stage, next_phase = next_place(stage, phase, STAGES)
+    mbarrier.wait(k_full.index(next_stage), next_phase, pred=n > lo)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    p = _pack(weights, q.dtype)
+    mbarrier.arrive(v_empty.index(v_stage))
+    if MASKED:
+        _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D, BLOCK_N)
+    return p, alpha, acc, m, total, stage, phase
+
+
+@gluon.jit
+def _consume(q_ring, k_ring, v_ring, ends, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
+             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """A warp group: rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
+    out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale = ends
+    q_smem, q_full, q_empty = q_ring
+    k_smem, k_full, k_empty = k_ring
+    v_smem, v_boxes, v_full, v_empty = v_ring
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    GROUP: gl.constexpr = H // K
+    QUERIES: gl.constexpr = GROUPS * ROWS // GROUP
+    dtype: gl.constexpr = q_smem.dtype
+    q = q_smem.index(WHICH)
+    # The first query of this warp group.
+    mine: gl.constexpr = WHICH * ROWS // GROUP
+    query = mine + gl.arange(0, ROWS, gl.SliceLayout(1, S)) // GROUP
+
+    # `stage`: of the last block whose scores were asked for. The ring starts at 0.
+    stage, phase, q_phase, odd = STAGES - 1, 1, 0, 0
+    item = next_item(items_ptr, 0, odd, works, K)
+    for base in range(0, works, gl.num_programs(0)):
+        odd = odd ^ 1
+        following = next_item(items_ptr, base + gl.num_programs(0), odd, works, K)
+        index, kv_head, row, first, count, first_at, seen_from, lo, hi, part, length = item
+        at = first_at + query
+        k_factor = k_scale
+        v_factor = v_scale
+        if HEAD_SCALES:
+            k_factor = gl.load(k_scale + kv_head)
+            v_factor = gl.load(v_scale + kv_head)
+        qk_scale = scale * LOG2_E * k_factor
+
+        acc = gl.zeros([ROWS, D], gl.float32, OUT)
+        total = gl.zeros([ROWS, 8], gl.float32, _eighth_layout(S))
+        m = gl.full([ROWS], LOW, gl.float32, gl.SliceLayout(1, S))
+        if hi > lo:
+            # Blocks from whole_lo to whole_hi are seen whole by every query of this warp group.
+            last = lo + (hi - lo - 1) // BLOCK_N * BLOCK_N
+            whole_hi = (first_at + mine + 1) // BLOCK_N * BLOCK_N
+            whole_hi = gl.maximum(gl.minimum(whole_hi, last), lo)
+            whole_lo = lo
+            if WINDOW:
+                end = first_at + gl.minimum(count, mine + ROWS // GROUP)
+                whole_lo = gl.maximum(end - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+                whole_lo = gl.maximum(gl.minimum(whole_lo, whole_hi), lo)
+
+            mbarrier.wait(q_full.index(WHICH), q_phase)
+            q_phase = q_phase ^ 1
+            stage, phase = next_place(stage, phase, STAGES)
+            mbarrier.wait(k_full.index(stage), phase)
+            nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+            scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_empty.index(stage))
+            weights, alpha, m, total = _weigh(s, m, total, last, at, qk_scale, WINDOW, True, S)
+            p = _pack(weights, dtype)
+            next_stage, next_phase = next_place(stage, phase, STAGES)
+            mbarrier.wait(k_full.index(next_stage), next_phase, pred=last > lo)
+            _clear(v_boxes, v_full, stage, phase, last, seen_from, length, D, BLOCK_N)
+
+            for n in range(last - BLOCK_N, whole_hi - 1, -BLOCK_N):
+                p, alpha, acc, m, total, stage, phase = _step(
+                    q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
+                    D, WINDOW, BLOCK_N, STAGES, True,
+                )  # fmt: skip
+            for n in range(whole_hi - BLOCK_N, whole_lo - 1, -BLOCK_N):
+                p, alpha, acc, m, total, stage, phase = _step(
+                    q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
+                    D, WINDOW, BLOCK_N, STAGES, False,
+                )  # fmt: skip
+            if WINDOW:
+                for n in range(whole_lo - BLOCK_N, lo - 1, -BLOCK_N):
+                    p, alpha, acc, m, total, stage, phase = _step(
+                        q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length,
+                        qk_scale, D, WINDOW, BLOCK_N, STAGES, True,
+                    )  # fmt: skip
+            # No more scores of this item: the next item's queries may come.
+            mbarrier.arrive(q_empty.index(WHICH))
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+            mbarrier.wait(v_full.index(stage), phase)
+            acc = warpgroup_mma(_unpack(p, dtype, P), v_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(stage))
+
+        if count > mine:
+            _finish(
+                acc, m, total, index, kv_head, first, count, part, v_factor, out_ptr, part_ptr, lse_ptr, count_ptr,
+                items_ptr, H, K, D, GROUP, QUERIES, OUT, WHICH,
+            )  # fmt: skip
+        item = following
+
+
+@gluon.jit
+def _finish(
+    acc, m, total, index, kv_head, first, count, part, v_scale, out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, OUT: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """Write rows of the output, or of a range's part of it; the last range of a tile to arrive joins all of them."""
+    # Of each warp the 16 rows that its matrix instructions have, and 16 bytes a thread.
+    WIDE: gl.constexpr = gl.BlockedLayout([2, 8], [8, 4], [4, 1], [1, 0])
+    M: gl.constexpr = gl.SliceLayout(1, OUT)
+    m = gl.convert_layout(m, M)
+    total = gl.convert_layout(gl.sum(total, axis=1), M)
+    # A query that saw no key gives zeros.
+    acc = acc * (v_scale / gl.where(total > 0, total, 1.0))[:, None]
+    if part < 0:
+        _put(out_ptr, acc, first, count, kv_head, H, D, GROUP, WIDE, WHICH)
+    else:
+        row = WHICH * ROWS + gl.arange(0, ROWS, M)
+        query = row // GROUP
+        exists = query < count
+        dims = gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
+        to = (part + query).to(gl.int64) * H + kv_head * GROUP + row % GROUP
+        gl.store(part_ptr + (to * D)[:, None] + dims, acc, mask=exists[:, None])
+        gl.store(lse_ptr + to, gl.where(total > 0, m + gl.log2(total), float("-inf")), mask=exists)
+        # Each warp group counts for itself, in the place of the tile's first item or of its second, and joins its rows.
+        splits = gl.load(items_ptr + index * ITEM_FIELDS + 9)
+        first_item = gl.load(items_ptr + index * ITEM_FIELDS + 10)
+        count_ptr += (first_item + WHICH) * K + kv_head
+        _barrier()
+        arrived = gl.atomic_add(count_ptr, 1, sem="acq_rel")
+        _barrier()
+        if arrived == splits - 1:
+            gl.store(count_ptr, 0)
+            first_part = part - (index - first_item) * QUERIES
+            m = gl.full([ROWS], LOW, gl.float32, M)
+            total = gl.zeros([ROWS], gl.float32, M)
+            acc = gl.zeros([ROWS, D], gl.float32, OUT)
+            for split in range(splits):
+                to = (first_part + split * QUERIES + query).to(gl.int64) * H + kv_head * GROUP + row % GROUP
+                lse = gl.load(lse_ptr + to, mask=exists, other=float("-inf"), cache_modifier=".cg")
+                x = gl.load(part_ptr + (to * D)[:, None] + dims, mask=exists[:, None], other=0.0, cache_modifier=".cg")
+                new_m = gl.maximum(m, lse)
+                weight = gl.exp2(lse - new_m)
+                alpha = gl.exp2(m - new_m)
+                total = total * alpha + weight
+                acc = acc * alpha[:, None] + weight[:, None] * x
+                m = new_m
+            acc = acc / gl.where(total > 0, total, 1.0)[:, None]
+            _put(out_ptr, acc, first, count, kv_head, H, D, GROUP, WIDE, WHICH)
+
+
+@gluon.jit
+def _put(
+    out_ptr, acc, first, count, kv_head,
+    H: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, WIDE: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    query = row // GROUP
+    dims = gl.arange(0, D, gl.SliceLayout(0, WIDE))
+    offset = ((first + query).to(gl.int64) * H + kv_head * GROUP + row % GROUP) * D
+    values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
+    gl.store(out_ptr + offset[:, None] + dims[None, :], values, mask=(query < count)[:, None])
+
+
+@gluon.jit(do_not_specialize=["works", "table_stride"])
+def attend_prompts(
+    q_source,
+    k_source,
+    v_source,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    count_ptr,
+    items_ptr,
+    works,
+    table_ptr,
+    table_stride,
+    scale,
+    k_scale,
+    v_scale,
+    H: gl.constexpr,
+    K: gl.constexpr,
+    D: gl.constexpr,
+    WINDOW: gl.constexpr,
+    PAGE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    HEAD_SCALES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Programs take the `works` pairs of an item and a kv head in rounds (next_item); as many programs as pairs: one
+    each. Slots of K and V are rows of `k_source` and `v_source`; q_source is [T, H, D]."""
+    if PDL:
+        gdc_launch_dependents()
+    dtype: gl.constexpr = k_source.dtype
+    GROUP: gl.constexpr = H // K
+    BLOCKS: gl.constexpr = BLOCK_N // BOX * (D // BOX)
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_boxes = gl.allocate_shared_memory(dtype, [GROUPS * (D // BOX), ROWS // GROUP, GROUP, BOX], q_source.layout)
+    k_boxes = gl.allocate_shared_memory(dtype, [STAGES * BLOCKS, BOX, BOX], k_source.layout)
+    v_boxes = gl.allocate_shared_memory(dtype, [STAGES * BLOCKS, BOX, BOX], v_source.layout)
+    q_smem = q_boxes._reinterpret(dtype, [GROUPS, ROWS, D], MATRIX)
+    k_smem = k_boxes._reinterpret(dtype, [STAGES, BLOCK_N, D], MATRIX)
+    v_smem = v_boxes._reinterpret(dtype, [STAGES, BLOCK_N, D], MATRIX)
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    fence_async_shared()
+    _barrier()
+    # The partitions start after this: what earlier kernels wrote is there for all of them.
+    if PDL:
+        gdc_wait()
+    q_ring = (q_smem, q_full, q_empty)
+    k_ring = (k_smem, k_full, k_empty)
+    v_ring = (v_smem, v_boxes, v_full, v_empty)
+    ends = (out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale)
+    gl.warp_specialize(
+        [
+            (_consume, (q_ring, k_ring, v_ring, ends, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 0)),
+            (_consume, (q_ring, k_ring, v_ring, ends, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 1)),
+            (
+                produce,
+                (
+                    (q_source, k_source, v_source), (q_boxes, q_full, q_empty), (k_boxes, k_full, k_empty),
+                    (v_boxes, v_full, v_empty), items_ptr, works, table_ptr, table_stride, H, K, D, PAGE, BLOCK_N,
+                    STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,65 @@
+"""Launch of `attend_prompts`."""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dovetail.core.interfaces import AttentionLayer
+from dovetail.core.ops.kernels.launch import dependent
+from dovetail.plugins.attention.triton.hopper.fetch import BOX, ROWS
+from dovetail.plugins.attention.triton.hopper.kernel import attend_prompts
+from dovetail.plugins.attention.triton.tiles import PromptTile
+
+
+def attend(
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table_BP: torch.Tensor,
+    tile: PromptTile,
+    items: torch.Tensor,
+    counts: torch.Tensor,
+    out_TC: torch.Tensor,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    processors: int,
+) -> None:
+    """q [T, C]; K and V as pages [pages, page tokens, K, D]; the rest as attend_items takes it."""
+    heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
+    group = heads // kv_heads
+    works = items.shape[0] * kv_heads
+    q = q.view(-1, heads, dim)
+    attend_prompts[(min(works, processors) if tile.persistent else works,)](
+        _tensor_map(q, [ROWS.value // group, group, BOX.value]),
+        _tensor_map(k.flatten(0, 1).flatten(1), [BOX.value, BOX.value]),
+        _tensor_map(v.flatten(0, 1).flatten(1), [BOX.value, BOX.value]),
+        out_TC,
+        parts,
+        lse,
+        counts,
+        items,
+        works,
+        table_BP,
+        table_BP.stride(0),
+        layer.scale,
+        layer.k_scale,
+        layer.v_scale,
+        H=heads,
+        K=kv_heads,
+        D=dim,
+        WINDOW=layer.window,
+        PAGE=k.shape[1],
+        BLOCK_N=tile.block_n,
+        STAGES=tile.stages,
+        HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
+        num_warps=tile.warps,
+        **dependent(q),
+    )
+
+
+def _tensor_map(x: torch.Tensor, box: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=x.dim())
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
