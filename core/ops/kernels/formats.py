@@ -146,7 +146,7 @@ def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
     return target.activation()
 
 
-FEW_ROWS = 512
+FEW_ROWS = 256
 
 
 def warps(block: int, rows: int | None = None) -> int:
