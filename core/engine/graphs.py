@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,6 +79,11 @@ class Recorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+
+
+MOST_PAIRS = 1 << 24
+"""Tokens of chunks times the keys of their rows, in a step that runs as a graph. Beyond that attention is much of it,
+and a backend reads prompts better whose lengths it knows; the device is then busy for longer than launches take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +248,8 @@ class StepGraphs:
         decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
         chunks = max(len(rows) - decodes, moved)
         tokens = sum(rows.counts) if chunks else 0
+        if sum(map(mul, rows.counts[decodes:], rows.bounds[decodes:])) > MOST_PAIRS:
+            return None
         for graph in self._forward:
             capacity = graph.capacity
             if (

@@ -29,13 +29,14 @@ def rehearsed_steps(budget: int, most: int, longest: int) -> list[tuple[int, int
 
     The most expensive first: all tokens in as few chunks as can hold them, and every slot sampling. Then mixed ones, so
     that no request waits for their kernels to be compiled: few and many decode rows, long and short ones, short and
-    long chunks."""
+    long chunks. Then single chunks: of one token, of a few, and as long as there can be."""
     tokens = min(budget, most * longest)
     longest = min(longest, tokens)
     chunks = -(-tokens // longest)
     few, short = min(longest, 512), min(longest, 2)
     mixed = [(few, 2, 1, short), (few, 2, 1, longest), (tokens, most, most - chunks, short)] if most > 1 else []
-    return [(tokens, chunks, 0, 0), (tokens, most, 0, 0), *mixed]
+    alone = [(count, 1, 0, 0) for count in sorted({1, min(longest, 64), longest})]
+    return [(tokens, chunks, 0, 0), (tokens, most, 0, 0), *mixed, *alone]
 
 
 def rehearsal(

@@ -97,6 +97,14 @@ def test_pages(page_tokens):
     check(replace(LLAMA, **rows(*FEW, (1500, 3000)), page_tokens=page_tokens), TILES["long blocks"])
 
 
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_steps_whose_bounds_are_capacities(tile):
+    """As a captured graph has them: rows shorter than planned for, rows without tokens, decode rows before."""
+    case = replace(LLAMA, lengths=(1500, 33, 4097, 800, 2061), counts=(1, 1, 1, 700, 513), num_decode=3, padding=5)
+    for slack in (0, 3000):
+        check(replace(case, slack=slack, empty_rows=2), tile)
+
+
 @pytest.mark.parametrize("page_tokens", [16, 32, 64])
 @pytest.mark.parametrize("head_scales", [False, True])
 def test_float8_pages_are_gathered(page_tokens, head_scales):

@@ -224,6 +224,7 @@ def test_which_steps_gather_pages():
     assert tiles.gather(same, 8192, (1024,) * 8, 8)
     assert not tiles.gather(same, 8192, (512,) * 16, 8), "prompts of middle length"
     assert tiles.gather(replace(same, hopper=True), 8192, (512,) * 16, 8)
+    assert not tiles.gather(replace(same, hopper=True, group=5), 8192, (512,) * 16, 8), "not its kernel's"
     assert not tiles.gather(replace(same, page_tokens=64), 8192, (8192,), 8), "tensor maps read these pages"
     assert not tiles.gather(replace(same, head_dim=80), 8192, (8192,), 8), "tensor maps read none of these"
 

@@ -148,7 +148,8 @@ class Tiles:
         if shape.dtype.itemsize != 2 or len(bounds) > MOST_ROWS:
             return False
         narrow = shape.kv_dtype.itemsize == 1
-        if tokens < len(bounds) * (GATHER if narrow or shape.hopper else GATHER_16):
+        copied = replace(shape, kv_dtype=shape.dtype, page_tokens=copied_page(shape.page_tokens))
+        if tokens < len(bounds) * (GATHER if narrow or copied.attends_prompts else GATHER_16):
             return False
         if not narrow and (shape.page_tokens % PAGE == 0 or not shape.reads_tensor_maps):
             return False

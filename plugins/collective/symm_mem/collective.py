@@ -105,8 +105,10 @@ class SymmMemCollective(NcclCollective):
         self._check()
         # A residual that lies over the ranks stays there to the end of the pass.
         algorithm = self._edge(x.values, emit)
-        if isinstance(residual, RowShard) and algorithm not in SHARDED:
-            algorithm = "nccl_sharded"
+        if isinstance(residual, RowShard):
+            algorithm = algorithm if algorithm in SHARDED else "nccl_sharded"
+        elif algorithm == "sharded" and not self.reducer.shares(x.values, emit):
+            algorithm = self.edges.pick(x.values.nbytes)
         if algorithm == "sharded" and self.reducer.shares(x.values, emit):
             own = None if residual is None else own_rows(self, residual)
             bundle, summed = self.reducer.share(x.values, own, norm.weight, norm.eps, emit)
@@ -136,7 +138,10 @@ class SymmMemCollective(NcclCollective):
         return self.beside and self.config.algorithm == "measured"
 
     def _shards(self, x: torch.Tensor | Partial) -> bool:
-        return self.size > 1 and isinstance(x, Partial) and self._edge(x.values, (PLAIN,)) in SHARDED
+        """Whether NCCL's edges do, for norms that the kernels do not know."""
+        if self.size == 1 or not isinstance(x, Partial):
+            return False
+        return self._edge(x.values, (PLAIN,)) == "nccl_sharded" or self.config.algorithm == "sharded"
 
     def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
         if self.size == 1 or not 0 < len(index_N) <= self.reducer.most_argmax:

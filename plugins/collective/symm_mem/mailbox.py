@@ -94,8 +94,8 @@ def _group(rank: int, size: int, store: Any) -> tuple[Any, object]:
 class CountedAnew(dist.Store):
     """A store whose exchanges count from 0.
 
-    torch numbers those of symmetric memory (keys NAME/TURN/RANK) through the life of a process. Rank 0's may have had
-    an engine before, and the other ranks' are new: they would wait for each other under different numbers.
+    torch numbers those of symmetric memory (keys NAME/TURN and NAME/TURN/...) through the life of a process. Rank 0's
+    may have had an engine before, and the other ranks' are new: they would wait for each other under different numbers.
     """
 
     def __init__(self, store: Any) -> None:
@@ -104,11 +104,11 @@ class CountedAnew(dist.Store):
         self._first: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
-        numbered = re.fullmatch(r"(.*)/(\d+)/(\d+)", key)
+        numbered = re.fullmatch(r"(.*?)/(\d+)(/.*)?", key)
         if numbered is None:
             return key
-        name, turn, rank = numbered.groups()
-        return f"{name}/{int(turn) - self._first.setdefault(name, int(turn))}/{rank}"
+        name, turn, rest = numbered.groups()
+        return f"{name}/{int(turn) - self._first.setdefault(name, int(turn))}{rest or ''}"
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._key(key), value)
@@ -116,6 +116,10 @@ class CountedAnew(dist.Store):
     def get(self, key: str) -> bytes:
         found: bytes = self._store.get(self._key(key))
         return found
+
+    def add(self, key: str, value: int) -> int:
+        total: int = self._store.add(self._key(key), value)
+        return total
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         several = [self._key(key) for key in keys]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,12 +13,14 @@ import torch.distributed as dist
 
 from dovetail.core.compose import Host, compose
 from dovetail.core.errors import CapabilityError, DovetailError
-from dovetail.core.interfaces import PLAIN
+from dovetail.core.interfaces import PLAIN, ActFormat, Partial
+from dovetail.core.layers import RMSNorm
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.symm_mem.choice import SizeTable, quickest
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 from dovetail.plugins.collective.symm_mem.mailbox import CountedAnew
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 KIB, MIB = 2**10, 2**20
 TABLE = quickest(
@@ -86,6 +89,45 @@ def test_ranks_of_different_age_exchange_under_the_same_numbers() -> None:
         assert (old.get(f"memory/{turn + 4}/1"), new.get(f"memory/{turn}/0")) == (b"one %d" % turn, b"zero %d" % turn)
     old.set("name", "same")
     assert new.get("name") == b"same"
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "barrier"), reason="this torch's stores have no barrier")
+def test_ranks_of_different_age_meet_at_the_stores_barrier() -> None:
+    """As torch 2.13 has them meet after each exchange."""
+    common = dist.HashStore()
+    stores = [CountedAnew(common) for _ in range(2)]
+    met = []
+
+    def meet(rank: int) -> None:
+        for turn in range(3):
+            mine = turn + 4 * (rank == 0)
+            stores[rank].set(f"memory/{mine}/{rank}", str(rank))
+            dist.Store.barrier(stores[rank], f"memory/{mine}", 2)
+            met.append((turn, stores[rank].multi_get([f"memory/{mine}/{other}" for other in range(2)])))
+
+    threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(met) == sorted((turn, [b"0", b"1"]) for turn in range(3) for _ in range(2))
+
+
+@pytest.mark.parametrize("emit", [(INT8_TOKEN,), (FP8_TOKEN,)])
+def test_what_the_sharded_kernel_does_not_serve_keeps_its_own_kernel(emit: tuple[ActFormat, ...]) -> None:
+    """And not NCCL's edges, which are measured for what the kernel does serve."""
+    collective = SymmMemCollective(SymmMemConfig(shard_rows=8))
+    collective.size, collective.edges = 2, SizeTable((0,), ("two_shot",))
+    both = SizeTable((0,), ("sharded",))
+    collective.sharded_edges = {False: both, True: both}
+    collective.reducer = reducer = mock.Mock()
+    reducer.shares.side_effect = lambda x, emit: emit == (FP8_TOKEN,)
+    reducer.share.return_value = reducer.boundary.return_value = (mock.sentinel.bundle, torch.ones(4, 8))
+    x, norm = Partial(torch.ones(8, 8)), RMSNorm.__new__(RMSNorm)
+    norm.weight, norm.eps = torch.ones(8), 1e-5
+    collective.boundary(x, None, norm, emit)
+    assert (reducer.share.called, reducer.boundary.called) == (emit == (FP8_TOKEN,), emit == (INT8_TOKEN,))
+    assert not collective._shards(x), "another norm's edges would be NCCL's"
 
 
 @pytest.mark.parametrize("algorithm", ["measured", "one_shot", "two_shot", "nccl", "sharded", "nccl_sharded"])

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from dovetail import LLM, Capabilities, Component, Config, SamplingParams
 from dovetail.core.compose import compose, installed
 from dovetail.core.compose.registry import Package, Registered, Registry
+from dovetail.core.engine.batch import Rows
 from dovetail.core.engine.device_state import SlotInfo
-from dovetail.core.engine.graphs import StepGraphs, batch_sizes, token_sizes
-from dovetail.core.interfaces import PLAIN, AttentionBackend, JoinBlob, Request
+from dovetail.core.engine.graphs import MOST_PAIRS, StepGraphs, batch_sizes, token_sizes
+from dovetail.core.interfaces import PLAIN, AttentionBackend, JoinBlob, Request, Row, RowFlag
 from dovetail.core.ops import encode
 from dovetail.core.testing.host_sync import NoHostSync
 
@@ -68,6 +69,24 @@ def test_some_graph_serves_any_number_of_decode_rows_beside_a_chunk(lookahead: i
         for width in (1, 1 + lookahead):
             tokens = min(decodes * width + 1, 200)
             assert any(tokens <= capacity.tokens and decodes <= capacity.decodes for capacity in mixed)
+
+
+def test_chunks_with_long_contexts_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever rows: decode rows may have contexts of any length."""
+    graphs = bare_graphs()
+    monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: (None, None))
+    monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: None)
+    graphs.capture(lambda call: (call, call()), lambda phase, share: None)
+    decode, sample = int(RowFlag.DECODE | RowFlag.SAMPLE), int(RowFlag.SAMPLE)
+
+    def picked(*chunks: tuple[int, int]) -> bool:
+        rows = [Row(0, 0, 0, 1, 1 << 17, 0, decode)]
+        rows += [Row(n, n, 0, count, bound, 0, sample) for n, (count, bound) in enumerate(chunks, 1)]
+        return graphs.pick(Rows(rows)) is not None
+
+    longest = MOST_PAIRS // 64
+    assert picked() and picked((64, longest)) and picked((64, longest // 2), (64, longest // 2))
+    assert not picked((64, longest + 1)) and not picked((64, longest // 2), (65, longest // 2))
 
 
 def test_a_rehearsal_runs_whatever_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ def test_rehearsed_steps_are_possible(budget: int, most: int, longest: int) -> N
     full = min(budget, most * longest)
     assert sum(row.count for row in plans[0].rows) == sum(row.count for row in plans[1].rows) == full
     assert len(plans[1].rows) == min(most, full), "every slot samples"
+    alone = {plan.rows[0].count for plan in plans if len(plan.rows) == 1}
+    assert {1, min(longest, full)} <= alone, "single chunks, as short and as long as there are"
     if most > 1 and longest > 1 and budget > 1:
         decoding = [sum(bool(row.flags & RowFlag.DECODE) for row in plan.rows) for plan in plans]
         assert max(decoding) > 0
