@@ -10,6 +10,7 @@ model says that both fit, they are loaded at once, each with half of the memory,
 the machine hits both; otherwise one runs after the other. `--order` says it outright.
 
 TPOT = (time of the run - time of a run with one output token) / (output tokens of a request - 1); medians over rounds.
+`--whole-only` leaves the run with one token out where only tokens/s count: with more requests than slots, for instance.
 """
 
 from __future__ import annotations
@@ -117,15 +118,22 @@ class Job:
     path: Path
 
 
-def make_jobs(overrides: Sequence[str], workloads: Sequence[str], rounds: int, folder: Path) -> dict[str, list[Job]]:
-    """Every run of each workload has prompts of its own, so that nobody finds them in a prefix cache."""
+def make_jobs(
+    overrides: Sequence[str], workloads: Sequence[str], rounds: int, folder: Path, whole_only: Sequence[str] = ()
+) -> dict[str, list[Job]]:
+    """Every run of each workload has prompts of its own, so that nobody finds them in a prefix cache. `whole_only`:
+    workloads without the run of one token."""
+    if unknown := set(whole_only) - set(workloads):
+        raise ConfigError(f"--whole-only {','.join(sorted(unknown))}: not among --workloads {','.join(workloads)}")
     return {
-        name: list(_jobs(compose([*overrides, f"workload={name}"], app="bench"), name, rounds, folder))
+        name: list(
+            _jobs(compose([*overrides, f"workload={name}"], app="bench"), name, rounds, folder, name not in whole_only)
+        )
         for name in workloads
     }
 
 
-def _jobs(composition: Composition, name: str, rounds: int, folder: Path) -> Iterator[Job]:
+def _jobs(composition: Composition, name: str, rounds: int, folder: Path, one_token: bool) -> Iterator[Job]:
     workload = composition.build("workload")
     model = composition.part("model")
     spec: ModelSpec = model.facts() or model.target().spec(model.config)
@@ -147,8 +155,9 @@ def _jobs(composition: Composition, name: str, rounds: int, folder: Path) -> Ite
     warm = [replace(request, output_tokens=WARMUP_TOKENS) for request in requests()[:WARMUP_REQUESTS]]
     yield write(folder, Job(name, "warm-up", 0, folder), warm)
     for number in range(rounds):
-        one = [replace(request, output_tokens=1) for request in requests()]
-        yield write(folder, Job(name, "one token", number, folder), one)
+        if one_token:
+            one = [replace(request, output_tokens=1) for request in requests()]
+            yield write(folder, Job(name, "one token", number, folder), one)
         yield write(folder, Job(name, "whole", number, folder), requests())
 
 
@@ -276,16 +285,15 @@ def say(line: str) -> None:
 
 def figures(runs: Sequence[tuple[Job, dict[str, Any]]], requests: int, output_tokens: int) -> dict[str, float]:
     """Of one engine and workload: medians over the rounds, then what follows from them."""
-    whole, one = (
-        statistics.median(told["seconds"] for job, told in runs if job.purpose == purpose)
-        for purpose in ("whole", "one token")
-    )
-    return {
-        "tpot_ms": round(per_token_of_run(whole, one, output_tokens), 4),
-        "one_token_s": round(one, 4),
-        "seconds": round(whole, 4),
-        "output_tokens_per_s": round(requests * output_tokens / whole, 1),
-    }
+    seconds: dict[str, list[float]] = {}
+    for job, told in runs:
+        seconds.setdefault(job.purpose, []).append(told["seconds"])
+    whole = statistics.median(seconds["whole"])
+    found = {"seconds": round(whole, 4), "output_tokens_per_s": round(requests * output_tokens / whole, 1)}
+    if "one token" in seconds:
+        one = statistics.median(seconds["one token"])
+        found |= {"tpot_ms": round(per_token_of_run(whole, one, output_tokens), 4), "one_token_s": round(one, 4)}
+    return found
 
 
 def compared(measured: Measured, jobs: dict[str, list[Job]], ours: str, peer: str) -> list[dict[str, Any]]:
@@ -295,7 +303,7 @@ def compared(measured: Measured, jobs: dict[str, list[Job]], ours: str, peer: st
         requests, output = len(lines), json.loads(lines[0])["output_tokens"]
         prompt = len(json.loads(lines[0])["prompt_ids"])
         mine, theirs = (figures(measured[name][workload], requests, output) for name in (ours, peer))
-        ratios = {name: round(mine[name] / theirs[name], 4) for name in FIGURES if theirs[name]}
+        ratios = {name: round(mine[name] / theirs[name], 4) for name in FIGURES if theirs.get(name)}
         rows.append(
             {
                 "workload": workload,
@@ -318,6 +326,8 @@ def markdown(rows: Sequence[dict[str, Any]], ours: str, peer: str) -> str:
         size = f"{row['workload']}, {row['requests']} x {row['prompt_tokens']}/{row['output_tokens']}"
         cells = [
             f"{row[ours][name]:g} / {row[peer][name]:g} ({row['ratio'].get(name, float('nan')):.2f})"
+            if name in row[ours]
+            else "-"
             for name in FIGURES
         ]
         lines.append(f"| {' | '.join([size, *cells])} |")
@@ -348,6 +358,7 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="of the peer's environment, such as PYTHONPATH=/vllm/site-packages; may be repeated",
     )
     parser.add_argument("--workloads", default="latency,batch64,batch256", help="names, with commas between them")
+    parser.add_argument("--whole-only", default="", help="of these, those whose run of one token is left out")
     parser.add_argument("--rounds", type=int, default=2, help="repeats of each run")
     parser.add_argument("--order", choices=("auto", "interleaved", "sequential"), default="auto")
     parser.add_argument("--args", type=json.loads, default={}, help="more options of the peer's engine, a JSON object")
@@ -361,7 +372,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shared = shared_settings(composition, folder)
-        jobs = make_jobs(overrides, args.workloads.split(","), args.rounds, folder)
+        whole_only = list(filter(None, args.whole_only.split(",")))
+        jobs = make_jobs(overrides, args.workloads.split(","), args.rounds, folder, whole_only)
         interleaved = args.order == "interleaved" or (args.order == "auto" and both_fit(composition, jobs))
         if interleaved:
             shared = replace(shared, memory_fraction=shared.memory_fraction / 2)

@@ -55,6 +55,18 @@ def test_both_get_the_same_prompts_and_nobody_gets_one_twice(compare: ModuleType
     assert len({tuple(line["prompt_ids"]) for lines in protocol for line in lines}) == 15
 
 
+def test_a_workload_may_go_without_the_run_of_one_token(compare: ModuleType, tmp_path: Path) -> None:
+    jobs = compare.make_jobs([*TINY, *SMALL], ["fixed"], 1, tmp_path, ["fixed"])
+    assert [job.purpose for job in jobs["fixed"]] == ["warm-up", "whole"]
+    measured = {name: {"fixed": [(jobs["fixed"][1], {"seconds": s})]} for name, s in (("ours", 2.0), ("theirs", 4.0))}
+    (row,) = compare.compared(measured, jobs, "ours", "theirs")
+    assert row["ours"] == {"seconds": 2.0, "output_tokens_per_s": 7.5}
+    assert row["ratio"] == {"output_tokens_per_s": 1.9737}
+    assert compare.markdown([row], "ours", "theirs").splitlines()[-1] == "| fixed, 3 x 6/5 | - | - | 7.5 / 3.8 (1.97) |"
+    with pytest.raises(ConfigError, match="--whole-only long: not among --workloads fixed"):
+        compare.make_jobs([*TINY, *SMALL], ["fixed"], 1, tmp_path, ["long"])
+
+
 def test_only_what_is_comparable_is_compared(compare: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"workload=poisson.*bench\.url"):
         compare.make_jobs(TINY, ["poisson"], 1, tmp_path)
