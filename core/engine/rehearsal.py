@@ -35,7 +35,7 @@ def rehearsed_steps(budget: int, most: int, longest: int) -> list[tuple[int, int
     chunks = -(-tokens // longest)
     few, short = min(longest, 512), min(longest, 2)
     mixed = [(few, 2, 1, short), (few, 2, 1, longest), (tokens, most, most - chunks, short)] if most > 1 else []
-    alone = [(count, 1, 0, 0) for count in sorted({1, min(longest, 64), longest})]
+    alone = [(count, 1, 0, 0) for count in sorted({1, min(longest, 64), longest}) if (count, 1) != (tokens, chunks)]
     return [(tokens, chunks, 0, 0), (tokens, most, 0, 0), *mixed, *alone]
 
 

@@ -78,7 +78,8 @@ class Partial:
     values: torch.Tensor
     scale: tuple[torch.Tensor, torch.Tensor] | None = None
     """Of each row [T, 1] and of each column [C], float32, which the values still lack: a library's product without them
-    is quicker. Only where the layer was told that what follows takes scales, and never before a sum over ranks."""
+    is quicker. Those of columns are the weight's: no kernel of a step writes them. Only where the layer was told that
+    what follows takes scales, and never before a sum over ranks."""
 
     def scaled(self) -> torch.Tensor:
         if self.scale is None:

@@ -147,6 +147,7 @@ def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
 
 
 FEW_ROWS = 256
+"""Rows up to which a program for each of them has more threads."""
 
 
 def warps(block: int, rows: int | None = None) -> int:

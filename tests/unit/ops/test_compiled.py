@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -44,9 +45,10 @@ from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.layernorm import layer_norm
-from dovetail.core.ops.matmul import matmul, scaled_matmul
+from dovetail.core.ops.matmul import matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.measured import MEASURED
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
@@ -54,7 +56,7 @@ from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
 from dovetail.plugins.attention.config import TritonConfig
-from dovetail.plugins.attention.triton.backend import Triton
+from dovetail.plugins.attention.triton.backend import Triton, _attends_prompts
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
@@ -402,6 +404,36 @@ def test_prompts_keep_scores_and_sums_in_registers(tmp_path):
     for kernel in prompts:
         assert spilled(kernel, tmp_path) <= 16
         assert "wgmma" in kernel.asm["ptx"] and "cp.async.bulk.tensor" in kernel.asm["ptx"]
+
+
+def test_prompts_beside_trees_and_where_gluon_is_refused_keep_the_kernel_for_all_gpus():
+    tree = HostBounds((4,) * 16 + (448,), (4096,) * 17, 16)
+    with compiled_for_hopper(machine_code=False) as compiled:
+        attention(tree, page=64)
+        assert any(name.endswith(":attend_prompts") for name in compiled.functions), "without a tree it is served"
+        compiled.functions.clear()
+        attention(tree, page=64, tree=True)
+        attention(tree, page=64, gluon=False)
+    assert not any(name.endswith(":attend_prompts") for name in compiled.functions)
+
+
+def test_a_gluon_that_lacks_what_is_imported_is_told(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "dovetail.plugins.attention.triton.hopper.launch", None)
+    monkeypatch.delattr("dovetail.plugins.attention.triton.hopper.launch", raising=False)
+    with compiled_for_hopper():
+        assert not _attends_prompts.__wrapped__(torch.device("cuda"))
+    assert "prompts go to the kernel for all GPUs" in caplog.text
+
+
+@pytest.mark.parametrize(("rows", "left"), [(64, False), (65, True), (256, True), (257, False)])
+def test_scales_are_left_for_the_rows_that_gain_by_it(rows, left):
+    with compiled_for_hopper():
+        x, weight, one = cuda(rows, 256, dtype=E4M3), cuda(512, 256, dtype=E4M3), cuda(1, dtype=FP32)
+        assert (unscaled_matmul(x, weight, one) is not None) is left
+
+
+def test_programs_of_few_rows_have_more_threads():
+    assert [warps(4096, rows) for rows in (1, 16, 17, 256, 257, None)] == [16, 16, 32, 32, 8, 8]
 
 
 def spilled(kernel: Any, folder: Path) -> int:
