@@ -11,6 +11,9 @@ the machine hits both; otherwise one runs after the other. `--order` says it out
 
 TPOT = (time of the run - time of a run with one output token) / (output tokens of a request - 1); medians over rounds.
 `--whole-only` leaves the run with one token out where only tokens/s count: with more requests than slots, for instance.
+
+A workload with rates, such as online, goes to the servers of both (served.py), one after the other. `--set` gives an
+option to one workload: `--set online:workload.seconds=20`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import served
 
 from dovetail import Composition, ConfigError, DovetailError, compose
 from dovetail.core.engine.host import detect_host
@@ -118,18 +123,29 @@ class Job:
     path: Path
 
 
+def chosen(overrides: Sequence[str], names: Sequence[str], options: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """Workload -> overrides, with those that `options` have for it alone."""
+    if unknown := {name for name, _ in options} - set(names):
+        raise ConfigError(f"--set {','.join(sorted(unknown))}: not among --workloads {','.join(names)}")
+    return {name: [*overrides, f"workload={name}", *(text for of, text in options if of == name)] for name in names}
+
+
+def has_rates(overrides: Sequence[str]) -> bool:
+    """Whether requests arrive over time: those a server gets."""
+    workload = compose(overrides, app="bench").build("workload")
+    return any(rate is not None for rate in workload.rates())
+
+
 def make_jobs(
-    overrides: Sequence[str], workloads: Sequence[str], rounds: int, folder: Path, whole_only: Sequence[str] = ()
+    workloads: dict[str, list[str]], rounds: int, folder: Path, whole_only: Sequence[str] = ()
 ) -> dict[str, list[Job]]:
     """Every run of each workload has prompts of its own, so that nobody finds them in a prefix cache. `whole_only`:
     workloads without the run of one token."""
     if unknown := set(whole_only) - set(workloads):
-        raise ConfigError(f"--whole-only {','.join(sorted(unknown))}: not among --workloads {','.join(workloads)}")
+        raise ConfigError(f"--whole-only {','.join(sorted(unknown))}: none of {','.join(workloads) or 'nothing'}")
     return {
-        name: list(
-            _jobs(compose([*overrides, f"workload={name}"], app="bench"), name, rounds, folder, name not in whole_only)
-        )
-        for name in workloads
+        name: list(_jobs(compose(overrides, app="bench"), name, rounds, folder, name not in whole_only))
+        for name, overrides in workloads.items()
     }
 
 
@@ -147,8 +163,8 @@ def _jobs(composition: Composition, name: str, rounds: int, folder: Path, one_to
         lengths = {request.output_tokens for request in found}
         if any(request.arrival for request in found) or len(lengths) > 1 or lengths == {1}:
             raise ConfigError(
-                f"workload={name}: only requests that all arrive at once, with equal outputs of more than one token, "
-                "are compared here; for others run app=bench bench.url=... on both servers"
+                f"workload={name}: without rates only requests that all arrive at once, with equal outputs of more "
+                "than one token, are compared here; for others run app=bench bench.url=... on both servers"
             )
         return found
 
@@ -341,6 +357,13 @@ def name_and_value(text: str) -> tuple[str, str]:
     return name, value
 
 
+def workload_option(text: str) -> tuple[str, str]:
+    name, colon, option = text.partition(":")
+    if not name or not colon or "=" not in option:
+        raise argparse.ArgumentTypeError(f"{text!r} is not WORKLOAD:OPTION=VALUE")
+    return name, option
+
+
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -359,6 +382,14 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--workloads", default="latency,batch64,batch256", help="names, with commas between them")
     parser.add_argument("--whole-only", default="", help="of these, those whose run of one token is left out")
+    parser.add_argument(
+        "--set",
+        type=workload_option,
+        action="append",
+        default=[],
+        metavar="WORKLOAD:OPTION=VALUE",
+        help="an option for one of the workloads, such as online:workload.seconds=20; may be repeated",
+    )
     parser.add_argument("--rounds", type=int, default=2, help="repeats of each run")
     parser.add_argument("--order", choices=("auto", "interleaved", "sequential"), default="auto")
     parser.add_argument("--args", type=json.loads, default={}, help="more options of the peer's engine, a JSON object")
@@ -369,41 +400,81 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(argv: Sequence[str]) -> int:
     args, overrides = arguments(argv)
     composition = compose(overrides, app="bench")
+    workloads = chosen(overrides, args.workloads.split(","), args.set)
+    over_time = {name: words for name, words in workloads.items() if has_rates(words)}
+    at_once = {name: words for name, words in workloads.items() if name not in over_time}
+    script = PEERS / f"{args.peer}_server.py"
+    if over_time and not script.exists():
+        raise ConfigError(
+            f"--workloads {','.join(over_time)}: requests arrive over time, and {script.name} is not there"
+        )
+    result: dict[str, Any] = describe(composition) | {"schema": "dovetail.compare/2", "engines": {}, "comparisons": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shared = shared_settings(composition, folder)
-        whole_only = list(filter(None, args.whole_only.split(",")))
-        jobs = make_jobs(overrides, args.workloads.split(","), args.rounds, folder, whole_only)
-        interleaved = args.order == "interleaved" or (args.order == "auto" and both_fit(composition, jobs))
-        if interleaved:
-            shared = replace(shared, memory_fraction=shared.memory_fraction / 2)
-            overrides = [*overrides, f"engine.memory_fraction={shared.memory_fraction}"]
-        say("both engines take turns" if interleaved else "one engine after the other")
-        ours = Launch("dovetail", sys.executable, {"overrides": overrides}, {})
-        peer = Launch(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env))
-        measured, about = measure(ours, peer, jobs, interleaved)
-        rows = compared(measured, jobs, "dovetail", args.peer)
-    print(markdown(rows, "dovetail", args.peer))
-    print("\n" + ", ".join(f"{said['engine']} started in {said['startup_s']:.1f} s" for said in about.values()))
+        jobs = make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
+        if jobs:
+            result |= compare_engines(args, composition, shared, jobs)
+        if over_time:
+            result |= compare_servers(args, composition, shared, script, over_time, folder)
     if args.out is not None:
-        raw = {
-            engine: [
-                {"workload": job.workload, "purpose": job.purpose, "round": job.round, **told}
-                for runs in by_workload.values()
-                for job, told in runs
-            ]
-            for engine, by_workload in measured.items()
-        }
-        result = describe(composition) | {
-            "schema": "dovetail.compare/1",
-            "interleaved": interleaved,
-            "engines": about,
-            "comparisons": rows,
-            "runs": raw,
-        }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def compare_engines(
+    args: argparse.Namespace, composition: Composition, shared: Shared, jobs: dict[str, list[Job]]
+) -> dict[str, Any]:
+    """Workloads whose requests are all there at once. What the result says of them; the table is printed."""
+    overrides = composition.overrides
+    interleaved = args.order == "interleaved" or (args.order == "auto" and both_fit(composition, jobs))
+    if interleaved:
+        shared = replace(shared, memory_fraction=shared.memory_fraction / 2)
+        overrides = (*overrides, f"engine.memory_fraction={shared.memory_fraction}")
+    say("both engines take turns" if interleaved else "one engine after the other")
+    ours = Launch("dovetail", sys.executable, {"overrides": overrides}, {})
+    peer = Launch(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env))
+    measured, about = measure(ours, peer, jobs, interleaved)
+    rows = compared(measured, jobs, ours.name, peer.name)
+    print(markdown(rows, ours.name, peer.name))
+    print("\n" + ", ".join(f"{said['engine']} started in {said['startup_s']:.1f} s" for said in about.values()))
+    return {"interleaved": interleaved, "engines": about, "comparisons": rows, "runs": raw(measured)}
+
+
+def compare_servers(
+    args: argparse.Namespace,
+    composition: Composition,
+    shared: Shared,
+    script: Path,
+    workloads: dict[str, list[str]],
+    folder: Path,
+) -> dict[str, Any]:
+    """Workloads whose requests arrive over time, one server after the other."""
+    port = served.free_port()
+    settings = asdict(shared) | {"engine_args": args.args, "port": port}
+    ours = served.dovetail_server(composition, folder)
+    peer = served.Server(args.peer, [args.python, str(script), json.dumps(settings)], port, dict(args.env))
+    measured, started = {}, {}
+    for server in (ours, peer):
+        say(f"the server of {server.name}")
+        measured[server.name], started[server.name] = served.measure(server, workloads, args.rounds, folder)
+    rows = served.compared(measured, ours.name, peer.name)
+    print("\n" + served.markdown(rows, ours.name, peer.name))
+    print("\n" + ", ".join(f"{name}'s server started in {seconds:.1f} s" for name, seconds in started.items()))
+    return {"served": rows, "servers": {"startup_s": started, "loads": measured}}
+
+
+def raw(measured: Measured) -> dict[str, list[dict[str, Any]]]:
+    """Every counted run."""
+    return {
+        engine: [
+            {"workload": job.workload, "purpose": job.purpose, "round": job.round, **told}
+            for runs in by_workload.values()
+            for job, told in runs
+        ]
+        for engine, by_workload in measured.items()
+    }
 
 
 if __name__ == "__main__":

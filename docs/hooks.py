@@ -334,16 +334,39 @@ def _benchmark(found: dict[str, Any]) -> tuple[str, str]:
 
 
 def _comparison(found: dict[str, Any]) -> tuple[str, str]:
-    """Ratios are ours over the peer's."""
+    """Ratios are ours over the peer's; a second table has the servers, where they were compared too."""
     engines = found["engines"]
     started = " and ".join(f"{said['engine']} (start-up {said['startup_s']} s)" for said in engines.values())
     figures = {"tpot_ms": "TPOT, ms", "one_token_s": "first token of all, s", "output_tokens_per_s": "output tokens/s"}
-    rows = [
-        [f"`{row['workload']}`"]
-        + [" / ".join(f"{row[e][figure]:g}" for e in engines) + f" ({row['ratio'][figure]:.2f})" for figure in figures]
-        for row in found["comparisons"]
+    tables = [_ratios("workload", figures, engines, [(f"`{row['workload']}`", row) for row in found["comparisons"]])]
+    if rows := found.get("served"):
+        engines = found["servers"]["startup_s"]
+        started = started or "servers of " + " and ".join(f"{who} ({took:.1f} s)" for who, took in engines.items())
+        figures = {
+            "ttft_ms.median": "first token ms, median",
+            "ttft_ms.p99": "p99",
+            "tpot_ms.median": "TPOT ms, median",
+            "output_tokens_per_s": "output tokens/s",
+        }
+        named = [(f"`{row['workload']}` at {row['rate']:g}/s", row) for row in rows]
+        tables.append(_ratios("workload", figures, engines, named))
+    return started, "\n\n".join(table for table in tables if table)
+
+
+def _ratios(title: str, figures: dict[str, str], engines: Iterable[str], rows: list[tuple[str, dict[str, Any]]]) -> str:
+    if not rows:
+        return ""
+    lines = [
+        [name]
+        + [
+            " / ".join(f"{row[e][figure]:.5g}" for e in engines) + f" ({row['ratio'][figure]:.2f})"
+            if figure in row["ratio"]
+            else "-"
+            for figure in figures
+        ]
+        for name, row in rows
     ]
-    return started, _table(("workload", *(f"{title}: ours / peer (ratio)" for title in figures.values())), rows)
+    return _table((title, *(f"{text}: ours / peer (ratio)" for text in figures.values())), lines)
 
 
 def _result_row(result: dict[str, Any], load: dict[str, Any]) -> Iterator[str]:

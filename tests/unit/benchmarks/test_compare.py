@@ -13,6 +13,7 @@ import pytest
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
+from dovetail.core.tokenizer import Tokenizer
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -38,8 +39,12 @@ TINY = ("engine.device=cpu", "engine.max_len=128", "engine.max_seqs=4", "engine.
 SMALL = ("workload.requests=3", "workload.prompt_tokens=6", "workload.output_tokens=5")
 
 
+def chosen(workload: str) -> dict[str, list[str]]:
+    return {workload: [*TINY, *SMALL, f"workload={workload}"]}
+
+
 def test_both_get_the_same_prompts_and_nobody_gets_one_twice(compare: ModuleType, tmp_path: Path) -> None:
-    jobs = compare.make_jobs([*TINY, *SMALL], ["fixed"], 2, tmp_path)["fixed"]
+    jobs = compare.make_jobs(chosen("fixed"), 2, tmp_path)["fixed"]
     assert [(job.purpose, job.round) for job in jobs] == [
         ("warm-up", 0),
         ("one token", 0),
@@ -56,20 +61,37 @@ def test_both_get_the_same_prompts_and_nobody_gets_one_twice(compare: ModuleType
 
 
 def test_a_workload_may_go_without_the_run_of_one_token(compare: ModuleType, tmp_path: Path) -> None:
-    jobs = compare.make_jobs([*TINY, *SMALL], ["fixed"], 1, tmp_path, ["fixed"])
+    jobs = compare.make_jobs(chosen("fixed"), 1, tmp_path, ["fixed"])
     assert [job.purpose for job in jobs["fixed"]] == ["warm-up", "whole"]
     measured = {name: {"fixed": [(jobs["fixed"][1], {"seconds": s})]} for name, s in (("ours", 2.0), ("theirs", 4.0))}
     (row,) = compare.compared(measured, jobs, "ours", "theirs")
     assert row["ours"] == {"seconds": 2.0, "output_tokens_per_s": 7.5}
     assert row["ratio"] == {"output_tokens_per_s": 1.9737}
     assert compare.markdown([row], "ours", "theirs").splitlines()[-1] == "| fixed, 3 x 6/5 | - | - | 7.5 / 3.8 (1.97) |"
-    with pytest.raises(ConfigError, match="--whole-only long: not among --workloads fixed"):
-        compare.make_jobs([*TINY, *SMALL], ["fixed"], 1, tmp_path, ["long"])
+    with pytest.raises(ConfigError, match="--whole-only long: none of fixed"):
+        compare.make_jobs(chosen("fixed"), 1, tmp_path, ["long"])
 
 
 def test_only_what_is_comparable_is_compared(compare: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"workload=poisson.*bench\.url"):
-        compare.make_jobs(TINY, ["poisson"], 1, tmp_path)
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps({"prompt_ids": [1, 2], "output_tokens": n}) + "\n" for n in (5, 6)))
+    with pytest.raises(ConfigError, match=r"workload=trace: .*bench\.url"):
+        compare.make_jobs({"trace": [*TINY, "workload=trace", f"workload.path={file}"]}, 1, tmp_path)
+    assert compare.has_rates([*TINY, "workload=poisson"]) and not compare.has_rates([*TINY, "workload=fixed"])
+
+
+def test_an_option_may_be_for_one_workload(compare: ModuleType) -> None:
+    args, overrides = compare.arguments(
+        ["vllm", "--workloads", "latency,online", "--set", "online:workload.rates=[1,2]", "--", *TINY]
+    )
+    assert compare.chosen(overrides, args.workloads.split(","), args.set) == {
+        "latency": [*TINY, "workload=latency"],
+        "online": [*TINY, "workload=online", "workload.rates=[1,2]"],
+    }
+    with pytest.raises(ConfigError, match="--set online: not among --workloads latency"):
+        compare.chosen(overrides, ["latency"], args.set)
+    with pytest.raises(SystemExit):
+        compare.arguments(["vllm", "--set", "workload.rates=[1,2]"])
 
 
 def test_figures_follow_from_medians(compare: ModuleType) -> None:
@@ -117,7 +139,8 @@ def test_shapes_get_the_model_type_that_others_go_by(compare: ModuleType, model:
 
 def test_workloads_share_no_prompts(compare: ModuleType, tmp_path: Path) -> None:
     """They run in one engine: prompts of the run before would stand in its prefix cache."""
-    jobs = compare.make_jobs(["model=llama3_8b", "engine.max_len=1024"], ["latency", "batch64"], 1, tmp_path)
+    words = ["model=llama3_8b", "engine.max_len=1024"]
+    jobs = compare.make_jobs({name: [*words, f"workload={name}"] for name in ("latency", "batch64")}, 1, tmp_path)
     seen: set[str] = set()
     for runs in jobs.values():
         for job in runs:
@@ -166,6 +189,21 @@ def test_what_vllm_is_asked_for(compare: ModuleType, tmp_path: Path, monkeypatch
     }
 
 
+def test_what_vllm_is_asked_to_serve(compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    load("peers/vllm_peer.py", monkeypatch)
+    server = load("peers/vllm_server.py", monkeypatch)
+    settings = compare.asdict(compare.shared_settings(compose(TINY, app="bench"), tmp_path))
+    more = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "compilation_config": {"level": 3}}
+    program, *words = server.command(settings | {"engine_args": more, "port": 8123})
+    assert program == sys.executable and words[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert "--no-enable-prefix-caching" in words and "--disable-log-stats" in words
+    assert "--skip-tokenizer-init" not in words, "its outputs are texts"
+    given = {name: value for name, value in zip(words, words[1:], strict=False) if name.startswith("--")}
+    assert given["--max-model-len"] == "128" and given["--kv-cache-dtype"] == "fp8" and given["--port"] == "8123"
+    assert json.loads(given["--compilation-config"]) == {"level": 3}
+
+
 @pytest.mark.parametrize(
     ("overrides", "fit"),
     [
@@ -184,7 +222,7 @@ def test_engines_take_turns_where_both_fit(
     words = ["+preset=h200_bf16_tp1", "engine.max_len=4096", *overrides, *longer]
     if "engine.device=cpu" not in overrides:
         monkeypatch.setattr(compare, "detect_host", lambda device: SimpleNamespace(device="cuda"))
-    jobs = compare.make_jobs(words, ["fixed"], 1, tmp_path)
+    jobs = compare.make_jobs({"fixed": [*words, "workload=fixed"]}, 1, tmp_path)
     assert compare.both_fit(compose(words, app="bench"), jobs) is fit
 
 
@@ -210,7 +248,7 @@ def test_a_comparison(
     assert compare.main([*options, "--", *TINY, *SMALL]) == 0
     assert "| fixed, 3 x 6/5 |" in capsys.readouterr().out
     result = json.loads(out.read_text())
-    assert result["schema"] == "dovetail.compare/1" and result["interleaved"]
+    assert result["schema"] == "dovetail.compare/2" and result["interleaved"]
     (row,) = result["comparisons"]
     for name in compare.FIGURES:
         assert row["ratio"][name] == pytest.approx(row["dovetail"][name] / row["transformers"][name], abs=1e-4)
@@ -226,3 +264,64 @@ def test_replicas_are_not_compared_with_one(compare: ModuleType, tmp_path: Path)
     """A peer would get the GPUs of one replica."""
     with pytest.raises(ConfigError, match=r"engine\.dp=2: .*benchmarks/layouts\.py"):
         compare.shared_settings(compose([*TINY, "engine.dp=2"], app="bench"), tmp_path)
+
+
+TWIN = """
+import json, os, sys
+told = json.loads(sys.argv[1])
+options = ["app=serve", "engine.device=cpu", f"engine.max_len={told['max_len']}"]
+options += [f"model.path={told['model']}", f"serve.port={told['port']}"]
+os.execv(sys.executable, [sys.executable, told["engine_args"]["run"], *options])
+"""
+
+
+def test_servers_under_load(
+    compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real ones; the peer is ours under another name. The docs show what comes of it."""
+    (tmp_path / "twin_server.py").write_text(TWIN)
+    (tmp_path / "twin_peer.py").touch()
+    monkeypatch.setattr(compare, "PEERS", tmp_path)
+    sizes = {"rates": [20, 40], "seconds": 0.1, "prompt_tokens": 6, "output_tokens": 5}
+    words = ["twin", "--workloads", "poisson", "--args", json.dumps({"run": str(BENCHMARKS.parent / "run.py")})]
+    words += [word for name, size in sizes.items() for word in ("--set", f"poisson:workload.{name}={size}")]
+    out = tmp_path / "result.json"
+    assert compare.main([*words, "--out", str(out), "--", *TINY]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert [row["rate"] for row in result["served"]] == [20.0, 40.0] and not result["comparisons"]
+    for row in result["served"]:
+        assert f"| poisson, {row['rate']:g} ({row['requests']} requests) |" in printed
+        for name in compare.served.FIGURES:
+            assert row["ratio"][name] == pytest.approx(row["dovetail"][name] / row["twin"][name], abs=1e-3)
+    assert set(result["servers"]["startup_s"]) == {"dovetail", "twin"}
+    (found,) = result["servers"]["loads"]["twin"]["poisson"]["results"]
+    assert all(run["failed"] == 0 for load in found["loads"] for run in load["runs"])
+    started, table = load("docs/hooks.py", monkeypatch, BENCHMARKS.parent)._comparison(result)
+    assert started.startswith("servers of dovetail (") and "| `poisson` at 20/s |" in table
+
+
+def test_shapes_alone_are_served_with_words(compare: ModuleType, tmp_path: Path) -> None:
+    composition = compose(["+preset=h200_fp8_tp1", "model=llama3_8b"], app="bench")
+    compare.shared_settings(composition, tmp_path)
+    _, script, *words = compare.served.dovetail_server(composition, tmp_path).command
+    assert Path(script).name == "run.py"
+    served = compose(words)
+    model = served.part("model")
+    assert served.app == "serve" and served.part("quant").name == "fp8"
+    assert (model.name, model.config.path, model.config.load) == ("llama", str(tmp_path), "dummy")
+    spec = model.target().spec(model.config)
+    assert (spec.vocab, spec.layers) == (128256, 32)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode([5, 128255]) == "w5 w128255" and list(tokenizer.encode("w7")) == [7]
+
+
+def test_a_peer_without_a_server_is_said_first(compare: ModuleType) -> None:
+    with pytest.raises(ConfigError, match=r"--workloads poisson: .*transformers_server\.py is not there"):
+        compare.main(["transformers", "--workloads", "poisson", "--", *TINY])
+
+
+def test_a_server_that_does_not_start_is_said(compare: ModuleType) -> None:
+    server = compare.served.Server("twin", [sys.executable, "-c", "raise SystemExit(3)"], 1, {})
+    with pytest.raises(compare.served.ServerError, match="twin's server ended with exit code 3"):
+        compare.served.measure(server, {}, 1, Path())
