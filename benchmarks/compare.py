@@ -415,12 +415,18 @@ def main(argv: Sequence[str]) -> int:
         jobs = make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
         if jobs:
             result |= compare_engines(args, composition, shared, jobs)
+            write_result(args.out, result)
         if over_time:
             result |= compare_servers(args, composition, shared, script, over_time, folder)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_result(args.out, result)
     return 0
+
+
+def write_result(out: Path | None, result: dict[str, Any]) -> None:
+    """After each half: what is measured survives a server that does not start."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def compare_engines(
