@@ -79,13 +79,10 @@ def run_rank(rank: int, size: int, address: str, todo: list[list[Any]]) -> None:
         if rank == 0:
             _tell({"begin": "measuring the table"})
         began = time.perf_counter()
-        sums, edges, sharded, beside = collective.measured(shards=True)
+        sums, edges, sharded = collective.measured(shards=True)
         if rank == 0:
             tables = {"sum": str(sums), "boundary": str(edges)}
-            for where, found in (("", sharded), (" beside products", beside)):
-                tables |= {
-                    f"boundary{where}, {8 if narrow else 16} bits": str(table) for narrow, table in found.items()
-                }
+            tables |= {f"boundary, {8 if narrow else 16} bits": str(table) for narrow, table in sharded.items()}
             _tell({"tables": tables, "seconds": round(time.perf_counter() - began, 2)})
     collective.barrier()
     collective.close()

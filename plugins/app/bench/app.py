@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -43,10 +44,10 @@ class BenchApp(App):
         self.seed = composition.engine.seed
         self.console = Console(stderr=True, highlight=False)
         target = self._target(composition)
-        for part in workloads.values():
+        for name, part in workloads.items():
             # What cannot be made is found before minutes of loading.
             workload: Workload = part.build()
-            self._check_adapters(target, self._requests(workload, self._context(target, 0, workload.rates()[0])))
+            self._check_adapters(target, self._requests(workload, self._context(target, name, 0, workload.rates()[0])))
         timelines: dict[str, Any] = {}
         with closing(target):
             with self._bar("start") as bar, phases_in_lines(self.console) as told:
@@ -100,7 +101,7 @@ class BenchApp(App):
         timelines = []
         for rate in workload.rates():
             title = name if rate is None else f"{name} at {rate:g}/s"
-            contexts = (self._context(target, i, rate) for i in range(2 * self.config.runs + 1))
+            contexts = (self._context(target, name, i, rate) for i in range(2 * self.config.runs + 1))
             self._warm_up(target, title, self._requests(workload, next(contexts)))
             runs = []
             for i in range(self.config.runs):
@@ -116,9 +117,11 @@ class BenchApp(App):
             found["knee"] = {"rate": bend.rate, "rule": bend.rule} if bend else None
         return found, timelines
 
-    def _context(self, target: Target, number: int, rate: float | None) -> WorkloadContext:
-        """Every run has prompts of its own, and the same ones the next time."""
-        return WorkloadContext(target.vocab, target.max_len, self.seed * 1000 + number, rate, target.encode)
+    def _context(self, target: Target, workload: str, number: int, rate: float | None) -> WorkloadContext:
+        """Every run of every workload and rate has prompts of its own, and the same ones the next time: a server would
+        find those of the run before in its prefix cache."""
+        seed = zlib.crc32(f"{self.seed} {workload} {rate} {number}".encode())
+        return WorkloadContext(target.vocab, target.max_len, seed, rate, target.encode)
 
     def _requests(self, workload: Workload, ctx: WorkloadContext) -> Sequence[TimedRequest]:
         """Of one run, spread over adapters where names are given."""

@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 ALGORITHMS = ("one_shot", "two_shot", "nccl")
 SHARDED = ("sharded", "nccl_sharded")
 """Edges that leave the residual with the ranks by rows."""
-BESIDE = ("nccl", "nccl_sharded")
-"""Edges that leave multiprocessors to products that run beside them."""
 SUM_OF = {"sharded": "two_shot", "nccl_sharded": "nccl"}
 """How a sum is made that is no edge."""
 FP8 = ActFormat("fp8", torch.float8_e4m3fn, group="token", scale_layout="row", encode=encode_fp8)
@@ -57,8 +55,6 @@ class SymmMemCollective(NcclCollective):
     """For `all_reduce` and for `boundary`."""
     sharded_edges: Edges
     """For a `boundary` that may shard the residual."""
-    edges_beside: Edges
-    """The same beside products. Kernels of ours hold every multiprocessor while they wait, NCCL's hold few."""
     _dead = False
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
@@ -75,14 +71,14 @@ class SymmMemCollective(NcclCollective):
         algorithm, shards = self.config.algorithm, self._shards_from is not None
         self.reducer = Reducer(Mailbox(rank, size, store, device, shards or algorithm == "sharded"), rank, size)
         if algorithm == "measured":
-            self.sums, self.edges, self.sharded_edges, self.edges_beside = self.measured(shards)
+            self.sums, self.edges, self.sharded_edges = self.measured(shards)
             if rank == 0:
                 log.info("all-reduce: %s; with norm: %s", self.sums, self.edges)
                 for narrow, table in self.sharded_edges.items():
                     log.info("with norm, residual by rows, %s: %s", "8 bits" if narrow else "16 bits", table)
         else:
             self.sums = SizeTable((0,), (SUM_OF.get(algorithm, algorithm),))
-            self.edges, self.sharded_edges, self.edges_beside = SizeTable((0,), (algorithm,)), {}, {}
+            self.edges, self.sharded_edges = SizeTable((0,), (algorithm,)), {}
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
@@ -120,12 +116,13 @@ class SymmMemCollective(NcclCollective):
         return self.reducer.boundary(x.values, residual, norm.weight, norm.eps, emit, algorithm)
 
     def _edge(self, x: torch.Tensor, emit: tuple[ActFormat, ...]) -> str:
+        if self._beside_products:
+            return "nccl"
         least = self._shards_from
         if least is None or len(x) < least:
-            return "nccl" if self._beside_products else self.edges.pick(x.nbytes)
+            return self.edges.pick(x.nbytes)
         narrow = all(fmt.dtype is not None and fmt.dtype.itemsize == 1 for fmt in emit)
-        edges = self.edges_beside if self._beside_products else self.sharded_edges
-        return edges[narrow].pick(x.nbytes)
+        return self.sharded_edges[narrow].pick(x.nbytes)
 
     @property
     def _shards_from(self) -> int | None:
@@ -134,7 +131,8 @@ class SymmMemCollective(NcclCollective):
 
     @property
     def _beside_products(self) -> bool:
-        """An algorithm that was asked for by name serves there, too."""
+        """Kernels of ours hold every multiprocessor while they wait, and NCCL's edges by rows take turns with the
+        products: its sums alone run beside them. An algorithm that was asked for by name serves there, too."""
         return self.beside and self.config.algorithm == "measured"
 
     def _shards(self, x: torch.Tensor | Partial) -> bool:
@@ -164,9 +162,8 @@ class SymmMemCollective(NcclCollective):
         if self._dead:
             raise RuntimeError("a rank died: the sums of the others no longer count")
 
-    def measured(self, shards: bool = False) -> tuple[SizeTable, SizeTable, Edges, Edges]:
-        """Rank 0's times, for all ranks: of sums, of edges, and of edges that may shard the residual, those that run
-        beside products last."""
+    def measured(self, shards: bool = False) -> tuple[SizeTable, SizeTable, Edges]:
+        """Rank 0's times, for all ranks: of sums, of edges, and of edges that may shard the residual."""
         several = (*ROWS, MOST_ROWS) if shards else ROWS
         sizes = [rows * COLUMNS * torch.bfloat16.itemsize for rows in several]
         names = ALGORITHMS + SHARDED
@@ -180,10 +177,8 @@ class SymmMemCollective(NcclCollective):
         sums, wide, narrow = (dict(zip(names, kind.tolist(), strict=True)) for kind in times)
         edges = quickest(sizes, {name: wide[name] for name in ALGORITHMS})
         if not shards:
-            return quickest(sizes, sums), edges, {}, {}
-        widths = {False: wide, True: narrow}
-        beside = {key: quickest(sizes, {name: kind[name] for name in BESIDE}) for key, kind in widths.items()}
-        return quickest(sizes, sums), edges, {key: quickest(sizes, kind) for key, kind in widths.items()}, beside
+            return quickest(sizes, sums), edges, {}
+        return quickest(sizes, sums), edges, {False: quickest(sizes, wide), True: quickest(sizes, narrow)}
 
     def _candidates(self, rows: int, shards: bool) -> dict[tuple[int, str], Callable[[], object]]:
         """(0 for the sum alone, 1 for the whole boundary or 2 for one that emits 8 bits, algorithm) -> a call."""

@@ -77,9 +77,10 @@ def test_a_run_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_requests_spread_over_adapters(tmp_path: Path, save_lora: Callable[..., str]) -> None:
     loads = [f"+adapter.load.{name}='{save_lora(name, seed=seed)}'" for seed, name in enumerate("ab", 1)]
-    result = bench(tmp_path, *SMALL, "adapter=lora", "adapter.slots=1", *loads, "bench.adapters=[a,b]")
+    lora = ("adapter=lora", "adapter.slots=1", "bench.adapters=[a,b]")
+    result = bench(tmp_path, *SMALL, "workload.requests=12", *lora, *loads)
     (run,) = result["results"][0]["loads"][0]["runs"]
-    assert (run["failed"], run["output_tokens"]) == (0, 20)
+    assert (run["failed"], run["output_tokens"]) == (0, 60)
     # With one slot those of the other adapter wait until it is free: more steps than the five of a single batch.
     assert run["steps"] > 5 and "run_tpot_ms" in run
 
@@ -216,6 +217,20 @@ def test_a_run_on_a_server(server: FakeServer, tmp_path: Path) -> None:
     # A warm-up of one, the run of four, and the run with one token.
     assert [asked["max_tokens"] for asked in server.asked] == [4] + [5] * 4 + [1] * 4
     assert len({tuple(asked["prompt"]) for asked in server.asked}) == 9, "the server never sees a prompt twice"
+
+
+def test_no_rate_and_no_workload_brings_prompts_of_another(server: FakeServer, tmp_path: Path) -> None:
+    """They would stand in the server's prefix cache, and half of a load curve's first tokens would come from there."""
+    variants = tmp_path / "conf" / "workload"
+    variants.mkdir(parents=True)
+    for name in ("few", "same"):
+        (variants / f"{name}.yaml").write_text(
+            "defaults: [poisson, _self_]\nrates: [200, 400]\nat_least: 3\nseconds: 0.01\n"
+            "output_tokens: 2\nprompt_tokens: 4\n"
+        )
+    bench(tmp_path, "-cd", str(tmp_path / "conf"), f"bench.url={server.url}", "bench.workloads=[few,same]")
+    prompts = [tuple(asked["prompt"]) for asked in server.asked]
+    assert len(prompts) == len(set(prompts)) == 2 * (4 + 5)
 
 
 def test_requests_name_adapters_as_models(server: FakeServer, tmp_path: Path) -> None:

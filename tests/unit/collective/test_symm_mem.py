@@ -62,11 +62,9 @@ def test_steps_of_many_rows_may_take_another_table() -> None:
     picks = [(7, bytes_alone, "two_shot"), (8, bytes_alone, "sharded"), (8, both, "nccl"), (8, (PLAIN,), "nccl")]
     for rows, emit, name in picks:
         assert collective._edge(torch.ones(rows, 8), emit) == name
-    # Kernels that hold every multiprocessor do not run beside products.
-    collective.edges_beside = {False: SizeTable((0,), ("nccl",)), True: SizeTable((0,), ("nccl_sharded",))}
+    # Beside products the residual stays whole.
     collective.beside = True
-    for rows, emit, name in [(7, bytes_alone, "nccl"), (8, bytes_alone, "nccl_sharded"), (8, both, "nccl")]:
-        assert collective._edge(torch.ones(rows, 8), emit) == name
+    assert [collective._edge(torch.ones(rows, 8), emit) for rows, emit, _ in picks] == ["nccl"] * 4
 
 
 def test_an_algorithm_asked_for_by_name_serves_beside_products_too() -> None:
