@@ -20,6 +20,7 @@ from dovetail.core.engine.fit import check_fit, exact_lengths
 from dovetail.core.engine.grammars import Grammars, build_grammars
 from dovetail.core.engine.intake import Intake
 from dovetail.core.engine.observers import Observers
+from dovetail.core.engine.pace import Pace
 from dovetail.core.engine.pooling import Pooler
 from dovetail.core.engine.results import Results, SequenceEvent, ended_event
 from dovetail.core.interfaces import (
@@ -57,6 +58,8 @@ class _Launched:
     """Its late inputs are still to be given."""
     follows: bool = False
     """There was work ever since the plan before: if the device was idle between them, it waited for the host."""
+    put_off: bool = False
+    """It was launched later than it could have been (Engine.spare)."""
 
 
 class Engine:
@@ -70,6 +73,7 @@ class Engine:
         self._grammars: Grammars | None = None
         self._pooler = Pooler()
         self.observers = Observers()
+        self._pace = Pace()
         self._steps = 0
         self._had_work = False
         """Since the plan launched last."""
@@ -212,6 +216,16 @@ class Engine:
 
     # Steps.
 
+    @property
+    def spare(self) -> float:
+        """Seconds for which the next call of `step` can wait while the device has enough to do: requests that come
+        meanwhile are in the plan that it launches. 0 where nobody who came could be in it, or the time is not known."""
+        if len(self._launched) != self.composition.engine.depth - 1 or self._grammars:
+            return 0.0
+        if not self._launched or len(self._launched[-1].plan.rows) < len(self._sequences):
+            return 0.0
+        return self._pace.spare(time.perf_counter()) if len(self._sequences) < self.limits.max_seqs else 0.0
+
     def step(self) -> list[SequenceEvent]:
         """Launch one plan. Or take one result: when `depth` are in flight, nothing can be launched, or the newest plan
         waits for tokens that are still to come."""
@@ -259,8 +273,10 @@ class Engine:
         decided = time.perf_counter()
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began
-        self.counters.submit_seconds += time.perf_counter() - decided
-        self._launched.append(_Launched(plan, decided - began, late, bool(late), follows=self._had_work))
+        submitted = time.perf_counter()
+        self.counters.submit_seconds += submitted - decided
+        put_off = self._pace.launched(plan, submitted - began)
+        self._launched.append(_Launched(plan, decided - began, late, bool(late), self._had_work, put_off))
         self._had_work = True
         return True
 
@@ -329,6 +345,8 @@ class Engine:
         for uid, keep_len, reason in ended:
             self.finish(uid, keep_len, reason)
         self._record(launched, result)
+        put_off, left = launched.put_off and launched.follows, [other.plan for other in self._launched]
+        self._pace.took(launched.plan, result, put_off, came - began, came, left)
         self.counters.update_seconds += time.perf_counter() - came
         return events
 

@@ -16,8 +16,10 @@ from dovetail.core.serving.protocol import Abort, Add, Command, Control, Finish
 from dovetail.core.serving.requests import Requests
 
 _STATS_SECONDS = 0.25
-_MOMENT_MS = 20
-"""How long an idle loop sleeps while adapters are being read."""
+_MOMENT = 0.02
+"""Seconds that an idle loop sleeps while adapters are being read."""
+_NAP = 2e-4
+"""Seconds between two looks for commands where less than a millisecond, the poller's unit, is left."""
 
 
 class StepLoop:
@@ -41,32 +43,43 @@ class StepLoop:
     def run(self) -> None:
         """Until the process that started this one says stop."""
         engine, requests = self._engine, self._requests
-        while self._take_commands():
+        late = engine.composition.engine.late_launch
+        while self._take_commands(late):
             if engine.has_work:
                 for event in engine.step():
                     requests.note(event)
             self._publish()
 
-    def _take_commands(self) -> bool:
-        """Carry out what arrived; sleeps only while the engine has nothing to do. False = stop."""
+    def _take_commands(self, late: bool = False) -> bool:
+        """Carry out what arrived; sleeps while the engine has nothing to do, or with `late` nothing yet. False =
+        stop."""
         idle = not self._engine.has_work
         if idle and (self._stats_due or not all(link.up_to_date for link in self._links.values())):
             # The last word before silence, so that gauges do not stay where they were.
             stats, self._stats_due = engine_stats(self._engine), 0.0
             for one in self._links.values():
                 one.tell(stats, idle=True)
-        patience = _MOMENT_MS if self._loading else None
-        for source, _ in self._poller.poll(patience if idle else 0):
-            if source == self._control.fileno():
-                if not self._ordered():
-                    return False
-            elif (link := self._by_socket.get(source)) is not None:
-                # None where it was detached since the poll, with commands unread.
-                for command in link.receive():
-                    self._obey(link, command)
-        if self._loading:
-            self._answer_loaded()
-        return True
+        patience = (_MOMENT if self._loading else None) if idle else 0.0
+        while True:
+            for source, _ in self._poll(patience):
+                if source == self._control.fileno():
+                    if not self._ordered():
+                        return False
+                elif (link := self._by_socket.get(source)) is not None:
+                    # None where it was detached since the poll, with commands unread.
+                    for command in link.receive():
+                        self._obey(link, command)
+            if self._loading:
+                self._answer_loaded()
+            if not late or (patience := self._engine.spare) < _NAP:
+                return True
+
+    def _poll(self, patience: float | None) -> list[tuple[zmq.Socket[bytes] | int, int]]:
+        """Whoever has said something, after at most so many seconds; None = whenever somebody has."""
+        if patience is not None and 0.0 < patience < 1e-3:
+            time.sleep(_NAP)
+            patience = 0.0
+        return self._poller.poll(None if patience is None else int(patience * 1e3))
 
     def _obey(self, link: EngineEnd, command: Command) -> None:
         match command:

@@ -52,6 +52,29 @@ def test_64_streams_at_once_are_each_their_own(server):
     assert len(set(expected)) > STREAMS / 2
 
 
+def test_who_comes_while_a_launch_is_put_off_gets_what_he_would_have(start):
+    """The device is simulated: its tokens follow from the prompt, and its steps take a time that can be foretold."""
+    device = ("executor=simulated", "cost=h200", "cost.step_us=3000", "engine.depth=2")
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(overrides=["+preset=tiny_cpu", *device]) as llm:
+        expected = [generation.text for generation in llm.generate(prompts(), params)]
+    running = start(*device, "engine.late_launch=true").wait_ready()
+    rng = random.Random(0)
+
+    async def all_of_them() -> list[str]:
+        async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
+
+            async def one(prompt: str) -> str:
+                await asyncio.sleep(rng.random())
+                body = {"prompt": prompt, "temperature": 0, "max_tokens": 8}
+                return (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+
+            return await asyncio.gather(*map(one, prompts()))
+
+    assert asyncio.run(all_of_them()) == expected
+    assert running.stats()["running"] == 0
+
+
 def test_no_page_is_lost_by_mixed_requests_and_aborts(server):
     random.seed(0)
     before = server.stats()

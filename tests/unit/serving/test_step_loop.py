@@ -5,6 +5,9 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
+from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -68,3 +71,26 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
         for link in (goes, stays):
             link.close()
         engine.shutdown()
+
+
+def test_a_step_is_put_off_while_commands_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whole milliseconds at the poller, for less by naps. Only where that was asked for."""
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    loop: Any = StepLoop.__new__(StepLoop)
+    loop._poller, loop._links, loop._loading, loop._stats_due = mock.Mock(), {}, [], 0.0
+    loop._poller.poll.return_value = []
+    left = iter((0.0057, 0.0006, 0.0004, 0.00005))
+
+    class Busy:
+        has_work = True
+
+        @property
+        def spare(self) -> float:
+            return next(left)
+
+    loop._engine = Busy()
+    assert loop._take_commands(False)
+    assert loop._take_commands(True)
+    assert [call.args[0] for call in loop._poller.poll.call_args_list] == [0, 0, 5, 0, 0]
+    assert len(naps) == 2 and next(left, None) is None
