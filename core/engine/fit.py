@@ -21,7 +21,7 @@ def check_fit(composition: Composition) -> None:
     spec = model.target().spec(model.config)
     here = host.detect_host(composition.engine.device)
     composition.check(here, host.model_facts(spec))
-    if conflicts := [*_late_drafts(composition, here), *_whole_steps(composition)]:
+    if conflicts := [*_late_drafts(composition, here), *_whole_steps(composition), *_no_queue(composition)]:
         raise CapabilityError(conflicts)
     check_weights_fit(composition, spec, here)
     check_folders(composition)
@@ -59,4 +59,13 @@ def _whole_steps(composition: Composition) -> Iterator[str]:
         yield (
             f"model={model.name} makes its collective calls by itself (it has no `layers`), and "
             "engine.overlap_tokens runs a step as two halves in turns. Would work: engine.overlap_tokens=0."
+        )
+
+
+def _no_queue(composition: Composition) -> Iterator[str]:
+    """One plan in flight is launched when the device has nothing left as it is."""
+    if composition.engine.late_launch and composition.engine.depth == 1:
+        yield (
+            "engine.late_launch puts the launch of a step off while the one before it runs, and engine.depth=1 has no "
+            "other in flight. Would work: engine.depth=2, engine.late_launch=false."
         )

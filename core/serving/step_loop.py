@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import Any
 
 import zmq
 
@@ -74,7 +75,7 @@ class StepLoop:
             if not late or (patience := self._engine.spare) < _NAP:
                 return True
 
-    def _poll(self, patience: float | None) -> list[tuple[zmq.Socket[bytes] | int, int]]:
+    def _poll(self, patience: float | None) -> list[tuple[Any, int]]:
         """Whoever has said something, after at most so many seconds; None = whenever somebody has."""
         if patience is not None and 0.0 < patience < 1e-3:
             time.sleep(_NAP)
