@@ -54,8 +54,13 @@ def _late_drafts(composition: Composition, here: Host) -> Iterator[str]:
 
 def _whole_steps(composition: Composition) -> Iterator[str]:
     """A step's halves can take turns only where the model hands out its collective calls."""
-    model = composition.part("model")
-    if composition.engine.overlap_tokens and model.target().layers is Model.layers:
+    model, engine = composition.part("model"), composition.engine
+    if engine.overlap_processors and not engine.overlap_tokens:
+        yield (
+            f"engine.overlap_processors={engine.overlap_processors} is for steps that run as two halves, and "
+            "engine.overlap_tokens=0 cuts none. Would work: engine.overlap_tokens=4096, engine.overlap_processors=0."
+        )
+    if engine.overlap_tokens and model.target().layers is Model.layers:
         yield (
             f"model={model.name} makes its collective calls by itself (it has no `layers`), and "
             "engine.overlap_tokens runs a step as two halves in turns. Would work: engine.overlap_tokens=0."

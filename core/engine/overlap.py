@@ -8,7 +8,8 @@ Shapes: T tokens, C channels, B rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -40,9 +41,11 @@ class OverlappedForward:
         device: torch.device,
         *,
         least: int,
+        leave: int = 0,
     ) -> None:
-        """`least`: tokens from which on a step is cut."""
+        """`least`: tokens from which on a step is cut. `leave`: multiprocessors that products leave to the sums."""
         self.model, self.attention, self.adapters, self.least = model, attention, adapters, least
+        self.leave = leave if device.type == "cuda" else 0
         self.side: Side = SideStream(device) if device.type == "cuda" else Inline()
 
     def __call__(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
@@ -57,18 +60,34 @@ class OverlappedForward:
         slots_T = None if adapters is None else adapters.slots_T
         collective.beside = True
         try:
-            if slots_T is None:
-                found = interleave(lanes, self.side)
-            else:
-                slots = slots_T[:cut], slots_T[cut:].clone()
-                found = interleave(lanes, self.side, lambda lane: setattr(adapters, "slots_T", slots[lane]))
-                adapters.slots_T = slots_T
+            with leaving(self.leave):
+                if slots_T is None:
+                    found = interleave(lanes, self.side)
+                else:
+                    slots = slots_T[:cut], slots_T[cut:].clone()
+                    found = interleave(lanes, self.side, lambda lane: setattr(adapters, "slots_T", slots[lane]))
+                    adapters.slots_T = slots_T
         finally:
             collective.beside = False
         return Hidden(
             torch.cat([half.states for half in found]),
             {tap: torch.cat([half.taps[tap] for half in found]) for tap in taps},
         )
+
+
+@contextmanager
+def leaving(processors: int) -> Iterator[None]:
+    """The library's products leave so many multiprocessors of the GPU alone. They have a program for each, all through:
+    where a kernel of sums holds some, the programs that find no room start when the others have ended, and the product
+    takes twice its time."""
+    if not processors:
+        yield
+        return
+    torch._C._set_sm_carveout_experimental(processors)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
 
 
 def why_useless(least: int, budget: int, ranks: int) -> str | None:
