@@ -8,7 +8,8 @@ Decode steps of so many sequences, or with --prefill the steps that feed so many
 which half of them decode while the prompts of the others enter. Kernels run at once on two streams
 (`engine.overlap_tokens`), and where one starts before the one in front has ended (programmatic dependent launch, which
 counts from its start): their sum may pass the step's time. How often the device had to give memory meanwhile
-(cudaMalloc, and retries after cudaFree, which wait for all work) is printed too.
+(cudaMalloc, and retries after cudaFree, which wait for all work) is printed too. --trace keeps when each ran, and on
+which stream.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -43,6 +45,8 @@ class Recording:
     """In order of their start."""
     memory: dict[str, int] = field(default_factory=dict)
     """How often memory came from the device, and went back to it."""
+    profile: profile | None = None
+    """With streams, and calls of the driver."""
 
 
 @contextmanager
@@ -50,6 +54,7 @@ def recording() -> Iterator[Recording]:
     """What the device does within; filled at the end."""
     found, before = Recording(), device_memory()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorder:
+        found.profile = recorder
         yield found
         torch.cuda.synchronize()
     found.memory = {name: count - before[name] for name, count in device_memory().items()}
@@ -138,13 +143,18 @@ def main() -> None:
     kinds.add_argument("--prefill", action="store_true", help="the steps that feed prompts, not decode steps")
     kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half of the rows each")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to list, longest first")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write what ran when there, for a trace viewer")
     args = parser.parse_args(argv[:cut])
+    if args.trace is not None:
+        args.trace.mkdir(parents=True, exist_ok=True)
     engine = Engine(compose([*argv[cut + 1 :], f"engine.max_seqs={max(args.rows)}"]))
     engine.start()
     for rows in args.rows:
         measure = prefill if args.prefill else mixed if args.mixed else decode
         recorded, steps = measure(engine, rows, args.context)
         found = recorded.activities
+        if args.trace is not None and recorded.profile is not None:
+            recorded.profile.export_chrome_trace(str(args.trace / f"{rows}_rows.json.gz"))
         span = max(start + duration for _, start, duration in found) - found[0][1]
         work = at_work(found)
         twice = sum(duration for _, _, duration in found) - work
