@@ -45,7 +45,7 @@ class Recording:
     """In order of their start."""
     memory: dict[str, int] = field(default_factory=dict)
     """How often memory came from the device, and went back to it."""
-    profile: profile | None = None
+    recorder: profile | None = None
     """With streams, and calls of the driver."""
 
 
@@ -54,7 +54,7 @@ def recording() -> Iterator[Recording]:
     """What the device does within; filled at the end."""
     found, before = Recording(), device_memory()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorder:
-        found.profile = recorder
+        found.recorder = recorder
         yield found
         torch.cuda.synchronize()
     found.memory = {name: count - before[name] for name, count in device_memory().items()}
@@ -153,8 +153,8 @@ def main() -> None:
         measure = prefill if args.prefill else mixed if args.mixed else decode
         recorded, steps = measure(engine, rows, args.context)
         found = recorded.activities
-        if args.trace is not None and recorded.profile is not None:
-            recorded.profile.export_chrome_trace(str(args.trace / f"{rows}_rows.json.gz"))
+        if args.trace is not None and recorded.recorder is not None:
+            recorded.recorder.export_chrome_trace(str(args.trace / f"{rows}_rows.json.gz"))
         span = max(start + duration for _, start, duration in found) - found[0][1]
         work = at_work(found)
         twice = sum(duration for _, _, duration in found) - work

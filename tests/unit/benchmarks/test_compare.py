@@ -44,7 +44,7 @@ def chosen(workload: str) -> dict[str, list[str]]:
 
 
 def test_both_get_the_same_prompts_and_nobody_gets_one_twice(compare: ModuleType, tmp_path: Path) -> None:
-    jobs = compare.make_jobs(chosen("fixed"), 2, tmp_path)["fixed"]
+    jobs = compare.offline.make_jobs(chosen("fixed"), 2, tmp_path)["fixed"]
     assert [(job.purpose, job.round) for job in jobs] == [
         ("warm-up", 0),
         ("one token", 0),
@@ -61,22 +61,25 @@ def test_both_get_the_same_prompts_and_nobody_gets_one_twice(compare: ModuleType
 
 
 def test_a_workload_may_go_without_the_run_of_one_token(compare: ModuleType, tmp_path: Path) -> None:
-    jobs = compare.make_jobs(chosen("fixed"), 1, tmp_path, ["fixed"])
+    jobs = compare.offline.make_jobs(chosen("fixed"), 1, tmp_path, ["fixed"])
     assert [job.purpose for job in jobs["fixed"]] == ["warm-up", "whole"]
     measured = {name: {"fixed": [(jobs["fixed"][1], {"seconds": s})]} for name, s in (("ours", 2.0), ("theirs", 4.0))}
-    (row,) = compare.compared(measured, jobs, "ours", "theirs")
+    (row,) = compare.offline.compared(measured, jobs, "ours", "theirs")
     assert row["ours"] == {"seconds": 2.0, "output_tokens_per_s": 7.5}
     assert row["ratio"] == {"output_tokens_per_s": 1.9737}
-    assert compare.markdown([row], "ours", "theirs").splitlines()[-1] == "| fixed, 3 x 6/5 | - | - | 7.5 / 3.8 (1.97) |"
+    assert (
+        compare.offline.markdown([row], "ours", "theirs").splitlines()[-1]
+        == "| fixed, 3 x 6/5 | - | - | 7.5 / 3.8 (1.97) |"
+    )
     with pytest.raises(ConfigError, match="--whole-only long: none of fixed"):
-        compare.make_jobs(chosen("fixed"), 1, tmp_path, ["long"])
+        compare.offline.make_jobs(chosen("fixed"), 1, tmp_path, ["long"])
 
 
 def test_only_what_is_comparable_is_compared(compare: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text("".join(json.dumps({"prompt_ids": [1, 2], "output_tokens": n}) + "\n" for n in (5, 6)))
     with pytest.raises(ConfigError, match=r"workload=trace: .*bench\.url"):
-        compare.make_jobs({"trace": [*TINY, "workload=trace", f"workload.path={file}"]}, 1, tmp_path)
+        compare.offline.make_jobs({"trace": [*TINY, "workload=trace", f"workload.path={file}"]}, 1, tmp_path)
     assert compare.has_rates([*TINY, "workload=poisson"]) and not compare.has_rates([*TINY, "workload=fixed"])
 
 
@@ -96,11 +99,11 @@ def test_an_option_may_be_for_one_workload(compare: ModuleType) -> None:
 
 def test_figures_follow_from_medians(compare: ModuleType) -> None:
     def job(purpose: str) -> Any:
-        return compare.Job("fixed", purpose, 0, Path())
+        return compare.offline.Job("fixed", purpose, 0, Path())
 
     runs = [(job("one token"), {"seconds": s}) for s in (0.1, 0.9, 0.2)]
     runs += [(job("whole"), {"seconds": s}) for s in (5.2, 1.2, 1.1)]
-    assert compare.figures(runs, requests=4, output_tokens=11) == {
+    assert compare.offline.figures(runs, requests=4, output_tokens=11) == {
         "tpot_ms": 100.0,
         "one_token_s": 0.2,
         "seconds": 1.2,
@@ -140,7 +143,9 @@ def test_shapes_get_the_model_type_that_others_go_by(compare: ModuleType, model:
 def test_workloads_share_no_prompts(compare: ModuleType, tmp_path: Path) -> None:
     """They run in one engine: prompts of the run before would stand in its prefix cache."""
     words = ["model=llama3_8b", "engine.max_len=1024"]
-    jobs = compare.make_jobs({name: [*words, f"workload={name}"] for name in ("latency", "batch64")}, 1, tmp_path)
+    jobs = compare.offline.make_jobs(
+        {name: [*words, f"workload={name}"] for name in ("latency", "batch64")}, 1, tmp_path
+    )
     seen: set[str] = set()
     for runs in jobs.values():
         for job in runs:
@@ -221,15 +226,15 @@ def test_engines_take_turns_where_both_fit(
     longer = ["workload.prompt_tokens=4000"] if "workload.requests=256" in overrides else []
     words = ["+preset=h200_bf16_tp1", "engine.max_len=4096", *overrides, *longer]
     if "engine.device=cpu" not in overrides:
-        monkeypatch.setattr(compare, "detect_host", lambda device: SimpleNamespace(device="cuda"))
-    jobs = compare.make_jobs({"fixed": [*words, "workload=fixed"]}, 1, tmp_path)
-    assert compare.both_fit(compose(words, app="bench"), jobs) is fit
+        monkeypatch.setattr(compare.offline, "detect_host", lambda device: SimpleNamespace(device="cuda"))
+    jobs = compare.offline.make_jobs({"fixed": [*words, "workload=fixed"]}, 1, tmp_path)
+    assert compare.offline.both_fit(compose(words, app="bench"), jobs) is fit
 
 
 def test_an_engine_that_does_not_start_is_said(compare: ModuleType, tmp_path: Path) -> None:
     with (
-        pytest.raises(compare.PeerError, match="vllm ended with exit code 1"),
-        compare.running(compare.Launch("vllm", sys.executable, {}, {})),
+        pytest.raises(compare.offline.PeerError, match="vllm ended with exit code 1"),
+        compare.offline.running(compare.launch("vllm", sys.executable, {}, {})),
     ):
         pass
 
@@ -250,7 +255,7 @@ def test_a_comparison(
     result = json.loads(out.read_text())
     assert result["schema"] == "dovetail.compare/2" and result["interleaved"]
     (row,) = result["comparisons"]
-    for name in compare.FIGURES:
+    for name in compare.offline.FIGURES:
         assert row["ratio"][name] == pytest.approx(row["dovetail"][name] / row["transformers"][name], abs=1e-4)
     assert {engine: [run["output_tokens"] for run in runs] for engine, runs in result["runs"].items()} == {
         "dovetail": [3, 15],
