@@ -73,7 +73,7 @@ class Engine:
         self._grammars: Grammars | None = None
         self._pooler = Pooler()
         self.observers = Observers()
-        self._pace = Pace()
+        self._pace = Pace() if composition.engine.late_launch else None
         self._steps = 0
         self._had_work = False
         """Since the plan launched last."""
@@ -216,13 +216,11 @@ class Engine:
 
     # Steps.
 
-    @property
     def spare(self) -> float:
-        """Seconds for which the next call of `step` can wait while the device has enough to do: requests that come
-        meanwhile are in the plan that it launches. 0 where nobody who came could be in it, or the time is not known."""
-        if len(self._launched) != self.composition.engine.depth - 1 or self._grammars:
-            return 0.0
-        if not self._launched or len(self._launched[-1].plan.rows) < len(self._sequences):
+        """Seconds for which the next call of `step` is to wait, while the device has enough to do: requests that come
+        meanwhile are in the plan that it launches. 0 where nobody who came could be in it, where the time is not known,
+        and without `engine.late_launch`."""
+        if self._pace is None or len(self._launched) != 1 or self._grammars:
             return 0.0
         return self._pace.spare(time.perf_counter()) if len(self._sequences) < self.limits.max_seqs else 0.0
 
@@ -275,7 +273,7 @@ class Engine:
         self.counters.schedule_seconds += decided - began
         submitted = time.perf_counter()
         self.counters.submit_seconds += submitted - decided
-        put_off = self._pace.launched(plan, submitted - began)
+        put_off = self._pace is not None and self._pace.launched(plan, submitted - began)
         self._launched.append(_Launched(plan, decided - began, late, bool(late), self._had_work, put_off))
         self._had_work = True
         return True
@@ -345,8 +343,10 @@ class Engine:
         for uid, keep_len, reason in ended:
             self.finish(uid, keep_len, reason)
         self._record(launched, result)
-        put_off, left = launched.put_off and launched.follows, [other.plan for other in self._launched]
-        self._pace.took(launched.plan, result, put_off, came - began, came, left)
+        if self._pace is not None:
+            left = self._launched[0].plan if self._launched else None
+            put_off = launched.put_off and launched.follows
+            self._pace.took(launched.plan, result, put_off, came - began, came, left)
         self.counters.update_seconds += time.perf_counter() - came
         return events
 

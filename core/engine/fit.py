@@ -68,9 +68,11 @@ def _whole_steps(composition: Composition) -> Iterator[str]:
 
 
 def _no_queue(composition: Composition) -> Iterator[str]:
-    """One plan in flight is launched when the device has nothing left as it is."""
-    if composition.engine.late_launch and composition.engine.depth == 1:
+    """A launch is put off while one step runs: with none, there is nothing to wait for; with more, results would."""
+    engine = composition.engine
+    if engine.late_launch and engine.depth != 2:
         yield (
-            "engine.late_launch puts the launch of a step off while the one before it runs, and engine.depth=1 has no "
-            "other in flight. Would work: engine.depth=2, engine.late_launch=false."
+            "engine.late_launch puts the launch of a step off while the one before it runs, and "
+            f"engine.depth={engine.depth} has {engine.depth - 1 or 'no'} others in flight. "
+            "Would work: engine.depth=2, engine.late_launch=false."
         )

@@ -8,28 +8,31 @@ what it costs is one wait less.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from operator import itemgetter
 
-from dovetail.core.interfaces import RowFlag, StepPlan, StepResult
+from dovetail.core.interfaces import Row, RowFlag, StepPlan, StepResult
 
 DECODE = int(RowFlag.DECODE)
 """A plain number: `&` of an enum costs half a microsecond."""
 SEEN = 16
 """Steps whose time is remembered."""
+SHORTEST = 2e-4
+"""Seconds that it is worth to wait."""
 ANCHOR = 50e-6
 """Seconds for which a result must have been waited for: one that was there already may be any time old."""
-LEAST_SLACK, MOST_SLACK = 200e-6, 5e-3
+LEAST_SLACK, MOST_SLACK = 200e-6, 2e-3
 """Seconds before the device's end at which a plan is there."""
 EASING = 0.97
 """Of the slack and of what a launch takes, from one step to the next."""
+_BOUND = itemgetter(Row._fields.index("bound"))
 
 
 class Pace:
-    """Of one engine. Told of every launch and every result; clocks are time.perf_counter's."""
+    """Of one engine with two plans in flight. Told of every launch and every result; clocks are time.perf_counter's."""
 
     def __init__(self) -> None:
-        self._decodes: deque[tuple[int, float]] = deque(maxlen=SEEN)
-        """(rows, seconds on the device) of steps that fed no prompt."""
+        self._decodes: deque[tuple[int, int, float]] = deque(maxlen=SEEN)
+        """(rows, keys, seconds on the device) of steps that fed no prompt."""
         self._free_at = 0.0
         """When the device will have ended all that it was given, at the earliest; 0 = unknown."""
         self._launch = 0.0
@@ -39,11 +42,11 @@ class Pace:
         """The next launch was put off."""
 
     def spare(self, now: float) -> float:
-        """Seconds for which a launch can wait; 0 = launch now."""
-        if not self._free_at:
+        """Seconds for which a launch is to wait; 0 = launch now."""
+        seconds = self._free_at - now - self._launch - self._slack
+        if seconds < SHORTEST:
             return 0.0
-        seconds = max(self._free_at - now - self._launch - self._slack, 0.0)
-        self._waited |= seconds > 0.0
+        self._waited = True
         return seconds
 
     def launched(self, plan: StepPlan, seconds: float) -> bool:
@@ -55,25 +58,30 @@ class Pace:
         return waited
 
     def took(
-        self, plan: StepPlan, result: StepResult, put_off: bool, waited: float, now: float, left: Collection[StepPlan]
+        self, plan: StepPlan, result: StepResult, put_off: bool, waited: float, now: float, left: StepPlan | None
     ) -> None:
-        """A result that was waited for so many seconds, until now; `left`: plans that the device still has.
+        """A result that was waited for so many seconds, until now; `left`: the plan that the device still has.
         `put_off`: what `launched` said of this one, where the device had work before it."""
         if _decodes(plan) and result.device_seconds:
-            self._decodes.append((len(plan.rows), result.device_seconds))
+            self._decodes.append((len(plan.rows), _keys(plan), result.device_seconds))
         self._waited = False
         # Where the device had nothing to do before it, launches are to come earlier by as much, and twice that.
         late = result.idle_seconds if put_off else 0.0
         self._slack = min(max(self._slack * EASING, LEAST_SLACK) + 2.0 * late, MOST_SLACK)
         # The device ends steps in order: it begins the next one as this one's result is there.
-        times = [self._at_least(other) for other in left]
-        self._free_at = now + sum(times) if times and all(times) and waited >= ANCHOR else 0.0
+        seconds = 0.0 if left is None or waited < ANCHOR else self._at_least(left)
+        self._free_at = now + seconds if seconds else 0.0
 
     def _at_least(self, plan: StepPlan) -> float:
-        """Seconds: the quickest of the steps seen last that had as many rows or fewer; 0 = unknown."""
-        return min((seconds for rows, seconds in self._decodes if rows <= len(plan.rows)), default=0.0)
+        """Seconds: the quickest of the steps seen last that had no more rows and keys; 0 = unknown."""
+        count, length = len(plan.rows), _keys(plan)
+        return min((seconds for rows, keys, seconds in self._decodes if rows <= count and keys <= length), default=0.0)
 
 
 def _decodes(plan: StepPlan) -> bool:
     """Whether it feeds no prompt: decode rows come first."""
     return bool(plan.rows) and bool(plan.rows[-1].flags & DECODE)
+
+
+def _keys(plan: StepPlan) -> int:
+    return sum(map(_BOUND, plan.rows))

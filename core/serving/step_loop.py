@@ -44,15 +44,14 @@ class StepLoop:
     def run(self) -> None:
         """Until the process that started this one says stop."""
         engine, requests = self._engine, self._requests
-        late = engine.composition.engine.late_launch
-        while self._take_commands(late):
+        while self._take_commands():
             if engine.has_work:
                 for event in engine.step():
                     requests.note(event)
             self._publish()
 
-    def _take_commands(self, late: bool = False) -> bool:
-        """Carry out what arrived; sleeps while the engine has nothing to do, or with `late` nothing yet. False =
+    def _take_commands(self) -> bool:
+        """Carry out what arrived; sleeps while the engine has nothing to do, or nothing yet (Engine.spare). False =
         stop."""
         idle = not self._engine.has_work
         if idle and (self._stats_due or not all(link.up_to_date for link in self._links.values())):
@@ -72,7 +71,8 @@ class StepLoop:
                         self._obey(link, command)
             if self._loading:
                 self._answer_loaded()
-            if not late or (patience := self._engine.spare) < _NAP:
+            patience = self._engine.spare()
+            if not patience:
                 return True
 
     def _poll(self, patience: float | None) -> list[tuple[Any, int]]:

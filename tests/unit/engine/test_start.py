@@ -69,10 +69,13 @@ def test_parts_that_cannot_wait_are_refused_together_before_anything_is_loaded(m
     assert "model=" in halves and "Would work: engine.overlap_tokens=0." in halves
 
 
-def test_a_late_launch_needs_a_step_to_wait_for() -> None:
+def test_a_late_launch_needs_one_step_to_wait_for() -> None:
     words = ("engine.late_launch=true", "engine.device=cpu")
-    with pytest.raises(CapabilityError, match=r"late_launch .*Would work: engine\.depth=2, engine\.late_launch=false"):
-        check_fit(compose([*words, "engine.depth=1"]))
+    for depth in (1, 3):
+        with pytest.raises(
+            CapabilityError, match=rf"engine\.depth={depth} .*Would work: engine\.depth=2, engine\.late"
+        ):
+            check_fit(compose([*words, f"engine.depth={depth}"]))
     check_fit(compose([*words, "engine.depth=2"]))
 
 
