@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from dovetail.core.interfaces import ModelSpec
 from dovetail.plugins.app.bench.record import describe
 
 PEERS = Path(__file__).parent / "peers"
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+"""Words in names of a peer's environment whose values no result shows."""
 
 
 @dataclass(frozen=True)
@@ -164,30 +167,33 @@ def main(argv: Sequence[str]) -> int:
     workloads = chosen(overrides, args.workloads.split(","), args.set)
     over_time = {name: words for name, words in workloads.items() if has_rates(words)}
     at_once = {name: words for name, words in workloads.items() if name not in over_time}
-    script = PEERS / f"{args.peer}_server.py"
-    if over_time and not script.exists():
+    if over_time and not server_script(args.peer).exists():
         raise ConfigError(
-            f"--workloads {','.join(over_time)}: requests arrive over time, and {script.name} is not there"
+            f"--workloads {','.join(over_time)}: requests arrive over time, and {server_script(args.peer).name} is not "
+            "there"
         )
     result: dict[str, Any] = describe(composition) | {"schema": "dovetail.compare/2", "engines": {}, "comparisons": []}
+    for name, value in args.env:
+        if any(word in name.upper() for word in SECRET):
+            result["command"] = result["command"].replace(shlex.quote(f"{name}={value}"), f"{name}=...")
+
+    def save(more: dict[str, Any]) -> None:
+        """After each part: what is measured survives whatever fails after it."""
+        result.update(more)
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shared = shared_settings(composition, folder)
         jobs = offline.make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
+        servers = make_servers(args, composition, shared, folder) if over_time else ()
         if jobs:
-            result |= compare_engines(args, composition, shared, jobs)
-            write_result(args.out, result)
-        if over_time:
-            result |= compare_servers(args, composition, shared, script, over_time, folder)
-            write_result(args.out, result)
+            save(compare_engines(args, composition, shared, jobs))
+        if servers:
+            compare_servers(servers, over_time, args.rounds, folder, save)
     return 0
-
-
-def write_result(out: Path | None, result: dict[str, Any]) -> None:
-    """After each half: what is measured survives a server that does not start."""
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def compare_engines(
@@ -213,27 +219,40 @@ def launch(name: str, python: str, settings: dict[str, Any], env: dict[str, str]
     return offline.Launch(name, [python, str(PEERS / f"{name}_peer.py"), json.dumps(settings)], env)
 
 
+def server_script(peer: str) -> Path:
+    return PEERS / f"{peer}_server.py"
+
+
+def make_servers(
+    args: argparse.Namespace, composition: Composition, shared: Shared, folder: Path
+) -> tuple[served.Server, served.Server]:
+    settings = asdict(shared) | {"engine_args": args.args}
+
+    def command(port: int) -> list[str]:
+        return [args.python, str(server_script(args.peer)), json.dumps(settings | {"port": port})]
+
+    return served.dovetail_server(composition, folder), served.Server(args.peer, command, dict(args.env))
+
+
 def compare_servers(
-    args: argparse.Namespace,
-    composition: Composition,
-    shared: Shared,
-    script: Path,
+    servers: Sequence[served.Server],
     workloads: dict[str, list[str]],
+    rounds: int,
     folder: Path,
-) -> dict[str, Any]:
+    save: Callable[[dict[str, Any]], None],
+) -> None:
     """Workloads whose requests arrive over time, one server after the other."""
-    port = served.free_port()
-    settings = asdict(shared) | {"engine_args": args.args, "port": port}
-    ours = served.dovetail_server(composition, folder)
-    peer = served.Server(args.peer, [args.python, str(script), json.dumps(settings)], port, dict(args.env))
-    measured, started = {}, {}
-    for server in (ours, peer):
+    found: dict[str, dict[str, Any]] = {}
+    for server in servers:
         offline.say(f"the server of {server.name}")
-        measured[server.name], started[server.name] = served.measure(server, workloads, args.rounds, folder)
-    rows = served.compared(measured, ours.name, peer.name)
-    print("\n" + served.markdown(rows, ours.name, peer.name))
-    print("\n" + ", ".join(f"{name}'s server started in {seconds:.1f} s" for name, seconds in started.items()))
-    return {"served": rows, "servers": {"startup_s": started, "loads": measured}}
+        found[server.name] = served.measure(
+            server, workloads, rounds, folder, lambda about, name=server.name: save({"servers": found | {name: about}})
+        )
+    ours, peer = found
+    rows = served.compared({name: about["loads"] for name, about in found.items()}, ours, peer)
+    save({"servers": found, "served": rows})
+    print("\n" + served.markdown(rows, ours, peer))
+    print("\n" + ", ".join(f"{name}'s server started in {about['startup_s']:.1f} s" for name, about in found.items()))
 
 
 if __name__ == "__main__":

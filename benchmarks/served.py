@@ -13,13 +13,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail import Composition, DovetailError
+from dovetail import Composition, DovetailError, compose
 from dovetail.core.interfaces import ModelSpec
 
 RUN = str(Path(__file__).parents[1] / "run.py")
@@ -44,26 +44,32 @@ class ServerError(DovetailError):
 
 @dataclass(frozen=True)
 class Server:
-    """How a server is started, and where it will answer."""
+    """How a server is started."""
 
     name: str
-    command: Sequence[str]
-    port: int
+    command: Callable[[int], Sequence[str]]
+    """Of the port on which it is to answer."""
     env: dict[str, str]
     """Over our own environment."""
 
 
 def dovetail_server(composition: Composition, folder: Path) -> Server:
     """Ours. A model of shapes alone is served from `folder`, which has its config.json and gets a tokenizer."""
-    model, words = composition.part("model"), list(composition.overrides)
+    model = composition.part("model")
+    words = [word for word in composition.overrides if not _of_the_client(word)]
     if model.target().source(model.config).folder is None:
         spec: ModelSpec = model.facts() or model.target().spec(model.config)
         write_tokenizer(folder, spec.vocab)
         words += [f"model={model.name}", f"model.path={folder}", "model.load=dummy", "grammar=none"]
-    port = free_port()
     # vLLM refuses nobody.
-    options = ("app=serve", f"serve.port={port}", "serve.max_waiting=100000")
-    return Server("dovetail", [sys.executable, RUN, *words, *options], port, {})
+    words += ["app=serve", "serve.max_waiting=100000"]
+    compose(words)  # What it refuses is told now, not after the peer's runs.
+    return Server("dovetail", lambda port: [sys.executable, RUN, *words, f"serve.port={port}"], {})
+
+
+def _of_the_client(word: str) -> bool:
+    node = word.lstrip("+~").partition("=")[0].partition(".")[0]
+    return node in ("app", "bench", "workload")
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
@@ -85,17 +91,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(server: Server) -> Iterator[float]:
+def serving(server: Server, port: int) -> Iterator[float]:
     """Seconds until it was ready."""
     began = time.perf_counter()
-    process = subprocess.Popen(server.command, env=os.environ | server.env, stdout=STDERR)
+    process = subprocess.Popen(server.command(port), env=os.environ | server.env, stdout=STDERR)
     try:
-        while not _ready(server.port):
+        ready = False
+        while not ready:
+            ready = _ready(port)
             if process.poll() is not None:
                 raise ServerError(f"{server.name}'s server ended with exit code {process.returncode}; see above")
             if time.perf_counter() - began > LATEST:
                 raise ServerError(f"{server.name}'s server is not ready after {LATEST:g} s; see above")
-            time.sleep(POLL)
+            time.sleep(0.0 if ready else POLL)
         yield time.perf_counter() - began
     finally:
         process.terminate()
@@ -114,19 +122,39 @@ def _ready(port: int) -> bool:
         return False
 
 
-def measure(server: Server, workloads: dict[str, list[str]], rounds: int, folder: Path) -> tuple[dict[str, Any], float]:
-    """Of one server: workload -> what app=bench wrote; and the seconds of its start. `workloads`: name -> overrides of
-    the client."""
-    found = {}
-    with serving(server) as seconds:
+def _version(port: int) -> str | None:
+    """What it says that it is; None = nothing."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/version", timeout=5) as answer:
+            return str(json.load(answer)["version"])
+    except (urllib.error.URLError, OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def measure(
+    server: Server, workloads: dict[str, list[str]], rounds: int, folder: Path, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """What is to be said of one server, `loads` among it: workload -> what app=bench wrote. `workloads`: name ->
+    overrides of the client. `save` is told after each, so that nothing measured is lost."""
+    port = free_port()
+    loads: dict[str, Any] = {}
+    with serving(server, port) as seconds:
+        about = {
+            "command": list(server.command(port)),
+            "version": _version(port),
+            "startup_s": round(seconds, 2),
+            "loads": loads,
+        }
         for name, overrides in workloads.items():
             out = folder / f"{server.name}-{name}.json"
-            options = (f"bench.url=http://127.0.0.1:{server.port}/v1", f"bench.runs={rounds}", f"bench.out={out}")
-            words = [sys.executable, RUN, *overrides, "app=bench", *options]
-            if subprocess.run(words, stdout=STDERR).returncode != 0:
+            options = (f"bench.url=http://127.0.0.1:{port}/v1", f"bench.runs={rounds}", f"bench.out={out}")
+            # 1: some requests failed, which the figures say.
+            status = subprocess.run([sys.executable, RUN, *overrides, "app=bench", *options], stdout=STDERR).returncode
+            if status not in (0, 1) or not out.exists():
                 raise ServerError(f"workload={name} against {server.name}'s server failed; see above")
-            found[name] = json.loads(out.read_text(encoding="utf-8"))
-    return found, seconds
+            loads[name] = json.loads(out.read_text(encoding="utf-8"))
+            save(about)
+    return about
 
 
 def compared(measured: dict[str, dict[str, Any]], ours: str, peer: str) -> list[dict[str, Any]]:
@@ -141,6 +169,8 @@ def compared(measured: dict[str, dict[str, Any]], ours: str, peer: str) -> list[
             ]
             ratios = {name: round(figures[0][name] / value, 4) for name, value in figures[1].items() if value}
             row = {"workload": workload, "rate": mine["rate"], "requests": mine["runs"][0]["requests"]}
+            failed = [sum(run["failed"] for run in load["runs"]) for load in (mine, theirs)]
+            row |= {"failed": {ours: failed[0], peer: failed[1]}} if any(failed) else {}
             rows.append(row | {ours: figures[0], peer: figures[1], "ratio": ratios})
     return rows
 
@@ -149,7 +179,8 @@ def markdown(rows: Sequence[dict[str, Any]], ours: str, peer: str) -> str:
     head = ["workload, requests/s", *(f"{title}: {ours} / {peer} (ratio)" for title, _ in FIGURES.values())]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
-        cells = [f"{row['workload']}, {row['rate']:g} ({row['requests']} requests)"]
+        failed = ", ".join(f"{count} of {name} failed" for name, count in row.get("failed", {}).items() if count)
+        cells = [f"{row['workload']}, {row['rate']:g} ({row['requests']} requests{failed and '; ' + failed})"]
         cells += [
             f"{row[ours][name]:.4g} / {row[peer][name]:.4g} ({row['ratio'][name]:.2f})" if name in row["ratio"] else "-"
             for name in FIGURES

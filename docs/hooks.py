@@ -340,7 +340,7 @@ def _comparison(found: dict[str, Any]) -> tuple[str, str]:
     figures = {"tpot_ms": "TPOT, ms", "one_token_s": "first token of all, s", "output_tokens_per_s": "output tokens/s"}
     tables = [_ratios("workload", figures, engines, [(f"`{row['workload']}`", row) for row in found["comparisons"]])]
     if rows := found.get("served"):
-        engines = found["servers"]["startup_s"]
+        engines = {name: about["startup_s"] for name, about in found["servers"].items()}
         started = started or "servers of " + " and ".join(f"{who} ({took:.1f} s)" for who, took in engines.items())
         figures = {
             "ttft_ms.median": "first token ms, median",

@@ -1,6 +1,7 @@
 """vLLM's offline API, for compare.py. Runs under a Python that has vLLM and not Dovetail.
 
-Settings: those of compare.py's `Shared`, and "engine_args" that go to vllm.LLM over everything else.
+Settings: those of compare.py's `Shared`, and "engine_args" that go to vllm.LLM over everything else. How many tokens a
+step has is vLLM's to choose: its default is larger than ours.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ def engine_args(settings: dict[str, Any]) -> dict[str, Any]:
         "model": settings["model"],
         "load_format": "dummy" if settings["dummy"] else "auto",
         "skip_tokenizer_init": True,
+        "dtype": settings["dtype"],
         "tensor_parallel_size": settings["tp"],
         "max_model_len": settings["max_len"],
         "max_num_seqs": settings["max_seqs"],

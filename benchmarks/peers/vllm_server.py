@@ -20,7 +20,8 @@ def command(settings: dict[str, Any]) -> list[str]:
     for name, value in args.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            if value or not name.startswith("disable_"):  # Those have no opposite.
+                words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     return words

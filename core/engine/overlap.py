@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     Adapters,
     AttentionBackend,
@@ -46,6 +47,11 @@ class OverlappedForward:
         """`least`: tokens from which on a step is cut. `leave`: multiprocessors that products leave to the sums."""
         self.model, self.attention, self.adapters, self.least = model, attention, adapters, least
         self.leave = leave if device.type == "cuda" else 0
+        if self.leave and leave >= (have := torch.cuda.get_device_properties(device).multi_processor_count):
+            raise ConfigError(
+                f"engine.overlap_processors={leave} leaves products nothing: this GPU has {have} multiprocessors. 8 to "
+                "32 are what sums can use"
+            )
         self.side: Side = SideStream(device) if device.type == "cuda" else Inline()
 
     def __call__(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:

@@ -43,6 +43,8 @@ class BenchApp(App):
         self.slo = SLO(self.config.slo.ttft, self.config.slo.tpot)
         self.seed = composition.engine.seed
         self.console = Console(stderr=True, highlight=False)
+        self._sent: set[int] = set()
+        self._told = False
         target = self._target(composition)
         for name, part in workloads.items():
             # What cannot be made is found before minutes of loading.
@@ -118,8 +120,8 @@ class BenchApp(App):
         return found, timelines
 
     def _context(self, target: Target, workload: str, number: int, rate: float | None) -> WorkloadContext:
-        """Every run of every workload and rate has prompts of its own, and the same ones the next time: a server would
-        find those of the run before in its prefix cache."""
+        """Every run of every workload and rate draws prompts of its own, and the same ones the next time: a server
+        would find those of the run before in its prefix cache. What comes from a file may come again all the same."""
         seed = zlib.crc32(f"{self.seed} {workload} {rate} {number}".encode())
         return WorkloadContext(target.vocab, target.max_len, seed, rate, target.encode)
 
@@ -150,12 +152,27 @@ class BenchApp(App):
         with self._bar(title, total=len(requests)) as bar:
             timelines, told = target.run(requests, bar.done)
         figures = measure(timelines, self.slo) | told
+        if target.remembers and (again := self._sent_before(requests)):
+            figures["prompts_sent_before"] = again
         failures = dict.fromkeys(line.failure for line in timelines if line.failure)
         if figures["failed"] == len(timelines):
             raise ConfigError(f"{title}: every request failed; the first: {next(iter(failures))}")
         if failures:
             figures["failures"] = list(failures)[:5]
         return figures, timelines
+
+    def _sent_before(self, requests: Sequence[TimedRequest]) -> int:
+        """Prompts that an earlier run had: the target may know them, and is quicker by that."""
+        prompts = {hash(request.prompt_ids) for request in requests}
+        again = len(prompts & self._sent)
+        if again and not self._told:
+            self._told = True
+            self.console.print(
+                f"{again} of {len(requests)} prompts had been sent before, and the server may still have them in its "
+                "prefix cache: prompts_sent_before in the results counts them for each run"
+            )
+        self._sent |= prompts
+        return again
 
     def _tpot_of_run(
         self, target: Target, title: str, requests: Sequence[TimedRequest], figures: dict[str, Any]

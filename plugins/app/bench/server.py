@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 class ServerTarget(Target):
     """A client of one thread. The client's own delay is part of the figures and is reported beside them."""
 
+    remembers = True
+
     def __init__(self, composition: Composition, config: BenchConfig) -> None:
         super().__init__(composition)
         self.config = config

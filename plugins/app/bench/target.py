@@ -21,6 +21,9 @@ OnDone = Callable[[int], None]
 class Target(ABC):
     """`start`, then `run` any number of times, then `close`."""
 
+    remembers = False
+    """What one run left in its prefix cache is there in the next."""
+
     def __init__(self, composition: Composition) -> None:
         self.composition = composition
         model = composition.part("model")

@@ -233,6 +233,21 @@ def test_no_rate_and_no_workload_brings_prompts_of_another(server: FakeServer, t
     assert len(prompts) == len(set(prompts)) == 2 * (4 + 5)
 
 
+def test_prompts_that_a_server_may_have_cached_are_counted(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a file come in the warm-up already."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"prompt_ids": [n, n], "output_tokens": 2}) + "\n" for n in range(4)))
+    words = (f"bench.url={server.url}", "workload=trace", f"workload.path={trace}", "bench.runs=2")
+    result = bench(tmp_path, *words, "bench.one_token_run=false")
+    (load,) = result["results"][0]["loads"]
+    assert [run["prompts_sent_before"] for run in load["runs"]] == [1, 4]
+    assert "1 of 4 prompts had been sent before" in " ".join(capsys.readouterr().err.split())
+    (run,) = bench(tmp_path, f"bench.url={server.url}", *SMALL)["results"][0]["loads"][0]["runs"]
+    assert "prompts_sent_before" not in run
+
+
 def test_requests_name_adapters_as_models(server: FakeServer, tmp_path: Path) -> None:
     """Each time the same, and the first far more often than the last."""
     few = ("workload.requests=40", "workload.prompt_tokens=2", "workload.output_tokens=2", "bench.one_token_run=false")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import dovetail
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
 from dovetail.core.tokenizer import Tokenizer
@@ -183,6 +186,7 @@ def test_what_vllm_is_asked_for(compare: ModuleType, tmp_path: Path, monkeypatch
         "model": settings["model"],
         "load_format": "auto",
         "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
         "tensor_parallel_size": 2,
         "max_model_len": 128,
         "max_num_seqs": 7,
@@ -291,7 +295,9 @@ def test_servers_under_load(
     words = ["twin", "--workloads", "poisson", "--args", json.dumps({"run": str(BENCHMARKS.parent / "run.py")})]
     words += [word for name, size in sizes.items() for word in ("--set", f"poisson:workload.{name}={size}")]
     out = tmp_path / "result.json"
-    assert compare.main([*words, "--out", str(out), "--", *TINY]) == 0
+    # What is the client's alone does not disturb the server.
+    words += ["--env", "HF_TOKEN=s3cr3t", "--env", "SAMPLER=0"]
+    assert compare.main([*words, "--out", str(out), "--", *TINY, "workload.output_tokens=7", "bench.warmup=2"]) == 0
     printed = capsys.readouterr().out
     result = json.loads(out.read_text())
     assert [row["rate"] for row in result["served"]] == [20.0, 40.0] and not result["comparisons"]
@@ -299,8 +305,15 @@ def test_servers_under_load(
         assert f"| poisson, {row['rate']:g} ({row['requests']} requests) |" in printed
         for name in compare.served.FIGURES:
             assert row["ratio"][name] == pytest.approx(row["dovetail"][name] / row["twin"][name], abs=1e-3)
-    assert set(result["servers"]["startup_s"]) == {"dovetail", "twin"}
-    (found,) = result["servers"]["loads"]["twin"]["poisson"]["results"]
+    assert (
+        "s3cr3t" not in out.read_text()
+        and "SAMPLER=0" in result["command"]
+        and set(result["servers"]) == {"dovetail", "twin"}
+    )
+    ours, twin = result["servers"].values()
+    assert ours["version"] == twin["version"] == dovetail.__version__ and ours["startup_s"] > 0
+    assert "app=serve" in ours["command"] and "twin_server.py" in twin["command"][1]
+    (found,) = twin["loads"]["poisson"]["results"]
     assert all(run["failed"] == 0 for load in found["loads"] for run in load["runs"])
     started, table = load("docs/hooks.py", monkeypatch, BENCHMARKS.parent)._comparison(result)
     assert started.startswith("servers of dovetail (") and "| `poisson` at 20/s |" in table
@@ -309,7 +322,7 @@ def test_servers_under_load(
 def test_shapes_alone_are_served_with_words(compare: ModuleType, tmp_path: Path) -> None:
     composition = compose(["+preset=h200_fp8_tp1", "model=llama3_8b"], app="bench")
     compare.shared_settings(composition, tmp_path)
-    _, script, *words = compare.served.dovetail_server(composition, tmp_path).command
+    _, script, *words = compare.served.dovetail_server(composition, tmp_path).command(8123)
     assert Path(script).name == "run.py"
     served = compose(words)
     model = served.part("model")
@@ -327,6 +340,37 @@ def test_a_peer_without_a_server_is_said_first(compare: ModuleType) -> None:
 
 
 def test_a_server_that_does_not_start_is_said(compare: ModuleType) -> None:
-    server = compare.served.Server("twin", [sys.executable, "-c", "raise SystemExit(3)"], 1, {})
+    server = compare.served.Server("twin", lambda port: [sys.executable, "-c", "raise SystemExit(3)"], {})
     with pytest.raises(compare.served.ServerError, match="twin's server ended with exit code 3"):
-        compare.served.measure(server, {}, 1, Path())
+        compare.served.measure(server, {}, 1, Path(), lambda about: None)
+
+
+def test_what_was_measured_survives_the_other_server(
+    compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs with failures count as such."""
+
+    @contextmanager
+    def serving(server: Any, port: int) -> Iterator[float]:
+        yield 1.5
+
+    def bench(words: list[str], stdout: int) -> SimpleNamespace:
+        (out,) = (word.partition("=")[2] for word in words if word.startswith("bench.out="))
+        if "workload=b" in words:
+            return SimpleNamespace(returncode=2)
+        run = {"failed": 3, "requests": 8}
+        load = {"rate": 2.0, "summary": {"ttft_ms.median": {"median": 4.0}}, "runs": [run]}
+        Path(out).write_text(json.dumps({"results": [{"loads": [load]}]}))
+        return SimpleNamespace(returncode=1)
+
+    served = compare.served
+    monkeypatch.setattr(served, "serving", serving)
+    monkeypatch.setattr(served.subprocess, "run", bench)
+    server, saved = served.Server("twin", lambda port: ["twin"], {}), []
+    with pytest.raises(served.ServerError, match="workload=b against twin's server failed"):
+        served.measure(server, {"a": ["workload=a"], "b": ["workload=b"]}, 1, tmp_path, saved.append)
+    (about,) = saved
+    assert set(about["loads"]) == {"a"} and about["startup_s"] == 1.5
+    rows = served.compared({"ours": about["loads"], "twin": about["loads"]}, "ours", "twin")
+    assert rows[0]["failed"] == {"ours": 3, "twin": 3}
+    assert "a, 2 (8 requests; 3 of ours failed, 3 of twin failed)" in served.markdown(rows, "ours", "twin")
