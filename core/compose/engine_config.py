@@ -36,9 +36,9 @@ class EngineConfig(Config):
     depth: int = Field(1, ge=1, le=8)
     """Plans in flight: 1 waits for each step, 2 schedules one step while another runs."""
     late_launch: bool = False
-    """Serving, with a `depth` of 2: launch a step just before the device would have nothing left to do, so that
+    """In a server, with a `depth` of 2: launch a step just before the device would have nothing left to do, so that
     requests which come meanwhile are in it. First tokens come sooner, by most of a step; a device that is quicker than
-    expected waits."""
+    expected waits. (In `app=bench`, too; `LLM` launches at once.)"""
     seed: int = Field(0, ge=0)
     """Start of every random draw, on host and device."""
     memory_fraction: float = Field(0.9, gt=0, le=1)

@@ -118,6 +118,11 @@ class Drive:
     def _replica_of(self, uid: int) -> int:
         return 0
 
+    def _spare(self) -> float:
+        """Seconds for which the next step can wait for whoever comes, as it does in a server."""
+        engine: Engine = self.engine
+        return engine.spare()
+
     # Any.
 
     def run(self) -> None:
@@ -130,6 +135,9 @@ class Drive:
             wait = requests[self._added].arrival - now if self._added < len(requests) else MOST_WAIT
             if not engine.has_work:
                 _sleep_until(began + requests[self._added].arrival)
+                continue
+            if self._added < len(requests) and (spare := self._spare()):
+                _sleep_until(began + now + min(wait, spare))
                 continue
             events = self._step(wait)
             clock = time.perf_counter() - began
@@ -181,6 +189,9 @@ class ReplicatedDrive(Drive):
 
     def _replica_of(self, uid: int) -> int:
         return self.engine.replica_of(uid)
+
+    def _spare(self) -> float:
+        return 0.0  # Each replica's own loop waits.
 
     def _look(self, replica: int, stats: EngineStats) -> None:
         if stats.running and stats.pages:

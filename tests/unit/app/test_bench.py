@@ -118,6 +118,33 @@ def test_a_request_arrives_when_it_should_and_waits_for_nobody() -> None:
         target.close()
 
 
+def test_steps_are_put_off_for_requests_to_come_as_in_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated device, by a clock that only waiting moves, and a little each look at it."""
+    now = 1000.0
+
+    def look() -> float:
+        nonlocal now
+        now += 1e-6
+        return now
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", look)
+    monkeypatch.setattr(time, "sleep", wait)
+    device = ("executor=simulated", "model=tiny", "engine.depth=2", "cost=h200", "cost.step_us=10000")
+    waited = []
+    for late in (False, True):
+        target = EngineTarget(compose(["workload=fixed", *device, f"engine.late_launch={late}"], app="bench"))
+        target.start(lambda phase, share: None)
+        lines, figures = target.run([TimedRequest((1, 2), 40), TimedRequest((3, 4), 4, 0.203)], lambda done: None)
+        target.close()
+        waited.append(lines[1].ttft)
+        assert figures["device_idle"] < 0.01
+    assert waited[0] - waited[1] == pytest.approx(0.01, rel=0.05), "one step sooner"
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
