@@ -240,18 +240,26 @@ def compared(measured: Measured, jobs: dict[str, list[Job]], ours: str, peer: st
 
 
 def markdown(rows: Sequence[dict[str, Any]], ours: str, peer: str) -> str:
+    named = {
+        f"{row['workload']}, {row['requests']} x {row['prompt_tokens']}/{row['output_tokens']}": row for row in rows
+    }
+    return ratio_table("workload", FIGURES, named, ours, peer)
+
+
+def ratio_table(
+    title: str, figures: dict[str, tuple[str, bool]], rows: dict[str, dict[str, Any]], ours: str, peer: str
+) -> str:
     """Ratios are ours over the peer's: below 1 is faster where the figure is a time."""
-    head = ["workload", *(f"{title}: {ours} / {peer} (ratio)" for title, _ in FIGURES.values())]
+    head = [title, *(f"{text}: {ours} / {peer} (ratio)" for text, _ in figures.values())]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for row in rows:
-        size = f"{row['workload']}, {row['requests']} x {row['prompt_tokens']}/{row['output_tokens']}"
+    for name, row in rows.items():
         cells = [
-            f"{row[ours][name]:g} / {row[peer][name]:g} ({row['ratio'].get(name, float('nan')):.2f})"
-            if name in row[ours]
+            f"{row[ours][figure]:g} / {row[peer][figure]:g} ({row['ratio'][figure]:.2f})"
+            if figure in row["ratio"]
             else "-"
-            for name in FIGURES
+            for figure in figures
         ]
-        lines.append(f"| {' | '.join([size, *cells])} |")
+        lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
 
 

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail import Composition, DovetailError, compose
+from offline import ratio_table
+
+from dovetail import Composition, DovetailError
 from dovetail.core.interfaces import ModelSpec
 
 RUN = str(Path(__file__).parents[1] / "run.py")
@@ -63,7 +65,6 @@ def dovetail_server(composition: Composition, folder: Path) -> Server:
         words += [f"model={model.name}", f"model.path={folder}", "model.load=dummy", "grammar=none"]
     # vLLM refuses nobody.
     words += ["app=serve", "serve.max_waiting=100000"]
-    compose(words)  # What it refuses is told now, not after the peer's runs.
     return Server("dovetail", lambda port: [sys.executable, RUN, *words, f"serve.port={port}"], {})
 
 
@@ -96,14 +97,12 @@ def serving(server: Server, port: int) -> Iterator[float]:
     began = time.perf_counter()
     process = subprocess.Popen(server.command(port), env=os.environ | server.env, stdout=STDERR)
     try:
-        ready = False
-        while not ready:
-            ready = _ready(port)
-            if process.poll() is not None:
-                raise ServerError(f"{server.name}'s server ended with exit code {process.returncode}; see above")
+        while not _ready(port):
+            _check(server, process)
             if time.perf_counter() - began > LATEST:
                 raise ServerError(f"{server.name}'s server is not ready after {LATEST:g} s; see above")
-            time.sleep(0.0 if ready else POLL)
+            time.sleep(POLL)
+        _check(server, process)  # Or somebody else answers on that port.
         yield time.perf_counter() - began
     finally:
         process.terminate()
@@ -112,6 +111,11 @@ def serving(server: Server, port: int) -> Iterator[float]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _check(server: Server, process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        raise ServerError(f"{server.name}'s server ended with exit code {process.returncode}; see above")
 
 
 def _ready(port: int) -> bool:
@@ -176,14 +180,8 @@ def compared(measured: dict[str, dict[str, Any]], ours: str, peer: str) -> list[
 
 
 def markdown(rows: Sequence[dict[str, Any]], ours: str, peer: str) -> str:
-    head = ["workload, requests/s", *(f"{title}: {ours} / {peer} (ratio)" for title, _ in FIGURES.values())]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    named = {}
     for row in rows:
-        failed = ", ".join(f"{count} of {name} failed" for name, count in row.get("failed", {}).items() if count)
-        cells = [f"{row['workload']}, {row['rate']:g} ({row['requests']} requests{failed and '; ' + failed})"]
-        cells += [
-            f"{row[ours][name]:.4g} / {row[peer][name]:.4g} ({row['ratio'][name]:.2f})" if name in row["ratio"] else "-"
-            for name in FIGURES
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        failed = "".join(f"; {count} of {name} failed" for name, count in row.get("failed", {}).items() if count)
+        named[f"{row['workload']}, {row['rate']:g} ({row['requests']} requests{failed})"] = row
+    return ratio_table("workload, requests/s", FIGURES, named, ours, peer)

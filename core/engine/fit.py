@@ -21,7 +21,7 @@ def check_fit(composition: Composition) -> None:
     spec = model.target().spec(model.config)
     here = host.detect_host(composition.engine.device)
     composition.check(here, host.model_facts(spec))
-    if conflicts := [*_late_drafts(composition, here), *_whole_steps(composition), *_no_queue(composition)]:
+    if conflicts := [*_late_drafts(composition, here), *_whole_steps(composition), *_no_effect(composition)]:
         raise CapabilityError(conflicts)
     check_weights_fit(composition, spec, here)
     check_folders(composition)
@@ -54,22 +54,23 @@ def _late_drafts(composition: Composition, here: Host) -> Iterator[str]:
 
 def _whole_steps(composition: Composition) -> Iterator[str]:
     """A step's halves can take turns only where the model hands out its collective calls."""
-    model, engine = composition.part("model"), composition.engine
-    if engine.overlap_processors and not engine.overlap_tokens:
-        yield (
-            f"engine.overlap_processors={engine.overlap_processors} is for steps that run as two halves, and "
-            "engine.overlap_tokens=0 cuts none. Would work: engine.overlap_tokens=4096, engine.overlap_processors=0."
-        )
-    if engine.overlap_tokens and model.target().layers is Model.layers:
+    model = composition.part("model")
+    if composition.engine.overlap_tokens and model.target().layers is Model.layers:
         yield (
             f"model={model.name} makes its collective calls by itself (it has no `layers`), and "
             "engine.overlap_tokens runs a step as two halves in turns. Would work: engine.overlap_tokens=0."
         )
 
 
-def _no_queue(composition: Composition) -> Iterator[str]:
-    """A launch is put off while one step runs: with none, there is nothing to wait for; with more, results would."""
+def _no_effect(composition: Composition) -> Iterator[str]:
+    """Options of the engine for what others of its options rule out."""
     engine = composition.engine
+    if engine.overlap_processors and not engine.overlap_tokens:
+        yield (
+            f"engine.overlap_processors={engine.overlap_processors} is for steps that run as two halves, and "
+            "engine.overlap_tokens=0 cuts none. Would work: engine.overlap_tokens=4096, engine.overlap_processors=0."
+        )
+    # With no other step in flight there is nothing to wait for; with more, results would wait.
     if engine.late_launch and engine.depth != 2:
         yield (
             "engine.late_launch puts the launch of a step off while the one before it runs, and "

@@ -203,11 +203,17 @@ def test_what_vllm_is_asked_to_serve(compare: ModuleType, tmp_path: Path, monkey
     load("peers/vllm_peer.py", monkeypatch)
     server = load("peers/vllm_server.py", monkeypatch)
     settings = compare.asdict(compare.shared_settings(compose(TINY, app="bench"), tmp_path))
-    more = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "compilation_config": {"level": 3}}
+    more = {
+        "kv_cache_dtype": "fp8",
+        "enable_prefix_caching": False,
+        "disable_log_requests": False,
+        "compilation_config": {"level": 3},
+    }
     program, *words = server.command(settings | {"engine_args": more, "port": 8123})
     assert program == sys.executable and words[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert "--no-enable-prefix-caching" in words and "--disable-log-stats" in words
     assert "--skip-tokenizer-init" not in words, "its outputs are texts"
+    assert not any("log-requests" in word for word in words), "that flag has no opposite"
     given = {name: value for name, value in zip(words, words[1:], strict=False) if name.startswith("--")}
     assert given["--max-model-len"] == "128" and given["--kv-cache-dtype"] == "fp8" and given["--port"] == "8123"
     assert json.loads(given["--compilation-config"]) == {"level": 3}
@@ -372,4 +378,4 @@ def test_what_was_measured_survives_the_other_server(
     assert set(about["loads"]) == {"a"} and about["startup_s"] == 1.5
     rows = served.compared({"ours": about["loads"], "twin": about["loads"]}, "ours", "twin")
     assert rows[0]["failed"] == {"ours": 3, "twin": 3}
-    assert "a, 2 (8 requests; 3 of ours failed, 3 of twin failed)" in served.markdown(rows, "ours", "twin")
+    assert "a, 2 (8 requests; 3 of ours failed; 3 of twin failed)" in served.markdown(rows, "ours", "twin")

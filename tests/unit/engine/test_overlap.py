@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail import LLM, CapabilityError, Component, Config
+from dovetail import LLM, CapabilityError, Component, Config, ConfigError
 from dovetail.core.compose import compose, installed
 from dovetail.core.compose.registry import Package, Registered, Registry
 from dovetail.core.engine.fit import check_fit
-from dovetail.core.engine.overlap import TILE, halve, leaving, middle, why_useless
+from dovetail.core.engine.overlap import TILE, OverlappedForward, halve, leaving, middle, why_useless
 from dovetail.core.interfaces import AttentionBackend, AttnCtx, ForwardContext, HostBounds, KVGroup, Model
 from dovetail.core.layers.interleave import SideStream, interleave
 from dovetail.core.testing.paging import Paging
@@ -230,6 +230,14 @@ def test_products_leave_multiprocessors_while_halves_take_turns(monkeypatch: pyt
         assert told == [16]
         raise ZeroDivisionError
     assert told == [16, None]
+
+
+def test_products_must_keep_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    made: Any = partial(OverlappedForward, None, None, None, torch.device("cuda"), least=1)
+    with pytest.raises(ConfigError, match=r"overlap_processors=132 .* 132 multiprocessors"):
+        made(leave=132)
 
 
 def test_multiprocessors_left_to_no_halves_are_refused() -> None:
