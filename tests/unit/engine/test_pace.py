@@ -121,6 +121,16 @@ def test_nothing_waits_where_nobody_could_join(monkeypatch: pytest.MonkeyPatch) 
     assert not put_off.called
 
 
+def test_nothing_waits_beside_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask is made between two results, and the plan that needs it would wait as well."""
+    engine: Any = Served(monkeypatch, "engine.late_launch=true").engine
+    monkeypatch.setattr(engine._pace, "spare", lambda now: 0.5)
+    engine._launched.append(None)
+    assert engine.spare() == 0.5
+    monkeypatch.setattr(engine, "_grammars", ["one that runs"])
+    assert engine.spare() == 0.0
+
+
 def test_steps_that_become_quicker_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short request after one whose context made each step long."""
     more = ("model=llama3_8b", "cost.step_us=100", "engine.late_launch=true", "engine.max_len=120000")
