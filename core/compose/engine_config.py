@@ -50,9 +50,6 @@ class EngineConfig(Config):
     overlap_tokens: int = Field(0, ge=0)
     """Tokens from which on a step without a graph runs as two half-batches, so that the ranks' sums of one run under
     the products of the other; 0: no step does."""
-    overlap_processors: int = Field(0, ge=0)
-    """Multiprocessors of each GPU that the library's products (FP8's, by cuBLASLt) leave to the sums beside them, in
-    steps that run as two halves. Where sums hold some that a product counts on, it may take twice its time."""
     mask_wait: float = Field(0.01, ge=0)
     """Seconds that a step waits for the mask of a row with a grammar; one without it sits the step out."""
     start_timeout: float | None = Field(900.0, gt=0)

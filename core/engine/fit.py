@@ -65,11 +65,6 @@ def _whole_steps(composition: Composition) -> Iterator[str]:
 def _no_effect(composition: Composition) -> Iterator[str]:
     """Options of the engine for what others of its options rule out."""
     engine = composition.engine
-    if engine.overlap_processors and not engine.overlap_tokens:
-        yield (
-            f"engine.overlap_processors={engine.overlap_processors} is for steps that run as two halves, and "
-            "engine.overlap_tokens=0 cuts none. Would work: engine.overlap_tokens=4096, engine.overlap_processors=0."
-        )
     # With no other step in flight there is nothing to wait for; with more, results would wait.
     if engine.late_launch and engine.depth != 2:
         yield (

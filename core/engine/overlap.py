@@ -8,13 +8,11 @@ Shapes: T tokens, C channels, B rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     Adapters,
     AttentionBackend,
@@ -42,16 +40,9 @@ class OverlappedForward:
         device: torch.device,
         *,
         least: int,
-        leave: int = 0,
     ) -> None:
-        """`least`: tokens from which on a step is cut. `leave`: multiprocessors that products leave to the sums."""
+        """`least`: tokens from which on a step is cut."""
         self.model, self.attention, self.adapters, self.least = model, attention, adapters, least
-        self.leave = leave if device.type == "cuda" else 0
-        if self.leave and leave >= (have := torch.cuda.get_device_properties(device).multi_processor_count):
-            raise ConfigError(
-                f"engine.overlap_processors={leave} leaves products nothing: this GPU has {have} multiprocessors. 8 to "
-                "32 are what sums can use"
-            )
         self.side: Side = SideStream(device) if device.type == "cuda" else Inline()
 
     def __call__(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
@@ -66,34 +57,18 @@ class OverlappedForward:
         slots_T = None if adapters is None else adapters.slots_T
         collective.beside = True
         try:
-            with leaving(self.leave):
-                if slots_T is None:
-                    found = interleave(lanes, self.side)
-                else:
-                    slots = slots_T[:cut], slots_T[cut:].clone()
-                    found = interleave(lanes, self.side, lambda lane: setattr(adapters, "slots_T", slots[lane]))
-                    adapters.slots_T = slots_T
+            if slots_T is None:
+                found = interleave(lanes, self.side)
+            else:
+                slots = slots_T[:cut], slots_T[cut:].clone()
+                found = interleave(lanes, self.side, lambda lane: setattr(adapters, "slots_T", slots[lane]))
+                adapters.slots_T = slots_T
         finally:
             collective.beside = False
         return Hidden(
             torch.cat([half.states for half in found]),
             {tap: torch.cat([half.taps[tap] for half in found]) for tap in taps},
         )
-
-
-@contextmanager
-def leaving(processors: int) -> Iterator[None]:
-    """The library's products leave so many multiprocessors of the GPU alone. They have a program for each, all through:
-    where a kernel of sums holds some, the programs that find no room start when the others have ended, and the product
-    takes twice its time."""
-    if not processors:
-        yield
-        return
-    torch._C._set_sm_carveout_experimental(processors)
-    try:
-        yield
-    finally:
-        torch._C._set_sm_carveout_experimental(None)
 
 
 def why_useless(least: int, budget: int, ranks: int) -> str | None:

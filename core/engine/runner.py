@@ -159,12 +159,7 @@ class Runner:
             self.adapters.allocate()
         if engine.overlap_tokens:
             self._overlapped = OverlappedForward(
-                self.model,
-                self.attention,
-                self.adapters,
-                device,
-                least=engine.overlap_tokens,
-                leave=engine.overlap_processors,
+                self.model, self.attention, self.adapters, device, least=engine.overlap_tokens
             )
             if (why := why_useless(engine.overlap_tokens, engine.token_budget, self.size)) is not None:
                 note(f"engine.overlap_tokens={engine.overlap_tokens} gains nothing: {why}")

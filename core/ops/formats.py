@@ -35,6 +35,11 @@ def why_unfused(fmt: ActFormat) -> str | None:
     return None
 
 
+def scales_of_row(fmt: ActFormat, columns: int) -> int:
+    """That its encoding finds; 0 = none, or one that is known before."""
+    return -(-columns // fmt.group) if isinstance(fmt.group, int) else int(fmt.group == "token")
+
+
 def plan_emit(emit: tuple[ActFormat, ...]) -> EmitPlan:
     fused, rest = None, []
     for fmt in emit:

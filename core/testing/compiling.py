@@ -126,11 +126,14 @@ class _Driver:
 
 
 class _IndexByDispatch(TorchFunctionMode):
-    """A CPU build of torch refuses x[0] of a CUDA tensor before it sees that the tensor is fake; select it takes."""
+    """A CPU build of torch refuses x[0] and x[1:] of a CUDA tensor before it sees that the tensor is fake; select and
+    slice it takes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[1], int):
             return args[0].select(0, args[1])
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
+            return torch.ops.aten.slice(args[0], 0, args[1].start, args[1].stop, args[1].step or 1)
         return func(*args, **(kwargs or {}))
 
 

@@ -311,8 +311,9 @@ class ModelContract:
         assert_near(found[19:39], expected, self.tolerance, "logits of `layers`, beside those of `forward`")
 
     def test_halves_in_turns_are_one_step(self) -> None:
-        """Cut within a chunk, between rows, within a sequence that was there before; taps, too."""
-        whole, halved = Driver(self._model()), Driver(self._halving())
+        """Cut within a chunk, between rows, within a sequence that was there before; taps, too. What a half's boundary
+        gave is gone when its next one begins."""
+        whole, halved = Driver(self._model()), Driver(self._halving(collective=TwoPlaces(None)))
         build = halved.model.build
         halved.forward = OverlappedForward(halved.model, build.attention, None, build.device, least=2)
         sequences = {name: self._tokens(MAX_LEN) for name in "abc"}
@@ -540,6 +541,25 @@ class Handed(Alone):
 
     def _check(self) -> None:
         assert not self.forbidden, "`layers` makes a collective call by itself"
+
+
+class TwoPlaces(Alone):
+    """One rank, with memory for what two sums are made to, as one whose ranks copy has (`Collective.beside`)."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        self.given: list[Bundle] = []
+
+    def boundary(self, x: torch.Tensor | Partial, *args: Any) -> tuple[Bundle, torch.Tensor]:
+        if self.beside and isinstance(x, Partial):
+            for item in self.given[-2].items if len(self.given) > 1 else ():
+                item.values.fill_(float("nan"))
+        bundle, residual = super().boundary(x, *args)
+        if not self.beside:
+            self.given = []
+        elif isinstance(x, Partial):
+            self.given = [*self.given[-1:], bundle]
+        return bundle, residual
 
 
 class SpyAttention(AttentionBackend):

@@ -36,3 +36,8 @@ class SymmMemConfig(NcclConfig):
     shard_rows: int | None = Field(64, ge=1)
     """Rows of a step from which on sharded and nccl_sharded are measured beside the others. None = never. An algorithm
     chosen by name serves steps of any size."""
+
+    beside: Literal["copies", "nccl"] = "copies"
+    """How measured edges are made while the products of another half of the step run beside them
+    (engine.overlap_tokens). copies: by the copy engines, which hold no multiprocessor, and the residual stays with the
+    ranks by rows. nccl: by its sums."""

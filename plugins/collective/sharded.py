@@ -79,14 +79,14 @@ def own_rows(ranks: Ranks, x: torch.Tensor | RowShard) -> torch.Tensor:
     if isinstance(x, RowShard):
         return x.values
     rows = shard_rows(len(x), ranks.size)
-    return _padded(x[ranks.rank * rows : (ranks.rank + 1) * rows], rows)
+    return padded(x[ranks.rank * rows : (ranks.rank + 1) * rows], rows)
 
 
 def _summed_rows(ranks: Ranks, x_TC: torch.Tensor) -> torch.Tensor:
-    return ranks.reduce_rows(_padded(x_TC, ranks.size * shard_rows(len(x_TC), ranks.size)))
+    return ranks.reduce_rows(padded(x_TC, ranks.size * shard_rows(len(x_TC), ranks.size)))
 
 
-def _padded(x_TC: torch.Tensor, rows: int) -> torch.Tensor:
+def padded(x_TC: torch.Tensor, rows: int) -> torch.Tensor:
     """With rows of zeros behind it."""
     return x_TC if len(x_TC) == rows else pad(x_TC, (0, 0, 0, rows - len(x_TC)))
 
@@ -97,14 +97,15 @@ def _gathered(ranks: Ranks, bundle: Bundle, tokens: int) -> Bundle:
     mine += [item.scale for item in bundle.items if _scaled_by_row(item)]
     found = iter([x[:tokens] for x in ranks.gather_rows(mine)])
     items = [replace(item, values=next(found)) for item in bundle.items]
-    return Bundle(tuple(_scaled(item, next(found)) if _scaled_by_row(item) else item for item in items))
+    return Bundle(tuple(with_scale(item, next(found)) if _scaled_by_row(item) else item for item in items))
 
 
 def _scaled_by_row(item: Activation) -> bool:
     return item.scale is not None and item.format.group != "tensor"
 
 
-def _scaled(item: Activation, scale_TG: torch.Tensor) -> Activation:
+def with_scale(item: Activation, scale_TG: torch.Tensor) -> Activation:
+    """Laid out as the format says."""
     by_column = item.format.scale_layout == "column"
     return replace(item, scale=scale_TG.t().contiguous().t() if by_column else scale_TG)
 

@@ -32,15 +32,13 @@ STEPS = (
 )
 
 
-def run(model, halves: bool, lora: LoRA | None = None, leave: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def run(model, halves: bool, lora: LoRA | None = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logits and taps of each step, and all that stands in the cache."""
     torch.set_num_threads(1)
     driver, found = Driver(model), []
     turns, collective = [], model.build.collective
     if halves:
         forward = OverlappedForward(model, model.build.attention, lora, CPU, least=1)
-        # A CPU has none; what is set around the turns is the process's.
-        forward.leave = leave
         start = forward.side.start
         forward.side.start = lambda call: turns.append(collective.beside) or start(call)
         driver.forward = forward
@@ -113,14 +111,3 @@ def test_each_half_has_its_adapters(tmp_path):
     assert_equal(adapted(True), expected)
     plain = run(load_model(base), False)
     assert (expected[0][0] - plain[0][0]).std() > 0.05
-
-
-def test_products_leave_multiprocessors_during_the_turns_alone(tmp_path, monkeypatch):
-    set_now, told = [None], []
-    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", lambda count: set_now.__setitem__(0, count))
-    save_random(tmp_path, "gqa")
-    model = load_model(tmp_path)
-    reduce = model.build.collective.reduce
-    monkeypatch.setattr(model.build.collective, "reduce", lambda x: told.append(set_now[0]) or reduce(x))
-    run(model, halves=True, leave=16)
-    assert set(told) == {16, None} and set_now == [None], "16 in steps of halves, nothing in the one that is not cut"

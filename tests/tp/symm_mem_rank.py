@@ -5,14 +5,17 @@ python symm_mem_rank.py <rank> <size> <folder>
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +31,8 @@ from dovetail.plugins.collective.sharded import own_rows
 from dovetail.plugins.collective.symm_mem import kernels
 from dovetail.plugins.collective.symm_mem.choice import SizeTable
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
+from dovetail.plugins.collective.symm_mem.copies import CopiedRows
+from dovetail.plugins.collective.symm_mem.driver import WRITE
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
 from dovetail.plugins.collective.symm_mem.reduce import LARGE_ROW, SMALL_ROW, Reducer
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
@@ -61,6 +66,8 @@ SHARED_ROWS = (1, 3, 17)
 EMITS = {"fp8": (FP8_TOKEN,), "three": (PLAIN, HALVES, SCALED_ROWS)}
 CANDIDATES = (1, 600)
 DTYPES = (torch.float32, torch.float16)
+COPIED_ROWS = (1, 7, 3, 40)
+"""Of a rank. Memory grows in between, and is larger than a call needs."""
 MIXED = 12
 """Calls of every kind in one order, between ranks that are late at random."""
 
@@ -104,12 +111,58 @@ def mapped(folder: Path, rank: int, size: int) -> MappedMail:
     return mail
 
 
+class MappedMemory:
+    """SharedMemory, over files in place of GPU memory."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self.folder, self.rank, self.size, self.count = folder, rank, size, 0
+        self.keep: list[list[torch.Tensor]] = []
+
+    def allocate(self, words: int, fill: int) -> tuple[torch.Tensor, list[int]]:
+        names = [str(self.folder / f"shared{self.count}of{rank}") for rank in range(self.size)]
+        mine = torch.from_file(names[self.rank], shared=True, size=words, dtype=torch.int32).fill_(fill)
+        together(f"allocated{self.count}by", self.rank, self.size, self.folder)
+        every = [
+            mine if rank == self.rank else torch.from_file(name, shared=True, size=words, dtype=torch.int32)
+            for rank, name in enumerate(names)
+        ]
+        self.count += 1
+        self.keep.append(every)
+        return mine, [memory.data_ptr() for memory in every]
+
+
+class CopiesOfTheCpu:
+    """Driver, by the thread that calls; sometimes late."""
+
+    def __init__(self, rank: int) -> None:
+        self.random = random.Random(rank)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        if self.random.random() < 0.05:
+            time.sleep(0.003)
+        ctypes.memmove(to, source, nbytes)
+
+    def operate(self, operations: Iterable[tuple[int, int, int]]) -> None:
+        for kind, address, value in operations:
+            word = ctypes.c_int32.from_address(address)
+            if kind == WRITE:
+                word.value = value
+            else:
+                until = time.monotonic() + 30
+                while word.value - value < 0:
+                    assert time.monotonic() < until, f"{word.value} stands where {value} should come"
+                    time.sleep(1e-4)
+
+    def overwrite(self, words: torch.Tensor, value: int) -> None:
+        words.fill_(value)
+
+
 class Interpreted(SymmMemCollective):
     """Over gloo in place of NCCL."""
 
-    def __init__(self, reducer: Reducer) -> None:
-        super().__init__(SymmMemConfig(algorithm="sharded"))
-        self.given = reducer
+    def __init__(self, algorithm: str, reducer: Reducer, copies: CopiedRows | None = None) -> None:
+        super().__init__(SymmMemConfig.model_validate({"algorithm": algorithm}))
+        self.given, self.copies, self.beside = reducer, copies, copies is not None
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         NcclCollective.connect(self, rank, size, address, device)
@@ -118,11 +171,11 @@ class Interpreted(SymmMemCollective):
 
 
 class Suite(CollectiveContract):
-    def __init__(self, reducer: Reducer) -> None:
-        self.reducer = reducer
+    def __init__(self, *given: Any) -> None:
+        self.given = given
 
     def make(self) -> Interpreted:
-        return Interpreted(self.reducer)
+        return Interpreted(*self.given)
 
 
 def summand(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -227,7 +280,32 @@ def main(rank: int, size: int, folder: Path) -> None:
     for rows in CANDIDATES:
         out["argmax", rows] = reducer.argmax(*candidates(rank, rows))
     # Edges of a pass, norms that the kernels do not know among them.
-    out["pass",] = Suite(reducer)._passes(rank, size, meeting(rank, folder))
+    out["pass", "sharded"] = Suite("sharded", reducer)._passes(rank, size, meeting(rank, folder))
+    copies = CopiedRows(MappedMemory(folder, rank, size), CopiesOfTheCpu(rank), rank, size)  # type: ignore[arg-type]
+    (folder / "address").unlink(missing_ok=True)
+    together("again", rank, size, folder)
+    out["pass", "copies"] = Suite("measured", reducer, copies)._passes(rank, size, meeting(rank, folder))
+    for rows in COPIED_ROWS:
+        for dtype in DTYPES:
+            x = summand(rank, (rows * size, COLUMNS), dtype)
+            mine = copies.reduce_rows(x)
+            out["copied", rows, dtype, "own rows"] = mine
+            out["copied", rows, dtype] = torch.cat([part.clone() for part in copies.gather_rows([mine, mine])])
+    for dtype in DTYPES:
+        weight = summand(90, (COLUMNS,), dtype)
+        for rows, (name, emit) in product(SHARED_ROWS, EMITS.items()):
+            x, residual = summand(rank, (rows, COLUMNS), dtype), summand(91, (rows, COLUMNS), dtype)
+            assert copies.shares(emit) == (name != "three")
+            one = emit[:2]
+            bundle, after = copies.share(x, None if rows == 1 else own_rows(copies, residual), weight, EPS, one)
+            out["copied", dtype, rows, name, "own rows"] = after
+            for fmt in one:
+                out["copied", dtype, rows, name, fmt.name] = bundle[fmt].values.clone().view(torch.uint8)
+                if bundle[fmt].scale is not None:
+                    out["copied", dtype, rows, name, fmt.name, "scale"] = bundle[fmt].scale.clone()
+    # What one call gathered stands until the second call from there.
+    first, second = (copies.gather_rows([torch.full((5, 3), float(10 * rank + i))])[0] for i in range(2))
+    out["gathered",] = torch.cat([first, second])
     torch.save(out, folder / f"{rank}.pt")
     # Nothing is left in a mailbox, and a word is never waited for again once a rank has died.
     together("done", rank, size, folder)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from symm_mem_rank import (
     BOXES,
     CANDIDATES,
     COLUMNS,
+    COPIED_ROWS,
     DTYPES,
     EMITS,
     EMPTY,
@@ -71,12 +73,24 @@ def in_rank_order(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def test_edges_of_a_pass_have_the_same_bits_on_every_rank(results: Results) -> None:
     """The ranks have held them against what they should be."""
-    assert all(result["pass",] == results[0]["pass",] for result in results)
+    for how in ("sharded", "copies"):
+        assert all(result["pass", how] == results[0]["pass", how] for result in results)
+
+
+def test_copied_rows_are_the_sums_in_rank_order(results: Results) -> None:
+    for rows, dtype in product(COPIED_ROWS, DTYPES):
+        expected = in_rank_order((rows * SIZE, COLUMNS), dtype).to(dtype)
+        assert torch.equal(results[0]["copied", rows, dtype], torch.cat([expected, expected]))
+
+
+def test_what_a_copy_gathered_stands_until_the_second_call_from_there(results: Results) -> None:
+    expected = [torch.full((5, 3), float(10 * rank + i)) for i in range(2) for rank in range(SIZE)]
+    assert torch.equal(results[0]["gathered",], torch.cat(expected))
 
 
 def test_every_result_has_the_same_bits_on_every_rank(results: Results) -> None:
     for key, value in results[0].items():
-        if key[-1] in ("own rows", "pass"):
+        if key[-1] == "own rows" or key[0] == "pass":
             continue
         for other in results[1:]:
             bits = [x.contiguous().view(torch.uint8) for x in (value, other[key])]
@@ -109,26 +123,31 @@ def test_a_boundary_is_the_sum_the_residual_and_the_norm(results: Results, algor
         assert (found["int8"].int() - bundle[INT8_TOKEN].values.int()).abs().max() <= 1
 
 
+@pytest.mark.parametrize("how", ["sharded", "copied"])
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.float16) for name in EMITS), ("three", torch.float32)], ids=str
 )
-def test_a_rank_sums_its_rows_and_gets_all_that_came_out(results: Results, name: str, dtype: torch.dtype) -> None:
+def test_a_rank_sums_its_rows_and_gets_all_that_came_out(
+    results: Results, name: str, dtype: torch.dtype, how: str
+) -> None:
     weight, emit = summand(90, (COLUMNS,), dtype), EMITS[name]
+    # Copies are shared where one kernel writes all formats.
+    emit = emit[:2] if how == "copied" else emit
     for rows in SHARED_ROWS:
         shape = rows, COLUMNS
         residual = torch.zeros(shape, dtype=dtype) if rows == 1 else summand(91, shape, dtype)
         total = sum((summand(rank, shape, dtype).float() for rank in range(SIZE)), torch.zeros(shape))
         after = (total + residual.float()).to(dtype)
-        own = torch.cat([result["sharded", dtype, rows, name, "own rows"] for result in results])
+        own = torch.cat([result[how, dtype, rows, name, "own rows"] for result in results])
         assert torch.equal(own[:rows], after)
         expected, _ = rms_norm_reference(after, None, weight, EPS, emit)
         for fmt in emit:
-            found = results[0]["sharded", dtype, rows, name, fmt.name].view(expected[fmt].values.dtype).float()
+            found = results[0][how, dtype, rows, name, fmt.name].view(expected[fmt].values.dtype).float()
             # A value on the edge between two may fall to either side.
             step = 0.13 if fmt is FP8_TOKEN else 4e-3 if torch.float16 in (dtype, fmt.dtype) else 1e-5
             torch.testing.assert_close(found, expected[fmt].values.float(), rtol=step, atol=2e-3)
             if fmt is not PLAIN:
-                scale = results[0]["sharded", dtype, rows, name, fmt.name, "scale"]
+                scale = results[0][how, dtype, rows, name, fmt.name, "scale"]
                 torch.testing.assert_close(scale, expected[fmt].scale, rtol=4e-3, atol=0)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
-from dovetail.core.ops.formats import encode
+from dovetail.core.ops.formats import encode, scales_of_row
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 
@@ -35,7 +35,7 @@ class Target:
             return cls(fmt, values)
         if fmt.group == "tensor":
             return cls(fmt, values, fmt.static_scale)
-        groups = 1 if fmt.group == "token" else triton.cdiv(columns, fmt.group)
+        groups = scales_of_row(fmt, columns)
         if fmt.scale_layout == "column":
             return cls(fmt, values, torch.empty(groups, tokens, dtype=torch.float32, device=device).t())
         return cls(fmt, values, torch.empty(tokens, groups, dtype=torch.float32, device=device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,8 +19,11 @@ from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.sharded import RowShard, edge, own_rows
 from dovetail.plugins.collective.symm_mem.choice import SizeTable, measure, quickest
+from dovetail.plugins.collective.symm_mem.copies import CopiedRows
+from dovetail.plugins.collective.symm_mem.driver import Driver
 from dovetail.plugins.collective.symm_mem.kernels import encode_fp8
 from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
+from dovetail.plugins.collective.symm_mem.memory import SharedMemory
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 
 if TYPE_CHECKING:
@@ -50,12 +54,16 @@ class SymmMemCollective(NcclCollective):
 
     config: SymmMemConfig
     reducer: Reducer | None = None
+    copies: CopiedRows | None = None
+    """For edges beside products; None = NCCL makes them."""
     sums: SizeTable
     edges: SizeTable
     """For `all_reduce` and for `boundary`."""
     sharded_edges: Edges
     """For a `boundary` that may shard the residual."""
     _dead = False
+    _memory: SharedMemory | None = None
+    _stopping: threading.Thread | None = None
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         if device.type != "cuda":
@@ -69,7 +77,10 @@ class SymmMemCollective(NcclCollective):
             return
         store = dist.PrefixStore("symm_mem", self._rendezvous.store)
         algorithm, shards = self.config.algorithm, self._shards_from is not None
-        self.reducer = Reducer(Mailbox(rank, size, store, device, shards or algorithm == "sharded"), rank, size)
+        self._memory = SharedMemory(rank, size, store, device)
+        self.reducer = Reducer(Mailbox(self._memory, size, device, shards or algorithm == "sharded"), rank, size)
+        if algorithm == "measured" and self.config.beside == "copies":
+            self.copies = CopiedRows(self._memory, Driver(device, size), rank, size)
         if algorithm == "measured":
             self.sums, self.edges, self.sharded_edges = self.measured(shards)
             if rank == 0:
@@ -96,9 +107,17 @@ class SymmMemCollective(NcclCollective):
         norm: Norm,
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> tuple[Bundle, Residual]:
-        if self.size == 1 or not isinstance(x, Partial) or type(norm) is not RMSNorm:
+        if self.size == 1 or not isinstance(x, Partial):
             return super().boundary(x, residual, norm, emit)
         self._check()
+        if self._beside_products and self.copies is not None:
+            if type(norm) is not RMSNorm or not self.copies.shares(emit):
+                return edge(self.copies, x, residual, norm, emit)
+            own = None if residual is None else own_rows(self, residual)
+            bundle, summed = self.copies.share(x.values, own, norm.weight, norm.eps, emit)
+            return bundle, RowShard(summed, len(x.values))
+        if type(norm) is not RMSNorm:
+            return super().boundary(x, residual, norm, emit)
         # A residual that lies over the ranks stays there to the end of the pass.
         algorithm = self._edge(x.values, emit)
         if isinstance(residual, RowShard):
@@ -132,7 +151,7 @@ class SymmMemCollective(NcclCollective):
     @property
     def _beside_products(self) -> bool:
         """Kernels of ours hold every multiprocessor while they wait, and NCCL's edges by rows take turns with the
-        products: its sums alone run beside them. An algorithm that was asked for by name serves there, too."""
+        products: copies run beside them, or NCCL's sums. An algorithm that was asked for by name serves there, too."""
         return self.beside and self.config.algorithm == "measured"
 
     def _shards(self, x: torch.Tensor | Partial) -> bool:
@@ -149,14 +168,25 @@ class SymmMemCollective(NcclCollective):
 
     def abort(self) -> None:
         self._dead = True
-        reducer = self.reducer  # `close` may come meanwhile.
+        # At once: what ends the waiting of our kernels may itself wait for a kernel of NCCL's, which `super` ends, and
+        # that may stand behind one of ours.
+        if self._stopping is None or not self._stopping.is_alive():
+            self._stopping = threading.Thread(target=self._stop, name="end of waiting", daemon=True)
+            self._stopping.start()
+        super().abort()
+
+    def _stop(self) -> None:
+        reducer, copies = self.reducer, self.copies  # `close` may come meanwhile.
+        if copies is not None:
+            copies.stop()
         if reducer is not None:
             reducer.mail.stop()
-        super().abort()
 
     def close(self) -> None:
         super().close()
-        self.reducer = None
+        if self.copies is not None:
+            self.copies.close()
+        self.reducer = self.copies = self._memory = None
 
     def _check(self) -> None:
         if self._dead:

@@ -407,7 +407,7 @@ def two_shot(
     tl.store(turn_ptr + program, turn)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "share"])
 def sharded(
     x_ptr,
     out_ptr,
@@ -543,3 +543,69 @@ def sharded(
                 tl.store(scale_ptr + come * scale_st + groups * scale_sg, come_scale_fp32, mask=ok_scale)
         turn = 1 - turn
     tl.store(turn_ptr + program, turn)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sum_copies(
+    inbox_ptr,
+    own_ptr,
+    out_ptr,
+    residual_ptr,
+    weight_ptr,
+    plain_ptr,
+    rank,
+    rows,
+    C,
+    eps,
+    values_ptr,
+    scale_ptr,
+    static_ptr,
+    pre_ptr,
+    scale_st,
+    scale_sg,
+    ENCODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    WORLD: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Of `rows` rows that every rank sent, in rank order in float32. This rank's own are not in the inbox. Sums and
+    residual have these rows; what comes out has those of all ranks, and this one's are written."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, VALUES)
+    inside = columns < C
+    place = row * C + columns
+    total = tl.zeros((VALUES,), tl.float32)
+    for source in tl.static_range(WORLD):
+        sent = tl.load(inbox_ptr + source * rows * C + place, mask=inside & (rank != source), other=0.0)
+        own = tl.load(own_ptr + place, mask=inside & (rank == source), other=0.0)
+        total += sent.to(tl.float32) + own.to(tl.float32)
+    residual = 0.0
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    weight = 0.0
+    if NORM:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    before = rank * rows
+    finish(
+        total,
+        before + row,
+        columns,
+        inside,
+        out_ptr - before * C,
+        residual,
+        weight,
+        plain_ptr,
+        C,
+        eps,
+        values_ptr,
+        scale_ptr,
+        static_ptr,
+        pre_ptr,
+        scale_st,
+        scale_sg,
+        ENCODE,
+        GROUP,
+        NORM,
+        VALUES,
+    )

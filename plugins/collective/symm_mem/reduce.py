@@ -11,7 +11,7 @@ import torch
 import triton
 
 from dovetail.core.interfaces import ActFormat, Bundle
-from dovetail.core.ops.formats import EmitPlan, plan_emit
+from dovetail.core.ops.formats import EmitPlan, plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import Target, collect
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.collective.sharded import shard_rows
@@ -239,8 +239,7 @@ def _row_words(plan: EmitPlan, x_TC: torch.Tensor) -> tuple[int, int, int]:
     plain = columns * x_TC.element_size() // WORD if plan.plain else 0
     if fmt is None:
         return plain, 0, 0
-    scales = -(-columns // fmt.group) if isinstance(fmt.group, int) else int(fmt.group == "token")
-    return plain, columns * (fmt.dtype or x_TC.dtype).itemsize // WORD, scales
+    return plain, columns * (fmt.dtype or x_TC.dtype).itemsize // WORD, scales_of_row(fmt, columns)
 
 
 def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:

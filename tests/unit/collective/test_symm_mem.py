@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,9 +17,10 @@ from dovetail.core.errors import CapabilityError, DovetailError
 from dovetail.core.interfaces import PLAIN, ActFormat, Partial
 from dovetail.core.layers import RMSNorm
 from dovetail.plugins.collective.config import SymmMemConfig
+from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem.choice import SizeTable, quickest
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
-from dovetail.plugins.collective.symm_mem.mailbox import CountedAnew
+from dovetail.plugins.collective.symm_mem.memory import CountedAnew
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -62,9 +64,25 @@ def test_steps_of_many_rows_may_take_another_table() -> None:
     picks = [(7, bytes_alone, "two_shot"), (8, bytes_alone, "sharded"), (8, both, "nccl"), (8, (PLAIN,), "nccl")]
     for rows, emit, name in picks:
         assert collective._edge(torch.ones(rows, 8), emit) == name
-    # Beside products the residual stays whole.
+    # Where halves take turns nothing of this is looked up for edges by copies; without them the residual stays whole.
     collective.beside = True
     assert [collective._edge(torch.ones(rows, 8), emit) for rows, emit, _ in picks] == ["nccl"] * 4
+
+
+@pytest.mark.parametrize("first", ["ours", "nccl"])
+def test_abort_ends_kernels_of_ours_and_of_nccl_whichever_must_be_first(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either may wait for the other's."""
+    ended, waited = threading.Event(), []
+    orders = {"ours": lambda *_: ended.set(), "nccl": lambda *_: waited.append(ended.wait(10))}
+    stop, abort = orders.values() if first == "ours" else (orders["nccl"], orders["ours"])
+    collective: Any = SymmMemCollective(SymmMemConfig())
+    collective.reducer = SimpleNamespace(mail=SimpleNamespace(stop=stop))
+    monkeypatch.setattr(NcclCollective, "abort", abort)
+    collective.abort()
+    collective._stopping.join(10)
+    assert waited == [True]
 
 
 def test_an_algorithm_asked_for_by_name_serves_beside_products_too() -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail import LLM, CapabilityError, Component, Config, ConfigError
+from dovetail import LLM, CapabilityError, Component, Config
 from dovetail.core.compose import compose, installed
 from dovetail.core.compose.registry import Package, Registered, Registry
-from dovetail.core.engine.fit import check_fit
-from dovetail.core.engine.overlap import TILE, OverlappedForward, halve, leaving, middle, why_useless
+from dovetail.core.engine.overlap import TILE, halve, middle, why_useless
 from dovetail.core.interfaces import AttentionBackend, AttnCtx, ForwardContext, HostBounds, KVGroup, Model
 from dovetail.core.layers.interleave import SideStream, interleave
 from dovetail.core.testing.paging import Paging
@@ -218,28 +217,3 @@ def test_who_gains_nothing_is_told() -> None:
         ) as llm:
             notes = llm.engine.info.notes  # type: ignore[attr-defined]
             assert any(f"engine.overlap_tokens={tokens}" in note and why in note for note in notes), notes
-
-
-def test_products_leave_multiprocessors_while_halves_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And at no other time: the setting is the process's."""
-    told: list[int | None] = []
-    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append)
-    with leaving(0):
-        assert not told
-    with pytest.raises(ZeroDivisionError), leaving(16):
-        assert told == [16]
-        raise ZeroDivisionError
-    assert told == [16, None]
-
-
-def test_products_must_keep_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    made: Any = partial(OverlappedForward, None, None, None, torch.device("cuda"), least=1)
-    with pytest.raises(ConfigError, match=r"overlap_processors=132 .* 132 multiprocessors"):
-        made(leave=132)
-
-
-def test_multiprocessors_left_to_no_halves_are_refused() -> None:
-    with pytest.raises(CapabilityError, match=r"overlap_processors=16 .*Would work: engine\.overlap_tokens=4096"):
-        check_fit(compose(["engine.device=cpu", "engine.overlap_processors=16"]))

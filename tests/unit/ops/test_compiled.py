@@ -59,6 +59,7 @@ from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton, _attends_prompts
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
+from dovetail.plugins.collective.symm_mem.copies import CopiedRows
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
@@ -306,12 +307,36 @@ def sums() -> None:
         reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "one_shot")
 
 
+class Nowhere:
+    """SharedMemory and Driver of ranks that are not there."""
+
+    def allocate(self, words: int, fill: int) -> tuple[torch.Tensor, list[int]]:
+        return cuda(words, dtype=INT32), [0] * 8
+
+    def copy(self, *what: int) -> None: ...
+
+    def operate(self, what: object) -> None: ...
+
+
+def copies() -> None:
+    for rank, (size, columns, dtype) in enumerate(((2, 96, FP32), (2, 8192, BF16), (8, 7168, BF16))):
+        nowhere: Any = Nowhere()
+        ranks = CopiedRows(nowhere, nowhere, rank, size)
+        x = cuda(4 * size, columns, dtype=dtype)
+        own = ranks.reduce_rows(x)
+        for emit in ((PLAIN, FP8_TOKEN), (FP8_TOKEN,), (FP8,)):
+            assert ranks.shares(emit)
+            ranks.share(x, own, x[0], 1e-5, emit)
+        ranks.share(x, None, x[0], 1e-5, (PLAIN,))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "norms": norms,
     "activations": activations,
     "formats": formats,
     "steps": steps,
     "sums": sums,
+    "copies": copies,
     "products": products,
     "adapters": adapters,
     **dict(attention_cases()),
@@ -502,3 +527,27 @@ def test_what_only_a_compiler_sees_is_seen():
     if not torch.cuda.is_available():
         with pytest.raises((RuntimeError, AssertionError)):
             cuda(1)
+
+
+def test_edges_of_any_number_of_rows_take_the_kernels_that_start_up_met():
+    """Else a request waits while one is compiled, half a second each."""
+    many = (128, 130, 131, 250, 256, 1000, 1024, 2049, 4096, 6000)
+    nowhere: Any = Nowhere()
+    with compiled_for_hopper(machine_code=False) as compiled:
+        reducer, ranks = rank(8), CopiedRows(nowhere, nowhere, 3, 8)
+
+        def edges(tokens: int) -> None:
+            x = cuda(tokens, 8192)
+            own = cuda(-(-tokens // 8), 8192)
+            for emit in ((FP8_TOKEN,), (PLAIN,)):
+                reducer.share(x, own, x[0], 1e-5, emit)
+                reducer.boundary(x, x, x[0], 1e-5, emit, "two_shot")
+            whole = cuda(8 * len(own), 8192)
+            ranks.share(whole, own, x[0], 1e-5, (FP8_TOKEN,))
+            ranks.reduce_rows(whole)
+
+        edges(2048)
+        met = set(compiled.variants)
+        for tokens in many:
+            edges(tokens)
+        assert set(compiled.variants) == met

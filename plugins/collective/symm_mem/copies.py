@@ -1,0 +1,207 @@
+"""Edges by the copy engines, which hold no multiprocessor: products of other tokens run beside them as if alone (so
+gather NCCL's zero-CTA collectives and torch's async tensor parallel).
+
+Each rank copies its summands of every other one's rows into that one's memory, sums, norms and encodes its own rows in
+one kernel, and copies what came out into the memory of all. Between the copies of a stream the ranks meet: the driver
+writes a word into each other one's memory and waits for theirs in its own.
+
+Shapes: T tokens, S rows of a rank's shard, C channels, G scale groups of a row.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle
+from dovetail.core.ops.formats import plan_emit, scales_of_row
+from dovetail.core.ops.kernels.formats import Target, warps
+from dovetail.plugins.collective.sharded import padded, shard_rows, with_scale
+from dovetail.plugins.collective.symm_mem.driver import WAIT, WRITE, Driver
+from dovetail.plugins.collective.symm_mem.kernels import sum_copies
+from dovetail.plugins.collective.symm_mem.memory import SharedMemory
+
+ALIGNMENT = 256
+"""Bytes, of what a kernel reads."""
+FAR = 2**30
+"""Turns ahead: what ends all waiting."""
+AGAIN = 0.01
+"""Seconds between two words that end the waiting."""
+SLACK = 1.125
+"""Of the memory, over what a step needed: cuts lie near its middle, not in it."""
+
+Shape = tuple[int, torch.dtype]
+"""Columns and type of rows that are gathered."""
+
+
+class CopiedRows:
+    """`Ranks` of sharded.py, and `share`, by which most edges take one kernel. What was gathered is overwritten by the
+    second call from there: the halves of a step, which take turns, have read it by then (core.layers.interleave)."""
+
+    def __init__(self, memory: SharedMemory, driver: Driver, rank: int, size: int) -> None:
+        self.rank, self.size, self._driver = rank, size, driver
+        self._others = [(rank + 1 + i) % size for i in range(size - 1)]
+        """Beginning with the next, so that no two ranks copy to one at a time."""
+        self._words, self._flags = memory.allocate(size, 0)
+        """A word for each rank, and where every rank has its own."""
+        self._turn = 0
+        self._summands = _Inbox(memory)
+        self._gathered = _Inbox(memory), _Inbox(memory)
+        self._ended, self._closed = threading.Event(), threading.Event()
+
+    def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
+        self._meet()
+        return self._summed(x_TC.contiguous(), None, _SUM_ALONE)
+
+    def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        flat = [part.contiguous().view(len(part), -1) for part in parts]
+        places = self._places(len(parts[0]), [(part.shape[1], part.dtype) for part in flat])
+        for place, part in zip(places, flat, strict=True):
+            self._own(place).copy_(part)
+        self._meet()
+        self._send(places)
+        return [place.view(-1, *part.shape[1:]) for place, part in zip(places, parts, strict=True)]
+
+    def shares(self, emit: tuple[ActFormat, ...]) -> bool:
+        """Whether `share` takes them: what one kernel writes."""
+        return not plan_emit(emit).rest
+
+    def share(
+        self,
+        x_TC: torch.Tensor,
+        residual_SC: torch.Tensor | None,
+        weight_C: torch.Tensor,
+        eps: float,
+        emit: tuple[ActFormat, ...],
+    ) -> tuple[Bundle, torch.Tensor]:
+        """`Collective.boundary` with an RMSNorm: all of the bundle, this rank's rows of the sum."""
+        tokens, columns = x_TC.shape
+        rows, plan, dtype = shard_rows(tokens, self.size), plan_emit(emit), x_TC.dtype
+        fmt = plan.fused
+        shapes = {"plain": (columns, dtype)} if plan.plain else {}
+        if fmt is not None:
+            shapes["values"] = columns, fmt.dtype or dtype
+            if groups := scales_of_row(fmt, columns):
+                shapes["scale"] = groups, torch.float32
+        places = dict(zip(shapes, self._places(rows, list(shapes.values())), strict=True))
+        target = Target(fmt, places.get("values"), places.get("scale"))
+        # Once the others have begun this, they have read what the places held.
+        self._meet()
+        summed_SC = self._summed(
+            padded(x_TC.contiguous(), self.size * rows),
+            residual_SC,
+            {
+                "weight_ptr": weight_C,
+                "plain_ptr": places.get("plain"),
+                "eps": eps,
+                "NORM": True,
+                **target.arguments(target.block(columns, whole_row=True)),
+            },
+        )
+        self._send(list(places.values()))
+        made = {name: place[:tokens] for name, place in places.items()}
+        items = [Activation(PLAIN, made["plain"])] if plan.plain else []
+        if fmt is not None:
+            item = Activation(fmt, made["values"], fmt.static_scale)
+            items.append(with_scale(item, made["scale"]) if "scale" in made else item)
+        return Bundle(tuple(items)), summed_SC
+
+    def stop(self) -> None:
+        """Ends the waiting, now and later; from any thread, perhaps several times."""
+        if not self._ended.is_set():
+            self._ended.set()
+            threading.Thread(target=self._end, name="end of copies", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _end(self) -> None:
+        """A rank that lives yet may write its next turn over the word that ends the waiting for it."""
+        far = (self._turn + FAR + 2**31) % 2**32 - 2**31
+        while not self._closed.wait(AGAIN):
+            self._driver.overwrite(self._words, far)
+
+    def _summed(self, x_TC: torch.Tensor, residual_SC: torch.Tensor | None, norm: dict[str, Any]) -> torch.Tensor:
+        """This rank's rows of the sum, and of the residual; `norm`: what else the kernel makes of them."""
+        rows_SC = x_TC.view(self.size, -1, x_TC.shape[-1])
+        share, inbox = rows_SC[0].nbytes, self._summands.of(x_TC.nbytes)
+        for other in self._others:
+            to, source = inbox.addresses[other] + self.rank * share, x_TC.data_ptr() + other * share
+            self._driver.copy(to, source, share)
+        self._meet()
+        summed_SC = torch.empty_like(rows_SC[0])
+        rows, columns = summed_SC.shape
+        block = max(triton.next_power_of_2(columns), norm["GROUP"])
+        sum_copies[(rows,)](
+            inbox.memory.view(x_TC.dtype),
+            rows_SC[self.rank],
+            summed_SC,
+            None if residual_SC is None else residual_SC.contiguous(),
+            rank=self.rank,
+            rows=rows,
+            C=columns,
+            WORLD=self.size,
+            VALUES=block,
+            num_warps=warps(block),
+            **norm,
+        )
+        return summed_SC
+
+    def _places(self, rows: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """For all ranks' rows of each shape, in memory that the others copy into."""
+        starts, end = [], 0
+        for columns, dtype in shapes:
+            starts.append(end)
+            end += -(-self.size * rows * columns * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self._gathered = self._gathered[::-1]
+        memory = self._gathered[0].of(end).memory
+        return [
+            memory[start:].view(dtype)[: self.size * rows * columns].view(-1, columns)
+            for start, (columns, dtype) in zip(starts, shapes, strict=True)
+        ]
+
+    def _own(self, place: torch.Tensor) -> torch.Tensor:
+        rows = len(place) // self.size
+        return place[self.rank * rows : (self.rank + 1) * rows]
+
+    def _send(self, places: Sequence[torch.Tensor]) -> None:
+        """This rank's rows of each, to the same places of every other rank."""
+        inbox = self._gathered[0]
+        own = [self._own(place) for place in places]
+        for other in self._others:
+            for rows in own:
+                offset = rows.data_ptr() - inbox.memory.data_ptr()
+                self._driver.copy(inbox.addresses[other] + offset, rows.data_ptr(), rows.nbytes)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Every rank has done what is enqueued before this."""
+        self._turn = turn = self._turn + 1
+        own = self._flags[self.rank]
+        said = [(WRITE, self._flags[other] + 4 * self.rank, turn) for other in self._others]
+        self._driver.operate([*said, *((WAIT, own + 4 * other, turn) for other in self._others)])
+
+
+_SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **Target(None).arguments(1)}
+"""Arguments of the kernel."""
+
+
+class _Inbox:
+    """Memory that the others copy into. It grows when a call needs more, on all ranks in that call."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._shared = memory
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.addresses: Sequence[int] = ()
+        """Where every rank has its own."""
+
+    def of(self, nbytes: int) -> _Inbox:
+        if len(self.memory) < nbytes:
+            words = -(-int(nbytes * SLACK) // ALIGNMENT) * ALIGNMENT // 4
+            memory, self.addresses = self._shared.allocate(words, 0)
+            self.memory = memory.view(torch.uint8)
+        return self

@@ -1,0 +1,67 @@
+"""collective.beside=copies without a GPU: how its waiting ends, where it is refused. tests/tp runs it over files."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.core.errors import CapabilityError
+from dovetail.plugins.collective.symm_mem import driver
+from dovetail.plugins.collective.symm_mem.copies import CopiedRows
+
+
+class Ranks:
+    """SharedMemory and Driver in one; remembers what the words were overwritten with."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+
+    def allocate(self, words: int, fill: int) -> tuple[torch.Tensor, list[int]]:
+        return torch.full((words,), fill, dtype=torch.int32), [0, 0]
+
+    def overwrite(self, words: torch.Tensor, value: int) -> None:
+        words.fill_(value)
+        self.values.append(value)
+
+
+def stopped(turn: int) -> tuple[CopiedRows, Ranks]:
+    ranks: Any = Ranks()
+    copies = CopiedRows(ranks, ranks, 0, 2)
+    copies._turn = turn
+    copies.stop()
+    copies.stop()
+    until = time.monotonic() + 10
+    while len(ranks.values) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    return copies, ranks
+
+
+@pytest.mark.parametrize("turn", [0, 5, 2**30, 2**31 - 2, 2**31, 2**31 + 7, 2**32 - 3, 2**33 + 1])
+def test_waiting_ends_for_this_turn_and_the_next_million(turn: int) -> None:
+    """As the driver compares: a word is not before a value where their difference in 32 bits is not negative."""
+    copies, ranks = stopped(turn)
+    copies.close()
+    for later in (turn, turn + 1, turn + 10**6):
+        difference = (ranks.values[0] - later) % 2**32
+        assert difference < 2**31, (turn, later)
+
+
+def test_words_are_written_again_until_the_ranks_part() -> None:
+    """A rank that lives yet may write its turn over one."""
+    copies, ranks = stopped(7)
+    assert len(ranks.values) >= 3
+    copies.close()
+    time.sleep(0.05)
+    count = len(ranks.values)
+    time.sleep(0.1)
+    assert len(ranks.values) == count and not [t for t in threading.enumerate() if t.name == "end of copies"]
+
+
+def test_a_driver_without_these_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LIBRARY", "libno-such-driver.so")
+    with pytest.raises(CapabilityError, match=r"libno-such-driver.*collective\.beside=nccl"):
+        driver.Driver(torch.device("cuda"), 2)
