@@ -254,13 +254,18 @@ def ratio_table(
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for name, row in rows.items():
         cells = [
-            f"{row[ours][figure]:g} / {row[peer][figure]:g} ({row['ratio'][figure]:.2f})"
+            f"{_short(row[ours][figure])} / {_short(row[peer][figure])} ({row['ratio'][figure]:.2f})"
             if figure in row["ratio"]
             else "-"
             for figure in figures
         ]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def raw(measured: Measured) -> dict[str, list[dict[str, Any]]]:

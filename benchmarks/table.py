@@ -1,0 +1,188 @@
+"""The README's table: three models beside vLLM, every workload, in one run on one machine.
+
+    python benchmarks/table.py --gpus 0,1,2 --out benchmarks/results -- --python /venvs/vllm/bin/python
+    python benchmarks/table.py --models 8b_fp8 --out /tmp/results -- --env PYTHONPATH=/vllm/site-packages
+
+Each model is a run of compare.py, which gets what follows `--`, on a GPU of its own with an equal share of the cores;
+the longest first, and whoever is left waits for a GPU. Kernels, and what else the engines keep, are compiled anew for
+each. What a run says goes to NAME.log beside its result; the tables come last. A run that fails is named, and the
+others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import offline
+import served
+
+COMPARE = Path(__file__).parent / "compare.py"
+PEER = "vllm"
+OFFLINE = "latency,batch64,batch256,throughput,long,shared_prefix"
+ONLINE = "online"
+TOLD_EVERY = 30.0
+"""Seconds between two words on what goes on."""
+CACHES = ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
+FP8 = ("--args", '{"quantization":"fp8","kv_cache_dtype":"fp8"}')
+
+
+@dataclass(frozen=True)
+class Model:
+    title: str
+    options: tuple[str, ...]
+    """Of compare.py."""
+    overrides: tuple[str, ...]
+
+
+def _online(**options: str) -> tuple[str, ...]:
+    return tuple(word for name, value in options.items() for word in ("--set", f"{ONLINE}:workload.{name}={value}"))
+
+
+MODELS = {
+    "70b_fp8": Model(
+        "70B FP8",
+        (*FP8, "--whole-only", "throughput", *_online(seconds="4", at_least="8", rates="[1,2,4,8,16]")),
+        ("+preset=h200_fp8_tp1", "model=llama3_70b", "engine.max_len=9216", "engine.max_seqs=256"),
+    ),
+    "8b_bf16": Model(
+        "8B bf16",
+        _online(seconds="8", at_least="8"),
+        ("+preset=h200_bf16_tp1", "model=llama3_8b", "engine.max_len=9216", "engine.max_seqs=512"),
+    ),
+    "8b_fp8": Model(
+        "8B FP8",
+        (*FP8, *_online(seconds="8", at_least="8")),
+        ("+preset=h200_fp8_tp1", "model=llama3_8b", "engine.max_len=9216", "engine.max_seqs=512"),
+    ),
+}
+"""The longest first."""
+
+
+@dataclass(frozen=True)
+class Place:
+    gpu: str
+    cores: frozenset[int]
+
+
+def places(gpus: Sequence[str]) -> list[Place]:
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // len(gpus))
+    return [Place(gpu, frozenset(cores[i * share : (i + 1) * share] or cores)) for i, gpu in enumerate(gpus)]
+
+
+def command(model: Model, out: Path, options: Sequence[str]) -> list[str]:
+    fixed = [PEER, "--workloads", f"{OFFLINE},{ONLINE}", "--rounds", "1", "--order", "sequential", "--out", str(out)]
+    # Of two equal options the last counts, so the caller's come after ours.
+    return [sys.executable, str(COMPARE), *fixed, *model.options, *options, "--", *model.overrides]
+
+
+def run(name: str, place: Place, folder: Path, options: Sequence[str]) -> bool:
+    """Whether it ended well."""
+    out, log = result_file(folder, name), folder / f"{name}.log"
+    with tempfile.TemporaryDirectory() as caches, log.open("w", encoding="utf-8") as words:
+        env = os.environ | {cache: str(Path(caches) / cache) for cache in CACHES} | {"CUDA_VISIBLE_DEVICES": place.gpu}
+        process = subprocess.Popen(
+            command(MODELS[name], out, options), env=env, stdin=subprocess.DEVNULL, stdout=words, stderr=words
+        )
+        # What it starts later has these cores, too.
+        os.sched_setaffinity(process.pid, place.cores)
+        began = told = time.monotonic()
+        while process.poll() is None:
+            time.sleep(0.1)
+            if time.monotonic() - told > TOLD_EVERY:
+                told = time.monotonic()
+                offline.say(f"{name} on GPU {place.gpu}, {told - began:.0f} s: {last_words(log)}")
+    end = "done" if process.returncode == 0 else f"exit code {process.returncode}, see {log}"
+    offline.say(f"{name} on GPU {place.gpu}, {time.monotonic() - began:.0f} s: {end}")
+    return process.returncode == 0
+
+
+def last_words(log: Path) -> str:
+    said = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").split("\n")
+    return next((line.strip()[:160] for line in reversed(said) if line.strip()), "")
+
+
+def result_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}_beside_{PEER}.json"
+
+
+def run_all(names: Sequence[str], gpus: Sequence[str], folder: Path, options: Sequence[str]) -> list[str]:
+    """Names of those that failed."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in sorted(names, key=list(MODELS).index):
+        waiting.put(name)
+    failed: list[str] = []
+
+    def work(place: Place) -> None:
+        while True:
+            try:
+                name = waiting.get_nowait()
+            except queue.Empty:
+                return
+            if not run(name, place, folder, options):
+                failed.append(name)
+
+    workers = [threading.Thread(target=work, args=(place,)) for place in places(gpus)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return failed
+
+
+def tables(results: dict[str, dict[str, Any]]) -> str:
+    """Name of a model -> what compare.py wrote."""
+    at_once: dict[str, dict[str, Any]] = {}
+    over_time: dict[str, dict[str, Any]] = {}
+    lines = []
+    for name, result in results.items():
+        title = MODELS[name].title
+        for row in result["comparisons"]:
+            at_once[f"{title}, {row['requests']} x {row['prompt_tokens']}/{row['output_tokens']}"] = row
+        for row in result.get("served", ()):
+            over_time[f"{title}, {row['rate']:g} ({row['requests']})"] = row
+        for kind, about in (("engine", result["engines"]), ("server", result.get("servers", {}))):
+            if about:
+                started = ", ".join(f"{engine} {told['startup_s']:.1f} s" for engine, told in about.items())
+                lines.append(f"{title}: {kind} started in: {started}")
+    parts = []
+    if at_once:
+        parts.append(offline.ratio_table("model, requests", offline.FIGURES, at_once, "dovetail", PEER))
+    if over_time:
+        parts.append(offline.ratio_table("model, requests/s (requests)", served.FIGURES, over_time, "dovetail", PEER))
+    return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def main(argv: Sequence[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", default="0", help="indices, with commas between them")
+    parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
+    parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
+    args = parser.parse_args(argv[:cut])
+    names = args.models.split(",")
+    if unknown := [name for name in names if name not in MODELS]:
+        parser.error(f"--models {','.join(unknown)}: there are {', '.join(MODELS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = run_all(names, args.gpus.split(","), args.out, argv[cut + 1 :])
+    files = {name: result_file(args.out, name) for name in MODELS if name in names and name not in failed}
+    print(tables({name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}))
+    for name in failed:
+        print(f"table.py: {name} failed, see {args.out / f'{name}.log'}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""table.py: each model on a GPU and cores of its own, the longest first, and one table of all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+STAND_IN = """
+import json, os, sys, time
+words = sys.argv[1:]
+cut = words.index("--")
+out, model = words[words.index("--out") + 1], words[cut + 2]
+print("measuring", model, flush=True)
+if "70b" in model and "--break" in words[:cut]:
+    sys.exit("no such peer")
+time.sleep(0.5)
+told = {"tpot_ms": 1234.56, "one_token_s": 0.0125, "output_tokens_per_s": 10150.4}
+other = {"tpot_ms": 2469.12, "one_token_s": 0.025, "output_tokens_per_s": 5075.2}
+ratio = {name: told[name] / other[name] for name in told}
+row = {"workload": "latency", "requests": 1, "prompt_tokens": 512, "output_tokens": 256, "ratio": ratio}
+load = {"ttft_ms.median": 18.42, "ttft_ms.p99": 20.0, "tpot_ms.median": 3.0, "output_tokens_per_s": 900.0}
+at_rate = {"workload": "online", "rate": 4.0, "requests": 32, "dovetail": load, "vllm": load}
+started = {"dovetail": {"startup_s": 11.234}, "vllm": {"startup_s": 90.0}}
+result = {
+    "comparisons": [row | {"dovetail": told, "vllm": other}],
+    "served": [at_rate | {"ratio": dict.fromkeys(load, 1.0)}],
+    "engines": started,
+    "servers": started,
+    "words": words,
+    "gpu": os.environ["CUDA_VISIBLE_DEVICES"],
+    "caches": [os.environ["TRITON_CACHE_DIR"], os.environ["VLLM_CACHE_ROOT"]],
+    "cores": sorted(os.sched_getaffinity(0)),
+    "began": time.monotonic(),
+}
+open(out, "w").write(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("table", BENCHMARKS / "table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "table", module)
+    spec.loader.exec_module(module)
+    stand_in = tmp_path / "compare.py"
+    stand_in.write_text(STAND_IN)
+    monkeypatch.setattr(module, "COMPARE", stand_in)
+    return module
+
+
+def results(folder: Path) -> dict[str, dict]:
+    return {file.name.removesuffix("_beside_vllm.json"): json.loads(file.read_text()) for file in folder.glob("*.json")}
+
+
+def test_models_run_at_once_each_on_its_own(
+    table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results"
+    assert table.main(["--gpus", "3,5", "--out", str(out), "--", "--env", "A=b", "--rounds", "3"]) == 0
+    found = results(out)
+    assert set(found) == set(table.MODELS)
+    assert {found["70b_fp8"]["gpu"], found["8b_bf16"]["gpu"]} == {"3", "5"} and found["8b_fp8"]["gpu"] in "35"
+    assert found["8b_fp8"]["began"] > max(found[name]["began"] for name in ("70b_fp8", "8b_bf16"))
+    words = found["70b_fp8"]["words"]
+    assert words[0] == "vllm" and words[words.index("--env") + 1] == "A=b" and words[-1] == "engine.max_seqs=256"
+    assert words[len(words) - 1 - words[::-1].index("--rounds") + 1] == "3", "the caller's counts"
+    assert len({cache for result in found.values() for cache in result["caches"]}) == 6
+    own = [set(found[name]["cores"]) for name in ("70b_fp8", "8b_bf16")]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not own[0] & own[1]
+    assert "measuring model=llama3_70b" in (out / "70b_fp8.log").read_text()
+    lines = capsys.readouterr().out.splitlines()
+    assert "| 70B FP8, 1 x 512/256 | 1235 / 2469 (0.50) | 0.0125 / 0.025 (0.50) | 10150 / 5075 (2.00) |" in lines
+    assert "| 8B bf16, 4 (32) | 18.4 / 18.4 (1.00) | 20 / 20 (1.00) | 3 / 3 (1.00) | 900 / 900 (1.00) |" in lines
+    assert "8B FP8: server started in: dovetail 11.2 s, vllm 90.0 s" in lines
+
+
+def test_one_that_fails_is_named_and_the_others_go_on(
+    table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert table.main(["--out", str(tmp_path), "--models", "8b_fp8,70b_fp8", "--", "--break"]) == 1
+    assert set(results(tmp_path)) == {"8b_fp8"}
+    told = capsys.readouterr()
+    assert "70b_fp8 failed, see" in told.err and "exit code 1" in told.err and "| 8B FP8, 1 x 512/256 |" in told.out
+    assert "no such peer" in (tmp_path / "70b_fp8.log").read_text()
+
+
+def test_an_unknown_model_is_refused(table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        table.main(["--out", str(tmp_path), "--models", "8b_fp4"])
+    assert "8b_fp4: there are 70b_fp8, 8b_bf16, 8b_fp8" in capsys.readouterr().err
+
+
+def test_every_model_composes(table: ModuleType) -> None:
+    from dovetail import compose
+
+    for model in table.MODELS.values():
+        compose([*model.overrides, "workload=online"], app="bench")
+        words = table.command(model, Path("out.json"), [])
+        options = [words[i + 1].split(":", 1)[1] for i, word in enumerate(words) if word == "--set"]
+        compose([*model.overrides, "workload=online", *options], app="bench")
