@@ -30,8 +30,8 @@ class Collective(ABC):
 
     beside = False
     """Set by the engine, on every rank alike, while products of other tokens run beside the calls
-    (`engine.overlap_tokens`): a component does well to take few multiprocessors from them. Meanwhile what a
-    `boundary` makes of a Partial may be overwritten by the second such call from there."""
+    (`engine.overlap_tokens`): a component does well to take few multiprocessors from them. Meanwhile the
+    bundle that `boundary` makes of a Partial may be overwritten by the second such call from there."""
 
     def __init__(self, config: object) -> None:
         self.config = config

@@ -13,8 +13,8 @@ still reads it on another. So that nothing needs `record_stream`, whose memory c
    was dropped only after main has read it.
 2. What a call reads lives until main waits for that call. Main so writes again to memory of its own that was dropped
    only after the side stream has read it.
-3. A lane reads what a boundary made of a sum before it hands out the boundary of its next one. So a collective may use
-   two places in turn for what it gathers (`Collective.beside`).
+3. A lane reads the bundle that a boundary made of a sum before it hands out the boundary of its next one. With two
+   lanes of the same sums a collective may so use two places in turn for what it gathers (`Collective.beside`).
 """
 
 from __future__ import annotations

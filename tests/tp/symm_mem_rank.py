@@ -15,25 +15,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dovetail.core.interfaces import PLAIN, ActFormat
+from dovetail.core.interfaces import PLAIN, ActFormat, Partial
+from dovetail.core.layers import RMSNorm
+from dovetail.core.ops.norm import rms_norm_reference
 from dovetail.core.testing.collective import CollectiveContract
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.core.testing.interpreter import mend_interpreter
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
-from dovetail.plugins.collective.sharded import own_rows
-from dovetail.plugins.collective.symm_mem import kernels
+from dovetail.plugins.collective.sharded import RowShard, own_rows
+from dovetail.plugins.collective.symm_mem import kernels, sharded_kernels
 from dovetail.plugins.collective.symm_mem.choice import SizeTable
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
 from dovetail.plugins.collective.symm_mem.driver import WRITE
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
+from dovetail.plugins.collective.symm_mem.memory import Block
 from dovetail.plugins.collective.symm_mem.reduce import LARGE_ROW, SMALL_ROW, Reducer
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
@@ -116,9 +120,8 @@ class MappedMemory:
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.folder, self.rank, self.size, self.count = folder, rank, size, 0
-        self.keep: list[list[torch.Tensor]] = []
 
-    def allocate(self, words: int, fill: int) -> tuple[torch.Tensor, list[int]]:
+    def allocate(self, words: int, fill: int) -> Block:
         names = [str(self.folder / f"shared{self.count}of{rank}") for rank in range(self.size)]
         mine = torch.from_file(names[self.rank], shared=True, size=words, dtype=torch.int32).fill_(fill)
         together(f"allocated{self.count}by", self.rank, self.size, self.folder)
@@ -127,8 +130,7 @@ class MappedMemory:
             for rank, name in enumerate(names)
         ]
         self.count += 1
-        self.keep.append(every)
-        return mine, [memory.data_ptr() for memory in every]
+        return Block(mine, tuple(memory.data_ptr() for memory in every), every)
 
 
 class CopiesOfTheCpu:
@@ -226,9 +228,77 @@ def together(where: str, rank: int, size: int, folder: Path) -> None:
         time.sleep(0.01)
 
 
+@triton.jit
+def encode_static(x_GC, scale_in):
+    return (x_GC / scale_in).to(tl.float16), tl.zeros((x_GC.shape[0],), tl.float32)
+
+
+STATIC = ActFormat(
+    "static",
+    dtype=torch.float16,
+    group="tensor",
+    static_scale=torch.tensor([0.5]),
+    encode=encode_static,
+    reference=lambda x_TC: ((x_TC / 0.5).half(), torch.tensor([0.5])),
+)
+BEFORE = ActFormat(
+    "before",
+    dtype=torch.float16,
+    group=32,
+    scale_layout="column",
+    pre_scale=torch.linspace(0.5, 2, COLUMNS),
+    encode=encode_halves,
+    reference=halves,
+)
+
+
+def halves_of_a_pass(reducer: Reducer, copies: CopiedRows, rank: int, size: int, folder: Path) -> None:
+    """Edges that one kernel makes, one after another: the residual is whole, then lies over the ranks; sums are not
+    contiguous; in every format that a kernel writes."""
+    collective = Interpreted("measured", reducer, copies)
+    (folder / "address").unlink(missing_ok=True)
+    together("once more", rank, size, folder)
+    collective.connect(rank, size, meeting(rank, folder), torch.device("cpu"))
+    emits = ((PLAIN,), (STATIC,), (PLAIN, BEFORE), (HALVES,), (FP8_TOKEN, PLAIN))
+    for dtype, rows in product(DTYPES, (1, 2, 3, 17)):
+        build: Any = SimpleNamespace(dtype=dtype, device=torch.device("cpu"))
+        norm = RMSNorm("norm", build, COLUMNS, EPS)
+        norm.weight.copy_(summand(90, (COLUMNS,), torch.float32).abs().clamp(max=5) + 0.5)
+        total = summand(91, (rows, COLUMNS), dtype)
+        residual: Any = total.clone()
+        for step, emit in enumerate(emits):
+            each = [summand(other + step, (COLUMNS, rows), dtype).T for other in range(size)]
+            bundle, residual = collective.boundary(Partial(each[rank]), residual, norm, emit)
+            assert isinstance(residual, RowShard)
+            total = (sum((x.float() for x in each), torch.zeros(rows, COLUMNS)) + total.float()).to(dtype)
+            what = f"{dtype}, {rows} rows, {[fmt.name for fmt in emit]}"
+            assert torch.equal(collective.whole(residual), total), what
+            expected, _ = rms_norm_reference(total, None, norm.weight, EPS, emit)
+            for fmt in emit:
+                got, wanted = bundle[fmt], expected[fmt]
+                assert got.values.dtype == wanted.values.dtype, what
+                step_of_format = 0.13 if fmt is FP8_TOKEN else 4e-3
+                torch.testing.assert_close(
+                    got.values.float(), wanted.values.float(), rtol=step_of_format, atol=4e-3, msg=what
+                )
+                assert (got.scale is None) == (wanted.scale is None), what
+                if wanted.scale is not None:
+                    torch.testing.assert_close(got.scale, wanted.scale, rtol=1e-2, atol=1e-6, msg=what)
+                    assert fmt.scale_layout != "column" or rows == 1 or got.scale.stride(0) == 1, what
+    collective._dead = True
+    try:
+        collective.boundary(Partial(each[rank]), residual, norm, (PLAIN,))
+    except RuntimeError as error:
+        assert "a rank died" in str(error)
+    else:
+        raise AssertionError("a rank died, and the others went on")
+    NcclCollective.close(collective)
+
+
 def main(rank: int, size: int, folder: Path) -> None:
     mend_interpreter()
-    kernels.fence = lambda: None  # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
+    # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
+    kernels.fence = sharded_kernels.fence = lambda: None
     mail = mapped(folder, rank, size)
     reducer = Reducer(mail, rank, size)  # type: ignore[arg-type]
     out: dict[tuple[object, ...], torch.Tensor] = {}
@@ -303,6 +373,7 @@ def main(rank: int, size: int, folder: Path) -> None:
                 out["copied", dtype, rows, name, fmt.name] = bundle[fmt].values.clone().view(torch.uint8)
                 if bundle[fmt].scale is not None:
                     out["copied", dtype, rows, name, fmt.name, "scale"] = bundle[fmt].scale.clone()
+    halves_of_a_pass(reducer, copies, rank, size, folder)
     # What one call gathered stands until the second call from there.
     first, second = (copies.gather_rows([torch.full((5, 3), float(10 * rank + i))])[0] for i in range(2))
     out["gathered",] = torch.cat([first, second])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from dovetail.plugins.collective.symm_mem.copies import CopiedRows
 from dovetail.plugins.collective.symm_mem.driver import Driver
 from dovetail.plugins.collective.symm_mem.kernels import encode_fp8
 from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
-from dovetail.plugins.collective.symm_mem.memory import SharedMemory
+from dovetail.plugins.collective.symm_mem.memory import NotSharedError, SharedMemory
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SymmMemCollective(NcclCollective):
     config: SymmMemConfig
     reducer: Reducer | None = None
     copies: CopiedRows | None = None
-    """For edges beside products; None = NCCL makes them."""
+    """For edges beside products, once there was one."""
     sums: SizeTable
     edges: SizeTable
     """For `all_reduce` and for `boundary`."""
@@ -78,9 +78,16 @@ class SymmMemCollective(NcclCollective):
         store = dist.PrefixStore("symm_mem", self._rendezvous.store)
         algorithm, shards = self.config.algorithm, self._shards_from is not None
         self._memory = SharedMemory(rank, size, store, device)
-        self.reducer = Reducer(Mailbox(self._memory, size, device, shards or algorithm == "sharded"), rank, size)
-        if algorithm == "measured" and self.config.beside == "copies":
-            self.copies = CopiedRows(self._memory, Driver(device, size), rank, size)
+        try:
+            mail = Mailbox(self._memory, size, device, shards or algorithm == "sharded")
+        except NotSharedError as error:
+            raise CapabilityError(
+                [
+                    f"collective=symm_mem: {error}. They must be GPUs of one host with peer access to each other: "
+                    "choose collective=nccl"
+                ]
+            ) from error
+        self.reducer = Reducer(mail, rank, size)
         if algorithm == "measured":
             self.sums, self.edges, self.sharded_edges = self.measured(shards)
             if rank == 0:
@@ -110,11 +117,12 @@ class SymmMemCollective(NcclCollective):
         if self.size == 1 or not isinstance(x, Partial):
             return super().boundary(x, residual, norm, emit)
         self._check()
-        if self._beside_products and self.copies is not None:
-            if type(norm) is not RMSNorm or not self.copies.shares(emit):
-                return edge(self.copies, x, residual, norm, emit)
+        if self._beside_products and self.config.beside == "copies":
+            copies = self._made_copies()
+            if type(norm) is not RMSNorm or not copies.shares(emit):
+                return edge(copies, x, residual, norm, emit)
             own = None if residual is None else own_rows(self, residual)
-            bundle, summed = self.copies.share(x.values, own, norm.weight, norm.eps, emit)
+            bundle, summed = copies.share(x.values, own, norm.weight, norm.eps, emit)
             return bundle, RowShard(summed, len(x.values))
         if type(norm) is not RMSNorm:
             return super().boundary(x, residual, norm, emit)
@@ -133,6 +141,12 @@ class SymmMemCollective(NcclCollective):
         if algorithm == "nccl" or not self.reducer.fuses(x.values):
             return norm(NcclCollective.all_reduce(self, x.values), residual, emit)
         return self.reducer.boundary(x.values, residual, norm.weight, norm.eps, emit, algorithm)
+
+    def _made_copies(self) -> CopiedRows:
+        """By the first call that needs them, which all ranks make together."""
+        if self.copies is None:
+            self.copies = CopiedRows(self._memory, Driver(self._device, self.size), self.rank, self.size)
+        return self.copies
 
     def _edge(self, x: torch.Tensor, emit: tuple[ActFormat, ...]) -> str:
         if self._beside_products:
@@ -171,16 +185,12 @@ class SymmMemCollective(NcclCollective):
         # At once: what ends the waiting of our kernels may itself wait for a kernel of NCCL's, which `super` ends, and
         # that may stand behind one of ours.
         if self._stopping is None or not self._stopping.is_alive():
-            self._stopping = threading.Thread(target=self._stop, name="end of waiting", daemon=True)
+            reducer = self.reducer  # `close` may come meanwhile.
+            mail = None if reducer is None else reducer.mail
+            parts = [part for part in (self._memory, self.copies, mail) if part is not None]
+            self._stopping = threading.Thread(target=_stop, args=(parts,), name="end of waiting", daemon=True)
             self._stopping.start()
         super().abort()
-
-    def _stop(self) -> None:
-        reducer, copies = self.reducer, self.copies  # `close` may come meanwhile.
-        if copies is not None:
-            copies.stop()
-        if reducer is not None:
-            reducer.mail.stop()
 
     def close(self) -> None:
         super().close()
@@ -235,3 +245,8 @@ class SymmMemCollective(NcclCollective):
                 found[kind, "sharded"] = partial(reducer.share, x_TC, kept, weight_C, EPS, emit)
                 found[kind, "nccl_sharded"] = partial(edge, self, Partial(x_TC), RowShard(kept, rows), norm, emit)
         return found
+
+
+def _stop(parts: Sequence[SharedMemory | CopiedRows | Mailbox]) -> None:
+    for part in parts:
+        part.stop()

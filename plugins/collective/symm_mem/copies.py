@@ -22,8 +22,8 @@ from dovetail.core.ops.formats import plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import Target, warps
 from dovetail.plugins.collective.sharded import padded, shard_rows, with_scale
 from dovetail.plugins.collective.symm_mem.driver import WAIT, WRITE, Driver
-from dovetail.plugins.collective.symm_mem.kernels import sum_copies
-from dovetail.plugins.collective.symm_mem.memory import SharedMemory
+from dovetail.plugins.collective.symm_mem.memory import Block, SharedMemory
+from dovetail.plugins.collective.symm_mem.sharded_kernels import sum_copies
 
 ALIGNMENT = 256
 """Bytes, of what a kernel reads."""
@@ -40,14 +40,14 @@ Shape = tuple[int, torch.dtype]
 
 class CopiedRows:
     """`Ranks` of sharded.py, and `share`, by which most edges take one kernel. What was gathered is overwritten by the
-    second call from there: the halves of a step, which take turns, have read it by then (core.layers.interleave)."""
+    second call from there: the two halves of a step have read it by then (core.layers.interleave)."""
 
     def __init__(self, memory: SharedMemory, driver: Driver, rank: int, size: int) -> None:
         self.rank, self.size, self._driver = rank, size, driver
         self._others = [(rank + 1 + i) % size for i in range(size - 1)]
         """Beginning with the next, so that no two ranks copy to one at a time."""
-        self._words, self._flags = memory.allocate(size, 0)
-        """A word for each rank, and where every rank has its own."""
+        self._words = memory.allocate(size, 0)
+        """One for each rank."""
         self._turn = 0
         self._summands = _Inbox(memory)
         self._gathered = _Inbox(memory), _Inbox(memory)
@@ -122,8 +122,10 @@ class CopiedRows:
     def _end(self) -> None:
         """A rank that lives yet may write its next turn over the word that ends the waiting for it."""
         far = (self._turn + FAR + 2**31) % 2**32 - 2**31
-        while not self._closed.wait(AGAIN):
-            self._driver.overwrite(self._words, far)
+        while True:
+            self._driver.overwrite(self._words.words, far)
+            if self._closed.wait(AGAIN):
+                return
 
     def _summed(self, x_TC: torch.Tensor, residual_SC: torch.Tensor | None, norm: dict[str, Any]) -> torch.Tensor:
         """This rank's rows of the sum, and of the residual; `norm`: what else the kernel makes of them."""
@@ -181,8 +183,8 @@ class CopiedRows:
     def _meet(self) -> None:
         """Every rank has done what is enqueued before this."""
         self._turn = turn = self._turn + 1
-        own = self._flags[self.rank]
-        said = [(WRITE, self._flags[other] + 4 * self.rank, turn) for other in self._others]
+        own = self._words.addresses[self.rank]
+        said = [(WRITE, self._words.addresses[other] + 4 * self.rank, turn) for other in self._others]
         self._driver.operate([*said, *((WAIT, own + 4 * other, turn) for other in self._others)])
 
 
@@ -195,6 +197,7 @@ class _Inbox:
 
     def __init__(self, memory: SharedMemory) -> None:
         self._shared = memory
+        self._block: Block | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.addresses: Sequence[int] = ()
         """Where every rank has its own."""
@@ -202,6 +205,7 @@ class _Inbox:
     def of(self, nbytes: int) -> _Inbox:
         if len(self.memory) < nbytes:
             words = -(-int(nbytes * SLACK) // ALIGNMENT) * ALIGNMENT // 4
-            memory, self.addresses = self._shared.allocate(words, 0)
-            self.memory = memory.view(torch.uint8)
+            # Waits for all that the device was given. Who holds rows of the former block keeps them.
+            self._block = self._shared.allocate(words, 0)
+            self.memory, self.addresses = self._block.words.view(torch.uint8), self._block.addresses
         return self

@@ -20,10 +20,11 @@ class Mailbox:
         """Of each kind: as many programs of one launch as are certain to be resident."""
         one_shot, two_shot = (self.boxes * 2 * size * BOX_WORDS, self.boxes * 2 * 2 * BOX_WORDS)
         gather = one_shot if gathers else 0
-        boxes, everywhere = memory.allocate(one_shot + two_shot + gather, EMPTY)
+        self._block = memory.allocate(one_shot + two_shot + gather, EMPTY)
+        boxes = self._block.words
         self.one_shot, self.two_shot = boxes[:one_shot], boxes[one_shot : one_shot + two_shot]
         self.gather = boxes[one_shot + two_shot :] if gathers else None
-        addresses = torch.tensor(everywhere, dtype=torch.int64)
+        addresses = torch.tensor(self._block.addresses, dtype=torch.int64)
         self.one_shot_peers = addresses.to(device)
         self.two_shot_peers = (addresses + 4 * one_shot).to(device)
         self.gather_peers = (addresses + 4 * (one_shot + two_shot)).to(device)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,48 +17,78 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-from dovetail.core.errors import CapabilityError
-
 _EXCHANGE = timedelta(seconds=60)
 """For a few bytes between ranks that are all there."""
+_POLL = 0.005
+
+
+class NotSharedError(RuntimeError):
+    """Memory that the ranks cannot make, or not write to."""
+
+
+@dataclass(frozen=True)
+class Block:
+    words: torch.Tensor
+    """int32 of this rank."""
+    addresses: tuple[int, ...]
+    """Where every rank has its own."""
+    keep: object
+    """By which the others' are reached."""
 
 
 class SharedMemory:
-    """Where the ranks' allocations meet. Every method is a collective call."""
+    """Where the ranks' allocations meet."""
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
         # The kernels need no multicast object, which takes a fabric manager to make.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._store, self._device = store, device
-        self._patience = store.timeout
-        store.set_timeout(_EXCHANGE)
-        try:
+        self._rank, self._size, self._store, self._device = rank, size, store, device
+        self._count = 0
+        self._ended = threading.Event()
+        with self._soon():
             self._name, self._group = _group(rank, size, store)
-        finally:
-            store.set_timeout(self._patience)
-        self._handles: list[Any] = []
 
-    def allocate(self, words: int, fill: int) -> tuple[torch.Tensor, list[int]]:
-        """(int32 of this rank, filled when all ranks return; addresses of every rank's). The other ranks may write
-        there for as long as this object lives."""
+    def allocate(self, words: int, fill: int) -> Block:
+        """A collective call. When it returns, all ranks have filled theirs, and may write to each other's for as long
+        as they hold the block. NotSharedError where they cannot; RuntimeError after `stop`."""
+        self._wait_for_all()
+        with self._soon():
+            try:
+                memory = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int32, self._device, self._name)
+                memory.fill_(fill)
+                torch.cuda.synchronize(self._device)
+                # Returns when all ranks are here, so with their memory filled.
+                handle = _SymmetricMemory.rendezvous(memory, self._name)
+            except RuntimeError as error:
+                raise NotSharedError(
+                    f"{self._device} cannot make {4 * words} bytes that the other ranks' GPUs share ({error})"
+                ) from error
+        return Block(memory, tuple(handle.buffer_ptrs), handle)
+
+    def stop(self) -> None:
+        """From any thread: a rank has died, and those that wait for it end."""
+        self._ended.set()
+
+    def _wait_for_all(self) -> None:
+        """In a loop that `stop` ends: within a step a rank may be late, or never come."""
+        self._count += 1
+        self._store.set(f"allocation/{self._count}/of {self._rank}", "")
+        every = [f"allocation/{self._count}/of {rank}" for rank in range(self._size)]
+        deadline = time.monotonic() + self._store.timeout.total_seconds()
+        while not self._store.check(every):
+            if self._ended.wait(_POLL):
+                raise RuntimeError("a rank died before all ranks had made memory to share")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a rank did not come within {self._store.timeout} to make memory to share")
+
+    @contextmanager
+    def _soon(self) -> Iterator[None]:
+        patience = self._store.timeout
         self._store.set_timeout(_EXCHANGE)
         try:
-            memory = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int32, self._device, self._name)
-            memory.fill_(fill)
-            torch.cuda.synchronize(self._device)
-            # Returns when all ranks are here, so with their memory filled.
-            handle = _SymmetricMemory.rendezvous(memory, self._name)
-        except RuntimeError as error:
-            raise CapabilityError(
-                [
-                    f"collective=symm_mem: {self._device} cannot share its memory with the other ranks' GPUs "
-                    f"({error}). They must be GPUs of one host with peer access to each other: choose collective=nccl"
-                ]
-            ) from error
+            yield
         finally:
-            self._store.set_timeout(self._patience)
-        self._handles.append((memory, handle))
-        return memory, list(handle.buffer_ptrs)
+            self._store.set_timeout(patience)
 
 
 def _group(rank: int, size: int, store: Any) -> tuple[Any, object]:
@@ -71,23 +105,26 @@ def _group(rank: int, size: int, store: Any) -> tuple[Any, object]:
 
 
 class CountedAnew(dist.Store):
-    """A store whose exchanges count from 0.
+    """A store whose exchanges count from 0, without gaps.
 
     torch numbers those of symmetric memory (keys NAME/TURN and NAME/TURN/...) through the life of a process. Rank 0's
-    may have had an engine before, and the other ranks' are new: they would wait for each other under different numbers.
+    may have or have had other engines, and the other ranks' are new: they would wait for each other under different
+    numbers.
     """
 
     def __init__(self, store: Any) -> None:
         super().__init__()
         self._store = store
-        self._first: dict[str, int] = {}
+        self._turns: dict[str, dict[str, int]] = {}
+        """Name -> torch's number -> ours."""
 
     def _key(self, key: str) -> str:
         numbered = re.fullmatch(r"(.*?)/(\d+)(/.*)?", key)
         if numbered is None:
             return key
         name, turn, rest = numbered.groups()
-        return f"{name}/{int(turn) - self._first.setdefault(name, int(turn))}{rest or ''}"
+        turns = self._turns.setdefault(name, {})
+        return f"{name}/{turns.setdefault(turn, len(turns))}{rest or ''}"
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._key(key), value)

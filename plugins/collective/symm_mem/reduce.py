@@ -15,8 +15,9 @@ from dovetail.core.ops.formats import EmitPlan, plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import Target, collect
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.collective.sharded import shard_rows
-from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, choose, one_shot, sharded, two_shot
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, choose, one_shot, two_shot
 from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
+from dovetail.plugins.collective.symm_mem.sharded_kernels import sharded
 
 WORD = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dovetail.core.errors import CapabilityError
 from dovetail.plugins.collective.symm_mem import driver
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
+from dovetail.plugins.collective.symm_mem.memory import Block, SharedMemory
 
 
 class Ranks:
@@ -20,8 +22,8 @@ class Ranks:
     def __init__(self) -> None:
         self.values: list[int] = []
 
-    def allocate(self, words: int, fill: int) -> tuple[torch.Tensor, list[int]]:
-        return torch.full((words,), fill, dtype=torch.int32), [0, 0]
+    def allocate(self, words: int, fill: int) -> Block:
+        return Block(torch.full((words,), fill, dtype=torch.int32), (0, 0), None)
 
     def overwrite(self, words: torch.Tensor, value: int) -> None:
         words.fill_(value)
@@ -59,6 +61,35 @@ def test_words_are_written_again_until_the_ranks_part() -> None:
     count = len(ranks.values)
     time.sleep(0.1)
     assert len(ranks.values) == count and not [t for t in threading.enumerate() if t.name == "end of copies"]
+
+
+def test_who_parts_at_once_has_ended_the_waiting_before() -> None:
+    ranks: Any = Ranks()
+    copies = CopiedRows(ranks, ranks, 0, 2)
+    copies.stop()
+    copies.close()
+    until = time.monotonic() + 10
+    while not ranks.values and time.monotonic() < until:
+        time.sleep(0.01)
+    assert ranks.values
+
+
+def test_a_rank_that_dies_ends_the_wait_for_its_memory() -> None:
+    memory: Any = object.__new__(SharedMemory)
+    memory._rank, memory._size, memory._count, memory._store = 0, 2, 0, dist.HashStore()
+    memory._ended = threading.Event()
+    threading.Timer(0.1, memory.stop).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="a rank died"):
+        memory.allocate(8, 0)
+    assert time.monotonic() - began < 5
+
+
+def test_the_driver_is_told_what_its_header_says() -> None:
+    """CUstreamBatchMemOpParams of cuda.h."""
+    one = driver._Operation(driver.WAIT, 0x1122334455667788, 0xAABBCCDD)
+    words = memoryview(one).cast("B").cast("Q").tolist()
+    assert words == [driver.WAIT, 0x1122334455667788, 0xAABBCCDD, 0, 0, 0]
 
 
 def test_a_driver_without_these_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -79,10 +80,16 @@ def test_abort_ends_kernels_of_ours_and_of_nccl_whichever_must_be_first(
     stop, abort = orders.values() if first == "ours" else (orders["nccl"], orders["ours"])
     collective: Any = SymmMemCollective(SymmMemConfig())
     collective.reducer = SimpleNamespace(mail=SimpleNamespace(stop=stop))
+    collective.copies, collective._memory = mock.Mock(), mock.Mock()
     monkeypatch.setattr(NcclCollective, "abort", abort)
+    copies, memory = collective.copies, collective._memory
     collective.abort()
+    collective.close()
     collective._stopping.join(10)
     assert waited == [True]
+    copies.stop.assert_called_once_with()
+    memory.stop.assert_called_once_with()
+    copies.close.assert_called_once_with()
 
 
 def test_an_algorithm_asked_for_by_name_serves_beside_products_too() -> None:
@@ -105,6 +112,19 @@ def test_ranks_of_different_age_exchange_under_the_same_numbers() -> None:
         assert (old.get(f"memory/{turn + 4}/1"), new.get(f"memory/{turn}/0")) == (b"one %d" % turn, b"zero %d" % turn)
     old.set("name", "same")
     assert new.get("name") == b"same"
+
+
+def test_engines_of_one_process_exchange_under_numbers_of_their_own() -> None:
+    """Rank 0's process has two engines at once, whose exchanges torch numbers through; each has another rank 1."""
+    first, second = dist.HashStore(), dist.HashStore()
+    mine = [CountedAnew(first), CountedAnew(second)]
+    theirs = [CountedAnew(first), CountedAnew(second)]
+    done = [0, 0]
+    for turn, engine in enumerate((0, 1, 1, 0, 1, 0, 0)):
+        mine[engine].set(f"memory/{turn}/0", f"{turn}")
+        theirs[engine].wait([f"memory/{done[engine]}/0"], timedelta(seconds=1))
+        assert theirs[engine].get(f"memory/{done[engine]}/0") == b"%d" % turn
+        done[engine] += 1
 
 
 @pytest.mark.skipif(not hasattr(dist.Store, "barrier"), reason="this torch's stores have no barrier")

@@ -60,6 +60,7 @@ from dovetail.plugins.attention.triton.backend import Triton, _attends_prompts
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
+from dovetail.plugins.collective.symm_mem.memory import Block
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
@@ -310,8 +311,8 @@ def sums() -> None:
 class Nowhere:
     """SharedMemory and Driver of ranks that are not there."""
 
-    def allocate(self, words: int, fill: int) -> tuple[torch.Tensor, list[int]]:
-        return cuda(words, dtype=INT32), [0] * 8
+    def allocate(self, words: int, fill: int) -> Block:
+        return Block(cuda(words, dtype=INT32), (0,) * 8, None)
 
     def copy(self, *what: int) -> None: ...
 

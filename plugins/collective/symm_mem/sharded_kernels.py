@@ -1,0 +1,230 @@
+"""Kernels of edges after which the residual lies over the ranks by rows. The mailboxes are those of kernels.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dovetail.core.ops.kernels.launch import announce, wait
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY, fence, finish, receive, send
+
+_EMPTY = tl.constexpr(EMPTY)
+_BOX = tl.constexpr(BOX_WORDS)
+
+
+@triton.jit
+def take(mail_ptr, place, inside, stop_ptr):
+    """Wait for the words at place and return them as they are; the places are empty again then."""
+    words = tl.zeros_like(place)
+    waiting = tl.full((), 1, tl.int32)
+    while waiting > 0:
+        words = tl.load(mail_ptr + place, mask=inside, other=0, volatile=True)
+        go_on = (tl.load(stop_ptr, volatile=True) == 0).to(tl.int32)
+        waiting = tl.max((words == _EMPTY).to(tl.int32) * go_on, axis=0)
+    tl.debug_barrier()
+    tl.store(mail_ptr + place, tl.full(place.shape, _EMPTY, tl.int32), mask=inside)
+    return words
+
+
+@triton.jit(do_not_specialize=["tokens", "share"])
+def sharded(
+    x_ptr,
+    out_ptr,
+    residual_ptr,
+    weight_ptr,
+    plain_ptr,
+    plain_words_ptr,
+    values_words_ptr,
+    peers_ptr,
+    mail_ptr,
+    gather_peers_ptr,
+    gather_ptr,
+    turn_ptr,
+    stop_ptr,
+    rank,
+    tokens,
+    share,
+    length,
+    values_length,
+    values_at,
+    scale_at,
+    eps,
+    values_ptr,
+    scale_ptr,
+    static_ptr,
+    pre_ptr,
+    scale_st,
+    scale_sg,
+    ENCODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORLD: tl.constexpr,
+    PER: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUES_WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each rank sums rows [rank * share, (rank + 1) * share), adds its shard of the residual, norms and encodes them,
+    and sends what came out to every rank. Programs go on to further rows.
+
+    As in two_shot, but out and residual have share rows. Summands go through the boxes of one_shot, what came out
+    through boxes of its own: plain words, encoded ones from values_at on, scales from scale_at on. Of a turn the first
+    rank always has a row, so whoever ends one knows that all ranks have begun it.
+    """
+    announce(PDL)
+    program = tl.program_id(0)
+    dtype = out_ptr.dtype.element_ty
+    columns = tl.arange(0, VALUES)
+    words = tl.arange(0, VALUES // PER)
+    inside = columns < length * PER
+    words_inside = words < length
+    encoded = tl.arange(0, VALUES_WORDS)
+    encoded_inside = encoded < values_length
+    groups = tl.arange(0, VALUES // GROUP)
+    groups_inside = groups * GROUP < length * PER
+    wait(PDL)
+    turn = tl.load(turn_ptr + program)
+    for index in range(program, share, tl.num_programs(0)):
+        if index != program:
+            # As in two_shot.
+            fence()
+        box = (program * 2 + turn) * (WORLD * _BOX)
+        for i in tl.static_range(WORLD):
+            owner = (rank + 1 + i) % WORLD
+            theirs = owner * share + index
+            ok = words_inside & (theirs < tokens)
+            summand = tl.load(x_ptr + theirs * length + words, mask=ok, other=0)
+            summand = tl.where(summand == _EMPTY, 0, summand)
+            to = tl.load(peers_ptr + owner).to(tl.pointer_type(tl.int32))
+            tl.store(tl.multiple_of(to, 16) + box + rank * _BOX + words, summand, mask=ok)
+        row = rank * share + index
+        if row < tokens:
+            residual = 0.0
+            if residual_ptr is not None:
+                residual = tl.load(residual_ptr + index * length * PER + columns, mask=inside, other=0.0).to(tl.float32)
+            total = receive(mail_ptr, box + words, _BOX, words_inside, stop_ptr, dtype, WORLD, VALUES)
+            # Not before: the words that are waited for need the registers.
+            weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            finish(
+                total,
+                row,
+                columns,
+                inside,
+                out_ptr - rank * share * length * PER,
+                residual,
+                weight,
+                plain_ptr,
+                length * PER,
+                eps,
+                values_ptr,
+                scale_ptr,
+                static_ptr,
+                pre_ptr,
+                scale_st,
+                scale_sg,
+                ENCODE,
+                GROUP,
+                True,
+                VALUES,
+            )
+            # What the program has written, as words of any type.
+            tl.debug_barrier()
+            part = box + rank * _BOX
+            if plain_ptr is not None:
+                own = tl.load(plain_words_ptr + row * length + words, mask=words_inside, other=0, cache_modifier=".cg")
+                send(own, part + words, words_inside, gather_peers_ptr, rank, WORLD)
+            if ENCODE is not None:
+                at = values_words_ptr + row * values_length + encoded
+                values = tl.load(at, mask=encoded_inside, other=0, cache_modifier=".cg")
+                send(values, part + values_at + encoded, encoded_inside, gather_peers_ptr, rank, WORLD)
+            if scale_ptr is not None:
+                at_scale = scale_ptr + row * scale_st + groups * scale_sg
+                scale = tl.load(at_scale, mask=groups_inside, other=0.0, cache_modifier=".cg")
+                bits = scale.to(tl.int32, bitcast=True)
+                send(bits, part + scale_at + groups, groups_inside, gather_peers_ptr, rank, WORLD)
+        for i in tl.static_range(WORLD):
+            # Its own, too: of what may not be sent every rank has the same replacement.
+            source = (rank + WORLD - i) % WORLD
+            come = source * share + index
+            there = come < tokens
+            place = box + source * _BOX
+            if plain_ptr is not None:
+                ok_words = words_inside & there
+                come_words = take(gather_ptr, place + words, ok_words, stop_ptr)
+                tl.store(plain_words_ptr + come * length + words, come_words, mask=ok_words)
+            if ENCODE is not None:
+                ok_values = encoded_inside & there
+                come_values = take(gather_ptr, place + values_at + encoded, ok_values, stop_ptr)
+                tl.store(values_words_ptr + come * values_length + encoded, come_values, mask=ok_values)
+            if scale_ptr is not None:
+                ok_scale = groups_inside & there
+                come_scale = take(gather_ptr, place + scale_at + groups, ok_scale, stop_ptr)
+                come_scale_fp32 = come_scale.to(tl.float32, bitcast=True)
+                tl.store(scale_ptr + come * scale_st + groups * scale_sg, come_scale_fp32, mask=ok_scale)
+        turn = 1 - turn
+    tl.store(turn_ptr + program, turn)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sum_copies(
+    inbox_ptr,
+    own_ptr,
+    out_ptr,
+    residual_ptr,
+    weight_ptr,
+    plain_ptr,
+    rank,
+    rows,
+    C,
+    eps,
+    values_ptr,
+    scale_ptr,
+    static_ptr,
+    pre_ptr,
+    scale_st,
+    scale_sg,
+    ENCODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    WORLD: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Of `rows` rows that every rank sent, in rank order in float32. This rank's own are not in the inbox. Sums and
+    residual have these rows; what comes out has those of all ranks, and this one's are written."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, VALUES)
+    inside = columns < C
+    place = row * C + columns
+    share = rows.to(tl.int64) * C
+    total = tl.zeros((VALUES,), tl.float32)
+    for source in tl.static_range(WORLD):
+        sent = tl.load(inbox_ptr + source * share + place, mask=inside & (rank != source), other=0.0)
+        own = tl.load(own_ptr + place, mask=inside & (rank == source), other=0.0)
+        total += sent.to(tl.float32) + own.to(tl.float32)
+    residual = 0.0
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    weight = 0.0
+    if NORM:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    finish(
+        total,
+        rank * rows + row,
+        columns,
+        inside,
+        out_ptr - rank * share,
+        residual,
+        weight,
+        plain_ptr,
+        C,
+        eps,
+        values_ptr,
+        scale_ptr,
+        static_ptr,
+        pre_ptr,
+        scale_st,
+        scale_sg,
+        ENCODE,
+        GROUP,
+        NORM,
+        VALUES,
+    )
