@@ -3,10 +3,10 @@
     python benchmarks/table.py --gpus 0,1,2 --out benchmarks/results -- --python /venvs/vllm/bin/python
     python benchmarks/table.py --models 8b_fp8 --out /tmp/results -- --env PYTHONPATH=/vllm/site-packages
 
-Each model is a run of compare.py, which gets what follows `--`, on a GPU of its own with an equal share of the cores;
-the longest first, and whoever is left waits for a GPU. Kernels, and what else the engines keep, are compiled anew for
-each. What a run says goes to NAME.log beside its result; the tables come last. A run that fails is named, and the
-others go on.
+Each model is two runs of compare.py, which gets what follows `--`: requests that are all there at once, and a server's.
+A run has a GPU of its own with an equal share of the cores; the longest is first, and who is left waits for a GPU.
+Kernels, and what else the engines keep, are compiled anew for each. What a run says goes to NAME.log beside its result;
+the tables come last. A run that fails is named, and the others go on.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ import served
 
 COMPARE = Path(__file__).parent / "compare.py"
 PEER = "vllm"
-OFFLINE = "latency,batch64,batch256,throughput,long,shared_prefix"
-ONLINE = "online"
 TOLD_EVERY = 30.0
 """Seconds between two words on what goes on."""
 CACHES = ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
@@ -39,35 +37,41 @@ FP8 = ("--args", '{"quantization":"fp8","kv_cache_dtype":"fp8"}')
 
 
 @dataclass(frozen=True)
-class Model:
+class Run:
+    """Of compare.py."""
+
+    model: str
     title: str
     options: tuple[str, ...]
-    """Of compare.py."""
     overrides: tuple[str, ...]
 
 
-def _online(**options: str) -> tuple[str, ...]:
-    return tuple(word for name, value in options.items() for word in ("--set", f"{ONLINE}:workload.{name}={value}"))
+def _at_once(*options: str) -> tuple[str, ...]:
+    return "--workloads", "latency,batch64,batch256,throughput,long,shared_prefix", *options
 
 
-MODELS = {
-    "70b_fp8": Model(
-        "70B FP8",
-        (*FP8, "--whole-only", "throughput", *_online(seconds="4", at_least="8", rates="[1,2,4,8,16]")),
-        ("+preset=h200_fp8_tp1", "model=llama3_70b", "engine.max_len=9216", "engine.max_seqs=256"),
+def _over_time(**settings: str) -> tuple[str, ...]:
+    said = (word for name, value in settings.items() for word in ("--set", f"online:workload.{name}={value}"))
+    return "--workloads", "online", *said
+
+
+_70B_FP8 = ("+preset=h200_fp8_tp1", "model=llama3_70b", "engine.max_len=9216", "engine.max_seqs=256")
+_8B_FP8 = ("+preset=h200_fp8_tp1", "model=llama3_8b", "engine.max_len=9216", "engine.max_seqs=512")
+_8B_BF16 = ("+preset=h200_bf16_tp1", *_8B_FP8[1:])
+_ONLINE = _over_time(seconds="8", at_least="8")
+RUNS = {
+    "70b_fp8": Run("70b_fp8", "70B FP8", (*FP8, *_at_once("--whole-only", "throughput")), _70B_FP8),
+    "8b_bf16": Run("8b_bf16", "8B bf16", _at_once(), _8B_BF16),
+    "8b_fp8": Run("8b_fp8", "8B FP8", (*FP8, *_at_once()), _8B_FP8),
+    "70b_fp8_online": Run(
+        "70b_fp8", "70B FP8", (*FP8, *_over_time(seconds="4", at_least="8", rates="[1,2,4,8,16]")), _70B_FP8
     ),
-    "8b_bf16": Model(
-        "8B bf16",
-        _online(seconds="8", at_least="8"),
-        ("+preset=h200_bf16_tp1", "model=llama3_8b", "engine.max_len=9216", "engine.max_seqs=512"),
-    ),
-    "8b_fp8": Model(
-        "8B FP8",
-        (*FP8, *_online(seconds="8", at_least="8")),
-        ("+preset=h200_fp8_tp1", "model=llama3_8b", "engine.max_len=9216", "engine.max_seqs=512"),
-    ),
+    "8b_bf16_online": Run("8b_bf16", "8B bf16", _ONLINE, _8B_BF16),
+    "8b_fp8_online": Run("8b_fp8", "8B FP8", (*FP8, *_ONLINE), _8B_FP8),
 }
 """The longest first."""
+MODELS = ("8b_bf16", "8b_fp8", "70b_fp8")
+"""In the tables' order."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +86,19 @@ def places(gpus: Sequence[str]) -> list[Place]:
     return [Place(gpu, frozenset(cores[i * share : (i + 1) * share] or cores)) for i, gpu in enumerate(gpus)]
 
 
-def command(model: Model, out: Path, options: Sequence[str]) -> list[str]:
-    fixed = [PEER, "--workloads", f"{OFFLINE},{ONLINE}", "--rounds", "1", "--order", "sequential", "--out", str(out)]
+def command(run: Run, out: Path, options: Sequence[str]) -> list[str]:
+    fixed = [PEER, "--rounds", "1", "--order", "sequential", "--out", str(out), *run.options]
     # Of two equal options the last counts, so the caller's come after ours.
-    return [sys.executable, str(COMPARE), *fixed, *model.options, *options, "--", *model.overrides]
+    return [sys.executable, str(COMPARE), *fixed, *options, "--", *run.overrides]
 
 
-def run(name: str, place: Place, folder: Path, options: Sequence[str]) -> bool:
+def measure(name: str, place: Place, folder: Path, options: Sequence[str]) -> bool:
     """Whether it ended well."""
     out, log = result_file(folder, name), folder / f"{name}.log"
     with tempfile.TemporaryDirectory() as caches, log.open("w", encoding="utf-8") as words:
         env = os.environ | {cache: str(Path(caches) / cache) for cache in CACHES} | {"CUDA_VISIBLE_DEVICES": place.gpu}
         process = subprocess.Popen(
-            command(MODELS[name], out, options), env=env, stdin=subprocess.DEVNULL, stdout=words, stderr=words
+            command(RUNS[name], out, options), env=env, stdin=subprocess.DEVNULL, stdout=words, stderr=words
         )
         # What it starts later has these cores, too.
         os.sched_setaffinity(process.pid, place.cores)
@@ -121,7 +125,7 @@ def result_file(folder: Path, name: str) -> Path:
 def run_all(names: Sequence[str], gpus: Sequence[str], folder: Path, options: Sequence[str]) -> list[str]:
     """Names of those that failed."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in sorted(names, key=list(MODELS).index):
+    for name in sorted(names, key=list(RUNS).index):
         waiting.put(name)
     failed: list[str] = []
 
@@ -131,7 +135,7 @@ def run_all(names: Sequence[str], gpus: Sequence[str], folder: Path, options: Se
                 name = waiting.get_nowait()
             except queue.Empty:
                 return
-            if not run(name, place, folder, options):
+            if not measure(name, place, folder, options):
                 failed.append(name)
 
     workers = [threading.Thread(target=work, args=(place,)) for place in places(gpus)]
@@ -143,12 +147,12 @@ def run_all(names: Sequence[str], gpus: Sequence[str], folder: Path, options: Se
 
 
 def tables(results: dict[str, dict[str, Any]]) -> str:
-    """Name of a model -> what compare.py wrote."""
+    """Name of a run -> what compare.py wrote."""
     at_once: dict[str, dict[str, Any]] = {}
     over_time: dict[str, dict[str, Any]] = {}
     lines = []
-    for name, result in results.items():
-        title = MODELS[name].title
+    for name in sorted(results, key=lambda name: MODELS.index(RUNS[name].model)):
+        result, title = results[name], RUNS[name].title
         for row in result["comparisons"]:
             at_once[f"{title}, {row['requests']} x {row['prompt_tokens']}/{row['output_tokens']}"] = row
         for row in result.get("served", ()):
@@ -172,12 +176,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
     parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
     args = parser.parse_args(argv[:cut])
-    names = args.models.split(",")
-    if unknown := [name for name in names if name not in MODELS]:
+    models = args.models.split(",")
+    if unknown := [name for name in models if name not in MODELS]:
         parser.error(f"--models {','.join(unknown)}: there are {', '.join(MODELS)}")
+    names = [name for name, run in RUNS.items() if run.model in models]
     args.out.mkdir(parents=True, exist_ok=True)
     failed = run_all(names, args.gpus.split(","), args.out, argv[cut + 1 :])
-    files = {name: result_file(args.out, name) for name in MODELS if name in names and name not in failed}
+    files = {name: result_file(args.out, name) for name in names if name not in failed}
     print(tables({name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}))
     for name in failed:
         print(f"table.py: {name} failed, see {args.out / f'{name}.log'}", file=sys.stderr)

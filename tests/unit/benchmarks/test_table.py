@@ -67,13 +67,14 @@ def test_models_run_at_once_each_on_its_own(
     out = tmp_path / "results"
     assert table.main(["--gpus", "3,5", "--out", str(out), "--", "--env", "A=b", "--rounds", "3"]) == 0
     found = results(out)
-    assert set(found) == set(table.MODELS)
+    assert list(found) and set(found) == set(table.RUNS)
     assert {found["70b_fp8"]["gpu"], found["8b_bf16"]["gpu"]} == {"3", "5"} and found["8b_fp8"]["gpu"] in "35"
-    assert found["8b_fp8"]["began"] > max(found[name]["began"] for name in ("70b_fp8", "8b_bf16"))
+    assert sorted(found, key=lambda name: found[name]["began"])[-1] != "70b_fp8"
+    assert found["8b_fp8_online"]["began"] > max(found[name]["began"] for name in ("70b_fp8", "8b_bf16", "8b_fp8"))
     words = found["70b_fp8"]["words"]
     assert words[0] == "vllm" and words[words.index("--env") + 1] == "A=b" and words[-1] == "engine.max_seqs=256"
     assert words[len(words) - 1 - words[::-1].index("--rounds") + 1] == "3", "the caller's counts"
-    assert len({cache for result in found.values() for cache in result["caches"]}) == 6
+    assert len({cache for result in found.values() for cache in result["caches"]}) == 12
     own = [set(found[name]["cores"]) for name in ("70b_fp8", "8b_bf16")]
     if len(os.sched_getaffinity(0)) > 1:
         assert not own[0] & own[1]
@@ -88,7 +89,7 @@ def test_one_that_fails_is_named_and_the_others_go_on(
     table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert table.main(["--out", str(tmp_path), "--models", "8b_fp8,70b_fp8", "--", "--break"]) == 1
-    assert set(results(tmp_path)) == {"8b_fp8"}
+    assert set(results(tmp_path)) == {"8b_fp8", "8b_fp8_online"}
     told = capsys.readouterr()
     assert "70b_fp8 failed, see" in told.err and "exit code 1" in told.err and "| 8B FP8, 1 x 512/256 |" in told.out
     assert "no such peer" in (tmp_path / "70b_fp8.log").read_text()
@@ -97,14 +98,14 @@ def test_one_that_fails_is_named_and_the_others_go_on(
 def test_an_unknown_model_is_refused(table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         table.main(["--out", str(tmp_path), "--models", "8b_fp4"])
-    assert "8b_fp4: there are 70b_fp8, 8b_bf16, 8b_fp8" in capsys.readouterr().err
+    assert "8b_fp4: there are 8b_bf16, 8b_fp8, 70b_fp8" in capsys.readouterr().err
 
 
-def test_every_model_composes(table: ModuleType) -> None:
+def test_every_run_composes(table: ModuleType) -> None:
     from dovetail import compose
 
-    for model in table.MODELS.values():
-        compose([*model.overrides, "workload=online"], app="bench")
-        words = table.command(model, Path("out.json"), [])
+    for run in table.RUNS.values():
+        words = table.command(run, Path("out.json"), [])
         options = [words[i + 1].split(":", 1)[1] for i, word in enumerate(words) if word == "--set"]
-        compose([*model.overrides, "workload=online", *options], app="bench")
+        for workload in words[words.index("--workloads") + 1].split(","):
+            compose([*run.overrides, f"workload={workload}", *options], app="bench")
