@@ -242,7 +242,7 @@ def one_shot(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def choose(
     value_ptr,
     index_ptr,

@@ -546,6 +546,7 @@ def test_edges_of_any_number_of_rows_take_the_kernels_that_start_up_met():
             whole = cuda(8 * len(own), 8192)
             ranks.share(whole, own, x[0], 1e-5, (FP8_TOKEN,))
             ranks.reduce_rows(whole)
+            reducer.argmax(cuda(tokens % 200 + 1, dtype=FP32), cuda(tokens % 200 + 1, dtype=INT64))
 
         edges(2048)
         met = set(compiled.variants)
