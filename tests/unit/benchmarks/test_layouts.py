@@ -79,7 +79,7 @@ def test_a_race(layouts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixtur
     out, plot = tmp_path / "layouts.json", tmp_path / "layouts.svg"
     words = ["--layouts", one, eight, none, "--workloads", "few", "--out", str(out), "--plot", str(plot)]
     common = ["executor=simulated", "executor.speed=0.01", "engine.device=cpu", "attention=sdpa"]
-    common += ["engine.max_len=256", "bench.warmup=0"]
+    common += ["collective=nccl", "engine.max_len=256", "bench.warmup=0"]
     code = layouts.main([*words, "--", "--config-dir", str(tmp_path / "conf"), *common])
     told = capfd.readouterr()
     assert code == 1 and "+preset=nothing: dovetail:" in told.err

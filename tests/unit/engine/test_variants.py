@@ -11,21 +11,32 @@ import importlib.util
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton's launcher", allow_module_level=True)
 
+import torch
 import triton
 
-from dovetail.core.compose import compose
+from dovetail.core.compose import Composition, compose
+from dovetail.core.engine import overlap
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.runner import Runner
 from dovetail.core.interfaces import SamplingParams
 from dovetail.core.testing.no_gpu import no_gpu
+from dovetail.plugins.collective.nccl import NcclCollective
+from dovetail.plugins.collective.symm_mem import collective as symm_mem
+from dovetail.plugins.collective.symm_mem.choice import SizeTable
+from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
+from dovetail.plugins.collective.symm_mem.copies import CopiedRows
+from dovetail.plugins.collective.symm_mem.memory import Block
+from dovetail.plugins.collective.symm_mem.reduce import Reducer
 
 EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
 # Widths are those of the model: what is launched follows from them. Layers are alike. No sequence is as long as a step.
@@ -37,6 +48,7 @@ if EVERYTHING:
     PRESETS += ["h200_bf16_tp1"]
     MODELS += ["llama2_7b", "llama3_70b", "mistral_7b", "qwen25_7b", "qwen3_8b", "falcon_7b", "gptj_6b"]
 CASES = [f"+preset={preset} model={model}" for preset in PRESETS for model in MODELS]
+RANKS = ["+preset=h200_fp8_tp8 engine.max_seqs=24 engine.graph_tokens=32"]
 SIMULATED = ["executor=simulated", "engine.device=cpu", "attention=sdpa", "cost=none", "engine.kv_dtype=auto"]
 KINDS = {
     "greedy": dict(temperature=0.0),
@@ -51,7 +63,7 @@ Do = Callable[[Runner], None]
 
 def served(rng: random.Random, *overrides: str) -> Iterator[Do]:
     """What a rank is told while requests come and go: few and many, of all kinds, in chunks and one token a step."""
-    engine = Engine(compose([*overrides, *SHAPES, *SIMULATED]))
+    engine = Engine(compose([*SHAPES, *overrides, *SIMULATED]))
     engine.start()
     told: deque[Do] = deque()
     submit, complete = engine.executor.submit, engine.executor.complete
@@ -70,6 +82,8 @@ def served(rng: random.Random, *overrides: str) -> Iterator[Do]:
         # The last crowd stays while it grows, so that chunks have any number of decode rows beside them.
         for crowd, prompts, outputs, kinds in (
             (1, (17,), (4,), ["greedy"]),
+            # Rows of which eight ranks have 16 each, though 16 does not divide them.
+            (1, (123,), (2,), ["greedy"]),
             (3, (1, 500), (4,), ["greedy", "filtered"]),
             (60, (1, 64, 500, 1800), (1, 4), list(KINDS)),
             (engine.limits.max_seqs, (100, 200, 500), (60,), ["greedy", "random"]),
@@ -86,11 +100,60 @@ def served(rng: random.Random, *overrides: str) -> Iterator[Do]:
         engine.shutdown()
 
 
+class OneOfEight(SymmMemCollective):
+    """A rank whose peers are not there: what it launches, and what NCCL would return."""
+
+    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
+        self.rank, self.size, self._device = rank, size, device
+        words, peers = (torch.empty(size, dtype=dtype, device="cuda") for dtype in (torch.int32, torch.int64))
+        mail: Any = SimpleNamespace(boxes=132, one_shot=words, two_shot=words, gather=words, stopped=words)
+        mail.one_shot_peers = mail.two_shot_peers = mail.gather_peers = peers
+        mail.one_shot_turns = mail.two_shot_turns = words
+        self.reducer, nowhere = Reducer(mail, rank, size), Nowhere()
+        self.copies = CopiedRows(nowhere, nowhere, rank, size)  # type: ignore[arg-type]
+        self.sums = self.edges = SizeTable((1 << 18, 1 << 24, 1 << 30), ("one_shot", "two_shot", "nccl"))
+        sharded = SizeTable((1 << 18, 1 << 30), ("two_shot", "sharded"))
+        self.sharded_edges = {False: sharded, True: sharded}
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x] * self.size, dim=-1)
+
+    def barrier(self) -> None: ...
+
+
+class Nowhere:
+    """SharedMemory and Driver of ranks that are not there."""
+
+    def allocate(self, words: int, fill: int) -> Block:
+        return Block(torch.empty(words, dtype=torch.int32, device="cuda"), (0,) * 8, None)
+
+    def copy(self, *what: int) -> None: ...
+
+    def operate(self, what: object) -> None: ...
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_no_step_of_several_ranks_does_either(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large steps in halves, sums through symmetric memory."""
+    alone = ["engine.tp=1", "engine.overlap_tokens=0", "collective=nccl"]
+    calls = list(served(random.Random(1), *case.split(), *alone))
+    monkeypatch.setattr(symm_mem, "SymmMemCollective", OneOfEight)
+    monkeypatch.setattr(NcclCollective, "all_reduce", lambda self, x: x)
+    monkeypatch.setattr(overlap, "SideStream", lambda device: overlap.Inline())
+    late = launched_late(compose([*SHAPES, *case.split()]), calls, size=8)
+    assert not late
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_step_launches_what_start_up_has_not_compiled(case: str) -> None:
     calls = list(served(random.Random(0), *case.split()))
+    assert not launched_late(compose([*SHAPES, *case.split()]), calls)
+
+
+def launched_late(composition: Composition, calls: Iterable[Do], **place: int) -> list[tuple[str, str]]:
+    """Kernels, and variants of them, that steps launch and start-up did not."""
     with triton.knobs.compilation.scope(), no_gpu(machine_code=False) as compiled:
-        runner = Runner(compose([*case.split(), *SHAPES]))
+        runner = Runner(composition, **place)  # type: ignore[arg-type]
         info = runner.load(lambda phase, share: None)
         runner.bind(info.num_pages)
         ready = len(compiled.variants)
@@ -99,4 +162,4 @@ def test_no_step_launches_what_start_up_has_not_compiled(case: str) -> None:
             call(runner)
         late = list(compiled.variants)[ready:]
     assert ready > 30, "start-up launched the house's kernels"
-    assert not late
+    return late
