@@ -40,6 +40,8 @@ FP8 = ActFormat("fp8", torch.float8_e4m3fn, group="token", scale_layout="row", e
 COLUMNS = 8192
 """Of the bfloat16 rows that are measured."""
 EPS = 1e-5
+HEAD_START = 1.0
+"""Seconds that our kernels get to end before NCCL's are ended."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MOST_ROWS = 8192
 """Measured, too, where residuals may lie over the ranks: that is for many rows."""
@@ -182,14 +184,15 @@ class SymmMemCollective(NcclCollective):
 
     def abort(self) -> None:
         self._dead = True
-        # At once: what ends the waiting of our kernels may itself wait for a kernel of NCCL's, which `super` ends, and
-        # that may stand behind one of ours.
+        # What ends the waiting of our kernels may itself wait for a kernel of NCCL's, which `super` ends; that may wait
+        # for one of ours, and hold what the other needs. So ours first, but not for long.
         if self._stopping is None or not self._stopping.is_alive():
             reducer = self.reducer  # `close` may come meanwhile.
             mail = None if reducer is None else reducer.mail
             parts = [part for part in (self._memory, self.copies, mail) if part is not None]
             self._stopping = threading.Thread(target=_stop, args=(parts,), name="end of waiting", daemon=True)
             self._stopping.start()
+            self._stopping.join(HEAD_START)
         super().abort()
 
     def close(self) -> None:

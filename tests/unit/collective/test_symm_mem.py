@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -74,10 +75,20 @@ def test_steps_of_many_rows_may_take_another_table() -> None:
 def test_abort_ends_kernels_of_ours_and_of_nccl_whichever_must_be_first(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either may wait for the other's."""
+    """Ours, unless their end waits for NCCL's."""
     ended, waited = threading.Event(), []
-    orders = {"ours": lambda *_: ended.set(), "nccl": lambda *_: waited.append(ended.wait(10))}
-    stop, abort = orders.values() if first == "ours" else (orders["nccl"], orders["ours"])
+
+    def end_soon(*_: object) -> None:
+        time.sleep(0.2)
+        ended.set()
+
+    def wait(*_: object) -> None:
+        waited.append(ended.wait(10))
+
+    def look(*_: object) -> None:
+        waited.append(ended.is_set())
+
+    stop, abort = (end_soon, look) if first == "ours" else (wait, end_soon)
     collective: Any = SymmMemCollective(SymmMemConfig())
     collective.reducer = SimpleNamespace(mail=SimpleNamespace(stop=stop))
     collective.copies, collective._memory = mock.Mock(), mock.Mock()
