@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -46,10 +47,14 @@ def lines_run(call: Callable[[], object]) -> int:
         lines += 1
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    # What the collector finds is not the call's, and may have finalizers in Python.
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return lines
