@@ -102,15 +102,21 @@ def measure(name: str, place: Place, folder: Path, options: Sequence[str]) -> bo
         )
         # What it starts later has these cores, too.
         os.sched_setaffinity(process.pid, place.cores)
-        began = told = time.monotonic()
-        while process.poll() is None:
-            time.sleep(0.1)
-            if time.monotonic() - told > TOLD_EVERY:
-                told = time.monotonic()
-                offline.say(f"{name} on GPU {place.gpu}, {told - began:.0f} s: {last_words(log)}")
+        began = time.monotonic()
+        while not ended(process, TOLD_EVERY):
+            offline.say(f"{name} on GPU {place.gpu}, {time.monotonic() - began:.0f} s: {last_words(log)}")
     end = "done" if process.returncode == 0 else f"exit code {process.returncode}, see {log}"
     offline.say(f"{name} on GPU {place.gpu}, {time.monotonic() - began:.0f} s: {end}")
     return process.returncode == 0
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Within so many."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def last_words(log: Path) -> str:

@@ -13,8 +13,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -34,9 +32,8 @@ from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
 from dovetail.plugins.collective.symm_mem.choice import SizeTable
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
-from dovetail.plugins.collective.symm_mem.copies import CopiedRows
-from dovetail.plugins.collective.symm_mem.memory import Block
-from dovetail.plugins.collective.symm_mem.reduce import Reducer
+
+from ..nowhere import lone_copies, lone_reducer
 
 EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
 # Widths are those of the model: what is launched follows from them. Layers are alike. No sequence is as long as a step.
@@ -105,12 +102,7 @@ class OneOfEight(SymmMemCollective):
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         self.rank, self.size, self._device = rank, size, device
-        words, peers = (torch.empty(size, dtype=dtype, device="cuda") for dtype in (torch.int32, torch.int64))
-        mail: Any = SimpleNamespace(boxes=132, one_shot=words, two_shot=words, gather=words, stopped=words)
-        mail.one_shot_peers = mail.two_shot_peers = mail.gather_peers = peers
-        mail.one_shot_turns = mail.two_shot_turns = words
-        self.reducer, nowhere = Reducer(mail, rank, size), Nowhere()
-        self.copies = CopiedRows(nowhere, nowhere, rank, size)  # type: ignore[arg-type]
+        self.reducer, self.copies = lone_reducer(rank, size), lone_copies(rank, size)
         self.sums = self.edges = SizeTable((1 << 18, 1 << 24, 1 << 30), ("one_shot", "two_shot", "nccl"))
         sharded = SizeTable((1 << 18, 1 << 30), ("two_shot", "sharded"))
         self.sharded_edges = {False: sharded, True: sharded}
@@ -119,17 +111,6 @@ class OneOfEight(SymmMemCollective):
         return torch.cat([x] * self.size, dim=-1)
 
     def barrier(self) -> None: ...
-
-
-class Nowhere:
-    """SharedMemory and Driver of ranks that are not there."""
-
-    def allocate(self, words: int, fill: int) -> Block:
-        return Block(torch.empty(words, dtype=torch.int32, device="cuda"), (0,) * 8, None)
-
-    def copy(self, *what: int) -> None: ...
-
-    def operate(self, what: object) -> None: ...
 
 
 @pytest.mark.parametrize("case", RANKS)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,11 +58,10 @@ from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton, _attends_prompts
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
-from dovetail.plugins.collective.symm_mem.copies import CopiedRows
-from dovetail.plugins.collective.symm_mem.memory import Block
-from dovetail.plugins.collective.symm_mem.reduce import Reducer
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
+
+from ..nowhere import lone_copies, lone_reducer
 
 EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
 BF16, FP16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
@@ -283,18 +281,10 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"attention: {case}", partial(attention, **case)
 
 
-def rank(size: int) -> Reducer:
-    words, peers = cuda(1, dtype=INT32), cuda(size, dtype=INT64)
-    mail: Any = SimpleNamespace(boxes=132, one_shot=words, two_shot=words, gather=words, stopped=words)
-    mail.one_shot_peers = mail.two_shot_peers = mail.gather_peers = peers
-    mail.one_shot_turns = mail.two_shot_turns = words
-    return Reducer(mail, 3, size)
-
-
 def sums() -> None:
     """As a rank of eight launches them, and as one of two."""
     for size, columns, dtype in ((8, 7168, BF16), (2, 96, FP32), (8, 8192, FP16))[: 3 if EVERYTHING else 2]:
-        reducer = rank(size)
+        reducer = lone_reducer(3, size)
         for algorithm, rows in (("one_shot", 1), ("one_shot", 132), ("two_shot", 256)):
             x = cuda(rows, columns, dtype=dtype)
             reducer.reduce(x, algorithm)
@@ -308,21 +298,9 @@ def sums() -> None:
         reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "one_shot")
 
 
-class Nowhere:
-    """SharedMemory and Driver of ranks that are not there."""
-
-    def allocate(self, words: int, fill: int) -> Block:
-        return Block(cuda(words, dtype=INT32), (0,) * 8, None)
-
-    def copy(self, *what: int) -> None: ...
-
-    def operate(self, what: object) -> None: ...
-
-
 def copies() -> None:
     for rank, (size, columns, dtype) in enumerate(((2, 96, FP32), (2, 8192, BF16), (8, 7168, BF16))):
-        nowhere: Any = Nowhere()
-        ranks = CopiedRows(nowhere, nowhere, rank, size)
+        ranks = lone_copies(rank, size)
         x = cuda(4 * size, columns, dtype=dtype)
         own = ranks.reduce_rows(x)
         for emit in ((PLAIN, FP8_TOKEN), (FP8_TOKEN,), (FP8,)):
@@ -411,10 +389,10 @@ def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
     with compiled_for_hopper() as compiled:
         for rows, columns in ((64, 8192), (1, 16384)):
             x = cuda(rows, columns)
-            rank(8).reduce(x, "one_shot")
-            rank(8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "one_shot")
-            if rank(8).shares(x, (PLAIN, FP8_TOKEN)):
-                rank(8).share(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
+            lone_reducer(3, 8).reduce(x, "one_shot")
+            lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "one_shot")
+            if lone_reducer(3, 8).shares(x, (PLAIN, FP8_TOKEN)):
+                lone_reducer(3, 8).share(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
     for name, kernel in compiled.kernels:
         assert spilled(kernel, tmp_path) == 0, name
 
@@ -533,9 +511,8 @@ def test_what_only_a_compiler_sees_is_seen():
 def test_edges_of_any_number_of_rows_take_the_kernels_that_start_up_met():
     """Else a request waits while one is compiled, half a second each."""
     many = (128, 130, 131, 250, 256, 1000, 1024, 2049, 4096, 6000)
-    nowhere: Any = Nowhere()
     with compiled_for_hopper(machine_code=False) as compiled:
-        reducer, ranks = rank(8), CopiedRows(nowhere, nowhere, 3, 8)
+        reducer, ranks = lone_reducer(3, 8), lone_copies(3, 8)
 
         def edges(tokens: int) -> None:
             x = cuda(tokens, 8192)
