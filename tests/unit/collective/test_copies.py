@@ -21,13 +21,30 @@ class Ranks:
 
     def __init__(self) -> None:
         self.values: list[int] = []
+        self.allocated = 0
 
     def allocate(self, words: int, fill: int) -> Block:
+        self.allocated += 1
         return Block(torch.full((words,), fill, dtype=torch.int32), (0, 0), None)
 
     def overwrite(self, words: torch.Tensor, value: int) -> None:
         words.fill_(value)
         self.values.append(value)
+
+
+def test_places_are_made_once_in_turn_and_begin_where_kernels_read_whole_vectors() -> None:
+    ranks: Any = Ranks()
+    copies, before = CopiedRows(ranks, ranks, 1, 2), ranks.allocated
+    shapes = [(3, torch.float32), (5, torch.bfloat16), (1, torch.float32)]
+    made = [copies._places(rows, shapes) for rows in (40, 40, 40, 39, 7)]
+    assert ranks.allocated - before == 2
+    first = [places[0].untyped_storage().data_ptr() for places in made]
+    assert first == [first[0], first[1]] * 2 + [first[0]] and first[0] != first[1]
+    for places in made:
+        offsets = [place.storage_offset() * place.element_size() for place in places]
+        assert all(offset % 256 == 0 for offset in offsets)
+        ends = [offset + place.nbytes for offset, place in zip(offsets, places, strict=True)]
+        assert all(end <= start for end, start in zip(ends, offsets[1:], strict=False)), "one lies in another"
 
 
 def stopped(turn: int) -> tuple[CopiedRows, Ranks]:
