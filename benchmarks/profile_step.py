@@ -3,13 +3,14 @@
     python benchmarks/profile_step.py 1 64 256 -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --prefill -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --mixed -- +preset=h200_bf16_tp1 engine.max_len=1024
+    python benchmarks/profile_step.py 1 64 256 --play -- +preset=h200_fp8_tp8 engine.max_len=1024
 
 Decode steps of so many sequences, or with --prefill the steps that feed so many prompts, or with --mixed the steps in
 which half of them decode while the prompts of the others enter. Kernels run at once on two streams
 (`engine.overlap_tokens`), and where one starts before the one in front has ended (programmatic dependent launch, which
 counts from its start): their sum may pass the step's time. How often the device had to give memory meanwhile
 (cudaMalloc, and retries after cudaFree, which wait for all work) is printed too. --trace keeps when each ran, and on
-which stream.
+which stream. --play: two GPUs do what two of engine.tp ranks do (played.py).
 """
 
 from __future__ import annotations
@@ -144,10 +145,17 @@ def main() -> None:
     kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half of the rows each")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to list, longest first")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write what ran when there, for a trace viewer")
+    parser.add_argument("--play", action="store_true", help="two GPUs play all ranks: times, but no model's output")
     args = parser.parse_args(argv[:cut])
     if args.trace is not None:
         args.trace.mkdir(parents=True, exist_ok=True)
-    engine = Engine(compose([*argv[cut + 1 :], f"engine.max_seqs={max(args.rows)}"]))
+    composition = compose([*argv[cut + 1 :], f"engine.max_seqs={max(args.rows)}"])
+    if args.play:
+        # Of collective=symm_mem, which needs Triton.
+        from played import play
+
+        composition = play(composition)
+    engine = Engine(composition)
     engine.start()
     for rows in args.rows:
         measure = prefill if args.prefill else mixed if args.mixed else decode

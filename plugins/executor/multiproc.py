@@ -72,13 +72,17 @@ class MultiprocExecutor(Executor):
         self._loading: dict[str, _Loading] = {}
         self._answering = threading.Lock()
 
+    @property
+    def size(self) -> int:
+        """Ranks, of which each is a process."""
+        return self.composition.engine.tp
+
     def start(self, progress: Progress) -> ExecutorInfo:
         with _free_address() as address:
             return self._start(address, progress)
 
     def _start(self, address: str, progress: Progress) -> ExecutorInfo:
-        engine = self.composition.engine
-        size = engine.tp
+        engine, size = self.composition.engine, self.size
         said: tuple[str, float | None] = ("start ranks", None)
         progress(*said)
         # Of the last rank: before a process is started, not after each has loaded torch.
@@ -170,7 +174,7 @@ class MultiprocExecutor(Executor):
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
         assert self._workers is not None
-        loading = self._loading[key] = _Loading(Future(), self.composition.engine.tp)
+        loading = self._loading[key] = _Loading(Future(), self.size)
         with self._workers.blamed():
             self._tell(self._workers, {"op": "load_adapter", "key": key, "folder": folder})
             read: Future[None] = self._runner.load_adapter(key, folder)

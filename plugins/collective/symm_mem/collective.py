@@ -75,13 +75,15 @@ class SymmMemCollective(NcclCollective):
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         super().connect(rank, size, address, device)
-        if size == 1:
-            return
-        store = dist.PrefixStore("symm_mem", self._rendezvous.store)
-        algorithm, shards = self.config.algorithm, self._shards_from is not None
-        self._memory = SharedMemory(rank, size, store, device)
+        if size > 1:
+            self._memory = SharedMemory(rank, size, dist.PrefixStore("symm_mem", self._rendezvous.store), device)
+            self.reducer = Reducer(self._made_mailbox(self._memory), rank, size)
+            self._choose()
+
+    def _made_mailbox(self, memory: SharedMemory) -> Mailbox:
+        gathers = self._shards_from is not None or self.config.algorithm == "sharded"
         try:
-            mail = Mailbox(self._memory, size, device, shards or algorithm == "sharded")
+            return Mailbox(memory, self.size, self._device, gathers)
         except NotSharedError as error:
             raise CapabilityError(
                 [
@@ -89,10 +91,12 @@ class SymmMemCollective(NcclCollective):
                     "choose collective=nccl"
                 ]
             ) from error
-        self.reducer = Reducer(mail, rank, size)
+
+    def _choose(self) -> None:
+        algorithm = self.config.algorithm
         if algorithm == "measured":
-            self.sums, self.edges, self.sharded_edges = self.measured(shards)
-            if rank == 0:
+            self.sums, self.edges, self.sharded_edges = self.measured(self._shards_from is not None)
+            if self.rank == 0:
                 log.info("all-reduce: %s; with norm: %s", self.sums, self.edges)
                 for narrow, table in self.sharded_edges.items():
                     log.info("with norm, residual by rows, %s: %s", "8 bits" if narrow else "16 bits", table)

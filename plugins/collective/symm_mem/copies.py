@@ -49,12 +49,17 @@ class CopiedRows:
         self._words = memory.allocate(size, 0)
         """One for each rank."""
         self._turn = 0
+        self._reduced = False
+        """Whether the last call was of `reduce_rows`. What follows it finds all ranks past their gathers, and what
+        follows another finds that all have summed what they were sent; else they meet first."""
         self._summands = _Inbox(memory)
         self._gathered = _Inbox(memory), _Inbox(memory)
         self._ended, self._closed = threading.Event(), threading.Event()
 
     def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
-        self._meet()
+        if self._reduced:
+            self._meet()
+        self._reduced = True
         return self._summed(x_TC.contiguous(), None, _SUM_ALONE)
 
     def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,7 +67,9 @@ class CopiedRows:
         places = self._places(len(parts[0]), [(part.shape[1], part.dtype) for part in flat])
         for place, part in zip(places, flat, strict=True):
             self._own(place).copy_(part)
-        self._meet()
+        if not self._reduced:
+            self._meet()
+        self._reduced = False
         self._send(places)
         return [place.view(-1, *part.shape[1:]) for place, part in zip(places, parts, strict=True)]
 
@@ -89,8 +96,9 @@ class CopiedRows:
                 shapes["scale"] = groups, torch.float32
         places = dict(zip(shapes, self._places(rows, list(shapes.values())), strict=True))
         target = Target(fmt, places.get("values"), places.get("scale"))
-        # Once the others have begun this, they have read what the places held.
-        self._meet()
+        if self._reduced:
+            self._meet()
+        self._reduced = False
         summed_SC = self._summed(
             padded(x_TC.contiguous(), self.size * rows),
             residual_SC,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import PLAIN
 from dovetail.plugins.collective.symm_mem import driver
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
 from dovetail.plugins.collective.symm_mem.memory import Block, SharedMemory
@@ -45,6 +46,32 @@ def test_places_are_made_once_in_turn_and_begin_where_kernels_read_whole_vectors
         assert all(offset % 256 == 0 for offset in offsets)
         ends = [offset + place.nbytes for offset, place in zip(offsets, places, strict=True)]
         assert all(end <= start for end, start in zip(ends, offsets[1:], strict=False)), "one lies in another"
+
+
+def test_ranks_meet_before_they_overwrite_what_may_not_have_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice in an edge, and once more only where calls do not come in pairs."""
+    ranks: Any = Ranks()
+    copies = CopiedRows(ranks, ranks, 0, 2)
+    events: list[str] = []
+    monkeypatch.setattr(copies, "_meet", lambda: events.append("meet"))
+    monkeypatch.setattr(copies, "_summed", lambda x, *_: events.extend(("send", "meet")) or x[:2])
+    monkeypatch.setattr(ranks, "copy", lambda *_: events.append("send"), raising=False)
+    x = torch.zeros(4, 8)
+    for call, expected in (
+        (copies.reduce_rows, ["send", "meet"]),
+        (copies.gather_rows, ["send", "meet"]),
+        (copies.reduce_rows, ["send", "meet"]),
+        (copies.reduce_rows, ["meet", "send", "meet"]),
+        (copies.gather_rows, ["send", "meet"]),
+        (copies.gather_rows, ["meet", "send", "meet"]),
+        (copies.reduce_rows, ["send", "meet"]),
+        (lambda x: copies.share(x, None, x[0], 1e-5, (PLAIN,)), ["meet", "send", "meet", "send", "meet"]),
+        (lambda x: copies.share(x, None, x[0], 1e-5, (PLAIN,)), ["send", "meet", "send", "meet"]),
+        (copies.gather_rows, ["meet", "send", "meet"]),
+    ):
+        events.clear()
+        call([x] if call == copies.gather_rows else x)
+        assert events == expected, (call, events)
 
 
 def stopped(turn: int) -> tuple[CopiedRows, Ranks]:
