@@ -28,7 +28,7 @@ from dovetail.core.interfaces import ActFormat
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import kernels, mailbox, reduce, sharded_kernels
 from dovetail.plugins.collective.symm_mem.collective import COLUMNS, SymmMemCollective
-from dovetail.plugins.collective.symm_mem.copies import CopiedRows
+from dovetail.plugins.collective.symm_mem.copies import CopiedRows, meeting
 from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
 from dovetail.plugins.collective.symm_mem.memory import Block, SharedMemory
 from dovetail.plugins.executor.multiproc import MultiprocExecutor
@@ -87,8 +87,8 @@ class Collective(SymmMemCollective):
         first, copies = self.copies is None, super()._made_copies()
         if first:
             steps = steps_to_places(self.rank, self.size)
-            places = zip(copies._words.addresses, steps, strict=True)
-            copies._words = replace(copies._words, addresses=tuple(own + WORD * step for own, step in places))
+            words = [word + WORD * step for word, step in zip(copies._words.addresses, steps, strict=True)]
+            copies._meeting = copies._driver.operations(meeting(words, self.rank, copies._others))
         return copies
 
     def _candidates(self, rows: int, shards: bool) -> dict[tuple[int, str], Callable[[], object]]:

@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import played
-from symm_mem_rank import BOXES, EPS, CopiesOfTheCpu, MappedMail, MappedMemory, meeting, summand, together
+from symm_mem_rank import BOXES, EPS, PROGRAMS, CopiesOfTheCpu, MappedMail, MappedMemory, meeting, summand, together
 
 from dovetail.core.interfaces import PLAIN, Partial
 from dovetail.core.layers import RMSNorm
@@ -46,7 +46,7 @@ class Interpreted(played.Collective):
 
 
 def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool) -> MappedMail:
-    one_shot, two_shot = BOXES * 2 * size * played.ROW, BOXES * 2 * 2 * played.ROW
+    one_shot, two_shot = BOXES * 2 * size * played.ROW, PROGRAMS * 2 * 2 * played.ROW
     block = memory.allocate(2 * one_shot + two_shot, EMPTY)
     parts, addresses = block.words.split((one_shot, two_shot, one_shot)), torch.tensor(block.addresses)
     mail = MappedMail(
@@ -57,7 +57,7 @@ def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool
         two_shot_peers=addresses + 4 * one_shot,
         gather_peers=addresses + 4 * (one_shot + two_shot),
         one_shot_turns=torch.zeros(BOXES, dtype=torch.int32),
-        two_shot_turns=torch.zeros(BOXES, dtype=torch.int32),
+        two_shot_turns=torch.zeros(PROGRAMS, dtype=torch.int32),
         stopped=torch.zeros(1, dtype=torch.int32),
     )
     mail.keep = block  # type: ignore[attr-defined]

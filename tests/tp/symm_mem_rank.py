@@ -11,7 +11,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -37,16 +37,18 @@ from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
 from dovetail.plugins.collective.symm_mem.driver import WRITE
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
+from dovetail.plugins.collective.symm_mem.mailbox import TWO_SHOT_PROGRAMS
 from dovetail.plugins.collective.symm_mem.memory import Block
 from dovetail.plugins.collective.symm_mem.reduce import LARGE_ROW, SMALL_ROW, Reducer
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 BOXES = 4
+PROGRAMS = TWO_SHOT_PROGRAMS * BOXES
 EPS = 1e-5
-FLAT = (2, 3 * SMALL_ROW + 2, 5 * LARGE_ROW + 10)
+FLAT = (2, 3 * SMALL_ROW + 2, 9 * LARGE_ROW + 10)
 """Values of flat sums: less than a row, several rows with a rest, more rows than programs."""
-ROWS = (1, 3, 9)
+ROWS = (1, 3, 9, 19)
 COLUMNS = 96
 
 
@@ -90,16 +92,17 @@ class MappedMail:
     gather: torch.Tensor
     gather_peers: torch.Tensor
     boxes: int = BOXES
+    """Of one_shot; two_shot has TWO_SHOT_PROGRAMS times as many."""
 
 
 def mapped(folder: Path, rank: int, size: int) -> MappedMail:
-    one_shot, two_shot = BOXES * 2 * size * BOX_WORDS, BOXES * 2 * 2 * BOX_WORDS
+    one_shot, two_shot = BOXES * 2 * size * BOX_WORDS, PROGRAMS * 2 * 2 * BOX_WORDS
     boxes = [
         torch.from_file(str(folder / f"mail{r}"), shared=True, size=2 * one_shot + two_shot, dtype=torch.int32)
         for r in range(size)
     ]
     addresses = torch.tensor([box.data_ptr() for box in boxes])
-    turns = torch.zeros(2, BOXES, dtype=torch.int32)
+    turns = torch.zeros(2, PROGRAMS, dtype=torch.int32)
     mail = MappedMail(
         boxes[rank][:one_shot],
         boxes[rank][one_shot : one_shot + two_shot],
@@ -139,13 +142,17 @@ class CopiesOfTheCpu:
     def __init__(self, rank: int) -> None:
         self.random = random.Random(rank)
 
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        if self.random.random() < 0.05:
-            time.sleep(0.003)
-        ctypes.memmove(to, source, nbytes)
+    def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        for to, source, nbytes in self.random.sample(moves, len(moves)):
+            if self.random.random() < 0.05:
+                time.sleep(0.003)
+            ctypes.memmove(to, source, nbytes)
 
-    def operate(self, operations: Iterable[tuple[int, int, int]]) -> None:
-        for kind, address, value in operations:
+    def operations(self, each: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        return each
+
+    def operate(self, operations: Sequence[tuple[int, int]], value: int) -> None:
+        for kind, address in operations:
             word = ctypes.c_int32.from_address(address)
             if kind == WRITE:
                 word.value = value
@@ -207,7 +214,9 @@ def odd(rank: int) -> torch.Tensor:
 def mixed(seed: int) -> tuple[str, int]:
     """What all ranks do next: algorithm and rows of a sum, or "argmax"."""
     generator = random.Random(seed)
-    return generator.choice(("one_shot", "two_shot", "argmax")), generator.choice((1, 2, BOXES, BOXES + 1))
+    return generator.choice(("one_shot", "two_shot", "argmax")), generator.choice(
+        (1, 2, BOXES, BOXES + 1, PROGRAMS + 1)
+    )
 
 
 def meeting(rank: int, folder: Path) -> str:

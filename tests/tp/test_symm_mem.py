@@ -26,6 +26,7 @@ from symm_mem_rank import (
     EPS,
     FLAT,
     MIXED,
+    PROGRAMS,
     ROWS,
     SHARED_ROWS,
     candidates,
@@ -49,7 +50,7 @@ Results = list[dict[tuple[object, ...], torch.Tensor]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ranks")
-    words = BOXES * 2 * BOX_WORDS * (2 * SIZE + 2)
+    words = 2 * BOX_WORDS * (2 * BOXES * SIZE + 2 * PROGRAMS)
     for rank in range(SIZE):
         (folder / f"mail{rank}").write_bytes(torch.full((words,), EMPTY, dtype=torch.int32).numpy().tobytes())
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

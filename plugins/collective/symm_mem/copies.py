@@ -48,6 +48,7 @@ class CopiedRows:
         """Beginning with the next, so that no two ranks copy to one at a time."""
         self._words = memory.allocate(size, 0)
         """One for each rank."""
+        self._meeting = driver.operations(meeting(self._words.addresses, rank, self._others))
         self._turn = 0
         self._reduced = False
         """Whether the last call was of `reduce_rows`. What follows it finds all ranks past their gathers, and what
@@ -139,9 +140,8 @@ class CopiedRows:
         """This rank's rows of the sum, and of the residual; `norm`: what else the kernel makes of them."""
         rows_SC = x_TC.view(self.size, -1, x_TC.shape[-1])
         share, inbox = rows_SC[0].nbytes, self._summands.of(x_TC.nbytes)
-        for other in self._others:
-            to, source = inbox.addresses[other] + self.rank * share, x_TC.data_ptr() + other * share
-            self._driver.copy(to, source, share)
+        to, source = self.rank * share, x_TC.data_ptr()
+        self._driver.copy([(inbox.addresses[other] + to, source + other * share, share) for other in self._others])
         self._meet()
         summed_SC = torch.empty_like(rows_SC[0])
         rows, columns = summed_SC.shape
@@ -181,19 +181,23 @@ class CopiedRows:
     def _send(self, places: Sequence[torch.Tensor]) -> None:
         """This rank's rows of each, to the same places of every other rank."""
         inbox = self._gathered[0]
-        own = [self._own(place) for place in places]
-        for other in self._others:
-            for rows in own:
-                offset = rows.data_ptr() - inbox.memory.data_ptr()
-                self._driver.copy(inbox.addresses[other] + offset, rows.data_ptr(), rows.nbytes)
+        start = inbox.memory.data_ptr()
+        own = [(rows.data_ptr(), rows.nbytes) for rows in map(self._own, places)]
+        self._driver.copy(
+            [(inbox.addresses[other] + at - start, at, nbytes) for other in self._others for at, nbytes in own]
+        )
         self._meet()
 
     def _meet(self) -> None:
         """Every rank has done what is enqueued before this."""
         self._turn = turn = self._turn + 1
-        own = self._words.addresses[self.rank]
-        said = [(WRITE, self._words.addresses[other] + 4 * self.rank, turn) for other in self._others]
-        self._driver.operate([*said, *((WAIT, own + 4 * other, turn) for other in self._others)])
+        self._driver.operate(self._meeting, turn)
+
+
+def meeting(words: Sequence[int], rank: int, others: Sequence[int]) -> list[tuple[int, int]]:
+    """Tell the others, then wait for them; `words`: where each rank has its own."""
+    said = [(WRITE, words[other] + 4 * rank) for other in others]
+    return [*said, *((WAIT, words[rank] + 4 * other) for other in others)]
 
 
 _SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **Target(None).arguments(1)}

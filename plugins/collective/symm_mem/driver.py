@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +14,10 @@ LIBRARY = "libcuda.so.1"
 WAIT, WRITE = 1, 2
 """CU_STREAM_MEM_OP_WAIT_VALUE_32 and WRITE_VALUE_32. The wait ends when the word is not before the value, as counters
 that wrap around compare."""
+
+
+IN_STREAM_ORDER, BESIDE_KERNELS = 1, 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
 
 class _Operation(ctypes.Structure):
@@ -28,13 +33,19 @@ class _Operation(ctypes.Structure):
     )
 
 
+class _Copying(ctypes.Structure):
+    """CUmemcpyAttributes. The hints are for memory that the driver moves."""
+
+    _fields_ = (("order", ctypes.c_uint32), ("hints", ctypes.c_uint32 * 4), ("flags", ctypes.c_uint32))
+
+
 class Driver:
     """Of one GPU. Addresses are plain numbers. What `copy` and `operate` do is enqueued on the current stream; their
     thread has used torch on the GPU before, which makes its context current."""
 
     def __init__(self, device: torch.device, words: int) -> None:
-        """`words`: of what `overwrite` is to overwrite."""
-        self._device = device
+        """`device` with its index; `words`: of what `overwrite` is to overwrite."""
+        self._index = device.index
         try:
             library = ctypes.CDLL(LIBRARY)
             self._copy, self._operate = library.cuMemcpyAsync, library.cuStreamBatchMemOp_v2
@@ -44,22 +55,52 @@ class Driver:
             ) from error
         self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         self._operate.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32)
+        self._copy_all = getattr(library, "cuMemcpyBatchAsync", None)
+        """Since CUDA 12.8. With a call for each copy, eight GPUs wait for their hosts."""
+        if self._copy_all is not None:
+            at, size = ctypes.c_void_p, ctypes.c_size_t
+            self._copy_all.argtypes = (at, at, at, size, at, at, size, at, at)
+        self._copying, self._first = _Copying(IN_STREAM_ORDER, flags=BESIDE_KERNELS), ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(0)
         # Made now: memory that a copy engine reads takes a while to get, and waits of the device may be in its way.
         self._values = torch.zeros(words, dtype=torch.int32, pin_memory=True)
         # Streams of one priority share a few queues, and those that wait are of other ones.
         self._side = torch.cuda.Stream(device, priority=-2)
 
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        if nbytes:
-            _check("cuMemcpyAsync", self._copy(to, source, nbytes, self._stream()))
+    def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """(to, source, bytes), in any order: none reads what another writes."""
+        moves = [move for move in moves if move[2]]
+        if self._copy_all is None or len(moves) < 2:
+            for to, source, nbytes in moves:
+                _check("cuMemcpyAsync", self._copy(to, source, nbytes, self._stream()))
+            return
+        count = len(moves)
+        numbers = (ctypes.c_uint64 * (3 * count))(*(move[kind] for kind in range(3) for move in moves))
+        to = ctypes.addressof(numbers)
+        status = self._copy_all(
+            to,
+            to + 8 * count,
+            to + 16 * count,
+            count,
+            ctypes.addressof(self._copying),
+            ctypes.addressof(self._first),
+            1,
+            ctypes.addressof(self._failed),
+            self._stream(),
+        )
+        _check("cuMemcpyBatchAsync", status)
 
-    def operate(self, operations: Iterable[tuple[int, int, int]]) -> None:
-        """(WAIT or WRITE, address of a word, value) one after another; what is written is seen after all that the
-        stream did before."""
-        each = [_Operation(kind, address, value & 0xFFFFFFFF) for kind, address, value in operations]
-        if each:
-            array = (_Operation * len(each))(*each)
-            _check("cuStreamBatchMemOp", self._operate(self._stream(), len(each), array, 0))
+    def operations(self, each: Sequence[tuple[int, int]]) -> Any:
+        """(WAIT or WRITE, address of a word), for `operate`, which may take them again and again."""
+        return (_Operation * len(each))(*(_Operation(kind, address) for kind, address in each))
+
+    def operate(self, operations: Any, value: int) -> None:
+        """One after another, all with this value; what is written is seen after all that the stream did before."""
+        value &= 0xFFFFFFFF
+        for operation in operations:
+            operation.value = value
+        status = self._operate(self._stream(), len(operations), ctypes.addressof(operations), 0)
+        _check("cuStreamBatchMemOp", status)
 
     def overwrite(self, words: torch.Tensor, value: int) -> None:
         """At once, whatever waits; from any thread. All of int32 `words` on the GPU."""
@@ -70,8 +111,8 @@ class Driver:
     def _stream(self) -> int:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("copies between ranks count their turns on the host, and no graph can hold them")
-        stream: int = torch.cuda.current_stream(self._device).cuda_stream
-        return stream
+        # As `torch.cuda.current_stream`, without an object: it is asked for a thousand times a step.
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
 
 def _check(name: str, status: int) -> None:

@@ -11,14 +11,18 @@ import torch
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
 from dovetail.plugins.collective.symm_mem.memory import SharedMemory
 
+TWO_SHOT_PROGRAMS = 2
+"""On a multiprocessor: they wait twice for each row, and another one works meanwhile."""
+
 
 class Mailbox:
     """Written by kernels of all ranks, except where it says otherwise."""
 
     def __init__(self, memory: SharedMemory, size: int, device: torch.device, gathers: bool = False) -> None:
         self.boxes: int = torch.cuda.get_device_properties(device).multi_processor_count
-        """Of each kind: as many programs of one launch as are certain to be resident."""
-        one_shot, two_shot = (self.boxes * 2 * size * BOX_WORDS, self.boxes * 2 * 2 * BOX_WORDS)
+        """As many programs of one launch as are certain to be resident, one on each multiprocessor."""
+        programs = TWO_SHOT_PROGRAMS * self.boxes
+        one_shot, two_shot = self.boxes * 2 * size * BOX_WORDS, programs * 2 * 2 * BOX_WORDS
         gather = one_shot if gathers else 0
         self._block = memory.allocate(one_shot + two_shot + gather, EMPTY)
         boxes = self._block.words
@@ -28,7 +32,8 @@ class Mailbox:
         self.one_shot_peers = addresses.to(device)
         self.two_shot_peers = (addresses + 4 * one_shot).to(device)
         self.gather_peers = (addresses + 4 * (one_shot + two_shot)).to(device)
-        self.one_shot_turns, self.two_shot_turns = torch.zeros(2, self.boxes, dtype=torch.int32, device=device)
+        self.one_shot_turns = torch.zeros(self.boxes, dtype=torch.int32, device=device)
+        self.two_shot_turns = torch.zeros(programs, dtype=torch.int32, device=device)
         """Written by this rank's kernels."""
         self.stopped = torch.zeros(1, dtype=torch.int32, device=device)
         """Written by `stop`."""

@@ -16,7 +16,7 @@ from dovetail.core.ops.kernels.formats import Target, collect
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.collective.sharded import shard_rows
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, choose, one_shot, two_shot
-from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
+from dovetail.plugins.collective.symm_mem.mailbox import TWO_SHOT_PROGRAMS, Mailbox
 from dovetail.plugins.collective.symm_mem.sharded_kernels import sharded
 
 WORD = 4
@@ -31,6 +31,8 @@ PARTS = 4
 LEAST_WORDS = 128
 """That a program waits for: one for each thread of four warps. Of fewer, several warps would hold copies, and each
 leave the wait when it has seen its own."""
+REGISTERS, MOST_REGISTERS = 1 << 16, 255
+"""Of a multiprocessor, and of a thread."""
 IN_FLIGHT = 1 << 15
 """Words of all ranks that a program of one_shot waits for at once, at most: with more its threads run out of registers,
 and what they spill costs more than the second hop of two_shot."""
@@ -214,7 +216,9 @@ class Reducer:
     ) -> None:
         mail = self.mail
         share, warps = row // self.size, _warps(row // 512, most=8)
-        two_shot[(min(mail.boxes, triton.cdiv(words, row)),)](
+        # Of longer rows the registers hold one.
+        each = TWO_SHOT_PROGRAMS if row <= LARGE_ROW else 1
+        two_shot[(min(each * mail.boxes, triton.cdiv(words, row)),)](
             _words(x),
             out,
             **(fused or _alone(row, x)),
@@ -230,6 +234,7 @@ class Reducer:
             PER=WORD // x.element_size(),
             SHARE=max(triton.next_power_of_2(share), 32 * warps),
             num_warps=warps,
+            maxnreg=min(MOST_REGISTERS, REGISTERS // (each * 32 * warps)),
             **dependent(x),
         )
 

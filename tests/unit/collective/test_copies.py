@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import PLAIN
 from dovetail.plugins.collective.symm_mem import driver
-from dovetail.plugins.collective.symm_mem.copies import CopiedRows
+from dovetail.plugins.collective.symm_mem.copies import CopiedRows, meeting
 from dovetail.plugins.collective.symm_mem.memory import Block, SharedMemory
 
 
@@ -27,6 +28,11 @@ class Ranks:
     def allocate(self, words: int, fill: int) -> Block:
         self.allocated += 1
         return Block(torch.full((words,), fill, dtype=torch.int32), (0, 0), None)
+
+    def operations(self, each: object) -> object:
+        return each
+
+    def copy(self, moves: object) -> None: ...
 
     def overwrite(self, words: torch.Tensor, value: int) -> None:
         words.fill_(value)
@@ -55,7 +61,7 @@ def test_ranks_meet_before_they_overwrite_what_may_not_have_been_read(monkeypatc
     events: list[str] = []
     monkeypatch.setattr(copies, "_meet", lambda: events.append("meet"))
     monkeypatch.setattr(copies, "_summed", lambda x, *_: events.extend(("send", "meet")) or x[:2])
-    monkeypatch.setattr(ranks, "copy", lambda *_: events.append("send"), raising=False)
+    monkeypatch.setattr(ranks, "copy", lambda _: events.append("send"))
     x = torch.zeros(4, 8)
     for call, expected in (
         (copies.reduce_rows, ["send", "meet"]),
@@ -134,6 +140,81 @@ def test_the_driver_is_told_what_its_header_says() -> None:
     one = driver._Operation(driver.WAIT, 0x1122334455667788, 0xAABBCCDD)
     words = memoryview(one).cast("B").cast("Q").tolist()
     assert words == [driver.WAIT, 0x1122334455667788, 0xAABBCCDD, 0, 0, 0]
+
+
+def test_attributes_of_copies_are_as_its_header_says() -> None:
+    """CUmemcpyAttributes: the order, two hints of a type and a number each, the flags."""
+    one = driver._Copying(driver.IN_STREAM_ORDER, flags=driver.BESIDE_KERNELS)
+    assert memoryview(one).cast("B").cast("I").tolist() == [1, 0, 0, 0, 0, 1]
+
+
+def test_a_meeting_is_a_word_for_each_other_rank_and_one_from_it() -> None:
+    words = [1000, 2000, 3000]
+    assert meeting(words, 1, [2, 0]) == [
+        (driver.WRITE, 3004),
+        (driver.WRITE, 1004),
+        (driver.WAIT, 2008),
+        (driver.WAIT, 2000),
+    ]
+
+
+class Library:
+    """The CUDA driver, which notes what it is asked."""
+
+    def __init__(self, batches: bool) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        if batches:
+            self.cuMemcpyBatchAsync = Call(self._batch)
+        self.cuMemcpyAsync = Call(lambda *each: self.asked.append(("copy", *each)))
+        self.cuStreamBatchMemOp_v2 = Call(self._operations)
+
+    def _batch(
+        self, to: int, source: int, sizes: int, count: int, how: int, first: int, kinds: int, *rest: int
+    ) -> None:
+        each = [(ctypes.c_uint64 * count).from_address(at)[:] for at in (to, source, sizes)]
+        order = ctypes.c_uint32.from_address(how).value
+        self.asked.append(("batch", *each, order, ctypes.c_size_t.from_address(first).value, kinds, rest[-1]))
+
+    def _operations(self, stream: int, count: int, at: int, flags: int) -> None:
+        found = (driver._Operation * count).from_address(at)
+        self.asked.append(("operate", [(one.operation, one.address, one.value) for one in found], stream, flags))
+
+
+class Call:
+    def __init__(self, call: Any) -> None:
+        self.call, self.argtypes = call, ()
+
+    def __call__(self, *arguments: Any) -> int:
+        self.call(*arguments)
+        return 0
+
+
+def lone_driver(library: Library, monkeypatch: pytest.MonkeyPatch) -> driver.Driver:
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(driver.Driver, "_stream", lambda self: 77)
+    return driver.Driver(torch.device("cuda", 0), 2)
+
+
+def test_copies_are_one_call_where_the_driver_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = [(10, 20, 30), (11, 21, 0), (12, 22, 32)]
+    library = Library(batches=True)
+    lone_driver(library, monkeypatch).copy(moves)
+    assert library.asked == [("batch", [10, 12], [20, 22], [30, 32], 1, 0, 1, 77)]
+    library = Library(batches=False)
+    lone_driver(library, monkeypatch).copy(moves)
+    assert library.asked == [("copy", 10, 20, 30, 77), ("copy", 12, 22, 32, 77)]
+
+
+def test_operations_take_the_value_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(batches=True)
+    gpu = lone_driver(library, monkeypatch)
+    operations = gpu.operations([(driver.WRITE, 1000), (driver.WAIT, 2000)])
+    for value in (5, -1):
+        gpu.operate(operations, value)
+    expected = [[(driver.WRITE, 1000, value), (driver.WAIT, 2000, value)] for value in (5, 0xFFFFFFFF)]
+    assert library.asked == [("operate", each, 77, 0) for each in expected]
 
 
 def test_a_driver_without_these_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
