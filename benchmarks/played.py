@@ -105,6 +105,10 @@ class Collective(SymmMemCollective):
         self.size = size
         return torch.stack([two[self.rank if rank == self.rank else 1 - self.rank] for rank in range(size)])
 
+    def barrier(self) -> None:
+        # Of one number most ranks would send no part.
+        NcclCollective.all_reduce(self, torch.zeros(1, device=self._device)).item()
+
     def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
         return self.reducer.reduce(x_TC.contiguous(), "two_shot").view(self.size, -1, x_TC.shape[1])[self.rank]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,7 @@ COLUMNS = 8192
 """Of the bfloat16 rows that are measured."""
 EPS = 1e-5
 HEAD_START = 1.0
-"""Seconds that our kernels get to end before NCCL's are ended."""
+"""Seconds that copies get to end their waiting before NCCL's kernels are ended."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MOST_ROWS = 8192
 """Measured, too, where residuals may lie over the ranks: that is for many rows."""
@@ -65,7 +64,6 @@ class SymmMemCollective(NcclCollective):
     """For a `boundary` that may shard the residual."""
     _dead = False
     _memory: SharedMemory | None = None
-    _stopping: threading.Thread | None = None
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         if device.type != "cuda":
@@ -188,15 +186,16 @@ class SymmMemCollective(NcclCollective):
 
     def abort(self) -> None:
         self._dead = True
-        # What ends the waiting of our kernels may itself wait for a kernel of NCCL's, which `super` ends; that may wait
-        # for one of ours, and hold what the other needs. So ours first, but not for long.
-        if self._stopping is None or not self._stopping.is_alive():
-            reducer = self.reducer  # `close` may come meanwhile.
-            mail = None if reducer is None else reducer.mail
-            parts = [part for part in (self._memory, self.copies, mail) if part is not None]
-            self._stopping = threading.Thread(target=_stop, args=(parts,), name="end of waiting", daemon=True)
-            self._stopping.start()
-            self._stopping.join(HEAD_START)
+        memory, reducer, copies = self._memory, self.reducer, self.copies  # `close` may come meanwhile.
+        if memory is not None:
+            memory.stop()
+        if reducer is not None:
+            reducer.mail.stop()
+        if copies is not None:
+            copies.stop()
+            # What ends their waiting may itself wait for a kernel of NCCL's, which `super` ends; that may wait for one
+            # of these, and hold what the other needs. So these first, but not for long.
+            copies.told.wait(HEAD_START)
         super().abort()
 
     def close(self) -> None:
@@ -252,8 +251,3 @@ class SymmMemCollective(NcclCollective):
                 found[kind, "sharded"] = partial(reducer.share, x_TC, kept, weight_C, EPS, emit)
                 found[kind, "nccl_sharded"] = partial(edge, self, Partial(x_TC), RowShard(kept, rows), norm, emit)
         return found
-
-
-def _stop(parts: Sequence[SharedMemory | CopiedRows | Mailbox]) -> None:
-    for part in parts:
-        part.stop()

@@ -56,6 +56,8 @@ class CopiedRows:
         self._summands = _Inbox(memory)
         self._gathered = _Inbox(memory), _Inbox(memory)
         self._ended, self._closed = threading.Event(), threading.Event()
+        self.told = threading.Event()
+        """The device was told once that the waiting ends."""
 
     def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
         if self._reduced:
@@ -133,6 +135,7 @@ class CopiedRows:
         far = (self._turn + FAR + 2**31) % 2**32 - 2**31
         while True:
             self._driver.overwrite(self._words.words, far)
+            self.told.set()
             if self._closed.wait(AGAIN):
                 return
 

@@ -27,8 +27,12 @@ EMPTY: int = -0x7FFF8000
 BOX_WORDS = 8192
 """Capacity of one rank's part of a box: the longest row."""
 
+LOOK = 64
+"""Looks at a mailbox, a power of two, for one at the word that ends all waiting."""
+
 _EMPTY = tl.constexpr(EMPTY)
 _BOX = tl.constexpr(BOX_WORDS)
+_LOOK = tl.constexpr(LOOK)
 
 
 @triton.jit
@@ -65,6 +69,19 @@ def send(words, place, inside, peers_ptr, rank, WORLD: tl.constexpr):
 
 
 @triton.jit
+def going_on(stop_ptr, looks):
+    """1, or 0 once a rank has died. The host writes that into memory of its own, as NCCL's abort flag is: nothing that
+    the device does can be in its way. To read it takes longer than a look at a mailbox."""
+    return (tl.load(stop_ptr, mask=looks == _LOOK, other=0, volatile=True) == 0).to(tl.int32)
+
+
+@triton.jit
+def again(missing, looks):
+    """The number of the next look, from 1 to LOOK, or 0 where nothing is missing."""
+    return missing * ((looks & (_LOOK - 1)) + 1)
+
+
+@triton.jit
 def receive(
     mail_ptr, place, stride, inside, stop_ptr, DTYPE: tl.constexpr, SOURCES: tl.constexpr, VALUES: tl.constexpr
 ):
@@ -73,8 +90,8 @@ def receive(
     Once the word at stop_ptr is not 0, nothing is waited for: a rank has died, and sums no longer count.
     """
     total = tl.zeros((VALUES,), tl.float32)
-    waiting = tl.full((), 1, tl.int32)
-    while waiting > 0:
+    looks = tl.full((), 1, tl.int32)
+    while looks > 0:
         total = tl.zeros((VALUES,), tl.float32)
         missing = tl.zeros_like(place)
         for source in tl.static_range(SOURCES):
@@ -82,8 +99,7 @@ def receive(
             missing = missing | (words == _EMPTY).to(tl.int32)
             total += widen(words, DTYPE)
         # Reduced over the program, so that all of its threads leave together.
-        go_on = (tl.load(stop_ptr, volatile=True) == 0).to(tl.int32)
-        waiting = tl.max(missing * go_on, axis=0)
+        looks = again(tl.max(missing * going_on(stop_ptr, looks), axis=0), looks)
     tl.debug_barrier()
     nothing = tl.full(place.shape, _EMPTY, tl.int32)
     for source in tl.static_range(SOURCES):
@@ -273,8 +289,8 @@ def choose(
     send(index, box + rank * _BOX + BLOCK, inside, peers_ptr, rank, WORLD)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     at = tl.full((BLOCK,), 2147483647, tl.int32)
-    waiting = tl.full((), 1, tl.int32)
-    while waiting > 0:
+    looks = tl.full((), 1, tl.int32)
+    while looks > 0:
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         at = tl.full((BLOCK,), 2147483647, tl.int32)
         missing = tl.zeros_like(place)
@@ -286,8 +302,7 @@ def choose(
             wins = (score > best) | ((score == best) & (candidate < at))
             best = tl.where(wins, score, best)
             at = tl.where(wins, candidate, at)
-        go_on = (tl.load(stop_ptr, volatile=True) == 0).to(tl.int32)
-        waiting = tl.max(missing * go_on, axis=0)
+        looks = again(tl.max(missing * going_on(stop_ptr, looks), axis=0), looks)
     tl.debug_barrier()
     nothing = tl.full((BLOCK,), _EMPTY, tl.int32)
     for source in tl.static_range(WORLD):

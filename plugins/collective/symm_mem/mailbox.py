@@ -35,16 +35,11 @@ class Mailbox:
         self.one_shot_turns = torch.zeros(self.boxes, dtype=torch.int32, device=device)
         self.two_shot_turns = torch.zeros(programs, dtype=torch.int32, device=device)
         """Written by this rank's kernels."""
-        self.stopped = torch.zeros(1, dtype=torch.int32, device=device)
-        """Written by `stop`."""
-        self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        # Streams of one priority share a few queues, and kernels that wait run on those of the usual one and, where
-        # halves of a step take turns (core.layers.interleave), of the next.
-        self._side = torch.cuda.Stream(device, priority=-2)
+        self.stopped = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        """Of the host, which the device can read."""
         torch.cuda.synchronize(device)
 
     def stop(self) -> None:
-        """Ends the waiting of all kernels, now and later; from any thread. A copy engine does it, since the kernels may
-        hold every multiprocessor."""
-        with torch.cuda.stream(self._side):
-            self.stopped.copy_(self._one, non_blocking=True)
+        """Ends the waiting of all kernels, now and later; from any thread. No call of the driver, which might wait for
+        a thread that waits for one of the kernels."""
+        self.stopped.fill_(1)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.ops.kernels.launch import announce, wait
-from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY, fence, finish, receive, send
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY, again, fence, finish, going_on, receive, send
 
 _EMPTY = tl.constexpr(EMPTY)
 _BOX = tl.constexpr(BOX_WORDS)
@@ -16,11 +16,11 @@ _BOX = tl.constexpr(BOX_WORDS)
 def take(mail_ptr, place, inside, stop_ptr):
     """Wait for the words at place and return them as they are; the places are empty again then."""
     words = tl.zeros_like(place)
-    waiting = tl.full((), 1, tl.int32)
-    while waiting > 0:
+    looks = tl.full((), 1, tl.int32)
+    while looks > 0:
         words = tl.load(mail_ptr + place, mask=inside, other=0, volatile=True)
-        go_on = (tl.load(stop_ptr, volatile=True) == 0).to(tl.int32)
-        waiting = tl.max((words == _EMPTY).to(tl.int32) * go_on, axis=0)
+        missing = (words == _EMPTY).to(tl.int32) * going_on(stop_ptr, looks)
+        looks = again(tl.max(missing, axis=0), looks)
     tl.debug_barrier()
     tl.store(mail_ptr + place, tl.full(place.shape, _EMPTY, tl.int32), mask=inside)
     return words

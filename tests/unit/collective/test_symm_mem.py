@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from dovetail.core.interfaces import PLAIN, ActFormat, Partial
 from dovetail.core.layers import RMSNorm
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
+from dovetail.plugins.collective.symm_mem import collective as symm_mem
 from dovetail.plugins.collective.symm_mem.choice import SizeTable, quickest
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 from dovetail.plugins.collective.symm_mem.memory import CountedAnew
@@ -71,36 +71,28 @@ def test_steps_of_many_rows_may_take_another_table() -> None:
     assert [collective._edge(torch.ones(rows, 8), emit) for rows, emit, _ in picks] == ["nccl"] * 4
 
 
-@pytest.mark.parametrize("first", ["ours", "nccl"])
+@pytest.mark.parametrize("copies", ["none", "end", "wait for nccl"])
 def test_abort_ends_kernels_of_ours_and_of_nccl_whichever_must_be_first(
-    first: str, monkeypatch: pytest.MonkeyPatch
+    copies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ours, unless their end waits for NCCL's."""
-    ended, waited = threading.Event(), []
-
-    def end_soon(*_: object) -> None:
-        time.sleep(0.2)
-        ended.set()
-
-    def wait(*_: object) -> None:
-        waited.append(ended.wait(10))
-
-    def look(*_: object) -> None:
-        waited.append(ended.is_set())
-
-    stop, abort = (end_soon, look) if first == "ours" else (wait, end_soon)
+    """Ours at once; copies, unless their end waits for NCCL's."""
+    order: list[str] = []
     collective: Any = SymmMemCollective(SymmMemConfig())
-    collective.reducer = SimpleNamespace(mail=SimpleNamespace(stop=stop))
-    collective.copies, collective._memory = mock.Mock(), mock.Mock()
-    monkeypatch.setattr(NcclCollective, "abort", abort)
-    copies, memory = collective.copies, collective._memory
+    collective._memory = SimpleNamespace(stop=lambda: order.append("memory"))
+    collective.reducer = SimpleNamespace(mail=SimpleNamespace(stop=lambda: order.append("kernels")))
+    told = threading.Event()
+    if copies != "none":
+        end = threading.Timer(0.2, lambda: (order.append("copies"), told.set()))
+        collective.copies = mock.Mock(stop=end.start if copies == "end" else lambda: None, told=told)
+    monkeypatch.setattr(symm_mem, "HEAD_START", 30 if copies == "end" else 0.1)
+    monkeypatch.setattr(NcclCollective, "abort", lambda self: order.append("nccl"))
     collective.abort()
+    assert order == ["memory", "kernels", *(["copies"] if copies == "end" else []), "nccl"]
+    monkeypatch.setattr(NcclCollective, "close", lambda self: None)
+    given = collective.copies
     collective.close()
-    collective._stopping.join(10)
-    assert waited == [True]
-    copies.stop.assert_called_once_with()
-    memory.stop.assert_called_once_with()
-    copies.close.assert_called_once_with()
+    if copies != "none":
+        given.close.assert_called_once_with()
 
 
 def test_an_algorithm_asked_for_by_name_serves_beside_products_too() -> None:
