@@ -41,6 +41,9 @@ def run_layers(layers: Layers) -> Hidden:
 class Side(Protocol):
     """Where collective calls run."""
 
+    def begin(self) -> None:
+        """From here on the current stream is main."""
+
     def start(self, call: Callable[[], Any]) -> Any:
         """The call under way, for `finish`."""
 
@@ -51,6 +54,8 @@ class Side(Protocol):
 class Inline:
     """Calls run at once, as part of the current stream: for devices without streams."""
 
+    def begin(self) -> None: ...
+
     def start(self, call: Callable[[], Any]) -> Any:
         return call()
 
@@ -59,21 +64,35 @@ class Inline:
 
 
 class SideStream:
-    """A stream of higher priority: a sum needs few multiprocessors, but every rank waits until it has them."""
+    """A stream of higher priority: a sum needs few multiprocessors, but every rank waits until it has them.
+
+    With eight ranks the device does a half's share of a block in as little time as the host takes to launch it, so
+    streams are looked up once, and not switched by context managers, which look them up again."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self._main = self.stream
+        self._given = torch.cuda.Event()
+        """Of main; a wait takes what was recorded last."""
+
+    def begin(self) -> None:
+        self._main = torch.cuda.current_stream(self.stream.device)
 
     def start(self, call: Callable[[], Any]) -> Any:
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
+        self._given.record(self._main)
+        self.stream.wait_event(self._given)
+        torch.cuda.set_stream(self.stream)
+        try:
             result = call()
-            done = self.stream.record_event()
+        finally:
+            torch.cuda.set_stream(self._main)
+        done = torch.cuda.Event()
+        done.record(self.stream)
         return call, result, done
 
     def finish(self, started: Any) -> Any:
         call, result, done = started
-        torch.cuda.current_stream(self.stream.device).wait_event(done)
+        self._main.wait_event(done)
         return result
 
 
@@ -94,6 +113,7 @@ def interleave(
         else:
             turns.append((lane, side.start(call)))
 
+    side.begin()
     for lane in range(len(lanes)):
         go_on(lane, None)
     while turns:

@@ -142,11 +142,14 @@ class CopiesOfTheCpu:
     def __init__(self, rank: int) -> None:
         self.random = random.Random(rank)
 
-    def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        for to, source, nbytes in self.random.sample(moves, len(moves)):
+    def copies(self, moves: Sequence[tuple[int, int, int]]) -> Sequence[tuple[int, int, int]]:
+        return moves
+
+    def copy(self, copies: Sequence[tuple[int, int, int]], start: int = 0) -> None:
+        for to, source, nbytes in self.random.sample(copies, len(copies)):
             if self.random.random() < 0.05:
                 time.sleep(0.003)
-            ctypes.memmove(to, source, nbytes)
+            ctypes.memmove(to, start + source, nbytes)
 
     def operations(self, each: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         return each

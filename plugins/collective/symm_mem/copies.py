@@ -11,7 +11,8 @@ Shapes: T tokens, S rows of a rank's shard, C channels, G scale groups of a row.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ AGAIN = 0.01
 """Seconds between two words that end the waiting."""
 SLACK = 1.125
 """Of the memory, over what a step needed: cuts lie near its middle, not in it."""
+
+KEPT = 8
+"""Of what is kept for edges of one size; a step has two, or three with an odd number of tokens."""
 
 Shape = tuple[int, torch.dtype]
 """Columns and type of rows that are gathered."""
@@ -67,14 +71,14 @@ class CopiedRows:
 
     def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         flat = [part.contiguous().view(len(part), -1) for part in parts]
-        places = self._places(len(parts[0]), [(part.shape[1], part.dtype) for part in flat])
-        for place, part in zip(places, flat, strict=True):
-            self._own(place).copy_(part)
+        places = self._places(len(parts[0]), tuple((part.shape[1], part.dtype) for part in flat))
+        for own, part in zip(places.own, flat, strict=True):
+            own.copy_(part)
         if not self._reduced:
             self._meet()
         self._reduced = False
         self._send(places)
-        return [place.view(-1, *part.shape[1:]) for place, part in zip(places, parts, strict=True)]
+        return [place.view(-1, *part.shape[1:]) for place, part in zip(places.every, parts, strict=True)]
 
     def shares(self, emit: tuple[ActFormat, ...]) -> bool:
         """Whether `share` takes them: what one kernel writes."""
@@ -97,8 +101,9 @@ class CopiedRows:
             shapes["values"] = columns, fmt.dtype or dtype
             if groups := scales_of_row(fmt, columns):
                 shapes["scale"] = groups, torch.float32
-        places = dict(zip(shapes, self._places(rows, list(shapes.values())), strict=True))
-        target = Target(fmt, places.get("values"), places.get("scale"))
+        places = self._places(rows, tuple(shapes.values()))
+        every = dict(zip(shapes, places.every, strict=True))
+        target = Target(fmt, every.get("values"), every.get("scale"))
         if self._reduced:
             self._meet()
         self._reduced = False
@@ -107,14 +112,14 @@ class CopiedRows:
             residual_SC,
             {
                 "weight_ptr": weight_C,
-                "plain_ptr": places.get("plain"),
+                "plain_ptr": every.get("plain"),
                 "eps": eps,
                 "NORM": True,
                 **target.arguments(target.block(columns, whole_row=True)),
             },
         )
-        self._send(list(places.values()))
-        made = {name: place[:tokens] for name, place in places.items()}
+        self._send(places)
+        made = {name: place[:tokens] for name, place in every.items()}
         items = [Activation(PLAIN, made["plain"])] if plan.plain else []
         if fmt is not None:
             item = Activation(fmt, made["values"], fmt.static_scale)
@@ -143,8 +148,7 @@ class CopiedRows:
         """This rank's rows of the sum, and of the residual; `norm`: what else the kernel makes of them."""
         rows_SC = x_TC.view(self.size, -1, x_TC.shape[-1])
         share, inbox = rows_SC[0].nbytes, self._summands.of(x_TC.nbytes)
-        to, source = self.rank * share, x_TC.data_ptr()
-        self._driver.copy([(inbox.addresses[other] + to, source + other * share, share) for other in self._others])
+        self._driver.copy(inbox.kept(share, self._summands_to), x_TC.data_ptr())
         self._meet()
         summed_SC = torch.empty_like(rows_SC[0])
         rows, columns = summed_SC.shape
@@ -164,31 +168,39 @@ class CopiedRows:
         )
         return summed_SC
 
-    def _places(self, rows: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def _summands_to(self, inbox: _Inbox, share: int) -> Any:
+        """Copies of so many bytes to each of the others, from where their rows begin."""
+        to = self.rank * share
+        return self._driver.copies([(inbox.addresses[other] + to, other * share, share) for other in self._others])
+
+    def _places(self, rows: int, shapes: tuple[Shape, ...]) -> _Places:
         """For all ranks' rows of each shape, in memory that the others copy into."""
+        self._gathered = self._gathered[::-1]
         starts, end = [], 0
         for columns, dtype in shapes:
             starts.append(end)
             end += -(-self.size * rows * columns * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self._gathered = self._gathered[::-1]
-        memory = self._gathered[0].of(end).memory
-        return [
-            memory[start:].view(dtype)[: self.size * rows * columns].view(-1, columns)
-            for start, (columns, dtype) in zip(starts, shapes, strict=True)
-        ]
+        inbox = self._gathered[0].of(end)
 
-    def _own(self, place: torch.Tensor) -> torch.Tensor:
-        rows = len(place) // self.size
-        return place[self.rank * rows : (self.rank + 1) * rows]
+        def place(inbox: _Inbox, key: object) -> _Places:
+            every = [
+                inbox.memory[start:].view(dtype)[: self.size * rows * columns].view(-1, columns)
+                for start, (columns, dtype) in zip(starts, shapes, strict=True)
+            ]
+            own = [place[self.rank * rows : (self.rank + 1) * rows] for place in every]
+            first = inbox.memory.data_ptr()
+            moves = [
+                (inbox.addresses[other] + part.data_ptr() - first, part.data_ptr(), part.nbytes)
+                for other in self._others
+                for part in own
+            ]
+            return _Places(every, own, self._driver.copies(moves))
 
-    def _send(self, places: Sequence[torch.Tensor]) -> None:
+        return inbox.kept((rows, shapes), place)
+
+    def _send(self, places: _Places) -> None:
         """This rank's rows of each, to the same places of every other rank."""
-        inbox = self._gathered[0]
-        start = inbox.memory.data_ptr()
-        own = [(rows.data_ptr(), rows.nbytes) for rows in map(self._own, places)]
-        self._driver.copy(
-            [(inbox.addresses[other] + at - start, at, nbytes) for other in self._others for at, nbytes in own]
-        )
+        self._driver.copy(places.copies)
         self._meet()
 
     def _meet(self) -> None:
@@ -207,6 +219,15 @@ _SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, 
 """Arguments of the kernel."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Of what is gathered: all ranks' rows, this one's, and how these get to the others."""
+
+    every: list[torch.Tensor]
+    own: list[torch.Tensor]
+    copies: Any
+
+
 class _Inbox:
     """Memory that the others copy into. It grows when a call needs more, on all ranks in that call."""
 
@@ -216,6 +237,7 @@ class _Inbox:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.addresses: Sequence[int] = ()
         """Where every rank has its own."""
+        self._kept: dict[Any, Any] = {}
 
     def of(self, nbytes: int) -> _Inbox:
         if len(self.memory) < nbytes:
@@ -223,4 +245,14 @@ class _Inbox:
             # Waits for all that the device was given. Who holds rows of the former block keeps them.
             self._block = self._shared.allocate(words, 0)
             self.memory, self.addresses = self._block.words.view(torch.uint8), self._block.addresses
+            self._kept.clear()
         return self
+
+    def kept(self, key: Any, make: Callable[[_Inbox, Any], Any]) -> Any:
+        """What `make` made for this key of the memory as it is: the edges of a step's layers are alike."""
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            found = self._kept[key] = make(self, key)
+        return found

@@ -39,6 +39,24 @@ class _Copying(ctypes.Structure):
     _fields_ = (("order", ctypes.c_uint32), ("hints", ctypes.c_uint32 * 4), ("flags", ctypes.c_uint32))
 
 
+class Copies:
+    """As the driver takes them: arrays of addresses, sources and sizes, one behind the other."""
+
+    def __init__(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        self.moves, self.count, self._start = moves, len(moves), 0
+        self._numbers = (ctypes.c_uint64 * (3 * self.count))(*(move[kind] for kind in range(3) for move in moves))
+        self.to = ctypes.addressof(self._numbers)
+        self._sources, self.nbytes = self.to + 8 * self.count, self.to + 16 * self.count
+
+    def sources_from(self, start: int) -> int:
+        """Where their addresses stand. The driver reads them before a call of it returns."""
+        if start != self._start:
+            self._start = start
+            for i, (_, source, _) in enumerate(self.moves, self.count):
+                self._numbers[i] = start + source
+        return self._sources
+
+
 class Driver:
     """Of one GPU. Addresses are plain numbers. What `copy` and `operate` do is enqueued on the current stream; their
     thread has used torch on the GPU before, which makes its context current."""
@@ -67,21 +85,21 @@ class Driver:
         # Streams of one priority share a few queues, and those that wait are of other ones.
         self._side = torch.cuda.Stream(device, priority=-2)
 
-    def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """(to, source, bytes), in any order: none reads what another writes."""
-        moves = [move for move in moves if move[2]]
-        if self._copy_all is None or len(moves) < 2:
-            for to, source, nbytes in moves:
-                _check("cuMemcpyAsync", self._copy(to, source, nbytes, self._stream()))
+    def copies(self, moves: Sequence[tuple[int, int, int]]) -> Copies:
+        """(to, source, bytes), for `copy`, which may take them again and again."""
+        return Copies([move for move in moves if move[2]])
+
+    def copy(self, copies: Copies, start: int = 0) -> None:
+        """In any order: none reads what another writes. Sources count from `start`."""
+        if self._copy_all is None or copies.count < 2:
+            for to, source, nbytes in copies.moves:
+                _check("cuMemcpyAsync", self._copy(to, start + source, nbytes, self._stream()))
             return
-        count = len(moves)
-        numbers = (ctypes.c_uint64 * (3 * count))(*(move[kind] for kind in range(3) for move in moves))
-        to = ctypes.addressof(numbers)
         status = self._copy_all(
-            to,
-            to + 8 * count,
-            to + 16 * count,
-            count,
+            copies.to,
+            copies.sources_from(start),
+            copies.nbytes,
+            copies.count,
             ctypes.addressof(self._copying),
             ctypes.addressof(self._first),
             1,

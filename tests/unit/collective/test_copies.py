@@ -32,7 +32,10 @@ class Ranks:
     def operations(self, each: object) -> object:
         return each
 
-    def copy(self, moves: object) -> None: ...
+    def copies(self, moves: object) -> object:
+        return moves
+
+    def copy(self, copies: object, start: int = 0) -> None: ...
 
     def overwrite(self, words: torch.Tensor, value: int) -> None:
         words.fill_(value)
@@ -43,7 +46,7 @@ def test_places_are_made_once_in_turn_and_begin_where_kernels_read_whole_vectors
     ranks: Any = Ranks()
     copies, before = CopiedRows(ranks, ranks, 1, 2), ranks.allocated
     shapes = [(3, torch.float32), (5, torch.bfloat16), (1, torch.float32)]
-    made = [copies._places(rows, shapes) for rows in (40, 40, 40, 39, 7)]
+    made = [copies._places(rows, tuple(shapes)).every for rows in (40, 40, 40, 39, 7)]
     assert ranks.allocated - before == 2
     first = [places[0].untyped_storage().data_ptr() for places in made]
     assert first == [first[0], first[1]] * 2 + [first[0]] and first[0] != first[1]
@@ -61,7 +64,7 @@ def test_ranks_meet_before_they_overwrite_what_may_not_have_been_read(monkeypatc
     events: list[str] = []
     monkeypatch.setattr(copies, "_meet", lambda: events.append("meet"))
     monkeypatch.setattr(copies, "_summed", lambda x, *_: events.extend(("send", "meet")) or x[:2])
-    monkeypatch.setattr(ranks, "copy", lambda _: events.append("send"))
+    monkeypatch.setattr(ranks, "copy", lambda *_: events.append("send"))
     x = torch.zeros(4, 8)
     for call, expected in (
         (copies.reduce_rows, ["send", "meet"]),
@@ -200,11 +203,17 @@ def lone_driver(library: Library, monkeypatch: pytest.MonkeyPatch) -> driver.Dri
 def test_copies_are_one_call_where_the_driver_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     moves = [(10, 20, 30), (11, 21, 0), (12, 22, 32)]
     library = Library(batches=True)
-    lone_driver(library, monkeypatch).copy(moves)
-    assert library.asked == [("batch", [10, 12], [20, 22], [30, 32], 1, 0, 1, 77)]
+    gpu = lone_driver(library, monkeypatch)
+    copies = gpu.copies(moves)
+    for start in (0, 100, 100, 0):
+        gpu.copy(copies, start)
+    assert library.asked == [
+        ("batch", [10, 12], [start + 20, start + 22], [30, 32], 1, 0, 1, 77) for start in (0, 100, 100, 0)
+    ]
     library = Library(batches=False)
-    lone_driver(library, monkeypatch).copy(moves)
-    assert library.asked == [("copy", 10, 20, 30, 77), ("copy", 12, 22, 32, 77)]
+    gpu = lone_driver(library, monkeypatch)
+    gpu.copy(gpu.copies(moves), 100)
+    assert library.asked == [("copy", 10, 120, 30, 77), ("copy", 12, 122, 32, 77)]
 
 
 def test_operations_take_the_value_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
