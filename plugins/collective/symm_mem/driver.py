@@ -91,9 +91,11 @@ class Driver:
 
     def copy(self, copies: Copies, start: int = 0) -> None:
         """In any order: none reads what another writes. Sources count from `start`."""
-        if self._copy_all is None or copies.count < 2:
+        stream = self._stream()
+        # The driver takes no batch on the default stream, where no step runs.
+        if self._copy_all is None or copies.count < 2 or not stream:
             for to, source, nbytes in copies.moves:
-                _check("cuMemcpyAsync", self._copy(to, start + source, nbytes, self._stream()))
+                _check("cuMemcpyAsync", self._copy(to, start + source, nbytes, stream))
             return
         status = self._copy_all(
             copies.to,
@@ -104,7 +106,7 @@ class Driver:
             ctypes.addressof(self._first),
             1,
             ctypes.addressof(self._failed),
-            self._stream(),
+            stream,
         )
         _check("cuMemcpyBatchAsync", status)
 

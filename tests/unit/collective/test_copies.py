@@ -192,15 +192,15 @@ class Call:
         return 0
 
 
-def lone_driver(library: Library, monkeypatch: pytest.MonkeyPatch) -> driver.Driver:
+def lone_driver(library: Library, monkeypatch: pytest.MonkeyPatch, stream: int = 77) -> driver.Driver:
     monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    monkeypatch.setattr(driver.Driver, "_stream", lambda self: 77)
+    monkeypatch.setattr(driver.Driver, "_stream", lambda self: stream)
     return driver.Driver(torch.device("cuda", 0), 2)
 
 
-def test_copies_are_one_call_where_the_driver_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_one_call_where_the_driver_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     moves = [(10, 20, 30), (11, 21, 0), (12, 22, 32)]
     library = Library(batches=True)
     gpu = lone_driver(library, monkeypatch)
@@ -210,10 +210,11 @@ def test_copies_are_one_call_where_the_driver_has_it(monkeypatch: pytest.MonkeyP
     assert library.asked == [
         ("batch", [10, 12], [start + 20, start + 22], [30, 32], 1, 0, 1, 77) for start in (0, 100, 100, 0)
     ]
-    library = Library(batches=False)
-    gpu = lone_driver(library, monkeypatch)
-    gpu.copy(gpu.copies(moves), 100)
-    assert library.asked == [("copy", 10, 120, 30, 77), ("copy", 12, 122, 32, 77)]
+    for batches, stream in ((False, 77), (True, 0)):
+        library = Library(batches)
+        gpu = lone_driver(library, monkeypatch, stream)
+        gpu.copy(gpu.copies(moves), 100)
+        assert library.asked == [("copy", 10, 120, 30, stream), ("copy", 12, 122, 32, stream)]
 
 
 def test_operations_take_the_value_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,16 +114,22 @@ class FakeStream:
     def __init__(self, name: str, log: list[str], reads: list[weakref.ref[torch.Tensor]]) -> None:
         self.name, self.log, self.reads = name, log, reads
 
-    def wait_stream(self, other: FakeStream) -> None:
-        self.log.append(f"{self.name} waits for all of {other.name}")
+    def wait_event(self, event: FakeEvent) -> None:
+        if event.of.name == "main":
+            assert event.at == len([line for line in self.log if line.startswith("main:")]), "not all of main"
+            self.log.append(f"{self.name} waits for all of main")
+        else:
+            self.log.append(f"{self.name} waits for call {event.calls}")
+            read = self.reads[event.calls - 1]()
+            assert read is not None, f"memory that call {event.calls} reads is free before it has run"
 
-    def record_event(self) -> int:
-        self.log.append(f"{self.name} records")
-        return len(self.reads)
 
-    def wait_event(self, event: int) -> None:
-        self.log.append(f"{self.name} waits for call {event}")
-        assert self.reads[event - 1]() is not None, f"memory that call {event} reads is free before it has run"
+class FakeEvent:
+    def record(self, stream: FakeStream) -> None:
+        self.of, self.calls = stream, len(stream.reads)
+        self.at = len([line for line in stream.log if line.startswith("main:")])
+        if stream.name == "side":
+            stream.log.append("side records")
 
 
 def test_halves_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,17 +139,12 @@ def test_halves_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> No
     main, side = FakeStream("main", log, reads), FakeStream("side", log, reads)
     current = [main]
 
-    class Use:
-        def __init__(self, stream: FakeStream) -> None:
-            self.stream = stream
-
-        def __enter__(self) -> None:
-            current.append(self.stream)
-
-        def __exit__(self, *failure: object) -> None:
-            current.pop()
-
-    fake = SimpleNamespace(Stream=lambda device, priority: side, stream=Use, current_stream=lambda device: current[-1])
+    fake = SimpleNamespace(
+        Stream=lambda device, priority: side,
+        Event=FakeEvent,
+        current_stream=lambda device: current[-1],
+        set_stream=lambda stream: current.append(stream),
+    )
     monkeypatch.setattr(torch, "cuda", fake)
 
     def call(name: str, x: torch.Tensor) -> int:
@@ -167,6 +168,30 @@ def test_halves_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> No
     for made, name in ((1, "A"), (2, "B")):
         expected += [f"main waits for call {made}", *(line.format(name) for line in turn)]
     assert log == [*expected, "main waits for call 3", "main waits for call 4"]
+    assert current[-1] is main
+
+
+def test_a_call_that_fails_leaves_the_main_stream_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, side = FakeStream("main", [], []), FakeStream("side", [], [])
+    current = [main]
+    fake = SimpleNamespace(
+        Stream=lambda device, priority: side,
+        Event=FakeEvent,
+        current_stream=lambda device: current[-1],
+        set_stream=lambda stream: current.append(stream),
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+
+    def fails() -> None:
+        assert current[-1] is side
+        raise ValueError("no sum")
+
+    def layers() -> Any:
+        yield fails
+
+    with pytest.raises(ValueError, match="no sum"):
+        interleave([layers()], SideStream(torch.device("cpu")))
+    assert current[-1] is main
 
 
 # What can and cannot.
