@@ -305,49 +305,6 @@ def test_emits(step, cut):
             assert off <= (1 if fmt is INT8_TOKEN else 1e-3)
 
 
-@pytest.mark.parametrize("cut", ["whole", "split"])
-@pytest.mark.parametrize(("step", "heads"), [("decode", 4), ("decode", 8), ("drafts", 2), ("chunks", 4)])
-def test_a_single_kv_head_writes_encoded_rows(step, heads, cut, monkeypatch):
-    """Its programs have whole rows: no other kernel reads them."""
-    case = replace(STEPS[step], heads=(heads, 1))
-    step = make_step(case, triton := make(CUTS[cut]), DEVICE)
-    want = triton.attend(step.layer, step.ctx, step.q_THD)[PLAIN].values
-    monkeypatch.setattr(backend, "encode", None)
-    for fmt in (INT8_TOKEN, SCALED_ROWS):
-        with poisoned_memory():
-            bundle = triton.attend(step.layer, step.ctx, step.q_THD, (fmt,))
-        like = encode_reference(want, fmt)
-        assert bundle[fmt].scale.shape == like.scale.shape and bundle[fmt].scale.stride() == like.scale.stride()
-        assert error(bundle[fmt].scale, like.scale.double()) < 1e-5
-        off = (bundle[fmt].values.double() - like.values.double()).abs().max()
-        assert off <= (1 if fmt is INT8_TOKEN else 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("case", "emit"),
-    [
-        (dict(heads=(4, 2)), (INT8_TOKEN,)),
-        (dict(heads=(3, 1)), (INT8_TOKEN,)),
-        (dict(heads=(4, 1), dim=48), (INT8_TOKEN,)),
-        (dict(heads=(4, 1)), (INT8_TOKEN, SCALED_ROWS)),
-        (dict(heads=(4, 1)), (INT8_TOKEN, PLAIN)),
-        (dict(heads=(4, 1)), (replace(INT8_TOKEN, pre_scale=torch.full((128,), 0.5, device=DEVICE)),)),
-    ],
-)
-def test_what_its_programs_cannot_encode_is_encoded_behind_them(case, emit):
-    """Rows of several kv heads, or that are no power of two; several formats; a scale for each channel."""
-    step = make_step(replace(STEPS["decode"], **case), backend := make(), DEVICE)
-    want = backend.attend(step.layer, step.ctx, step.q_THD)[PLAIN].values
-    bundle = backend.attend(step.layer, step.ctx, step.q_THD, emit)
-    for fmt in emit:
-        if fmt is not PLAIN:
-            like = encode_reference(want, fmt)
-            assert error(bundle[fmt].scale, like.scale.double()) < 1e-5
-            assert (bundle[fmt].values.double() - like.values.double()).abs().max() <= (
-                1e-3 if fmt is SCALED_ROWS else 1
-            )
-
-
 @pytest.mark.parametrize(("counts", "decodes"), [((1, 1), 2), ((20, 1), 0)])
 def test_numbers_of_a_pool_past_what_32_bits_count(counts, decodes):
     """The same pages at a pool's beginning and past 2^31 numbers of one layer: written alike, and read alike."""

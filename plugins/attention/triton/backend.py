@@ -31,8 +31,7 @@ from dovetail.core.interfaces import (
     QKNorm,
     Rope,
 )
-from dovetail.core.ops.formats import encode, why_unfused
-from dovetail.core.ops.kernels.formats import Target
+from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
@@ -127,16 +126,14 @@ class Triton(AttentionBackend):
         self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...], writes: _Writes | None
     ) -> Bundle:
         tokens, columns = q.shape[0], layer.heads * layer.head_dim
-        if not tokens:
-            return encode(q.new_empty(tokens, columns), emit)
-        plan = self._plan(layer, ctx, q)
-        fmt = _encoded_by(layer, plan, emit)
-        target = Target.allocate(fmt or PLAIN, tokens, columns, q.dtype, q.device)
-        parts = q.new_empty(plan.part_rows, columns, dtype=torch.float32)
-        lse = q.new_empty(plan.part_rows, layer.heads, dtype=torch.float32)
-        for items in plan.lists:
-            self._attend(layer, ctx.meta, q, items, target, parts, lse, writes)
-        return encode(target.values, emit) if fmt is None else Bundle((target.activation(),))
+        out_TC = q.new_empty(tokens, columns)
+        if tokens:
+            plan = self._plan(layer, ctx, q)
+            parts = q.new_empty(plan.part_rows, columns, dtype=torch.float32)
+            lse = q.new_empty(plan.part_rows, layer.heads, dtype=torch.float32)
+            for items in plan.lists:
+                self._attend(layer, ctx.meta, q, items, out_TC, parts, lse, writes)
+        return encode(out_TC, emit)
 
     def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> Plan:
         kv_dtype = self.pools[layer.group].planes["k"].dtype
@@ -160,12 +157,12 @@ class Triton(AttentionBackend):
         meta: BatchMeta,
         q: torch.Tensor,
         items: Items,
-        target: Target,
+        out_TC: torch.Tensor,
         parts: torch.Tensor,
         lse: torch.Tensor,
         writes: _Writes | None,
     ) -> None:
-        tile, dim, out_TC = items.tile, layer.head_dim, target.values
+        tile, dim = items.tile, layer.head_dim
         k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
         tree = meta.tree_mask_TW
         k_from, v_from, table, page_tokens = k, v, meta.page_table_BP, meta.page_tokens
@@ -188,7 +185,6 @@ class Triton(AttentionBackend):
             _tensor_map(k_from, tile.block_n) if tile.tma else k_from,
             _tensor_map(v_from, tile.block_n) if tile.tma else v_from,
             out_TC,
-            target.scale,
             parts,
             lse,
             items.counts,
@@ -224,25 +220,10 @@ class Triton(AttentionBackend):
             WRITES=0 if writes is None else writes.tokens,
             HALF=0 if writes is None or writes.rope is None else writes.rope.table.shape[-1] // 2,
             LARGEST=torch.finfo(k.dtype).max if k.dtype in FLOAT8 else None,
-            ENCODE=target.fmt.encode,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **dependent(q),
         )
-
-
-def _encoded_by(layer: AttentionLayer, plan: Plan, emit: tuple[ActFormat, ...]) -> ActFormat | None:
-    """The format that the kernel's programs write themselves: where there is one kv head they have whole rows, so a
-    rank with a single one (eight ranks of Llama 3 70B) saves a kernel a layer."""
-    if len(emit) != 1:
-        return None
-    fmt, group, dim = emit[0], layer.heads, layer.head_dim
-    (first, *more) = plan.lists
-    whole = layer.kv_heads == 1 and not more and not isinstance(first.tile, PromptTile)
-    by_row = fmt.group == "token" and fmt.pre_scale is None and why_unfused(fmt) is None
-    if not (whole and by_row) or first.tile.block_m % group or dim < 16 or dim & (dim - 1) or group & (group - 1):
-        return None
-    return fmt
 
 
 def _make_plan(

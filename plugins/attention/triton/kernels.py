@@ -282,42 +282,12 @@ def _put(pointers, x, scale, ok, LARGEST: tl.constexpr):
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=ok)
 
 
-@triton.jit
-def _give(
-    acc,
-    offset,
-    dims,
-    ok,
-    first,
-    count,
-    out_ptr,
-    out_scale_ptr,
-    DTYPE: tl.constexpr,
-    ENCODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Store a tile's output; with ENCODE a token's heads, which are all of its row, become one row to encode."""
-    rounded = acc.to(DTYPE)
-    out = out_ptr + offset[:, None] + dims[None, :]
-    if ENCODE is None:
-        tl.store(out, rounded, mask=ok)
-    else:
-        rows = tl.reshape(rounded.to(tl.float32), (BLOCK_M // GROUP, GROUP * BLOCK_D))
-        values, scale = ENCODE(rows, 1.0)
-        tl.store(out, tl.reshape(values, (BLOCK_M, BLOCK_D)).to(out_ptr.dtype.element_ty), mask=ok)
-        row = tl.arange(0, BLOCK_M // GROUP)
-        tl.store(out_scale_ptr + first + row, scale, mask=row < count)
-
-
 @triton.jit(do_not_specialize=["table_stride", "tree_width"])
 def attend_items(
     q_ptr,
     k_source,
     v_source,
     out_ptr,
-    out_scale_ptr,
     part_ptr,
     lse_ptr,
     count_ptr,
@@ -353,7 +323,6 @@ def attend_items(
     WRITES: tl.constexpr,
     HALF: tl.constexpr,
     LARGEST: tl.constexpr,
-    ENCODE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (kv head, item). ONE_LOOP masks every block; otherwise blocks that all queries see whole are not masked.
@@ -366,8 +335,6 @@ def attend_items(
 
     WRITES > 0: q_ptr holds q|k|v of rows of at most so many tokens, before norm and rotary. A program turns its queries
     itself, and first writes those new keys and values that its range holds.
-
-    ENCODE: of a format with a scale for each token; out_ptr holds its values then. For a single kv head.
     """
     announce(PDL)
     wait(PDL)
@@ -480,11 +447,9 @@ def attend_items(
 
     # A query that saw no key gives zeros.
     acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    out = out_ptr + offset[:, None] + dims[None, :]
     if part < 0:
-        _give(
-            acc, offset, dims, ok, first, count, out_ptr, out_scale_ptr, dtype, ENCODE, GROUP, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
     else:
         # Partial rows are tokens of a tile: [parts, H, D], and their log-sum-exp [parts, H].
         to = (part + query).to(tl.int64) * H + head
@@ -510,6 +475,4 @@ def attend_items(
                 acc = acc * alpha[:, None] + weight[:, None] * x
                 m = new_m
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-            _give(
-                acc, offset, dims, ok, first, count, out_ptr, out_scale_ptr, dtype, ENCODE, GROUP, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
+            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)

@@ -213,7 +213,6 @@ def attention(
     head_scales: bool = False,
     lanes: int = 0,
     gluon: bool = True,
-    emit: tuple[ActFormat, ...] = (PLAIN,),
 ) -> None:
     query_heads, kv_heads, dim = heads
     rows, tokens = len(host.counts), sum(host.counts)
@@ -239,14 +238,13 @@ def attention(
     rope = Rope(cuda(32768, rotary, dtype=FP32)) if rotary else None
     weights = QKNorm(cuda(dim, dtype=dtype), cuda(dim, dtype=dtype), 1e-5) if norm else None
     qkv = cuda(tokens, (query_heads + 2 * kv_heads) * dim, dtype=dtype)
-    backend.write_and_attend(layer, ctx, qkv, rope, weights, emit)
+    backend.write_and_attend(layer, ctx, qkv, rope, weights)
 
 
 def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     some = {
         "decode": dict(host=DECODE),
         "decode, e4m3": dict(host=DECODE, kv_dtype=E4M3),
-        "decode, e4m3, one kv head, encoded": dict(host=DECODE, kv_dtype=E4M3, heads=(8, 1, 128), emit=(FP8_TOKEN,)),
         "decode, window, head scales": dict(host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, page=64),
         "decode, scarce": dict(host=SCARCE, norm=True),
         "chunks": dict(host=CHUNKS, norm=True, gluon=False),
