@@ -16,7 +16,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import played
-from symm_mem_rank import BOXES, EPS, PROGRAMS, CopiesOfTheCpu, MappedMail, MappedMemory, meeting, summand, together
+from symm_mem_rank import (
+    BOXES,
+    EPS,
+    PROGRAMS,
+    CopiesOfTheCpu,
+    MappedMail,
+    MappedMemory,
+    meeting,
+    summand,
+    together,
+    unstopped,
+)
 
 from dovetail.core.interfaces import PLAIN, Partial
 from dovetail.core.layers import RMSNorm
@@ -49,6 +60,7 @@ def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool
     one_shot, two_shot = BOXES * 2 * size * played.ROW, PROGRAMS * 2 * 2 * played.ROW
     block = memory.allocate(2 * one_shot + two_shot, EMPTY)
     parts, addresses = block.words.split((one_shot, two_shot, one_shot)), torch.tensor(block.addresses)
+    stopped, told = unstopped()
     mail = MappedMail(
         one_shot=parts[0],
         two_shot=parts[1],
@@ -58,7 +70,8 @@ def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool
         gather_peers=addresses + 4 * (one_shot + two_shot),
         one_shot_turns=torch.zeros(BOXES, dtype=torch.int32),
         two_shot_turns=torch.zeros(PROGRAMS, dtype=torch.int32),
-        stopped=torch.zeros(1, dtype=torch.int32),
+        stopped=stopped,
+        told=told,
     )
     mail.keep = block  # type: ignore[attr-defined]
     return mail

@@ -89,10 +89,17 @@ class MappedMail:
     one_shot_turns: torch.Tensor
     two_shot_turns: torch.Tensor
     stopped: torch.Tensor
+    told: torch.Tensor
     gather: torch.Tensor
     gather_peers: torch.Tensor
     boxes: int = BOXES
     """Of one_shot; two_shot has TWO_SHOT_PROGRAMS times as many."""
+
+
+def unstopped() -> tuple[torch.Tensor, torch.Tensor]:
+    """What kernels read, and the host's word that it leads to."""
+    told = torch.zeros(1, dtype=torch.int32)
+    return torch.tensor([0, told.data_ptr()]).view(torch.int32), told
 
 
 def mapped(folder: Path, rank: int, size: int) -> MappedMail:
@@ -110,7 +117,7 @@ def mapped(folder: Path, rank: int, size: int) -> MappedMail:
         addresses + 4 * one_shot,
         turns[0],
         turns[1],
-        torch.zeros(1, dtype=torch.int32),
+        *unstopped(),
         boxes[rank][one_shot + two_shot :],
         addresses + 4 * (one_shot + two_shot),
     )
@@ -311,6 +318,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     mend_interpreter()
     # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
     kernels.fence = sharded_kernels.fence = lambda: None
+    kernels._LOOK = tl.constexpr(8)
     mail = mapped(folder, rank, size)
     reducer = Reducer(mail, rank, size)  # type: ignore[arg-type]
     out: dict[tuple[object, ...], torch.Tensor] = {}
@@ -396,11 +404,12 @@ def main(rank: int, size: int, folder: Path) -> None:
     assert not left, f"rank {rank} has words left in {left}"
     # From here on rank 0 fills mailboxes of the others.
     together("looked", rank, size, folder)
-    mail.stopped.fill_(1)
+    mail.told.fill_(1)
     if rank == 0:
         reducer.reduce(torch.ones(8), "one_shot")
         reducer.reduce(torch.ones(8), "two_shot")
         reducer.share(torch.ones(2, COLUMNS), None, torch.ones(COLUMNS), EPS, (PLAIN,))
+        assert mail.stopped[0] == 1, "who finds the host's word set tells the others"
 
 
 if __name__ == "__main__":

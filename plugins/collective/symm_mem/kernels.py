@@ -27,8 +27,8 @@ EMPTY: int = -0x7FFF8000
 BOX_WORDS = 8192
 """Capacity of one rank's part of a box: the longest row."""
 
-LOOK = 64
-"""Looks at a mailbox, a power of two, for one at the word that ends all waiting."""
+LOOK = 1 << 14
+"""Looks at a mailbox, a power of two, for one at the host's word: some 10 ms."""
 
 _EMPTY = tl.constexpr(EMPTY)
 _BOX = tl.constexpr(BOX_WORDS)
@@ -70,9 +70,16 @@ def send(words, place, inside, peers_ptr, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def going_on(stop_ptr, looks):
-    """1, or 0 once a rank has died. The host writes that into memory of its own, as NCCL's abort flag is: nothing that
-    the device does can be in its way. To read it takes longer than a look at a mailbox."""
-    return (tl.load(stop_ptr, mask=looks == _LOOK, other=0, volatile=True) == 0).to(tl.int32)
+    """1, or 0 once a rank has died: the first word at stop_ptr, or, seldom, the one whose address stands two words on.
+
+    That lies in the host's memory, as NCCL's abort flag does: nothing that the device does can be in its way. Read by
+    all programs at once, it takes as long as many looks; who finds it set tells the others.
+    """
+    seldom = looks == _LOOK
+    told_ptr = tl.load((stop_ptr + 2).to(tl.pointer_type(tl.int64)), mask=seldom, other=0)
+    told = tl.load(told_ptr.to(tl.pointer_type(tl.int32)), mask=seldom, other=0, volatile=True)
+    tl.store(stop_ptr, told, mask=told != 0)
+    return (tl.load(stop_ptr, volatile=True) == 0).to(tl.int32)
 
 
 @triton.jit
@@ -87,7 +94,7 @@ def receive(
 ):
     """Wait for the words at place, place + stride, ... and return their sum; the places are empty again then.
 
-    Once the word at stop_ptr is not 0, nothing is waited for: a rank has died, and sums no longer count.
+    Once `going_on` says no, nothing is waited for: a rank has died, and sums no longer count.
     """
     total = tl.zeros((VALUES,), tl.float32)
     looks = tl.full((), 1, tl.int32)

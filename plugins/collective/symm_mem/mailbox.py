@@ -35,11 +35,12 @@ class Mailbox:
         self.one_shot_turns = torch.zeros(self.boxes, dtype=torch.int32, device=device)
         self.two_shot_turns = torch.zeros(programs, dtype=torch.int32, device=device)
         """Written by this rank's kernels."""
-        self.stopped = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        """Of the host, which the device can read."""
+        self._told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.stopped = torch.tensor([0, self._told.data_ptr()], device=device).view(torch.int32)
+        """What the kernels' `going_on` reads."""
         torch.cuda.synchronize(device)
 
     def stop(self) -> None:
         """Ends the waiting of all kernels, now and later; from any thread. No call of the driver, which might wait for
         a thread that waits for one of the kernels."""
-        self.stopped.fill_(1)
+        self._told.fill_(1)
