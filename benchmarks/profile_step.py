@@ -10,7 +10,8 @@ which half of them decode while the prompts of the others enter. Kernels run at 
 (`engine.overlap_tokens`), and where one starts before the one in front has ended (programmatic dependent launch, which
 counts from its start): their sum may pass the step's time. How often the device had to give memory meanwhile
 (cudaMalloc, and retries after cudaFree, which wait for all work) is printed too. --trace keeps when each ran, and on
-which stream. --play: two GPUs do what two of engine.tp ranks do (played.py).
+which stream. --clock records nothing: recording slows a host that the device waits for. --play: two GPUs do what two
+of engine.tp ranks do (played.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -96,6 +98,24 @@ def prefill(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
     return found, engine.counters.steps - before
 
 
+def clocked(engine: Engine, rows: int, context: int) -> tuple[float, int]:
+    """Seconds of the steps that feed `rows` prompts, by the host's clock, after as many to warm up; how many steps."""
+    for _ in range(2):
+        burst(engine, rows, context, 1)
+        _settle()
+        began, before = time.perf_counter(), engine.counters.steps
+        while engine.has_work:
+            engine.step()
+        _settle()
+        found = time.perf_counter() - began, engine.counters.steps - before
+    return found
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def mixed(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
     """Of the steps that feed half of `rows` prompts beside the other half's decode rows, after the same to warm up."""
     for record in (nullcontext, recording):
@@ -143,10 +163,13 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--prefill", action="store_true", help="the steps that feed prompts, not decode steps")
     kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half of the rows each")
+    parser.add_argument("--clock", action="store_true", help="with --prefill: the host's clock, and no kernels")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to list, longest first")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write what ran when there, for a trace viewer")
     parser.add_argument("--play", action="store_true", help="two GPUs play all ranks: times, but no model's output")
     args = parser.parse_args(argv[:cut])
+    if args.clock and not args.prefill:
+        parser.error("--clock times the steps that feed prompts: give --prefill, too")
     if args.trace is not None:
         args.trace.mkdir(parents=True, exist_ok=True)
     composition = compose([*argv[cut + 1 :], f"engine.max_seqs={max(args.rows)}"])
@@ -158,6 +181,10 @@ def main() -> None:
     engine = Engine(composition)
     engine.start()
     for rows in args.rows:
+        if args.clock:
+            seconds, steps = clocked(engine, rows, args.context)
+            print(f"\n{rows} rows: {1e3 * seconds / steps:.1f} ms a step by the host's clock, {steps} steps")
+            continue
         measure = prefill if args.prefill else mixed if args.mixed else decode
         recorded, steps = measure(engine, rows, args.context)
         found = recorded.activities

@@ -5,6 +5,11 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
+from dovetail.core.compose import compose
+from dovetail.core.errors import ConfigError
+
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "profile_step.py"
 
 
@@ -13,3 +18,30 @@ def test_what_runs_at_once_counts_once() -> None:
     assert at_work([]) == 0
     long, within, across, after = ("long", 0.0, 10.0), ("within", 2.0, 3.0), ("across", 8.0, 4.0), ("after", 15.0, 1.0)
     assert at_work([long, within, across, after]) == 13
+
+
+def test_prompts_by_the_hosts_clock() -> None:
+    script = runpy.run_path(str(SCRIPT))
+    words = ["model=tiny", "engine.device=cpu", "engine.max_seqs=3", "engine.max_len=64", "engine.token_budget=48"]
+    engine = script["Engine"](compose(words))
+    engine.start()
+    seconds, steps = script["clocked"](engine, 3, 32)
+    assert seconds > 0 and steps >= 2 and not engine.has_work
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(("ranks", "collective"), [(2, "symm_mem"), (8, "nccl"), (24, "symm_mem")])
+def test_what_two_gpus_cannot_play_is_refused(ranks: int, collective: str) -> None:
+    pytest.importorskip("triton", reason="no Triton for this platform")
+    play = runpy.run_path(str(SCRIPT.with_name("played.py")))["play"]
+    with pytest.raises(ConfigError, match=rf"tp={ranks} with collective={collective}: two GPUs play 4, 8 or"):
+        play(compose(["app=generate", "executor=multiproc", f"engine.tp={ranks}", f"collective={collective}"]))
+
+
+def test_a_played_engine_differs_in_its_executor_alone() -> None:
+    pytest.importorskip("triton", reason="no Triton for this platform")
+    play = runpy.run_path(str(SCRIPT.with_name("played.py")))["play"]
+    composition = compose(["app=generate", "+preset=h200_fp8_tp8"])
+    played = play(composition)
+    assert played.part("executor").component.target == "played:Executor"
+    assert played.to_yaml() == composition.to_yaml()
