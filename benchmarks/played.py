@@ -41,10 +41,11 @@ ROW = COLUMNS * 2 // WORD
 
 def play(composition: Composition) -> Composition:
     """The same, with engine.tp ranks played by two processes."""
-    ranks, collective = composition.engine.tp, composition.part("collective").name
-    if ranks <= PLAYERS or ROW % ranks or collective != "symm_mem":
+    ranks, names = composition.engine.tp, [composition.part(kind).name for kind in ("executor", "collective")]
+    if ranks <= PLAYERS or ROW % ranks or names != ["multiproc", "symm_mem"]:
         raise ConfigError(
-            f"engine.tp={ranks} with collective={collective}: two GPUs play 4, 8 or 16 ranks of collective=symm_mem"
+            f"engine.tp={ranks} with executor={names[0]} and collective={names[1]}: two GPUs play 4, 8 or 16 ranks of "
+            "executor=multiproc and collective=symm_mem"
         )
     return _with(composition, "executor", "played:Executor")
 

@@ -30,12 +30,20 @@ def test_prompts_by_the_hosts_clock() -> None:
     engine.shutdown()
 
 
-@pytest.mark.parametrize(("ranks", "collective"), [(2, "symm_mem"), (8, "nccl"), (24, "symm_mem")])
-def test_what_two_gpus_cannot_play_is_refused(ranks: int, collective: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "executor", "collective"),
+    [
+        (2, "multiproc", "symm_mem"),
+        (24, "multiproc", "symm_mem"),
+        (8, "multiproc", "nccl"),
+        (8, "simulated", "symm_mem"),
+    ],
+)
+def test_what_two_gpus_cannot_play_is_refused(ranks: int, executor: str, collective: str) -> None:
     pytest.importorskip("triton", reason="no Triton for this platform")
     play = runpy.run_path(str(SCRIPT.with_name("played.py")))["play"]
-    with pytest.raises(ConfigError, match=rf"tp={ranks} with collective={collective}: two GPUs play 4, 8 or"):
-        play(compose(["app=generate", "executor=multiproc", f"engine.tp={ranks}", f"collective={collective}"]))
+    with pytest.raises(ConfigError, match=rf"tp={ranks} with executor={executor} and collective={collective}: "):
+        play(compose(["app=generate", f"executor={executor}", f"engine.tp={ranks}", f"collective={collective}"]))
 
 
 def test_a_played_engine_differs_in_its_executor_alone() -> None:

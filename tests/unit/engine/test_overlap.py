@@ -132,13 +132,9 @@ class FakeEvent:
             stream.log.append("side records")
 
 
-def test_halves_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both rules of `interleave`; and what a call has read is free as soon as main has waited for it."""
-    log: list[str] = []
-    reads: list[weakref.ref[torch.Tensor]] = []
-    main, side = FakeStream("main", log, reads), FakeStream("side", log, reads)
+def two_streams(main: FakeStream, side: FakeStream, monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """In place of torch's; those that became current, in order."""
     current = [main]
-
     fake = SimpleNamespace(
         Stream=lambda device, priority: side,
         Event=FakeEvent,
@@ -146,6 +142,15 @@ def test_halves_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> No
         set_stream=lambda stream: current.append(stream),
     )
     monkeypatch.setattr(torch, "cuda", fake)
+    return current
+
+
+def test_halves_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both rules of `interleave`; and what a call has read is free as soon as main has waited for it."""
+    log: list[str] = []
+    reads: list[weakref.ref[torch.Tensor]] = []
+    main, side = FakeStream("main", log, reads), FakeStream("side", log, reads)
+    current = two_streams(main, side, monkeypatch)
 
     def call(name: str, x: torch.Tensor) -> int:
         log.append(f"{current[-1].name}: {name} calls")
@@ -173,14 +178,7 @@ def test_halves_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_call_that_fails_leaves_the_main_stream_current(monkeypatch: pytest.MonkeyPatch) -> None:
     main, side = FakeStream("main", [], []), FakeStream("side", [], [])
-    current = [main]
-    fake = SimpleNamespace(
-        Stream=lambda device, priority: side,
-        Event=FakeEvent,
-        current_stream=lambda device: current[-1],
-        set_stream=lambda stream: current.append(stream),
-    )
-    monkeypatch.setattr(torch, "cuda", fake)
+    current = two_streams(main, side, monkeypatch)
 
     def fails() -> None:
         assert current[-1] is side
