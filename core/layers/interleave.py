@@ -42,7 +42,7 @@ class Side(Protocol):
     """Where collective calls run."""
 
     def begin(self) -> None:
-        """From here on the current stream is main."""
+        """From here on the current stream is main; before the first call of a step."""
 
     def start(self, call: Callable[[], Any]) -> Any:
         """The call under way, for `finish`."""
@@ -69,9 +69,11 @@ class SideStream:
     With eight ranks the device does a half's share of a block in as little time as the host takes to launch it, so
     streams are looked up once, and not switched by context managers, which look them up again."""
 
+    _main: torch.cuda.Stream
+    """Current since `begin`."""
+
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._main = self.stream
         self._given = torch.cuda.Event()
         """Of main; a wait takes what was recorded last."""
 

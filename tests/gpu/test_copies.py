@@ -67,7 +67,7 @@ class Lagging(SideStream):
 class OneSlot(CopiedRows):
     """Gathers to the same memory each time."""
 
-    def _places(self, *what: Any) -> list[torch.Tensor]:
+    def _places(self, *what: Any) -> Any:
         self._gathered = self._gathered[::-1]
         return super()._places(*what)
 

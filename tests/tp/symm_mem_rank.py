@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -404,11 +405,13 @@ def main(rank: int, size: int, folder: Path) -> None:
     assert not left, f"rank {rank} has words left in {left}"
     # From here on rank 0 fills mailboxes of the others.
     together("looked", rank, size, folder)
-    mail.told.fill_(1)
+    # While the first of these waits.
+    threading.Timer(0.5, lambda: mail.told.fill_(1)).start()
     if rank == 0:
         reducer.reduce(torch.ones(8), "one_shot")
         reducer.reduce(torch.ones(8), "two_shot")
         reducer.share(torch.ones(2, COLUMNS), None, torch.ones(COLUMNS), EPS, (PLAIN,))
+        reducer.argmax(torch.ones(1), torch.ones(1, dtype=torch.int64))
         assert mail.stopped[0] == 1, "who finds the host's word set tells the others"
 
 

@@ -39,8 +39,9 @@ FP8 = ActFormat("fp8", torch.float8_e4m3fn, group="token", scale_layout="row", e
 COLUMNS = 8192
 """Of the bfloat16 rows that are measured."""
 EPS = 1e-5
-HEAD_START = 1.0
-"""Seconds that copies get to end their waiting before NCCL's kernels are ended."""
+HEAD_START = 0.5
+"""Seconds that copies get to end their waiting before NCCL's kernels are ended; less than the executor waits for an
+abort."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MOST_ROWS = 8192
 """Measured, too, where residuals may lie over the ranks: that is for many rows."""

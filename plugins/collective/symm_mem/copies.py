@@ -127,7 +127,8 @@ class CopiedRows:
         return Bundle(tuple(items)), summed_SC
 
     def stop(self) -> None:
-        """Ends the waiting, now and later; from any thread, perhaps several times."""
+        """Ends the waiting, now and later, as soon as the driver lets it (`Driver.overwrite`); from any thread, perhaps
+        several times. Returns at once."""
         if not self._ended.is_set():
             self._ended.set()
             threading.Thread(target=self._end, name="end of copies", daemon=True).start()

@@ -122,8 +122,12 @@ class Driver:
         status = self._operate(self._stream(), len(operations), ctypes.addressof(operations), 0)
         _check("cuStreamBatchMemOp", status)
 
+    # A step's tensors are those of inference mode, and no other thread may write to them without.
+    @torch.inference_mode()
     def overwrite(self, words: torch.Tensor, value: int) -> None:
-        """At once, whatever waits; from any thread. All of int32 `words` on the GPU."""
+        """All of int32 `words` on the GPU, whatever its streams wait for; from any thread. But the call itself waits
+        while another one is in the driver until a kernel has ended, as `.cpu()` is: who waits for results that hang on
+        these words waits for an event."""
         self._values.fill_(value)
         with torch.cuda.stream(self._side):
             words.copy_(self._values, non_blocking=True)

@@ -8,8 +8,8 @@ summed it). So there are no flags, no fences on the way and no counters to reset
 in any order that all ranks share.
 
 A program waits for the program of the same index on every rank, so all programs of a launch must be resident: grids are
-capped (`Mailbox.boxes`). Words are 32 bits, which is what a GPU stores whole. They hold one float32 or two 16-bit
-values, and sums run in rank order in float32: the same bits on every rank.
+capped (`Mailbox.boxes`, and TWO_SHOT_PROGRAMS times that). Words are 32 bits, which is what a GPU stores whole. They
+hold one float32 or two 16-bit values, and sums run in rank order in float32: the same bits on every rank.
 
 A row is what one program sums: a token's channels, or a piece of a flat tensor.
 """

@@ -20,7 +20,8 @@ class Mailbox:
 
     def __init__(self, memory: SharedMemory, size: int, device: torch.device, gathers: bool = False) -> None:
         self.boxes: int = torch.cuda.get_device_properties(device).multi_processor_count
-        """As many programs of one launch as are certain to be resident, one on each multiprocessor."""
+        """As many programs of one launch as are certain to be resident, one on each multiprocessor; of two_shot,
+        TWO_SHOT_PROGRAMS times as many."""
         programs = TWO_SHOT_PROGRAMS * self.boxes
         one_shot, two_shot = self.boxes * 2 * size * BOX_WORDS, programs * 2 * 2 * BOX_WORDS
         gather = one_shot if gathers else 0
@@ -37,9 +38,10 @@ class Mailbox:
         """Written by this rank's kernels."""
         self._told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self.stopped = torch.tensor([0, self._told.data_ptr()], device=device).view(torch.int32)
-        """What the kernels' `going_on` reads."""
+        """What the kernels' `going_on` reads: a word that this rank's kernels write, and where the host's word lies."""
         torch.cuda.synchronize(device)
 
+    @torch.inference_mode()
     def stop(self) -> None:
         """Ends the waiting of all kernels, now and later; from any thread. No call of the driver, which might wait for
         a thread that waits for one of the kernels."""

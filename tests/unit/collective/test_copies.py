@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import PLAIN
 from dovetail.plugins.collective.symm_mem import driver
-from dovetail.plugins.collective.symm_mem.copies import CopiedRows, meeting
+from dovetail.plugins.collective.symm_mem.copies import KEPT, CopiedRows, meeting
 from dovetail.plugins.collective.symm_mem.memory import Block, SharedMemory
 
 
@@ -127,6 +128,35 @@ def test_who_parts_at_once_has_ended_the_waiting_before() -> None:
     assert ranks.values
 
 
+def test_waiting_ends_though_a_step_made_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference mode, outside of which nobody else may write to them."""
+    ranks: Any = Ranks()
+    monkeypatch.setattr(driver.torch.cuda, "stream", lambda stream: nullcontext())
+    gpu: Any = driver.Driver.__new__(driver.Driver)
+    with torch.inference_mode():
+        gpu._values, gpu._side = torch.zeros(2, dtype=torch.int32), None
+        copies = CopiedRows(ranks, ranks, 0, 2)
+    copies._driver = gpu
+    copies.stop()
+    assert copies.told.wait(10)
+    copies.close()
+    assert (copies._words.words > 1 << 29).all()
+
+
+def test_little_is_kept_of_edges_of_many_sizes() -> None:
+    ranks: Any = Ranks()
+    copies = CopiedRows(ranks, ranks, 0, 2)
+    for rows in range(1, 50):
+        for _ in range(2):
+            copies._places(rows, ((8, torch.float32),))
+    assert all(0 < len(inbox._kept) <= KEPT for inbox in copies._gathered)
+    # What is kept is found again, for these rows and shapes alone, and in the memory whose turn it is.
+    first, second = (copies._places(7, ((8, torch.float32),)) for _ in range(2))
+    assert copies._places(7, ((8, torch.float32),)) is first and copies._places(7, ((8, torch.float32),)) is second
+    other = copies._places(7, ((8, torch.bfloat16),))
+    assert other is not first and other.every[0].dtype == torch.bfloat16
+
+
 def test_a_rank_that_dies_ends_the_wait_for_its_memory() -> None:
     memory: Any = object.__new__(SharedMemory)
     memory._rank, memory._size, memory._count, memory._store = 0, 2, 0, dist.HashStore()
@@ -175,8 +205,8 @@ class Library:
         self, to: int, source: int, sizes: int, count: int, how: int, first: int, kinds: int, *rest: int
     ) -> None:
         each = [(ctypes.c_uint64 * count).from_address(at)[:] for at in (to, source, sizes)]
-        order = ctypes.c_uint32.from_address(how).value
-        self.asked.append(("batch", *each, order, ctypes.c_size_t.from_address(first).value, kinds, rest[-1]))
+        attributes = (ctypes.c_uint32 * 6).from_address(how)[:]
+        self.asked.append(("batch", *each, attributes, ctypes.c_size_t.from_address(first).value, kinds, rest[-1]))
 
     def _operations(self, stream: int, count: int, at: int, flags: int) -> None:
         found = (driver._Operation * count).from_address(at)
@@ -208,13 +238,24 @@ def test_copies_are_one_call_where_the_driver_takes_it(monkeypatch: pytest.Monke
     for start in (0, 100, 100, 0):
         gpu.copy(copies, start)
     assert library.asked == [
-        ("batch", [10, 12], [start + 20, start + 22], [30, 32], 1, 0, 1, 77) for start in (0, 100, 100, 0)
+        ("batch", [10, 12], [start + 20, start + 22], [30, 32], [1, 0, 0, 0, 0, 1], 0, 1, 77)
+        for start in (0, 100, 100, 0)
     ]
     for batches, stream in ((False, 77), (True, 0)):
         library = Library(batches)
         gpu = lone_driver(library, monkeypatch, stream)
         gpu.copy(gpu.copies(moves), 100)
         assert library.asked == [("copy", 10, 120, 30, stream), ("copy", 12, 122, 32, stream)]
+
+
+def test_a_graph_may_not_hold_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = driver.Driver._stream
+    gpu = lone_driver(Library(batches=True), monkeypatch)
+    monkeypatch.setattr(driver.Driver, "_stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for call in (lambda: gpu.copy(gpu.copies([(1, 2, 3)])), lambda: gpu.operate(gpu.operations([]), 1)):
+        with pytest.raises(RuntimeError, match="no graph can hold them"):
+            call()
 
 
 def test_operations_take_the_value_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +23,7 @@ from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
 from dovetail.plugins.collective.symm_mem.choice import SizeTable, quickest
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
-from dovetail.plugins.collective.symm_mem.memory import CountedAnew
+from dovetail.plugins.collective.symm_mem.memory import Block, CountedAnew
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -182,6 +183,59 @@ def test_on_a_cpu_it_is_refused_with_what_works() -> None:
     collective = compose(["app=generate", "collective=symm_mem"]).build("collective")
     with pytest.raises(CapabilityError, match="cuda, not cpu.*collective=nccl"):
         collective.connect(0, 2, "127.0.0.1:1", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("columns", "programs"), [(4096, 2), (8192, 2), (16384, 1)])
+def test_programs_of_two_shot_are_resident_together(
+    columns: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for each other, so a multiprocessor's registers must hold as many as a launch has for each."""
+    reduce = pytest.importorskip("dovetail.plugins.collective.symm_mem.reduce", reason="no Triton for this platform")
+    launches: list[tuple[Any, dict[str, Any]]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **arguments: launches.append((grid, arguments))
+
+    monkeypatch.setattr(reduce, "two_shot", Kernel())
+    reducer = reduce.Reducer(mock.MagicMock(boxes=132), 0, 8)
+    x = torch.ones(300, columns).bfloat16()
+    reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "two_shot")
+    ((grid, arguments),) = launches
+    assert grid == (programs * 132,)
+    registers = -(-arguments["maxnreg"] // 8) * 8
+    assert programs * 32 * arguments["num_warps"] * registers <= 65536
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_mailbox_has_a_box_for_each_program(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox = pytest.importorskip("dovetail.plugins.collective.symm_mem.mailbox", reason="no Triton for this platform")
+    words, zeros = mailbox.BOX_WORDS, torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    memory = mock.Mock()
+    memory.allocate = lambda size, fill: Block(torch.full((size,), fill, dtype=torch.int32), (4096, 1 << 40), None)
+    mail = mailbox.Mailbox(memory, 2, torch.device("cpu"), gathers)
+    assert (len(mail.one_shot), len(mail.two_shot)) == (3 * 2 * 2 * words, 6 * 2 * 2 * words)
+    assert (len(mail.one_shot_turns), len(mail.two_shot_turns)) == (3, 6)
+    assert (mail.gather is None) != gathers and (not gathers or len(mail.gather) == len(mail.one_shot))
+    assert mail.one_shot_peers.tolist() == [4096, 1 << 40]
+    assert (mail.two_shot_peers - mail.one_shot_peers).tolist() == [4 * len(mail.one_shot)] * 2
+    assert (mail.gather_peers - mail.two_shot_peers).tolist() == [4 * len(mail.two_shot)] * 2
+    # Where the kernels look for the word that ends their waiting.
+    told = ctypes.c_int32.from_address(int(mail.stopped.view(torch.int64)[1]))
+    assert (int(mail.stopped[0]), told.value) == (0, 0)
+    mail.stop()
+    assert (int(mail.stopped[0]), told.value) == (0, 1)
+
+
+def test_boxes_for_what_is_gathered_are_made_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(symm_mem, "Mailbox", lambda memory, size, device, gathers: asked.append(gathers))
+    for options in ({}, {"shard_rows": None}, {"algorithm": "sharded"}, {"algorithm": "two_shot"}):
+        SymmMemCollective(SymmMemConfig.model_validate(options))._made_mailbox(mock.Mock())
+    assert asked == [True, False, True, False]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -391,6 +391,7 @@ def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
             x = cuda(rows, columns)
             lone_reducer(3, 8).reduce(x, "one_shot")
             lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "one_shot")
+            lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "two_shot")
             if lone_reducer(3, 8).shares(x, (PLAIN, FP8_TOKEN)):
                 lone_reducer(3, 8).share(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
     for name, kernel in compiled.kernels:
