@@ -183,7 +183,7 @@ class CopiedRows:
             end += -(-self.size * rows * columns * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         inbox = self._gathered[0].of(end)
 
-        def place(inbox: _Inbox, key: object) -> _Places:
+        def made(inbox: _Inbox, key: object) -> _Places:
             every = [
                 inbox.memory[start:].view(dtype)[: self.size * rows * columns].view(-1, columns)
                 for start, (columns, dtype) in zip(starts, shapes, strict=True)
@@ -197,7 +197,7 @@ class CopiedRows:
             ]
             return _Places(every, own, self._driver.copies(moves))
 
-        return inbox.kept((rows, shapes), place)
+        return inbox.kept((rows, shapes), made)
 
     def _send(self, places: _Places) -> None:
         """This rank's rows of each, to the same places of every other rank."""
