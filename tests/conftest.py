@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 # Tests share a machine; torch's own thread pool in each worker would only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ignored in what a shell runs in the background, and children would inherit that: some tests press Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 CLOCKED = ("server", "tp", "contract/collective", "contract/executor", "unit/serving", "unit/executor", "unit/parallel")
