@@ -4,7 +4,9 @@ python benchmarks/products.py [--shapes 8b,70b,70b/2,70b/4,70b/8] [--rows 1,16,6
 
 Every candidate is first compared with the product of the same numbers in float32, and with itself. Times are per
 product, from CUDA graphs of products one after another, each with a weight of its own, more of them than the L2 cache
-holds. Limit: the weight's bytes at the bandwidth given. FILE gets the best candidates of each product as JSON.
+holds. A rank's share of a model ("70b/8") stands behind kernels that wait, as in its step: the sum over ranks, or
+attention (Product.behind); they are not in the time. Limit: the weight's bytes at the bandwidth given. FILE gets the
+best candidates of each product as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
+from dovetail.core.ops.kernels.launch import announce, dependent, keep_shared_memory, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.tiles import MatmulTile
 
@@ -47,6 +52,8 @@ class Product:
     name: str
     outputs: int
     inputs: int
+    behind: float = 0.0
+    """Microseconds that the kernel in front takes, in which little is read from memory; 0 = the product before."""
 
     def bytes(self, dtype: str) -> int:
         return self.outputs * self.inputs * DTYPES[dtype].itemsize
@@ -56,16 +63,58 @@ def products(model: str) -> list[Product]:
     name, _, ranks = model.partition("/")
     heads, kv_heads, dim, hidden, wide, vocab = MODELS[name]
     share = int(ranks or 1)
+    long, short = (8.0, 2.0) if share > 1 else (0.0, 0.0)
     return [
-        Product(model, "qkv", (heads + 2 * kv_heads) * dim // share, hidden),
-        Product(model, "o", hidden, heads * dim // share),
-        Product(model, "gate_up", 2 * wide // share, hidden),
-        Product(model, "down", hidden, wide // share),
-        Product(model, "head", vocab // share, hidden),
+        Product(model, "qkv", (heads + 2 * kv_heads) * dim // share, hidden, long),
+        Product(model, "o", hidden, heads * dim // share, long),
+        Product(model, "gate_up", 2 * wide // share, hidden, long),
+        Product(model, "down", hidden, wide // share, short),
+        Product(model, "head", vocab // share, hidden, long),
     ]
 
 
+KEPT = 4
+"""Candidates of a product that are written."""
+WAITING = 64
+"""Programs of the kernel in front."""
+CYCLES = 1800
+"""Of a multiprocessor, in a microsecond."""
+
+
+@triton.jit
+def _cycles(after):
+    return tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l,r", [after], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _wait_long(out_ptr, cycles, PDL: tl.constexpr):
+    """In the place of a kernel that waits for other ranks."""
+    announce(PDL)
+    wait(PDL)
+    program = tl.program_id(0)
+    began = _cycles(program)
+    while _cycles(program) - began < cycles:
+        pass
+    tl.store(out_ptr + program, program)
+
+
+def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
+    """Tiles whose weight fills a multiprocessor's shared memory, or half of it, while the kernel in front runs."""
+    itemsize = DTYPES[dtype].itemsize
+    tokens = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    cuts = list(cross((tokens,), (64, 128), (128, 256, 512)))
+    if rows > 64:
+        cuts = list(cross((64, 128, 256), (64, 128), (128, 256)))
+    for (count, outputs, width), room, stages in cross(cuts, (200 << 10, 100 << 10), (2, 3, 4)):
+        tile = MatmulTile(count, outputs, width // itemsize, outputs // 16, stages)
+        places = min(16, (room - count * width * stages) // (outputs * width))
+        if places >= 3:
+            yield replace(tile, early=places)
+
+
 def shared_bytes(tile: MatmulTile, itemsize: int) -> int:
+    if tile.early:
+        return (tile.outputs * tile.early + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
     return (tile.outputs + tile.tokens) * tile.inputs * itemsize * tile.stages + (tile.outputs * tile.tokens * 4 + 256)
 
 
@@ -93,6 +142,7 @@ def geometries(rows: int, dtype: str) -> list[MatmulTile]:
             found |= {replace(base, stages=n): None for n in fits[-1:]}
         if shared_bytes(replace(base, stages=4), itemsize) <= SHARED_BYTES - 2048:
             found[replace(base, stages=4)] = None
+    found |= dict.fromkeys(early(rows, dtype))
     # The tokens as left operand, as one would write it first.
     found |= {
         MatmulTile(most if rows > 16 else 16, 64, 256 // itemsize, 4, 5, tma=tma, swap=False): None
@@ -108,12 +158,17 @@ def candidates(product: Product, rows: int, dtype: str, processors: int) -> Iter
             continue
         each = min(4, SHARED_BYTES // shared_bytes(tile, itemsize), 2048 // (32 * tile.warps))
         _, tiles, blocks, _ = tile.launch(rows, product.outputs, product.inputs)
-        for split in (1, 2, 4, 8, 16):
+        splits = (1, 2, 4, 8, 16)
+        if tile.early:
+            splits = sorted({1, 2, 3, 4, *(max(1, each * processors // tiles) for each in (1, 2))})
+        for split in splits:
             if split <= blocks // 2 and (split == 1 or tiles * split <= 2 * each * processors):
                 found = replace(tile, split=split)
                 if found.counts(rows, product.outputs, product.inputs):
-                    yield found
-        if tiles % processors:
+                    for ahead in (0, 2, 6) if tile.early else (0,):
+                        if ahead == 0 or tile.early < -(-blocks // split):
+                            yield replace(found, ahead=ahead)
+        if tiles % processors and not tile.early:
             for programs in {processors, each * processors}:
                 found = replace(tile, programs=programs)
                 if programs <= tiles * blocks // 2 and found.counts(rows, product.outputs, product.inputs):
@@ -125,10 +180,15 @@ class Bench:
 
     def __init__(self, product: Product, rows: int, dtype: str) -> None:
         self.product, self.rows, self.dtype = product, rows, dtype
+        if product.behind:
+            # As ranks do.
+            keep_shared_memory(GPU)
         count = max(2, -(-ROTATED_BYTES // product.bytes(dtype)))
         kind = DTYPES[dtype]
         shape = (product.outputs, product.inputs)
         self.stream = torch.cuda.Stream()
+        self.waited = torch.zeros(WAITING, dtype=torch.int32, device=GPU)
+        self.waits: float | None = None
         self.graph = self.captured(lambda: torch.zeros(1, device=GPU), None)
         self.weights = [torch.randn(shape, device=GPU, dtype=torch.bfloat16).to(kind) for _ in range(count)]
         self.use(rows)
@@ -192,8 +252,26 @@ class Bench:
                 graph.capture_end()
         return graph
 
+    def behind(self) -> None:
+        """The kernel in front."""
+        cycles = int(self.product.behind * CYCLES)
+        _wait_long[(WAITING,)](self.waited, cycles, num_warps=8, **dependent(self.waited))
+
     def us(self, run: Callable[[torch.Tensor], torch.Tensor], repeats: int) -> float:
         """Median microseconds of a product."""
+        if not self.product.behind:
+            return self.chain(run, repeats)
+
+        def after(weight: torch.Tensor) -> None:
+            self.behind()
+            run(weight)
+
+        if self.waits is None:
+            self.waits = self.chain(lambda weight: self.behind(), 15)
+        return self.chain(after, repeats) - self.waits
+
+    def chain(self, run: Callable[[torch.Tensor], object], repeats: int) -> float:
+        """Median microseconds of one of a chain, a weight each."""
         run(self.weights[0])
         # The last graph lives on until there is a new one: it holds the pool that both allocate from.
         self.graph = graph = self.captured(lambda: [run(weight) for weight in self.weights], self.graph.pool())
@@ -216,7 +294,7 @@ def compile_share(rows: list[int], dtypes: list[str], share: int, of: int) -> No
         found = list(dict.fromkeys(tile for n in rows for tile in geometries(n, dtype)))[share::of]
         bench = Bench(small, 256, dtype) if found else None
         for tile in found:
-            for how in ({"split": 1}, {"split": 2}, {"programs": 3}):
+            for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.early else 3]:
                 try:
                     bench.ours(replace(tile, **how))(bench.weights[0])
                 except Exception:  # the timed process reports it
@@ -224,7 +302,7 @@ def compile_share(rows: list[int], dtypes: list[str], share: int, of: int) -> No
 
 
 def compile_all(rows: list[int], dtypes: list[str]) -> None:
-    count = max(1, (os.cpu_count() or 2) - 1)
+    count = max(1, len(os.sched_getaffinity(0)) - 1)
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=compile_share, args=(rows, dtypes, i, count)) for i in range(count)]
     for worker in workers:
@@ -235,6 +313,8 @@ def compile_all(rows: list[int], dtypes: list[str]) -> None:
 
 KINDS: tuple[tuple[int, Callable[[MatmulTile], bool]], ...] = (
     (6, lambda tile: True),
+    (2, lambda tile: tile.early > 0),
+    (2, lambda tile: tile.early == 0),
     (1, lambda tile: tile.tma),
     (1, lambda tile: not tile.tma),
     (1, lambda tile: tile.programs > 0),
@@ -276,6 +356,18 @@ def measure(bench: Bench, processors: int) -> dict:
         right = (tile for _, tile in found if keep(tile) and (tile in finals or is_right(bench, tile)))
         finals |= dict.fromkeys(islice(right, most))
     best = sorted(((bench.us(bench.ours(tile), 15), tile) for tile in finals), key=lambda pair: pair[0])
+    return record(product, rows, dtype, len(found), library, best)
+
+
+def record(
+    product: Product,
+    rows: int,
+    dtype: str,
+    tried: int,
+    library: dict[str, float],
+    best: list[tuple[float, MatmulTile]],
+) -> dict:
+    """As `written` takes it. `best`: quickest first."""
     return {
         "model": product.model,
         "product": product.name,
@@ -283,15 +375,19 @@ def measure(bench: Bench, processors: int) -> dict:
         "inputs": product.inputs,
         "rows": rows,
         "dtype": dtype,
-        "candidates": len(found),
+        "candidates": tried,
         "library": library,
-        "tiles": [{"us": us, **asdict(tile)} for us, tile in best],
+        "tiles": [{"us": us, **asdict(tile)} for us, tile in best[:KEPT]],
     }
 
 
 def describe(tile: MatmulTile) -> str:
     how = f"{tile.programs} programs" if tile.programs else f"split {tile.split}"
-    flags = " tma" * tile.tma + " unswapped" * (not tile.swap)
+    flags = (
+        " tma" * tile.tma
+        + " unswapped" * (not tile.swap)
+        + f" early {tile.early}+{tile.ahead} pace {tile.pace}" * (tile.early > 0)
+    )
     return f"{tile.tokens}x{tile.outputs}x{tile.inputs} w{tile.warps} s{tile.stages} {how}{flags}"
 
 
@@ -307,9 +403,17 @@ def line(record: dict, bandwidth: float) -> str:
     )
 
 
+def written(device: str, records: list[dict]) -> str:
+    """JSON, a product a line."""
+    lines = ",\n".join(json.dumps(record) for record in records)
+    return f'{{"device": {json.dumps(device)}, "products": [\n{lines}\n]}}\n'
+
+
 def by_kind(record: dict) -> Iterator[tuple[str, float]]:
     tiles = [(each["us"], MatmulTile(**{k: v for k, v in each.items() if k != "us"})) for each in record["tiles"]]
-    for name, (_, keep) in zip(("tma", "pointers", "stream", "split", "whole", "unswapped"), KINDS[1:], strict=True):
+    for name, (_, keep) in zip(
+        ("early", "late", "tma", "pointers", "stream", "split", "whole", "unswapped"), KINDS[1:], strict=True
+    ):
         times = [us for us, tile in tiles if keep(tile)]
         if times:
             yield name, min(times)
@@ -356,7 +460,7 @@ def main() -> None:
         del bench
         torch.cuda.empty_cache()
         if args.out:
-            args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "products": records}, indent=1))
+            args.out.write_text(written(torch.cuda.get_device_name(), records))
     print(f"\n{torch.cuda.get_device_name()}, us a product; all four of a layer added up:")
     print("\n".join(totals(records, args.bandwidth)))
 

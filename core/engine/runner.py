@@ -124,6 +124,10 @@ class Runner:
         engine, composition = self.engine, self.composition
         device = self.device = resolve_device(engine.device, self.rank, engine.first_gpu)
         self._use_device()
+        if device.type == "cuda" and self.size > 1:
+            from dovetail.core.ops.kernels.launch import keep_shared_memory
+
+            keep_shared_memory(device)
         progress("connect ranks", None)
         self.collective = composition.build("collective")
         self.collective.connect(self.rank, self.size, self.address, device)

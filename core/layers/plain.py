@@ -9,16 +9,20 @@ import torch
 
 from dovetail.core.interfaces import Activation, LinearMethod, LinearShape
 from dovetail.core.ops import matmul
+from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
 
 class PlainLinear(LinearMethod):
     """Weight and product in the model's dtype."""
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
-        return {"weight": torch.empty(shape.out, shape.inp, dtype=shape.dtype, device=device)}
+        return {
+            "weight": torch.empty(shape.out, shape.inp, dtype=shape.dtype, device=device),
+            "counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device),
+        }
 
     def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
         params[name][part].copy_(tensor)
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return matmul(x.values, params["weight"], bias)
+        return matmul(x.values, params["weight"], bias, params["counts"])

@@ -12,18 +12,21 @@ MOST_ROWS = 64
 
 
 @lru_cache(maxsize=1 << 14)
-def choose(rows: int, outputs: int, inputs: int, kind: str, device: str, processors: int) -> MatmulTile | None:
+def choose(
+    rows: int, outputs: int, inputs: int, kind: str, device: str, processors: int, early: bool = True
+) -> MatmulTile | None:
     """The kernel's tile for x [rows, inputs] @ weight [outputs, inputs]^T, or None: the library is quicker.
 
     `kind` is "fp8" or "bf16", the weight's; `device` and `processors` are the GPU's name and multiprocessors. What was
     measured with more rows, but not many more, holds for fewer. Where nothing was, fp8 follows a rule, since the
-    library's row-wise product of few rows is slow everywhere; bf16 is the library's.
+    library's row-wise product of few rows is slow everywhere; bf16 is the library's. Without `early`, where the kernel
+    of such tiles does not run, the rule stands for them, too.
     """
     measured = MEASURED.get((device, kind, outputs, inputs))
-    if measured is not None:
-        tile = next((tile for most, tile in measured.items() if rows <= most), None)
-    else:
-        tile = _by_rule(rows, outputs, processors) if kind == "fp8" else None
+    ruled = _by_rule(rows, outputs, processors) if kind == "fp8" else None
+    tile = ruled if measured is None else next((tile for most, tile in measured.items() if rows <= most), None)
+    if tile is not None and tile.early and not early:
+        tile = ruled
     return tile if tile is not None and tile.counts(rows, outputs, inputs) else None
 
 

@@ -7,6 +7,7 @@ Shapes: T tokens, I input, O output.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch
@@ -15,8 +16,11 @@ import torch.nn.functional as F
 from dovetail.core.ops.choose import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MatmulTile
 
+log = logging.getLogger(__name__)
+
 KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8"}
 """Weights that the kernel is measured for."""
+HOPPER = 9
 IMPRECISE = 128
 """8-bit products that are summed in the matrix unit's own accumulator, of fewer bits, before they join the float32
 sum."""
@@ -24,14 +28,19 @@ MOST_UNSCALED = 256
 """Rows up to which the library's product is quicker without scales, where it is not ours."""
 
 
-def matmul(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight^T + bias in their dtype."""
+def matmul(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight^T + bias in their dtype. `counts`: as scaled_matmul takes them; None = no program shares a tile."""
     tile = _tile(x_TI, weight_OI)
-    if tile is None:
+    if tile is None or (counts is None and tile.shares(len(x_TI), *weight_OI.shape)):
         return F.linear(x_TI, weight_OI, bias_O)
     from dovetail.core.ops.kernels.matmul import matmul_triton
 
-    return matmul_triton(x_TI.contiguous(), weight_OI, tile, bias_O=bias_O)
+    return matmul_triton(x_TI.contiguous(), weight_OI, tile, counts, bias_O=bias_O)
 
 
 def scaled_matmul(
@@ -90,9 +99,25 @@ def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
 
 
 @cache
-def _device(device: torch.device) -> tuple[str, int]:
+def _device(device: torch.device) -> tuple[str, int, bool]:
+    """Name, multiprocessors, and whether it runs what begins early."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.name, properties.multi_processor_count
+    return properties.name, properties.multi_processor_count, _begins_early(properties.major)
+
+
+def _begins_early(major: int) -> bool:
+    if major != HOPPER:
+        return False
+    try:
+        from dovetail.core.ops.kernels import early  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        log.warning(
+            "products of few rows go to the kernel for all GPUs, on several of them a sixth of a step slower: this "
+            "Triton has a Gluon that the one for Hopper is not written for (%s)",
+            error,
+        )
+        return False
+    return True
 
 
 def matmul_reference(

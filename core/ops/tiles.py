@@ -29,6 +29,14 @@ class MatmulTile:
     """Whether the tensor memory accelerator fetches blocks; needs rows of a multiple of 16 bytes."""
     swap: bool = True
     """Whether the weight is the left operand."""
+    early: int = 0
+    """Blocks of the weight that are on their way before the kernel in front has ended (core.ops.kernels.early, for
+    Hopper; `stages` are then the input's); 0 = the kernel for all GPUs."""
+    ahead: int = 0
+    """Blocks behind those that are asked for into the L2 cache."""
+    pace: int = 0
+    """Cycles from one early block to the next: asked for at once, they are in the way of the words from other GPUs that
+    the kernel in front waits for."""
 
     def launch(self, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int, int]:
         """(tiles along tokens, tiles, blocks of a tile, programs)."""
@@ -37,6 +45,11 @@ class MatmulTile:
         blocks = -(-inputs // self.inputs)
         programs = min(self.programs, tiles * blocks) or tiles * min(self.split, blocks)
         return t_tiles, tiles, blocks, programs
+
+    def shares(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Whether several programs sum a tile, which takes counters."""
+        _, tiles, _, programs = self.launch(tokens, outputs, inputs)
+        return tiles % programs != 0
 
     def counts(self, tokens: int, outputs: int, inputs: int) -> bool:
         """Whether the kernel can: it finds a program's share of the work by products that must fit into 32 bits."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dovetail.core.interfaces import LinearShape
-from dovetail.core.ops import encode
+from dovetail.core.interfaces import PLAIN, LinearShape
+from dovetail.core.ops import encode, rms_norm
+from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import matmul, matmul_reference
 from dovetail.core.ops.measured import MEASURED
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.plugins.quant.config import FP8Config, Int8Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import FP8
@@ -109,8 +113,83 @@ def test_measured_products_equal_the_reference(key):
             expected = matmul_reference(x.values, params["weight"], x.scale, params["scale"], dtype=torch.float32)
         else:
             weight_OI = torch.randn(out, inp, device=GPU, dtype=torch.bfloat16)
-            got, expected = matmul(x_TI, weight_OI), matmul_reference(x_TI, weight_OI, dtype=torch.float32)
+            counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=GPU)
+            got = matmul(x_TI, weight_OI, counts=counts)
+            expected = matmul_reference(x_TI, weight_OI, dtype=torch.float32)
+            assert not counts.any()
         assert (got.float() - expected).norm() / expected.norm() < 5e-3
+
+
+EARLY = (
+    MatmulTile(16, 64, 128, stages=2, early=3),
+    MatmulTile(16, 64, 256, stages=3, split=3, early=5, ahead=2),
+    MatmulTile(64, 128, 128, warps=8, stages=2, split=2, early=4, ahead=6),
+    MatmulTile(32, 64, 512, stages=2, split=7, early=3),
+    MatmulTile(128, 64, 128, stages=4, early=6, ahead=1),
+)
+"""Inputs of a block are for FP8; half of them for 16 bits."""
+
+
+def early_product(dtype, tile, tokens, out, inp):
+    """(the product by the tile, what it should be), as functions of x; and counters."""
+    counts = torch.zeros(256, dtype=torch.int32, device=GPU)
+    weight_OI = torch.randn(out, inp, device=GPU).to(dtype)
+    scales, bias_O = (torch.rand(tokens, 1, device=GPU), torch.rand(out, device=GPU)), torch.randn(out, device=GPU)
+    if dtype.itemsize > 1:
+        tile, scales = replace(tile, inputs=tile.inputs // 2), (None, None)
+
+    def got(x_TI):
+        return matmul_triton(x_TI, weight_OI, tile, counts, *scales, bias_O, torch.bfloat16)
+
+    def expected(x_TI):
+        return matmul_reference(x_TI, weight_OI, *scales, bias_O, torch.float32)
+
+    return got, expected, counts
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper")
+@pytest.mark.parametrize("tile", EARLY, ids=lambda tile: f"{tile.tokens}x{tile.outputs}x{tile.inputs}-{tile.split}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("out", "inp"), [(1280, 8192), (72, 176), (200, 4112)])
+def test_products_that_begin_early(dtype, tile, out, inp):
+    """Sides that tiles do not divide, more tokens than a tile has, and programs without a block."""
+    torch.seed()
+    for tokens in (1, tile.tokens, tile.tokens + 3):
+        product, reference, counts = early_product(dtype, tile, tokens, out, inp)
+        x_TI = torch.randn(tokens, inp, device=GPU).to(dtype)
+        got, expected = product(x_TI), reference(x_TI)
+        assert (got.float() - expected).norm() / expected.norm() < 5e-3
+        assert torch.equal(got, product(x_TI)) and not counts.any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper")
+@pytest.mark.parametrize("tile", EARLY[:3], ids=lambda tile: f"{tile.tokens}x{tile.outputs}x{tile.inputs}-{tile.split}")
+def test_products_that_begin_early_wait_for_their_input(tile):
+    """Each reads what the kernel in front of it wrote, a norm that announces at its start; none begins too early."""
+    torch.seed()
+    size = 1024
+    steps = [early_product(torch.bfloat16, tile, 16, size, size) for _ in range(12)]
+    norm_C = torch.ones(size, device=GPU, dtype=torch.bfloat16)
+    x_TC = torch.randn(16, size, device=GPU, dtype=torch.bfloat16)
+
+    def run(pause=lambda: None):
+        values = x_TC
+        for product, _, _ in steps:
+            values = rms_norm(values, None, norm_C, 1e-5, (PLAIN,))[0][PLAIN].values
+            pause()
+            values = product(values)
+            pause()
+        return values
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(30):
+        x_TC.normal_()
+        graph.replay()
+        assert torch.equal(out, run(torch.cuda.synchronize))
 
 
 def test_fast_sums_cost_little_beside_the_rounding_to_8_bits():

@@ -7,6 +7,8 @@ multiprocessor, do not, and the next one comes in as they end: its waiting block
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+log = logging.getLogger(__name__)
+
 HOPPER = (9, 0)
+PREFER_SHARED = 1
+"""CU_FUNC_CACHE_PREFER_SHARED."""
 
 
 @triton.jit
@@ -50,6 +56,22 @@ def dependent(tensor: torch.Tensor) -> dict[str, Any]:
     if tensor.is_cuda and _capable(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def keep_shared_memory(device: torch.device) -> None:
+    """Every kernel of this process leaves a multiprocessor's memory shared, which else is its cache wherever the driver
+    finds a kernel that shares little. The memory is divided anew only where nothing runs, so that a product would wait
+    on such multiprocessors until the small kernel in front has ended, for all that `dependent` says.
+    """
+    if device.type == "cuda" and torch.version.cuda is not None:
+        # There is a context from here on.
+        torch.cuda.synchronize(device)
+        try:
+            failed = ctypes.CDLL("libcuda.so.1").cuCtxSetCacheConfig(PREFER_SHARED)
+        except (OSError, AttributeError) as error:
+            failed = error
+        if failed:
+            log.warning("the CUDA driver does not keep shared memory (%s): steps of few rows take longer", failed)
 
 
 @cache

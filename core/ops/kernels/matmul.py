@@ -213,13 +213,18 @@ def matmul_triton(
     outputs = weight_OI.shape[0]
     out_TO = torch.empty(tokens, outputs, dtype=dtype or x_TI.dtype, device=x_TI.device)
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
-    shared = tiles % programs != 0
     parts = None
-    if shared:
+    if tile.shares(tokens, outputs, inputs):
         have = 0 if counts is None else counts.numel()
         if have < tiles:
             raise ValueError(f"{tiles} shared tiles need as many counters, and there are {have}")
         parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
+    if tile.early:
+        from dovetail.core.ops.kernels.early import multiply
+
+        scales = (x_scale, _step(x_scale), weight_scale, _step(weight_scale))
+        multiply(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O)
+        return out_TO
     x, weight = x_TI, weight_OI
     if tile.tma:
         x = TensorDescriptor.from_tensor(x_TI, [tile.tokens, tile.inputs])

@@ -33,6 +33,8 @@ LEAST_WORDS = 128
 leave the wait when it has seen its own."""
 REGISTERS, MOST_REGISTERS = 1 << 16, 255
 """Of a multiprocessor, and of a thread."""
+MOST_WORDS = 32
+"""That a thread takes in one look."""
 IN_FLIGHT = 1 << 15
 """Words of all ranks that a program of one_shot waits for at once, at most: with more its threads run out of registers,
 and what they spill costs more than the second hop of two_shot."""
@@ -128,6 +130,8 @@ class Reducer:
         block = _waited(target.block(columns, whole_row=True), x_TC)
         plain_words, value_words, _ = _row_words(plan, x_TC)
         words = columns * x_TC.element_size() // WORD
+        warps, arguments = _warps(words // 256, most=16), target.arguments(block)
+        wide = triton.next_power_of_2(max(value_words, 1))
         sharded[(min(mail.boxes, rows),)](
             _words(x_TC),
             summed_SC,
@@ -150,15 +154,24 @@ class Reducer:
             values_at=plain_words,
             scale_at=plain_words + value_words,
             eps=eps,
-            **target.arguments(block),
+            **arguments,
             WORLD=self.size,
             PER=WORD // x_TC.element_size(),
             VALUES=block,
-            VALUES_WORDS=triton.next_power_of_2(max(value_words, 1)),
-            num_warps=_warps(words // 256, most=16),
+            VALUES_WORDS=wide,
+            PLAIN_ROWS=self._in_one_look(block * x_TC.element_size() // WORD, warps),
+            VALUES_ROWS=self._in_one_look(wide, warps),
+            SCALE_ROWS=self._in_one_look(block // arguments["GROUP"], warps),
+            num_warps=warps,
             **dependent(x_TC),
         )
         return collect(emit, plan.rest, plain, target), summed_SC
+
+    def _in_one_look(self, words: int, warps: int) -> int:
+        """Ranks of whose rows, of so many words, a program takes one at once: as many as there are or as its registers
+        hold, and no fewer than give each thread a word (LEAST_WORDS)."""
+        fitting = max(1, MOST_WORDS * 32 * warps // words)
+        return max(min(triton.next_power_of_2(self.size), fitting), 32 * warps // words)
 
     def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
         """Collective.argmax."""

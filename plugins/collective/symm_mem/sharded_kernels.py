@@ -26,6 +26,36 @@ def take(mail_ptr, place, inside, stop_ptr):
     return words
 
 
+@triton.jit
+def _gather(
+    gather_ptr,
+    box,
+    at,
+    into_ptr,
+    length,
+    row_stride,
+    word_stride,
+    index,
+    share,
+    tokens,
+    stop_ptr,
+    WORLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Take the words [at, at + length) of each rank's part of a box to its row. ROWS ranks in one look: one after
+    another, each look is a way to memory and back."""
+    flat = tl.arange(0, ROWS * WIDTH)
+    word = flat % WIDTH
+    for first in tl.static_range(0, WORLD, ROWS):
+        source = first + flat // WIDTH
+        row = source * share + index
+        there = (source < WORLD) & (word < length) & (row < tokens)
+        words = take(gather_ptr, box + source * _BOX + at + word, there, stop_ptr)
+        to = into_ptr + row * row_stride + word * word_stride
+        tl.store(to, words.to(into_ptr.dtype.element_ty, bitcast=True), mask=there)
+
+
 @triton.jit(do_not_specialize=["tokens", "share"])
 def sharded(
     x_ptr,
@@ -61,6 +91,9 @@ def sharded(
     PER: tl.constexpr,
     VALUES: tl.constexpr,
     VALUES_WORDS: tl.constexpr,
+    PLAIN_ROWS: tl.constexpr,
+    VALUES_ROWS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each rank sums rows [rank * share, (rank + 1) * share), adds its shard of the residual, norms and encodes them,
@@ -68,7 +101,7 @@ def sharded(
 
     As in two_shot, but out and residual have share rows. Summands go through the boxes of one_shot, what came out
     through boxes of its own: plain words, encoded ones from values_at on, scales from scale_at on. Of a turn the first
-    rank always has a row, so whoever ends one knows that all ranks have begun it.
+    rank always has a row, so whoever ends one knows that all ranks have begun it. ROWS: of each, that one look takes.
     """
     announce(PDL)
     program = tl.program_id(0)
@@ -141,25 +174,16 @@ def sharded(
                 scale = tl.load(at_scale, mask=groups_inside, other=0.0, cache_modifier=".cg")
                 bits = scale.to(tl.int32, bitcast=True)
                 send(bits, part + scale_at + groups, groups_inside, gather_peers_ptr, rank, WORLD)
-        for i in tl.static_range(WORLD):
-            # Its own, too: of what may not be sent every rank has the same replacement.
-            source = (rank + WORLD - i) % WORLD
-            come = source * share + index
-            there = come < tokens
-            place = box + source * _BOX
-            if plain_ptr is not None:
-                ok_words = words_inside & there
-                come_words = take(gather_ptr, place + words, ok_words, stop_ptr)
-                tl.store(plain_words_ptr + come * length + words, come_words, mask=ok_words)
-            if ENCODE is not None:
-                ok_values = encoded_inside & there
-                come_values = take(gather_ptr, place + values_at + encoded, ok_values, stop_ptr)
-                tl.store(values_words_ptr + come * values_length + encoded, come_values, mask=ok_values)
-            if scale_ptr is not None:
-                ok_scale = groups_inside & there
-                come_scale = take(gather_ptr, place + scale_at + groups, ok_scale, stop_ptr)
-                come_scale_fp32 = come_scale.to(tl.float32, bitcast=True)
-                tl.store(scale_ptr + come * scale_st + groups * scale_sg, come_scale_fp32, mask=ok_scale)
+        # Its own, too: of what may not be sent every rank has the same replacement.
+        if plain_ptr is not None:
+            _gather(gather_ptr, box, 0, plain_words_ptr, length, length, 1, index, share, tokens, stop_ptr,
+                    WORLD, VALUES // PER, PLAIN_ROWS)  # fmt: skip
+        if ENCODE is not None:
+            _gather(gather_ptr, box, values_at, values_words_ptr, values_length, values_length, 1, index, share, tokens,
+                    stop_ptr, WORLD, VALUES_WORDS, VALUES_ROWS)  # fmt: skip
+        if scale_ptr is not None:
+            _gather(gather_ptr, box, scale_at, scale_ptr, tl.cdiv(length * PER, GROUP), scale_st, scale_sg, index,
+                    share, tokens, stop_ptr, WORLD, VALUES // GROUP, SCALE_ROWS)  # fmt: skip
         turn = 1 - turn
     tl.store(turn_ptr + program, turn)
 

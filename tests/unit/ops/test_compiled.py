@@ -46,11 +46,12 @@ from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
+from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
-from dovetail.core.ops.matmul import matmul, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.matmul import _begins_early, matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.measured import MEASURED
 from dovetail.core.ops.norm import rms_norm
-from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
@@ -146,7 +147,7 @@ def products() -> None:
     seen = set()
     for (_, kind, outputs, inputs), by_rows in MEASURED.items():
         for rows, tile in by_rows.items():
-            way = tile and (kind, tile.tokens, tile.tma, tile.swap)
+            way = tile and (kind, tile.tokens, tile.tma, tile.swap, tile.early > 0 and (tile.outputs, tile.split > 1))
             if tile is not None and (EVERYTHING or way not in seen):
                 seen.add(way)
                 multiply(kind, rows, outputs, inputs)
@@ -157,7 +158,8 @@ def products() -> None:
 
 def multiply(kind: str, rows: int, outputs: int, inputs: int) -> None:
     if kind == "bf16":
-        matmul(cuda(rows, inputs), cuda(outputs, inputs), cuda(outputs))
+        counts = cuda(MOST_SHARED_TILES, dtype=INT32)
+        matmul(cuda(rows, inputs), cuda(outputs, inputs), cuda(outputs), counts)
         return
     scales = cuda(rows, 1, dtype=FP32), cuda(outputs, dtype=FP32)
     x, weight = cuda(rows, inputs, dtype=E4M3), cuda(outputs, inputs, dtype=E4M3)
@@ -344,12 +346,16 @@ def test_every_kernel_compiles(tmp_path, monkeypatch):
 CONSTANTS = {
     "dovetail.core.ops.kernels.norm:_rms_norm": {"ld.global"},  # The norm's weight.
     "dovetail.core.ops.kernels.matmul:_matmul": {"prefetch.global"},  # The product's.
+    "dovetail.core.ops.kernels.early:matmul_early": {
+        "cp.bulk.tensor.2d.shared::cta.global",
+        "cp.bulk.prefetch.L2.global",
+    },  # The product's.
     "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"ld.global"},  # The norm's.
     "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"ld.global"},  # The norm's.
     "dovetail.plugins.adapter.lora.kernel:_expand": {"ld.global"},  # Which outputs belong to which part.
 }
 """What kernels may touch before the one before them has ended, since no kernel ever writes it."""
-MEMORY = re.compile(r"\b((?:ld|st|atom|red|prefetch|cp\.async|cp\.reduce|multimem)[\w.]*?\.global)\b")
+MEMORY = re.compile(r"\b((?:ld|st|atom|red|prefetch|cp\.async|cp\.reduce|multimem)[\w.:]*?\.global)\b")
 
 
 def touched_before_waiting(ptx: str, launched_early: bool) -> set[str]:
@@ -382,6 +388,30 @@ def test_a_kernel_that_writes_before_it_has_waited_is_seen():
     with pytest.raises(AssertionError, match="waits 0 times"):
         touched_before_waiting(never.asm["ptx"], True)
     assert touched_before_waiting(late.asm["ptx"], True) == {"st.global"}
+
+
+def test_of_a_product_that_begins_early_the_weight_alone_is_asked_for(tmp_path):
+    """As much of it as there is room for; its input is what the kernel in front writes."""
+    tiles = (MatmulTile(16, 64, 512, stages=2, split=6, early=5, ahead=2), MatmulTile(64, 128, 256, 8, 3, early=4))
+    with compiled_for_hopper() as compiled:
+        for tile in tiles:
+            scales = cuda(64, 1, dtype=FP32), cuda(1280, dtype=FP32)
+            x, weight = cuda(64, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)
+            matmul_triton(x, weight, tile, cuda(MOST_SHARED_TILES, dtype=INT32), *scales, None, BF16)
+    assert len(compiled.kernels) == len(tiles)
+    for tile, (_, kernel) in zip(tiles, compiled.kernels, strict=True):
+        before, after = (
+            re.findall(r"cp\.async\.bulk\.tensor.*?\], \[(%rd\d+),", part)
+            for part in kernel.asm["ptx"].split("griddepcontrol.wait")
+        )
+        boxes = tile.inputs // 128
+        (weight_map,) = set(before)
+        assert len(before) == boxes * tile.early
+        # Then the input's ring, and in the loop a block of each.
+        assert after.count(weight_map) == boxes and len(after) == boxes * (tile.stages + 2)
+        # All boxes of a block are multiplied before the first one's sums are added.
+        assert re.search(rf"wgmma\.wait_group\.sync\.aligned\s+{boxes - 1};", kernel.asm["ptx"])
+        assert spilled(kernel, tmp_path) == 0
 
 
 def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
@@ -428,6 +458,15 @@ def test_a_gluon_that_lacks_what_is_imported_is_told(monkeypatch, caplog):
     with compiled_for_hopper():
         assert not _attends_prompts.__wrapped__(torch.device("cuda"))
     assert "prompts go to the kernel for all GPUs" in caplog.text
+
+
+def test_products_where_gluon_is_another_keep_the_kernel_for_all_gpus(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "dovetail.core.ops.kernels.early", None)
+    monkeypatch.delattr("dovetail.core.ops.kernels.early", raising=False)
+    assert not _begins_early(9)
+    assert "products of few rows go to the kernel for all GPUs" in caplog.text
+    monkeypatch.undo()
+    assert _begins_early(9) and not _begins_early(8) and not _begins_early(10)
 
 
 @pytest.mark.parametrize(("rows", "left"), [(64, False), (65, True), (256, True), (257, False)])

@@ -1,0 +1,242 @@
+"""The quickest cuts of a rank's products within its layer, on two GPUs: what is won in one place is lost in another.
+
+    python benchmarks/layer.py --ranks 8 --rows 1,16,64 --dtypes fp8,bf16 --out FILE
+
+products.py times a product behind a kernel that only waits. In a step that kernel is an all-reduce, and a weight that
+is on its way meanwhile delays the words which it waits for. So here is a layer, but for attention, in whose place a
+kernel waits: the edge by two_shot, qkv, attention, o, the edge, gate and up, the activation, down. One product after
+another gets the cut with which the layer is quickest. More ranks than two are played (played.py). Times are us a layer,
+from CUDA graphs of several layers, each with weights of its own. FILE, for tiles.py, is as products.py writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product as cross
+from pathlib import Path
+
+import played
+import products as alone
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.interfaces import PLAIN
+from dovetail.core.ops import silu_and_mul
+from dovetail.core.ops.choose import choose
+from dovetail.core.ops.kernels.launch import dependent, keep_shared_memory
+from dovetail.core.ops.kernels.matmul import matmul_triton
+from dovetail.core.ops.measured import MEASURED
+from dovetail.core.ops.tiles import MatmulTile
+from dovetail.plugins.collective.config import SymmMemConfig
+from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+
+Cuts = dict[str, MatmulTile | None]
+"""Of the layer's products, by name; None = the library's."""
+
+LAYERS = 6
+"""In a graph; their weights are several times the L2 cache."""
+ATTENTION_US, ATTENTION_PROGRAMS = 6, 266
+ORDER = ("o", "qkv", "gate_up", "down")
+EPS = 1e-5
+
+
+class Layer:
+    """A rank's, and what it works on."""
+
+    def __init__(self, collective: SymmMemCollective, shapes: list[alone.Product], dtype: str, rows: int) -> None:
+        device, kind = torch.device("cuda", torch.cuda.current_device()), alone.DTYPES[dtype]
+        self.collective, self.dtype, self.rows = collective, dtype, rows
+        self.shapes = {shape.name: shape for shape in shapes}
+        self.emit = (FP8_TOKEN,) if dtype == "fp8" else (PLAIN,)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+        self.weights = {
+            name: [random(shape.outputs, shape.inputs).to(kind) for _ in range(LAYERS)]
+            for name, shape in self.shapes.items()
+        }
+        self.inputs = {name: random(rows, shape.inputs).to(kind) for name, shape in self.shapes.items()}
+        self.scales = {name: torch.rand(shape.outputs, device=device) for name, shape in self.shapes.items()}
+        self.x_scale = torch.rand(rows, 1, device=device)
+        counters = (len(self.shapes), LAYERS, 1 << 10)
+        self.counts = dict(zip(self.shapes, torch.zeros(counters, dtype=torch.int32, device=device), strict=True))
+        hidden = self.shapes["qkv"].inputs
+        self.partial, self.residual, self.norm = random(rows, hidden), random(rows, hidden), random(hidden)
+        self.gate_up = random(rows, self.shapes["gate_up"].outputs)
+        self.waited = torch.zeros(ATTENTION_PROGRAMS, dtype=torch.int32, device=device)
+
+    def edge(self) -> None:
+        reducer = self.collective.reducer
+        reducer.boundary(self.partial, self.residual, self.norm, EPS, self.emit, "two_shot")
+
+    def multiply(self, name: str, i: int, tile: MatmulTile | None) -> None:
+        x, weight = self.inputs[name], self.weights[name][i]
+        if self.dtype == "bf16":
+            if tile is None:
+                F.linear(x, weight)
+            else:
+                matmul_triton(x, weight, tile, self.counts[name][i])
+            return
+        if tile is None:
+            scale = self.scales[name][None, :]
+            torch._scaled_mm(x, weight.t(), self.x_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+            return
+        imprecise = min(alone.IMPRECISE, tile.inputs)
+        scales = self.x_scale, self.scales[name]
+        matmul_triton(x, weight, tile, self.counts[name][i], *scales, None, torch.bfloat16, imprecise)
+
+    def run(self, cuts: Cuts, i: int) -> None:
+        self.edge()
+        self.multiply("qkv", i, cuts["qkv"])
+        cycles = ATTENTION_US * alone.CYCLES
+        alone._wait_long[(ATTENTION_PROGRAMS,)](self.waited, cycles, num_warps=4, **dependent(self.waited))
+        self.multiply("o", i, cuts["o"])
+        self.edge()
+        self.multiply("gate_up", i, cuts["gate_up"])
+        silu_and_mul(self.gate_up, self.emit)
+        self.multiply("down", i, cuts["down"])
+
+    def us(self, cuts: Cuts, repeats: int = 5) -> float:
+        """Median microseconds of a layer, the first rank's for all. A collective call."""
+        self.run(cuts, 0)
+        torch.cuda.synchronize()
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            graph.capture_begin()
+            for i in range(LAYERS):
+                self.run(cuts, i)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+        graph.replay()
+        times = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / LAYERS)
+        found = torch.tensor([statistics.median(times)], device=self.norm.device)
+        return float(self.collective.broadcast(found))
+
+
+def candidates(shape: alone.Product, rows: int, dtype: str, processors: int) -> Iterator[MatmulTile]:
+    """What won anywhere in the table, cut anew, and tiles that begin early, at each pace."""
+    most = next((n for n in (16, 32, 64) if rows <= n), rows)
+    won = {tile for (_, kind, _, _), by_rows in MEASURED.items() if kind == dtype for tile in by_rows.values() if tile}
+    fitting = [tile for tile in won if min(most // 2, 64) <= tile.tokens <= most]
+    late = {replace(tile, split=1, programs=0) for tile in fitting if not tile.early}
+    for tile, split in cross(sorted(late, key=str), (1, 2, 4)):
+        tiles = tile.launch(rows, shape.outputs, shape.inputs)[1]
+        if split == 1 or tiles * split <= 2 * processors:
+            yield replace(tile, split=split)
+    for tile in alone.early(rows, dtype):
+        if tile.stages != 3 or (tile.outputs != 64 and rows <= 64):
+            continue
+        _, tiles, blocks, _ = tile.launch(rows, shape.outputs, shape.inputs)
+        for split in sorted({1, max(1, processors // tiles)}):
+            rest = -(-blocks // split) - tile.early
+            for ahead, pace in cross((0, 4) if rest > 0 else (0,), (0, 500, 1000) if rows <= 64 else (0, 1000)):
+                yield replace(tile, split=split, ahead=ahead, pace=pace)
+
+
+def search(layer: Layer, model: str, say) -> Iterator[dict]:  # type: ignore[no-untyped-def]
+    """A record of each product, the quickest layers first."""
+    device = torch.cuda.get_device_properties(layer.norm.device)
+    rows, dtype, processors = layer.rows, layer.dtype, device.multi_processor_count
+    cuts: Cuts = {
+        name: choose(rows, shape.outputs, shape.inputs, dtype, device.name, processors)
+        for name, shape in layer.shapes.items()
+    }
+    began, before = time.monotonic(), layer.us(cuts, 9)
+    for name in ORDER:
+        shape = layer.shapes[name]
+        own = cuts[name]
+        tried = dict.fromkeys([*([own] if own is not None else []), *candidates(shape, rows, dtype, processors)])
+        found = sorted(((layer.us({**cuts, name: tile}), tile) for tile in tried), key=lambda pair: pair[0])
+        finals = [tile for _, tile in found[: alone.KEPT]]
+        again = sorted(((layer.us({**cuts, name: tile}, 15), tile) for tile in finals), key=lambda pair: pair[0])
+        library = layer.us({**cuts, name: None}, 15)
+        cuts[name] = again[0][1] if again[0][0] <= library else None
+        say(
+            f"{model} {dtype} {rows} rows, {name}: {again[0][0]:.1f} us a layer, library {library:.1f}  "
+            f"{alone.describe(again[0][1])}  {len(tried)} tried, {time.monotonic() - began:.0f} s"
+        )
+        yield alone.record(shape, rows, dtype, len(tried), {"row-wise" if dtype == "fp8" else "cublas": library}, again)
+    say(f"{model} {dtype} {rows} rows: {before:.1f} to {layer.us(cuts, 15):.1f} us a layer")
+
+
+def rank(index: int, address: str, args: argparse.Namespace) -> None:
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    collective: SymmMemCollective
+    if args.ranks == played.PLAYERS:
+        collective = SymmMemCollective(SymmMemConfig())
+    else:
+        played.shorten_boxes()
+        collective = played.Collective(SymmMemConfig())
+    records: list[dict] = []
+
+    def say(line: str) -> None:
+        if index == 0:
+            print(line, flush=True)
+
+    with torch.inference_mode():
+        collective.connect(index, args.ranks, address, device)
+        keep_shared_memory(device)
+        model = f"{args.model}/{args.ranks}"
+        shapes = [shape for shape in alone.products(model) if shape.name in ORDER]
+        for dtype, rows in cross(args.dtypes.split(","), map(int, args.rows.split(","))):
+            layer = Layer(collective, shapes, dtype, rows)
+            for record in search(layer, model, say):
+                records.append(record)
+            del layer
+            torch.cuda.empty_cache()
+            if index == 0 and args.out:
+                args.out.write_text(alone.written(torch.cuda.get_device_name(), records))
+    sys.stdout.flush()
+    # The players are not as many as the collective thinks, and would not end together.
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="70b", choices=list(alone.MODELS))
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rows", default="1,16,64,128,256")
+    parser.add_argument("--dtypes", default="fp8,bf16")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rank", nargs=2, metavar=("INDEX", "ADDRESS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank(int(args.rank[0]), args.rank[1], args)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--rank", str(index), address])
+        for index in range(played.PLAYERS)
+    ]
+    # Who is left behind would wait for ever.
+    while all(process.poll() is None for process in ranks):
+        time.sleep(0.2)
+    failed = any(process.poll() for process in ranks)
+    for process in ranks:
+        if failed:
+            process.kill()
+        process.wait()
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
