@@ -4,6 +4,7 @@ and `nccl_sharded` leave the residual with the ranks by rows there. `argmax` is 
 
     python benchmarks/allreduce.py                       # all GPUs
     python benchmarks/allreduce.py --ranks 2 --columns 8192 --out benchmarks/results/allreduce_x2.json
+    python benchmarks/allreduce.py --play 8              # eight ranks played by two GPUs (played.py): times alone
 
 A case that hangs is ended after --patience seconds, named, and left out; the others go on.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import socket
 import subprocess
@@ -44,10 +46,20 @@ def cases(columns: list[int]) -> list[tuple[int, str, str, int]]:
     ]
 
 
+def played_cases(ranks: int) -> list[tuple[int, str, str, int]]:
+    """What two players do as `ranks` would: no call of NCCL's, and by rows only where each rank has as many."""
+    return [
+        (c, kind, name, rows)
+        for c, kind, name, rows in cases([8192])
+        if kind != "argmax" and "nccl" not in name and (name != "sharded" or rows % ranks == 0)
+    ]
+
+
 # A rank.
 
 
-def run_rank(rank: int, size: int, address: str, todo: list[list[Any]]) -> None:
+def run_rank(rank: int, size: int, address: str, todo: list[list[Any]], playing: int) -> None:
+    """`playing`: ranks that two play; 0 = as many as there are."""
     import torch
 
     from dovetail.plugins.collective.config import SymmMemConfig
@@ -56,8 +68,13 @@ def run_rank(rank: int, size: int, address: str, todo: list[list[Any]]) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     collective = SymmMemCollective(SymmMemConfig(algorithm="sharded"))
+    if playing:
+        import played
+
+        played.shorten_boxes()
+        collective = played.Collective(SymmMemConfig(algorithm="sharded"))
     began = time.perf_counter()
-    collective.connect(rank, size, address, device)
+    collective.connect(rank, playing or size, address, device)
     collective.barrier()
     if rank == 0:
         _tell({"connected": round(time.perf_counter() - began, 2), "gpu": torch.cuda.get_device_name(device)})
@@ -70,7 +87,7 @@ def run_rank(rank: int, size: int, address: str, todo: list[list[Any]]) -> None:
                 found = (
                     _argmax(collective, name, rows)
                     if kind == "argmax"
-                    else _case(collective, columns, kind, name, rows)
+                    else _case(collective, columns, kind, name, rows, right=not playing)
                 )
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-1500:]}
@@ -84,11 +101,16 @@ def run_rank(rank: int, size: int, address: str, todo: list[list[Any]]) -> None:
             tables = {"sum": str(sums), "boundary": str(edges)}
             tables |= {f"boundary, {8 if narrow else 16} bits": str(table) for narrow, table in sharded.items()}
             _tell({"tables": tables, "seconds": round(time.perf_counter() - began, 2)})
+    if playing:
+        # They are not as many as the collective thinks, and would not end together.
+        sys.stdout.flush()
+        os._exit(0)
     collective.barrier()
     collective.close()
 
 
-def _case(collective: Any, columns: int, kind: str, name: str, rows: int) -> dict[str, Any]:
+def _case(collective: Any, columns: int, kind: str, name: str, rows: int, right: bool = True) -> dict[str, Any]:
+    """`right`: whether the numbers mean something."""
     import torch
 
     from dovetail.core.interfaces import Partial
@@ -107,7 +129,7 @@ def _case(collective: Any, columns: int, kind: str, name: str, rows: int) -> dic
     common = torch.Generator(device).manual_seed(rows)
     residual_TC = torch.randn(rows, columns, device=device, generator=common).bfloat16()
     weight_C = torch.randn(columns, device=device, generator=common).bfloat16()
-    exact_TC = NcclCollective.all_reduce(collective, x_TC.float())
+    exact_TC = NcclCollective.all_reduce(collective, x_TC.float()) if right else x_TC
 
     def reduced(x: torch.Tensor) -> torch.Tensor:
         if name == "nccl":
@@ -130,6 +152,8 @@ def _case(collective: Any, columns: int, kind: str, name: str, rows: int) -> dic
         return reducer.boundary(x_TC, residual_TC, weight_C, EPS, (FP8_TOKEN,), name)
 
     def check(found: torch.Tensor, exact: torch.Tensor, most: float, what: str) -> None:
+        if not right:
+            return
         error = ((found.float() - exact.float()).norm() / exact.float().norm()).item()
         if not error <= most:
             raise ValueError(f"{what} is off by {error:.2%}, more than {most:.2%}")
@@ -141,6 +165,8 @@ def _case(collective: Any, columns: int, kind: str, name: str, rows: int) -> dic
             raise ValueError(f"{what} has other bits on other ranks: {marks.tolist()}")
 
     def check_boundary(bundle: Any, after: Any) -> None:
+        if not right:
+            return
         expected, expected_after = rms_norm(exact_TC.bfloat16(), residual_TC, weight_C, EPS, (FP8_TOKEN,))
         check(collective.whole(after), expected_after, 0.01, "x + residual")
         values, wanted = bundle[FP8_TOKEN], expected[FP8_TOKEN]
@@ -208,7 +234,7 @@ def _tell(what: dict[str, Any]) -> None:
 # The parent.
 
 
-def run(size: int, todo: list[tuple[int, str, str, int]], patience: float) -> list[dict[str, Any]]:
+def run(size: int, todo: list[tuple[int, str, str, int]], patience: float, playing: int = 0) -> list[dict[str, Any]]:
     """What the ranks tell. After a hang they are started again, without the algorithm that hung."""
     told: list[dict[str, Any]] = []
     while todo:
@@ -216,6 +242,7 @@ def run(size: int, todo: list[tuple[int, str, str, int]], patience: float) -> li
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         command = [sys.executable, __file__, "--rank", "{}", "--ranks", str(size), "--address", address]
+        command += ["--play", str(playing)] if playing else []
         ranks = [
             subprocess.Popen(
                 [part.format(rank) for part in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -297,27 +324,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="GPUs; all by default")
     parser.add_argument("--columns", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--play", type=int, default=0, metavar="RANKS", help="so many played by two GPUs: 4, 8 or 16")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds of one case")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        run_rank(args.rank, args.ranks, args.address, json.load(sys.stdin))
+        run_rank(args.rank, args.ranks, args.address, json.load(sys.stdin), args.play)
         return
     import torch
 
+    if args.play:
+        args.ranks, args.columns = 2, [8192]
+        if args.play not in (4, 8, 16):
+            parser.error(f"--play {args.play}: two GPUs play 4, 8 or 16 ranks")
     size = args.ranks or torch.cuda.device_count()
     if not 2 <= size <= torch.cuda.device_count():
         raise SystemExit(f"needs 2 GPUs or more: asked for {size} of {torch.cuda.device_count()}")
     began = time.perf_counter()
-    told = run(size, cases(args.columns), args.patience)
+    todo = played_cases(args.play) if args.play else cases(args.columns)
+    told = run(size, todo, args.patience, args.play)
     for columns in args.columns:
         for kind in KINDS:
             print(table(told, columns, kind), end="\n\n")
-    print(f"{size} GPUs, {time.perf_counter() - began:.0f} s")
+    played_by = f"{args.play} ranks played by " if args.play else ""
+    print(f"{played_by}{size} GPUs, {time.perf_counter() - began:.0f} s")
     if args.out is not None:
-        record = {"ranks": size, "torch": torch.__version__, "told": [what for what in told if "begin" not in what]}
+        record = {
+            "ranks": args.play or size,
+            "gpus": size,
+            "torch": torch.__version__,
+            "told": [what for what in told if "begin" not in what],
+        }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product as cross
 from pathlib import Path
@@ -106,8 +106,24 @@ class Layer:
         silu_and_mul(self.gate_up, self.emit)
         self.multiply("down", i, cuts["down"])
 
-    def us(self, cuts: Cuts, repeats: int = 5) -> float:
-        """Median microseconds of a layer, the first rank's for all. A collective call."""
+    def us(self, several: Sequence[Cuts], repeats: int = 5) -> list[float]:
+        """Median microseconds of a layer with each of these, taken in turns, since the GPU's clocks wander; the first
+        rank's for all. A collective call."""
+        graphs = [self.captured(cuts) for cuts in several]
+        times: list[list[float]] = [[] for _ in graphs]
+        for _ in range(repeats):
+            for graph, found in zip(graphs, times, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                found.append(start.elapsed_time(end) * 1e3 / LAYERS)
+        medians = torch.tensor([statistics.median(found) for found in times], device=self.norm.device)
+        return self.collective.broadcast(medians).tolist()
+
+    def captured(self, cuts: Cuts) -> torch.cuda.CUDAGraph:
+        """Of LAYERS layers; has run once."""
         self.run(cuts, 0)
         torch.cuda.synchronize()
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -118,16 +134,7 @@ class Layer:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
         graph.replay()
-        times = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / LAYERS)
-        found = torch.tensor([statistics.median(times)], device=self.norm.device)
-        return float(self.collective.broadcast(found))
+        return graph
 
 
 def candidates(shape: alone.Product, rows: int, dtype: str, processors: int) -> Iterator[MatmulTile]:
@@ -150,7 +157,7 @@ def candidates(shape: alone.Product, rows: int, dtype: str, processors: int) -> 
                 yield replace(tile, split=split, ahead=ahead, pace=pace)
 
 
-def search(layer: Layer, model: str, say) -> Iterator[dict]:  # type: ignore[no-untyped-def]
+def search(layer: Layer, model: str, say: Callable[[str], None]) -> Iterator[dict]:
     """A record of each product, the quickest layers first."""
     device = torch.cuda.get_device_properties(layer.norm.device)
     rows, dtype, processors = layer.rows, layer.dtype, device.multi_processor_count
@@ -158,22 +165,23 @@ def search(layer: Layer, model: str, say) -> Iterator[dict]:  # type: ignore[no-
         name: choose(rows, shape.outputs, shape.inputs, dtype, device.name, processors)
         for name, shape in layer.shapes.items()
     }
-    began, before = time.monotonic(), layer.us(cuts, 9)
+    began, first = time.monotonic(), dict(cuts)
     for name in ORDER:
-        shape = layer.shapes[name]
-        own = cuts[name]
-        tried = dict.fromkeys([*([own] if own is not None else []), *candidates(shape, rows, dtype, processors)])
-        found = sorted(((layer.us({**cuts, name: tile}), tile) for tile in tried), key=lambda pair: pair[0])
-        finals = [tile for _, tile in found[: alone.KEPT]]
-        again = sorted(((layer.us({**cuts, name: tile}, 15), tile) for tile in finals), key=lambda pair: pair[0])
-        library = layer.us({**cuts, name: None}, 15)
-        cuts[name] = again[0][1] if again[0][0] <= library else None
+        shape, own = layer.shapes[name], cuts[name]
+        known = [own] if own is not None else []
+        tried = dict.fromkeys([*known, *candidates(shape, rows, dtype, processors)])
+        found = sorted(((layer.us([{**cuts, name: tile}])[0], tile) for tile in tried), key=lambda pair: pair[0])
+        finals = dict.fromkeys([*known, *(tile for _, tile in found[: alone.KEPT])])
+        library, *again = layer.us([{**cuts, name: tile} for tile in (None, *finals)], 15)
+        best = sorted(zip(again, finals, strict=True), key=lambda pair: pair[0])
+        cuts[name] = best[0][1] if best[0][0] <= library else None
         say(
-            f"{model} {dtype} {rows} rows, {name}: {again[0][0]:.1f} us a layer, library {library:.1f}  "
-            f"{alone.describe(again[0][1])}  {len(tried)} tried, {time.monotonic() - began:.0f} s"
+            f"{model} {dtype} {rows} rows, {name}: {best[0][0]:.1f} us a layer, library {library:.1f}  "
+            f"{alone.describe(best[0][1])}  {len(tried)} tried, {time.monotonic() - began:.0f} s"
         )
-        yield alone.record(shape, rows, dtype, len(tried), {"row-wise" if dtype == "fp8" else "cublas": library}, again)
-    say(f"{model} {dtype} {rows} rows: {before:.1f} to {layer.us(cuts, 15):.1f} us a layer")
+        yield alone.record(shape, rows, dtype, len(tried), {"row-wise" if dtype == "fp8" else "cublas": library}, best)
+    before, after = layer.us([first, cuts], 15)
+    say(f"{model} {dtype} {rows} rows: {before:.1f} to {after:.1f} us a layer")
 
 
 def rank(index: int, address: str, args: argparse.Namespace) -> None:

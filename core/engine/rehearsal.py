@@ -29,13 +29,15 @@ def rehearsed_steps(budget: int, most: int, longest: int) -> list[tuple[int, int
 
     The most expensive first: all tokens in as few chunks as can hold them, and every slot sampling. Then mixed ones, so
     that no request waits for their kernels to be compiled: few and many decode rows, long and short ones, short and
-    long chunks. Then single chunks: of one token, of a few, and as long as there can be."""
+    long chunks. Then single chunks: of one token, of a few and of as many as products have kernels of their own for
+    (core.ops.measured), and as long as there can be."""
     tokens = min(budget, most * longest)
     longest = min(longest, tokens)
     chunks = -(-tokens // longest)
     few, short = min(longest, 512), min(longest, 2)
     mixed = [(few, 2, 1, short), (few, 2, 1, longest), (tokens, most, most - chunks, short)] if most > 1 else []
-    alone = [(count, 1, 0, 0) for count in sorted({1, min(longest, 64), longest}) if (count, 1) != (tokens, chunks)]
+    counts = sorted({min(count, longest) for count in (1, 64, 128, 256, longest)})
+    alone = [(count, 1, 0, 0) for count in counts if (count, 1) != (tokens, chunks)]
     return [(tokens, chunks, 0, 0), (tokens, most, 0, 0), *mixed, *alone]
 
 
