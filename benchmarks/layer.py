@@ -228,6 +228,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank:
         rank(int(args.rank[0]), args.rank[1], args)
+    if torch.cuda.device_count() < played.PLAYERS:
+        raise SystemExit(f"needs {played.PLAYERS} GPUs: there are {torch.cuda.device_count()}")
+    if args.ranks not in (2, 4, 8, 16):
+        parser.error(f"--ranks {args.ranks}: two GPUs are 2 ranks, or play 4, 8 or 16")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -441,6 +441,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=500.0, help="start no product after so many")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU: there is none")
     began = time.monotonic()
     rows, dtypes = [int(n) for n in args.rows.split(",")], args.dtypes.split(",")
     torch.manual_seed(torch.seed() % 2**31)

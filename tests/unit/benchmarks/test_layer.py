@@ -109,3 +109,11 @@ def test_players_call_no_nccl_and_have_as_many_rows_each(scripts):
     assert {name for _, _, name, _ in cases} == {"one_shot", "two_shot", "sharded"}
     assert all(columns == 8192 and kind in ("sum", "boundary") for columns, kind, _, _ in cases)
     assert [rows for _, _, name, rows in cases if name == "sharded"] == [16, 64, 256, 2048, 8192]
+
+
+@pytest.mark.parametrize("script", ["layer", "products"])
+def test_without_gpus_they_say_so(scripts, script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
+    monkeypatch.setattr(scripts[script].torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="needs (a GPU|2 GPUs): there (is none|are 0)"):
+        scripts[script].main()
