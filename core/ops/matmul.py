@@ -112,8 +112,8 @@ def _begins_early(major: int) -> bool:
         from dovetail.core.ops.kernels import early  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning(
-            "products of few rows go to the kernel for all GPUs, and a step on several takes up to an eighth longer: this "
-            "Triton has a Gluon that the one for Hopper is not written for (%s)",
+            "products of few rows go to the kernel for all GPUs, and a step on several takes up to an eighth longer: "
+            "this Triton has a Gluon that the one for Hopper is not written for (%s)",
             error,
         )
         return False
