@@ -1,4 +1,4 @@
-"""Makes core/ops/measured.py of what products.py measured.
+"""Makes core/ops/measured.py of what products.py and layer.py measured.
 
 python benchmarks/tiles.py products.json [more.json ...]
 
@@ -19,7 +19,7 @@ from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 Key = tuple[str, str, int, int]
 
 TABLE = Path(__file__).parents[1] / "core/ops/measured.py"
-HEAD = '''"""The quickest cuts of products measured by benchmarks/products.py; benchmarks/tiles.py wrote this file."""
+HEAD = '''"""The quickest cuts of products, from benchmarks/products.py and layer.py; tiles.py wrote this file."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def rehearsed_steps(budget: int, most: int, longest: int) -> list[tuple[int, int
 
     The most expensive first: all tokens in as few chunks as can hold them, and every slot sampling. Then mixed ones, so
     that no request waits for their kernels to be compiled: few and many decode rows, long and short ones, short and
-    long chunks. Then single chunks: of one token, of a few and of as many as products have kernels of their own for
-    (core.ops.measured), and as long as there can be."""
+    long chunks. Then single chunks: of one token, of 64, 128 and 256, up to which products have kernels of their own
+    (core.ops.measured; graphs meet those of fewer), and as long as there can be."""
     tokens = min(budget, most * longest)
     longest = min(longest, tokens)
     chunks = -(-tokens // longest)

@@ -14,6 +14,7 @@ from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.interfaces import BuildContext
 from dovetail.core.layers.weights import Weight
 from dovetail.core.ops import matmul
+from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
 
 class VocabTable:
@@ -55,6 +56,7 @@ class LMHead:
         """`bias` is its checkpoint name, for models whose head has one."""
         self.table, self.bias_name = table, bias
         self.bias_V = None if bias is None else torch.zeros_like(table.weight_VC[:, 0])
+        self.counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=table.weight_VC.device)
 
     def __call__(self, states_BC: torch.Tensor) -> torch.Tensor:
         logits_BV = self._product(states_BC)
@@ -70,7 +72,7 @@ class LMHead:
         return self._product(states_BC)[:, : table.stop - table.start], table.start
 
     def _product(self, states_BC: torch.Tensor) -> torch.Tensor:
-        return matmul(states_BC, self.table.weight_VC, self.bias_V)
+        return matmul(states_BC, self.table.weight_VC, self.bias_V, self.counts)
 
     def weights(self) -> Iterator[Weight]:
         """The bias alone: the table lists its own."""

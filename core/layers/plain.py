@@ -25,4 +25,4 @@ class PlainLinear(LinearMethod):
         params[name][part].copy_(tensor)
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return matmul(x.values, params["weight"], bias, params["counts"])
+        return matmul(x.values, params["weight"], bias, params.get("counts"))

@@ -18,9 +18,9 @@ from dovetail.core.ops.tiles import MatmulTile
 
 log = logging.getLogger(__name__)
 
+HOPPER = (9, 0)
 KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8"}
 """Weights that the kernel is measured for."""
-HOPPER = 9
 IMPRECISE = 128
 """8-bit products that are summed in the matrix unit's own accumulator, of fewer bits, before they join the float32
 sum."""
@@ -92,7 +92,7 @@ def unscaled_matmul(
 
 def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
     kind = KINDS.get(weight_OI.dtype)
-    if kind is None or not x_TI.is_cuda:
+    if kind is None or not x_TI.is_cuda or not len(x_TI):
         return None
     outputs, inputs = weight_OI.shape
     return choose(len(x_TI), outputs, inputs, kind, *_device(x_TI.device))
@@ -102,18 +102,18 @@ def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
 def _device(device: torch.device) -> tuple[str, int, bool]:
     """Name, multiprocessors, and whether it runs what begins early."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.name, properties.multi_processor_count, _begins_early(properties.major)
+    return properties.name, properties.multi_processor_count, _begins_early(properties.major, properties.minor)
 
 
-def _begins_early(major: int) -> bool:
-    if major != HOPPER:
+def _begins_early(*capability: int) -> bool:
+    if capability != HOPPER:
         return False
     try:
         from dovetail.core.ops.kernels import early  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning(
-            "products of few rows go to the kernel for all GPUs, and a step on several takes up to an eighth longer: "
-            "this Triton has a Gluon that the one for Hopper is not written for (%s)",
+            "products of few rows between ranks go to the library or to the kernel for all GPUs, and a step takes up "
+            "to a seventh longer: this Triton has a Gluon that the kernel for Hopper is not written for (%s)",
             error,
         )
         return False

@@ -1,4 +1,4 @@
-"""The quickest cuts of products measured by benchmarks/products.py; benchmarks/tiles.py wrote this file."""
+"""The quickest cuts of products, from benchmarks/products.py and layer.py; tiles.py wrote this file."""
 
 from __future__ import annotations
 

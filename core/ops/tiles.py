@@ -10,7 +10,7 @@ MOST_SHARED_TILES = 512
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
-    """A launch of core.ops.kernels.matmul."""
+    """A launch of core.ops.kernels.matmul, or of early."""
 
     tokens: int
     """Rows of x in a tile."""

@@ -168,8 +168,8 @@ class Reducer:
         return collect(emit, plan.rest, plain, target), summed_SC
 
     def _in_one_look(self, words: int, warps: int) -> int:
-        """Ranks of whose rows, of so many words, a program takes one at once: as many as there are or as its registers
-        hold, and no fewer than give each thread a word (LEAST_WORDS)."""
+        """How many ranks' rows, of so many words each, a program looks at together: all, or what its registers hold,
+        and no fewer than give each thread a word (LEAST_WORDS)."""
         fitting = max(1, MOST_WORDS * 32 * warps // words)
         return max(min(triton.next_power_of_2(self.size), fitting), 32 * warps // words)
 

@@ -50,7 +50,8 @@ def _gather(
     for first in tl.static_range(0, WORLD, ROWS):
         source = first + flat // WIDTH
         row = source * share + index
-        there = (source < WORLD) & (word < length) & (row < tokens)
+        # Of ranks that are not there the rows are past the last, too.
+        there = (word < length) & (row < tokens)
         words = take(gather_ptr, box + source * _BOX + at + word, there, stop_ptr)
         to = into_ptr + row * row_stride + word * word_stride
         tl.store(to, words.to(into_ptr.dtype.element_ty, bitcast=True), mask=there)
@@ -101,7 +102,8 @@ def sharded(
 
     As in two_shot, but out and residual have share rows. Summands go through the boxes of one_shot, what came out
     through boxes of its own: plain words, encoded ones from values_at on, scales from scale_at on. Of a turn the first
-    rank always has a row, so whoever ends one knows that all ranks have begun it. ROWS: of each, that one look takes.
+    rank always has a row, so whoever ends one knows that all ranks have begun it. ..._ROWS: ranks whose row
+    one look takes.
     """
     announce(PDL)
     program = tl.program_id(0)

@@ -77,6 +77,9 @@ class Remembered:
     def __init__(self, shapes, us):
         self.shapes, self._us, self.turns = {shape.name: shape for shape in shapes}, us, []
 
+    def is_right(self, name, tile):
+        return tile.inputs != 512
+
     def us(self, several, repeats=5):
         self.turns.append(len(several))
         return [sum(self._us(name, tile) for name, tile in cuts.items()) for cuts in several]
@@ -99,6 +102,7 @@ def test_each_product_gets_the_cut_that_the_layer_is_quickest_with(scripts, monk
     for record in records:
         first = record["tiles"][0]
         assert first["pace"] == 500 and first["early"] > 5
+        assert all(tile["inputs"] != 512 for tile in record["tiles"]), "what gives wrong numbers is no candidate"
     assert records[-1]["library"]["row-wise"] == 3 * 8.0 + 8.0
     assert said[-1].endswith(" to 32.0 us a layer"), "the library's product of down is quickest"
     assert max(remembered.turns) == alone.KEPT + 2, "finals, what there was and the library's take turns"
@@ -109,6 +113,26 @@ def test_players_call_no_nccl_and_have_as_many_rows_each(scripts):
     assert {name for _, _, name, _ in cases} == {"one_shot", "two_shot", "sharded"}
     assert all(columns == 8192 and kind in ("sum", "boundary") for columns, kind, _, _ in cases)
     assert [rows for _, _, name, rows in cases if name == "sharded"] == [16, 64, 256, 2048, 8192]
+
+
+def test_a_lead_within_the_clocks_wandering_changes_nothing(scripts, monkeypatch):
+    alone, layer = scripts["products"], scripts["layer"]
+    device = SimpleNamespace(name="NVIDIA H200", multi_processor_count=PROCESSORS)
+    monkeypatch.setattr(layer.torch.cuda, "get_device_properties", lambda index: device)
+    shapes = alone.products("70b/8")[:4]
+    table = {s.name: layer.choose(1, s.outputs, s.inputs, "fp8", device.name, PROCESSORS) for s in shapes}
+
+    def us(name, tile):
+        return 30.0 if tile is None else 10.02 if tile == table[name] else 10.0
+
+    records = list(layer.search(Remembered(shapes, us), "70b/8", lambda line: None))
+    for record in records:
+        assert record["tiles"][0] == {"us": pytest.approx(40.08), **asdict(table[record["product"]])}
+
+
+def test_ranks_without_a_kv_head_of_their_own_share_one(scripts):
+    (qkv, *_) = scripts["products"].products("70b/16")
+    assert qkv.outputs == (64 // 16 + 2) * 128
 
 
 @pytest.mark.parametrize("script", ["layer", "products"])

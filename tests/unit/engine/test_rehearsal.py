@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dovetail.core.engine.rehearsal import rehearsal, rehearsed_steps
 from dovetail.core.interfaces import RowFlag
 
-NUMBERS = st.integers(1, 200)
+NUMBERS = st.integers(1, 400)
 
 
 @given(budget=NUMBERS, most=NUMBERS, longest=NUMBERS)
@@ -24,6 +24,7 @@ def test_rehearsed_steps_are_possible(budget: int, most: int, longest: int) -> N
     assert len(plans[1].rows) == min(most, full), "every slot samples"
     alone = {plan.rows[0].count for plan in plans if len(plan.rows) == 1}
     assert {1, min(longest, full)} <= alone, "single chunks, as short and as long as there are"
+    assert {min(count, longest, full) for count in (64, 128, 256)} <= alone, "and those that products have kernels for"
     if most > 1 and longest > 1 and budget > 1:
         decoding = [sum(bool(row.flags & RowFlag.DECODE) for row in plan.rows) for plan in plans]
         assert max(decoding) > 0

@@ -27,6 +27,7 @@ from dovetail.core.engine import overlap
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.runner import Runner
 from dovetail.core.interfaces import SamplingParams
+from dovetail.core.ops.kernels import launch
 from dovetail.core.testing.no_gpu import no_gpu
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
@@ -121,13 +122,17 @@ def test_no_step_of_several_ranks_does_either(case: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(symm_mem, "SymmMemCollective", OneOfEight)
     monkeypatch.setattr(NcclCollective, "all_reduce", lambda self, x: x)
     monkeypatch.setattr(overlap, "SideStream", lambda device: overlap.Inline())
+    kept: list[torch.device] = []
+    monkeypatch.setattr(launch, "keep_shared_memory", kept.append)
     late = launched_late(compose([*SHAPES, *case.split()]), calls, size=8)
     assert not late
+    assert [device.type for device in kept] == ["cuda"], "or products find no room behind an edge"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_step_launches_what_start_up_has_not_compiled(case: str) -> None:
+def test_no_step_launches_what_start_up_has_not_compiled(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list(served(random.Random(0), *case.split()))
+    monkeypatch.setattr(launch, "keep_shared_memory", lambda device: pytest.fail("one rank is quicker without"))
     assert not launched_late(compose([*SHAPES, *case.split()]), calls)
 
 

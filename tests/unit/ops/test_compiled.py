@@ -30,25 +30,29 @@ import dovetail
 from dovetail.core.interfaces import (
     PLAIN,
     ActFormat,
+    Activation,
     AttentionLayer,
     BatchMeta,
     HostBounds,
     KVGroup,
+    LinearShape,
     Plane,
     QKNorm,
     Rope,
 )
+from dovetail.core.layers import PlainLinear
 from dovetail.core.memory.pools import make_pools
 from dovetail.core.ops import step
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.kernels import early
 from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
-from dovetail.core.ops.matmul import _begins_early, matmul, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.matmul import _begins_early, _device, matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.measured import MEASURED
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
@@ -463,10 +467,51 @@ def test_a_gluon_that_lacks_what_is_imported_is_told(monkeypatch, caplog):
 def test_products_where_gluon_is_another_keep_the_kernel_for_all_gpus(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "dovetail.core.ops.kernels.early", None)
     monkeypatch.delattr("dovetail.core.ops.kernels.early", raising=False)
-    assert not _begins_early(9)
-    assert "products of few rows go to the kernel for all GPUs" in caplog.text
+    assert not _begins_early(9, 0)
+    assert "products of few rows between ranks go to the library" in caplog.text
     monkeypatch.undo()
-    assert _begins_early(9) and not _begins_early(8) and not _begins_early(10)
+    assert _begins_early(9, 0) and not _begins_early(8, 9) and not _begins_early(10, 0)
+
+
+@pytest.mark.parametrize(("early", "counted"), [(True, True), (True, False), (False, True)])
+def test_split_products_of_16_bits_take_the_kernel_where_it_runs_and_has_counters(monkeypatch, early, counted):
+    """Else the library's."""
+    monkeypatch.setattr(sys.modules[_device.__module__], "_begins_early", lambda *capability: early)
+    _device.cache_clear()
+    with compiled_for_hopper(machine_code=False) as compiled:
+        x, weight = cuda(1, 8192), cuda(1280, 8192)
+        matmul(x, weight, None, cuda(MOST_SHARED_TILES, dtype=INT32) if counted else None)
+        assert matmul(x[:0], weight, None, cuda(MOST_SHARED_TILES, dtype=INT32)).shape == (0, 1280)
+    _device.cache_clear()
+    assert compiled.launches == (early and counted)
+
+
+def test_plain_layers_have_the_counters_that_split_products_take():
+    with compiled_for_hopper(machine_code=False) as compiled:
+        layer, shape = PlainLinear(), LinearShape(8192, 1280, (1280,), dtype=BF16)
+        layer.apply(layer.create(shape, torch.device("cuda")), Activation(PLAIN, cuda(1, 8192)))
+    assert [name for name, _ in compiled.variants] == ["dovetail.core.ops.kernels.early:matmul_early"]
+
+
+def test_what_the_kernel_is_told_is_in_its_place(monkeypatch):
+    """Numbers that a compiler does not see."""
+    told = {}
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: told.update(zip(names, args, strict=False), grid=grid, **options)
+
+    names = early.matmul_early.arg_names
+    monkeypatch.setattr(early, "matmul_early", Kernel())
+    tile = MatmulTile(16, 64, 512, stages=3, split=6, early=5, ahead=4, pace=1000)
+    with compiled_for_hopper(machine_code=False):
+        scales = cuda(1, 1, dtype=FP32), cuda(1280, dtype=FP32)
+        x, weight = cuda(17, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)
+        matmul_triton(x, weight, tile, cuda(MOST_SHARED_TILES, dtype=INT32), *scales, None, BF16)
+    wanted = dict(tokens=17, outputs=1280, inputs=8192, x_scale_st=0, weight_scale_so=1, t_tiles=2, blocks=16)
+    wanted |= dict(split=6, ahead=4, pace=1000, BLOCK_T=16, BLOCK_O=64, BOXES=4, X_PLACES=3, PLACES=5, grid=(240,))
+    assert {name: told[name] for name in wanted} == wanted
+    assert told["weight_ptr"] is weight and told["x_scale_ptr"] is scales[0] and told["weight_scale_ptr"] is scales[1]
 
 
 @pytest.mark.parametrize(("rows", "left"), [(64, False), (65, True), (256, True), (257, False)])
