@@ -99,6 +99,39 @@ def _wait_long(out_ptr, cycles, PDL: tl.constexpr):
     tl.store(out_ptr + program, program)
 
 
+def wait_long(waited: torch.Tensor, us: float, warps: int = 8) -> None:
+    """On the device, by a program for each element of `waited`."""
+    _wait_long[(len(waited),)](waited, int(us * CYCLES), num_warps=warps, **dependent(waited))
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tile: MatmulTile,
+    counts: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+) -> torch.Tensor:
+    """As core.ops does by this tile: scales are for 8 bits."""
+    if x.dtype.itemsize > 1:
+        return matmul_triton(x, weight, tile, counts)
+    imprecise = min(IMPRECISE, tile.inputs)
+    return matmul_triton(x, weight, tile, counts, x_scale, weight_scale, None, torch.bfloat16, imprecise)
+
+
+def wrong(run: Callable[[], torch.Tensor], exact: torch.Tensor, counts: torch.Tensor) -> str | None:
+    """What is wrong with a candidate. The counters are zero afterwards."""
+    first, second = run(), run()
+    error = float((first.float() - exact).norm() / exact.norm())
+    left = bool(counts.any())
+    counts.zero_()
+    if not error < 1e-2:
+        return f"off by {error:.1e}"
+    if not torch.equal(first, second):
+        return "not the same bits twice"
+    return "counters not left at zero" if left else None
+
+
 def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
     """Tiles whose weight fills a multiprocessor's shared memory, or half of it, while the kernel in front runs."""
     itemsize = DTYPES[dtype].itemsize
@@ -206,12 +239,7 @@ class Bench:
         self.exact = (self.x.float() @ self.weights[-1].float().t()) * scales
 
     def ours(self, tile: MatmulTile) -> Callable[[torch.Tensor], torch.Tensor]:
-        if self.dtype == "bf16":
-            return lambda weight: matmul_triton(self.x, weight, tile, self.counts)
-        imprecise = min(IMPRECISE, tile.inputs)
-        return lambda weight: matmul_triton(
-            self.x, weight, tile, self.counts, self.x_scale, self.weight_scale, None, torch.bfloat16, imprecise
-        )
+        return lambda weight: multiply(self.x, weight, tile, self.counts, self.x_scale, self.weight_scale)
 
     def library(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         if self.dtype == "bf16":
@@ -232,14 +260,7 @@ class Bench:
         }
 
     def check(self, run: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-        """What is wrong with a candidate."""
-        first, second = run(self.weights[-1]), run(self.weights[-1])
-        error = float((first.float() - self.exact).norm() / self.exact.norm())
-        if not error < 1e-2:
-            return f"off by {error:.1e}"
-        if not torch.equal(first, second):
-            return "not the same bits twice"
-        return "counters not left at zero" if bool(self.counts.any()) else None
+        return wrong(lambda: run(self.weights[-1]), self.exact, self.counts)
 
     def captured(self, run: Callable[[], object], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
         """Not by torch.cuda.graph: it empties the allocator's cache each time, and there are thousands of these."""
@@ -255,8 +276,7 @@ class Bench:
 
     def behind(self) -> None:
         """The kernel in front."""
-        cycles = int(self.product.behind * CYCLES)
-        _wait_long[(WAITING,)](self.waited, cycles, num_warps=8, **dependent(self.waited))
+        wait_long(self.waited, self.product.behind)
 
     def us(self, run: Callable[[torch.Tensor], torch.Tensor], repeats: int) -> float:
         """Median microseconds of a product."""
@@ -326,11 +346,10 @@ KINDS: tuple[tuple[int, Callable[[MatmulTile], bool]], ...] = (
 
 
 def is_right(bench: Bench, tile: MatmulTile) -> bool:
-    wrong = bench.check(bench.ours(tile))
-    if wrong is not None:
-        print(f"  {describe(tile)}: {wrong}", flush=True)
-        bench.counts.zero_()
-    return wrong is None
+    fault = bench.check(bench.ours(tile))
+    if fault is not None:
+        print(f"  {describe(tile)}: {fault}", flush=True)
+    return fault is None
 
 
 def measure(bench: Bench, processors: int) -> dict:

@@ -10,14 +10,15 @@ which half of them decode while the prompts of the others enter. Kernels run at 
 (`engine.overlap_tokens`), and where one starts before the one in front has ended (programmatic dependent launch, which
 counts from its start): their sum may pass the step's time. How often the device had to give memory meanwhile
 (cudaMalloc, and retries after cudaFree, which wait for all work) is printed too. --trace keeps when each ran, and on
-which stream. --clock records nothing: recording slows a host that the device waits for. --play: two GPUs do what two
-of engine.tp ranks do (played.py).
+which stream. --layer attend tells kernels of one name apart, by their place in a layer. --clock records nothing:
+recording slows a host that the device waits for. --play: two GPUs do what two of engine.tp ranks do (played.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -78,6 +79,26 @@ def at_work(activities: Iterable[Activity]) -> float:
         total += max(start + duration - max(start, until), 0.0)
         until = max(until, start + duration)
     return total
+
+
+def by_place(activities: list[Activity], first: str) -> list[tuple[str, float]]:
+    """Kernels in the order of a layer, each with the median microseconds from the end of the one in front of it to its
+    own. A layer begins where a name starts with `first`; of several kinds of layers, the one met most often."""
+    layers: dict[tuple[str, ...], list[list[float]]] = defaultdict(list)
+    layer: list[tuple[str, float]] | None = None
+    end = activities[0][1]
+    for name, start, duration in activities:
+        if name.startswith(first):
+            if layer is not None:
+                layers[tuple(name for name, _ in layer)].append([us for _, us in layer])
+            layer = []
+        if layer is not None:
+            layer.append((name, start + duration - end))
+        end = start + duration
+    if not layers:
+        return []
+    names, found = max(layers.items(), key=lambda item: len(item[1]))
+    return [(name, statistics.median(us)) for name, us in zip(names, zip(*found, strict=True), strict=True)]
 
 
 def burst(engine: Engine, rows: int, context: int, output: int) -> list[Sequence]:
@@ -165,6 +186,9 @@ def main() -> None:
     kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half of the rows each")
     parser.add_argument("--clock", action="store_true", help="with --prefill: the host's clock, and no kernels")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to list, longest first")
+    parser.add_argument(
+        "--layer", metavar="KERNEL", help="each kernel's share of a layer, which begins with the one so named"
+    )
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write what ran when there, for a trace viewer")
     parser.add_argument("--play", action="store_true", help="two GPUs play all ranks: times, but no model's output")
     args = parser.parse_args(argv[:cut])
@@ -203,6 +227,10 @@ def main() -> None:
         for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[: args.kernels]:
             each, mean = len(times) / steps, sum(times) / len(times)
             print(f"{each * mean:9.1f} us {each:7.1f} x {mean:7.2f} us  {name[:90]}")
+        if args.layer:
+            print("in a layer, from the end of one kernel to that of the next:")
+            for name, us in by_place(found, args.layer):
+                print(f"{us:9.2f} us  {name[:90]}")
     engine.shutdown()
 
 

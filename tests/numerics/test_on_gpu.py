@@ -24,6 +24,9 @@ from .driver import CPU, Driver, load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 GPU = torch.device("cuda")
+on_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper"
+)
 TOKENS = random_tokens(150, seed=5)
 
 
@@ -147,7 +150,7 @@ def early_product(dtype, tile, tokens, out, inp):
     return got, expected, counts
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper")
+@on_hopper
 @pytest.mark.parametrize("tile", EARLY, ids=lambda tile: f"{tile.tokens}x{tile.outputs}x{tile.inputs}-{tile.split}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(("out", "inp"), [(1280, 8192), (72, 176), (200, 4112)])
@@ -162,7 +165,7 @@ def test_products_that_begin_early(dtype, tile, out, inp):
         assert torch.equal(got, product(x_TI)) and not counts.any()
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper")
+@on_hopper
 @pytest.mark.parametrize("tile", EARLY[:3], ids=lambda tile: f"{tile.tokens}x{tile.outputs}x{tile.inputs}-{tile.split}")
 def test_products_that_begin_early_wait_for_their_input(tile):
     """Each reads what the kernel in front of it wrote, a norm that announces at its start; none begins too early."""

@@ -69,6 +69,22 @@ def test_what_is_written_becomes_the_table(scripts, tmp_path):
     assert "early=5, ahead=4, pace=1000" in tiles.source(table)
 
 
+def test_what_is_wrong_with_a_candidate(scripts):
+    wrong, torch = scripts["products"].wrong, scripts["layer"].torch
+    exact, counts = torch.randn(4, 8), torch.zeros(3, dtype=torch.int32)
+    assert wrong(exact.clone, exact, counts) is None
+    assert "off by" in wrong(lambda: exact * 1.1, exact, counts)
+    assert "off by" in wrong(lambda: exact * float("nan"), exact, counts)
+    assert "not the same bits" in wrong(lambda: exact * (1 + 1e-4 * torch.rand(1)), exact, counts)
+
+    def leaves_a_counter():
+        counts[1] += 1
+        return exact
+
+    assert "counters" in wrong(leaves_a_counter, exact, counts)
+    assert not counts.any(), "or every candidate after it would be wrong"
+
+
 class Remembered:
     """A layer whose products take as long as they are said to."""
 

@@ -20,6 +20,21 @@ def test_what_runs_at_once_counts_once() -> None:
     assert at_work([long, within, across, after]) == 13
 
 
+def test_a_layer_by_place() -> None:
+    """Kernels of one name by where they stand, each to its end from the end of the one in front."""
+    by_place = runpy.run_path(str(SCRIPT))["by_place"]
+    found, end = [("embed", 0.0, 2.0)], 2.0
+    for layer in range(5):
+        for name, us in (("attend", 7.0), ("product", 3.0), ("edge", 9.0), ("product", 5.0 + 10 * (layer == 2))):
+            # It began while the one in front still ran.
+            found.append((name, end - 1.0, us + 1.0))
+            end += us
+    found += [("norm", end, 4.0), ("attend", end + 4.0, 7.0), ("sample", end + 11.0, 1.0)]
+    layer = [("attend", 7.0), ("product", 3.0), ("edge", 9.0), ("product", 5.0)]
+    assert by_place(found, "att") == [(name, pytest.approx(us)) for name, us in layer]
+    assert by_place(found, "none of these") == []
+
+
 def test_prompts_by_the_hosts_clock() -> None:
     script = runpy.run_path(str(SCRIPT))
     words = ["model=tiny", "engine.device=cpu", "engine.max_seqs=3", "engine.max_len=64", "engine.token_budget=48"]
