@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROWS = (1, 4, 16, 64, 256, 2048, 8192)
+ROWS = (1, 4, 16, 64, 128, 256, 512, 2048, 8192)
 KINDS = {
     "sum": ("nccl", "one_shot", "two_shot"),
     "boundary": ("nccl", "one_shot", "two_shot", "nccl_sharded", "sharded"),

@@ -168,9 +168,10 @@ class Races:
                 torch.cuda.synchronize()
                 with torch.cuda.graph(graph):
                     outs = run(x, value_N, index_N, algorithm=algorithm)
-                graphs.append((graph, x, outs, seed))
+                # All that the graph reads lives as long: freed, it would be another call's.
+                graphs.append((graph, (x, value_N, index_N), outs, seed))
             for again in range(REPLAYS):
-                graph, x, (after, winner), seed = choose(graphs)
+                graph, (x, _, _), (after, winner), seed = choose(graphs)
                 step = choose(range(5))
                 x.fill_(float(rank + seed + step))
                 delay()

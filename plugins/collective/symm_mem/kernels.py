@@ -60,12 +60,37 @@ def narrow(values, DTYPE: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def send(words, place, inside, peers_ptr, rank, WORLD: tl.constexpr):
-    """Write words at the same place of every rank's mailbox, beginning with the next rank's."""
-    words = tl.where(words == _EMPTY, 0, words)
+def mailboxes(peers_ptr, rank, WORLD: tl.constexpr):
+    """Of all ranks, the next one's first. They never change: read them before the kernel waits, and not between two of
+    its stores, where a load would wait for the load in front."""
+    found = ()
     for i in tl.static_range(WORLD):
         to = tl.load(peers_ptr + (rank + 1 + i) % WORLD).to(tl.pointer_type(tl.int32))
-        tl.store(tl.multiple_of(to, 16) + place, words, mask=inside)
+        found = found + (tl.multiple_of(to, 16),)
+    return found
+
+
+@triton.jit
+def send(words, place, inside, boxes):
+    """Write words at the same place of every mailbox."""
+    words = tl.where(words == _EMPTY, 0, words)
+    for i in tl.static_range(len(boxes)):
+        tl.store(boxes[i] + place, words, mask=inside)
+
+
+@triton.jit
+def deal(x_ptr, rank, part, share, size, inside, boxes, place):
+    """Write to each rank its part of x, the words owner * share + part as far as they come before `size`. All are on
+    their way from memory before the first is stored."""
+    WORLD: tl.constexpr = len(boxes)
+    words = ()
+    for i in tl.static_range(WORLD):
+        theirs = (rank + 1 + i) % WORLD * share + part
+        found = tl.load(x_ptr + theirs, mask=inside & (theirs < size), other=0)
+        words = words + (tl.where(found == _EMPTY, 0, found),)
+    for i in tl.static_range(WORLD):
+        theirs = (rank + 1 + i) % WORLD * share + part
+        tl.store(boxes[i] + place, words[i], mask=inside & (theirs < size))
 
 
 @triton.jit
@@ -225,13 +250,14 @@ def one_shot(
     weight = 1.0
     if NORM:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    boxes = mailboxes(peers_ptr, rank, WORLD)
     wait(PDL)
     turn = tl.load(turn_ptr + row)
     box = (row * 2 + turn) * (WORLD * _BOX)
     some = part * (VALUES // PER // SPLIT) + tl.arange(0, VALUES // PER // SPLIT)
     some_inside = (some < length) & (row * length + some < size)
     own = tl.load(x_ptr + row * length + some, mask=some_inside, other=0)
-    send(own, box + rank * _BOX + some, some_inside, peers_ptr, rank, WORLD)
+    send(own, box + rank * _BOX + some, some_inside, boxes)
     if part == SPLIT - 1:
         words = tl.arange(0, VALUES // PER)
         words_inside = (words < length) & (row * length + words < size)
@@ -286,14 +312,15 @@ def choose(
     place = tl.arange(0, BLOCK)
     row = program * BLOCK + place
     inside = row < rows
+    boxes = mailboxes(peers_ptr, rank, WORLD)
     wait(PDL)
     turn = tl.load(turn_ptr + program)
     box = (program * 2 + turn) * (WORLD * _BOX) + place
     value = tl.load(value_ptr + row, mask=inside, other=0.0)
     value = tl.where(value == value, value, float("-inf"))
     index = tl.load(index_ptr + row, mask=inside, other=0).to(tl.int32)
-    send(value.to(tl.int32, bitcast=True), box + rank * _BOX, inside, peers_ptr, rank, WORLD)
-    send(index, box + rank * _BOX + BLOCK, inside, peers_ptr, rank, WORLD)
+    send(value.to(tl.int32, bitcast=True), box + rank * _BOX, inside, boxes)
+    send(index, box + rank * _BOX + BLOCK, inside, boxes)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     at = tl.full((BLOCK,), 2147483647, tl.int32)
     looks = tl.full((), 1, tl.int32)
@@ -364,6 +391,7 @@ def two_shot(
     weight = 1.0
     if NORM:
         weight = tl.load(weight_ptr + columns, mask=columns < length * PER, other=0.0).to(tl.float32)
+    boxes = mailboxes(peers_ptr, rank, WORLD)
     wait(PDL)
     turn = tl.load(turn_ptr + program)
     for row in range(program, tl.cdiv(size, length), tl.num_programs(0)):
@@ -373,21 +401,14 @@ def two_shot(
         box = (program * 2 + turn) * (2 * _BOX)
         inside = (columns < length * PER) & (row * length * PER + columns < size * PER)
         words_inside = (words < length) & (row * length + words < size)
-        for i in tl.static_range(WORLD):
-            peer = (rank + 1 + i) % WORLD
-            theirs = peer * share + part
-            ok = (part < share) & (row * length + theirs < size)
-            own = tl.load(x_ptr + row * length + theirs, mask=ok, other=0)
-            own = tl.where(own == _EMPTY, 0, own)
-            to = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int32))
-            tl.store(tl.multiple_of(to, 16) + box + rank * (_BOX // WORLD) + part, own, mask=ok)
+        place = box + rank * (_BOX // WORLD) + part
+        deal(x_ptr + row * length, rank, part, share, size - row * length, part < share, boxes, place)
         residual = 0.0
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + row * length * PER + columns, mask=inside, other=0.0).to(tl.float32)
         mine = (part < share) & (row * length + rank * share + part < size)
         summed = receive(mail_ptr, box + part, _BOX // WORLD, mine, stop_ptr, dtype, WORLD, SHARE * PER)
-        place = box + _BOX + rank * share + part
-        send(narrow(summed, dtype, SHARE), place, mine, peers_ptr, rank, WORLD)
+        send(narrow(summed, dtype, SHARE), box + _BOX + rank * share + part, mine, boxes)
         total = receive(mail_ptr, box + _BOX + words, 0, words_inside, stop_ptr, dtype, 1, VALUES)
         finish(
             total,

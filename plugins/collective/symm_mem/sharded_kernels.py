@@ -6,7 +6,17 @@ import triton
 import triton.language as tl
 
 from dovetail.core.ops.kernels.launch import announce, wait
-from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY, again, fence, finish, going_on, receive, send
+from dovetail.plugins.collective.symm_mem.kernels import (
+    BOX_WORDS,
+    EMPTY,
+    again,
+    fence,
+    finish,
+    going_on,
+    mailboxes,
+    receive,
+    send,
+)
 
 _EMPTY = tl.constexpr(EMPTY)
 _BOX = tl.constexpr(BOX_WORDS)
@@ -166,16 +176,16 @@ def sharded(
             part = box + rank * _BOX
             if plain_ptr is not None:
                 own = tl.load(plain_words_ptr + row * length + words, mask=words_inside, other=0, cache_modifier=".cg")
-                send(own, part + words, words_inside, gather_peers_ptr, rank, WORLD)
+                send(own, part + words, words_inside, mailboxes(gather_peers_ptr, rank, WORLD))
             if ENCODE is not None:
                 at = values_words_ptr + row * values_length + encoded
                 values = tl.load(at, mask=encoded_inside, other=0, cache_modifier=".cg")
-                send(values, part + values_at + encoded, encoded_inside, gather_peers_ptr, rank, WORLD)
+                send(values, part + values_at + encoded, encoded_inside, mailboxes(gather_peers_ptr, rank, WORLD))
             if scale_ptr is not None:
                 at_scale = scale_ptr + row * scale_st + groups * scale_sg
                 scale = tl.load(at_scale, mask=groups_inside, other=0.0, cache_modifier=".cg")
                 bits = scale.to(tl.int32, bitcast=True)
-                send(bits, part + scale_at + groups, groups_inside, gather_peers_ptr, rank, WORLD)
+                send(bits, part + scale_at + groups, groups_inside, mailboxes(gather_peers_ptr, rank, WORLD))
         # Its own, too: of what may not be sent every rank has the same replacement.
         if plain_ptr is not None:
             _gather(gather_ptr, box, 0, plain_words_ptr, length, length, 1, index, share, tokens, stop_ptr,

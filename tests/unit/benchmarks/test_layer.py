@@ -128,7 +128,7 @@ def test_players_call_no_nccl_and_have_as_many_rows_each(scripts):
     cases = scripts["allreduce"].played_cases(8)
     assert {name for _, _, name, _ in cases} == {"one_shot", "two_shot", "sharded"}
     assert all(columns == 8192 and kind in ("sum", "boundary") for columns, kind, _, _ in cases)
-    assert [rows for _, _, name, rows in cases if name == "sharded"] == [16, 64, 256, 2048, 8192]
+    assert [rows for _, _, name, rows in cases if name == "sharded"] == [16, 64, 128, 256, 512, 2048, 8192]
 
 
 def test_a_lead_within_the_clocks_wandering_changes_nothing(scripts, monkeypatch):

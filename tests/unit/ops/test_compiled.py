@@ -354,8 +354,9 @@ CONSTANTS = {
         "cp.bulk.tensor.2d.shared::cta.global",
         "cp.bulk.prefetch.L2.global",
     },  # The product's.
-    "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"ld.global"},  # The norm's.
-    "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"ld.global"},  # The norm's.
+    "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"ld.global"},  # The norm's; where mailboxes lie.
+    "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"ld.global"},  # The same.
+    "dovetail.plugins.collective.symm_mem.kernels:choose": {"ld.global"},  # Where mailboxes lie.
     "dovetail.plugins.adapter.lora.kernel:_expand": {"ld.global"},  # Which outputs belong to which part.
 }
 """What kernels may touch before the one before them has ended, since no kernel ever writes it."""
