@@ -1,0 +1,66 @@
+"""What can be known of variants on this host before any of them is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dovetail.core.errors import CapabilityError, ConfigError, DovetailError
+from dovetail.core.parallel.process import order_for
+from dovetail.plugins.app.ablate.children import Child, Failure
+from dovetail.plugins.app.ablate.config import AblateConfig
+from dovetail.plugins.app.ablate.variants import Variant, make
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    variants: list[Variant]
+    machine: dict[str, Any]
+    quality: dict[str, Any] | None
+    """The prompts that every variant answers (probe.plan)."""
+
+    @property
+    def running(self) -> list[Variant]:
+        return [variant for variant in self.variants if variant.skipped is None]
+
+
+def check(config: AblateConfig, composition: Composition, order: Mapping[str, Any]) -> Checked:
+    """By a process of its own: whoever looks at a GPU holds some of its memory. Raises what a user has to mend, for all
+    variants at once."""
+    mistakes: list[str] = []
+    answers: list[dict[str, Any]] = []
+
+    def unfit(name: str, one: Composition) -> str | None:
+        found = child.ask(order_for(one) | order)
+        if mistake := found.get("mistake"):
+            mistakes.append(f"{name}: {mistake}")
+        elif requests := found.get("requests"):
+            answers.append(found)
+            if requests != answers[0]["requests"]:
+                mistakes.append(
+                    f"{name}: it would get other requests than the baseline, whose figures could then not be compared: "
+                    "a model's vocabulary, engine.seed and engine.max_len may change them"
+                )
+        reason: str | None = found.get("unfit")
+        return reason
+
+    with closing(Child("check")) as child:
+        try:
+            machine = child.ask({"machine": True})
+            variants = make(config, composition, unfit)
+        except Failure as failure:
+            raise DovetailError(f"the check of the variants failed: {failure}") from None
+    if mistakes:
+        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
+    checked = Checked(variants, machine, answers[0]["quality"] if answers else None)
+    first, *others = variants
+    if first.skipped is not None:
+        raise CapabilityError([f"{first.name}, the baseline: {first.skipped}"])
+    if len(checked.running) == 1:
+        raise CapabilityError([f"{other.name}: {other.skipped}" for other in others])
+    return checked
