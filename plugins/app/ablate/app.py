@@ -43,7 +43,7 @@ class AblateApp(App):
         check_writable(config.out, "ablate.out")
         make(config, composition)  # what does not compose is said before a process starts
         self.console = Console(stderr=True, highlight=False)
-        order = {
+        order: dict[str, Any] = {
             "workload": chosen_name(composition),
             "config": config.model_dump(mode="json", include=set(RunsConfig.model_fields)),
             "ask": config.quality.model_dump(mode="json"),
@@ -76,7 +76,7 @@ class AblateApp(App):
                     draw(config.plot, result)
         return 1 if any(record["failure"] for record in records) else 0
 
-    def _measure(self, checked: Checked, result: dict[str, Any], order: Mapping[str, Any]) -> None:
+    def _measure(self, checked: Checked, result: dict[str, Any], order: dict[str, Any]) -> None:
         """Rounds in which every variant takes a turn."""
         records = {record["name"]: record for record in result["variants"]}
         running, plan = checked.running, checked.quality
@@ -100,7 +100,7 @@ class AblateApp(App):
         variant: Variant,
         record: dict[str, Any],
         number: int,
-        order: Mapping[str, Any],
+        order: dict[str, Any],
         requests: dict[tuple[Any, int], str],
         bar: Bar,
     ) -> None:

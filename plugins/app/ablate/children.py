@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.process import start_process
 
-LAST_WORDS = 30
+LAST_WORDS = 60
 """Lines of a process's output that are shown when it dies."""
 LEAVE_SECONDS = 30.0
 """For a process to shut its engine down before it is killed, and for its ranks to be gone after it."""

@@ -24,7 +24,7 @@ class Metric:
 
 
 METRICS = (
-    Metric("output_tokens_per_s", "output tokens/s", True),
+    Metric("output_tokens_per_s", "output/s", True),
     Metric("ttft_ms.median", "TTFT p50", False),
     Metric("ttft_ms.p95", "TTFT p95", False),
     Metric("tpot_ms.median", "TPOT p50", False),

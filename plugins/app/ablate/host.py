@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.errors import CapabilityError, ConfigError, DovetailError
+from dovetail.core.errors import CapabilityError, DovetailError
 from dovetail.core.parallel.process import order_for
 from dovetail.plugins.app.ablate.children import Child, Failure
 from dovetail.plugins.app.ablate.config import AblateConfig
-from dovetail.plugins.app.ablate.variants import Variant, make
+from dovetail.plugins.app.ablate.variants import Variant, make, one_error
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -29,7 +28,7 @@ class Checked:
         return [variant for variant in self.variants if variant.skipped is None]
 
 
-def check(config: AblateConfig, composition: Composition, order: Mapping[str, Any]) -> Checked:
+def check(config: AblateConfig, composition: Composition, order: dict[str, Any]) -> Checked:
     """By a process of its own: whoever looks at a GPU holds some of its memory. Raises what a user has to mend, for all
     variants at once."""
     mistakes: list[str] = []
@@ -56,7 +55,7 @@ def check(config: AblateConfig, composition: Composition, order: Mapping[str, An
         except Failure as failure:
             raise DovetailError(f"the check of the variants failed: {failure}") from None
     if mistakes:
-        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
+        raise one_error(mistakes)
     checked = Checked(variants, machine, answers[0]["quality"] if answers else None)
     first, *others = variants
     if first.skipped is not None:

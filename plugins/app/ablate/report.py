@@ -45,10 +45,12 @@ def _plain(text: str) -> str:
 def _where(result: Mapping[str, Any]) -> str:
     config, startups = result["config"]["ablate"], [s["startup"] for v in result["variants"] for s in v["starts"]]
     device = startups[0]["device"] if startups else "no device"
-    rounds = (
-        f"{config['rounds']} rounds of {config['runs']} runs" if config["runs"] > 1 else f"{config['rounds']} rounds"
-    )
-    return f"workload={result['workload']} on {device}, {rounds}; the same requests for all"
+    runs = f"{_many(config['rounds'], 'round')} of {_many(config['runs'], 'run')}"
+    return f"workload={result['workload']} on {device}, {runs}; the same requests for all"
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number > 1 else "")
 
 
 def _titled(result: Mapping[str, Any], title: str, rate: float | None) -> Table:
@@ -59,7 +61,7 @@ def _titled(result: Mapping[str, Any], title: str, rate: float | None) -> Table:
 
 
 def _figures(result: Mapping[str, Any], rate: float | None) -> Table:
-    table = _titled(result, "medians over runs; latency in ms", rate)
+    table = _titled(result, "medians over runs; latency in ms, output in tokens/s", rate)
     rows = [(variant, summary(variant, rate)) for variant in result["variants"]]
     metrics = [metric for metric in METRICS if any(metric.path in found for _, found in rows)]
     for metric in metrics:

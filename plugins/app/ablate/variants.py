@@ -53,13 +53,15 @@ class _Mistakes:
             return None
 
     def raise_all(self) -> None:
-        found = list(dict.fromkeys(self.found))
-        if found:
-            one = len(found) == 1
-            told = [text.replace("\n", "\n    ") for text in found]
-            raise ConfigError(
-                told[0] if one else f"{len(found)} mistakes in the variants:\n" + "\n".join(f"  - {t}" for t in told)
-            )
+        if self.found:
+            raise one_error(self.found)
+
+
+def one_error(mistakes: Sequence[str]) -> ConfigError:
+    told = [text.replace("\n", "\n    ") for text in dict.fromkeys(mistakes)]
+    if len(told) == 1:
+        return ConfigError(told[0])
+    return ConfigError(f"{len(told)} mistakes in the variants:\n" + "\n".join(f"  - {text}" for text in told))
 
 
 def make(config: AblateConfig, composition: Composition, unfit: Unfit = lambda name, one: None) -> list[Variant]:

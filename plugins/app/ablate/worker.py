@@ -55,13 +55,15 @@ def _serve(control_fd: int, parent: int, work: Callable[[Mapping[str, Any], Chan
 
 def _check(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
     from dovetail.core.engine.fit import check_fit
+    from dovetail.core.serving.replicas import replica_compositions
     from dovetail.plugins.app.bench.record import machine
 
     if order.get("machine"):
         return machine()
     try:
         composition = recompose(order)
-        check_fit(composition)
+        for replica in replica_compositions(composition):
+            check_fit(replica)
         runs = _runs(composition, order, control)
         name, workload = order["workload"], composition.part("workload").build()
         runs.check(name, workload)

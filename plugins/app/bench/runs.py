@@ -68,7 +68,8 @@ class Runs:
         Number n has the same requests in every process. With `one_token_run`, the time per output token of the run."""
         title = name if rate is None else f"{name} at {rate:g}/s"
         self._warm_up(title, self.requests(name, workload, 0, rate))
-        runs, lines = [], []
+        runs: list[dict[str, Any]] = []
+        lines: list[Any] = []
         for i in range(self.config.runs):
             of, number = f"{title}, run {i + 1} of {self.config.runs}", 2 * (first + i) + 1
             figures, lines = self._run(of, self.requests(name, workload, number, rate))
