@@ -197,7 +197,8 @@ def word(key: str, value: Value) -> str:
     if isinstance(value, str) and (
         not re.fullmatch(r"[A-Za-z_/][\w./:@-]*", value) or value.lower() in ("true", "false", "null", "nan", "inf")
     ):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        # A backslash is one, except in front of a quote.
+        escaped = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + m[2].replace('"', '\\"'), value)
         return f'{key}="{escaped}"'
     return f"{'+' if key == 'preset' else ''}{key}={show(value)}"
 

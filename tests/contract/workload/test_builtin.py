@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.core.interfaces import Workload
+from dovetail.core.interfaces import Workload, WorkloadContext
 from dovetail.core.testing.workload import WorkloadContract
 from dovetail.plugins.workload.config import (
     FixedConfig,
@@ -33,6 +33,21 @@ class TestPoisson(WorkloadContract):
 class TestSharedPrefix(WorkloadContract):
     def make(self) -> Workload:
         return SharedPrefix(SharedPrefixConfig(requests=20))
+
+
+class TestSharedPrefixOfManyLengths(WorkloadContract):
+    def make(self) -> Workload:
+        return SharedPrefix(SharedPrefixConfig(requests=20, range_ratio=0.5))
+
+
+def test_a_range_of_lengths_keeps_the_prefix_and_the_mean() -> None:
+    ctx = WorkloadContext(vocab=100, max_len=2000, seed=3)
+    ranged = SharedPrefix(SharedPrefixConfig(requests=400, own_tokens=100, output_tokens=20, range_ratio=0.5))
+    found, plain = ranged.requests(ctx), SharedPrefix(SharedPrefixConfig(requests=1)).requests(ctx)
+    assert {request.prompt_ids[:800] for request in found} == {plain[0].prompt_ids[:800]}
+    own, outputs = [len(r.prompt_ids) - 800 for r in found], [r.output_tokens for r in found]
+    assert (min(own), max(own), min(outputs), max(outputs)) == (50, 150, 10, 30)
+    assert 95 < sum(own) / 400 < 105 and 19 < sum(outputs) / 400 < 21
 
 
 class TestTrace(WorkloadContract):
