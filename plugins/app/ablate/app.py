@@ -88,9 +88,10 @@ class AblateApp(App):
                     bar.begins(f"round {number + 1} of {self.config.rounds}, {record['name']}")
                     if record["failure"] is None:
                         self._start(running[place], record, number, order | {"quality": plan}, requests, bar)
-                        answers = record["quality"]
-                        if plan is not None and plan["windows"] is None and answers is not None:
-                            plan = result["quality"] = plan | {"windows": answers["windows"]}
+                        # The first that answers sampled the texts which all others read.
+                        windows = (record["quality"] or {}).pop("windows", None)
+                        if plan is not None and windows is not None:
+                            plan = result["quality"] = plan | {"windows": windows}
                         self._keep(result)
                 # Answers do not change from start to start.
                 plan = None

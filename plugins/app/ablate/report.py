@@ -165,7 +165,7 @@ def draw(path: str, result: Mapping[str, Any]) -> None:
         tables = list(_by_baseline(result, rate))
         if ladder:
             further = {row["variant"]: row for _, rows in tables for row in rows}
-            _ratios(axes[0], names, list(further.values()), METRICS[0], "against the first")
+            _ratios(axes[0], names, list(further.values()), METRICS[0], "against the first", climb=True)
         for axis, path_ in zip(axes[ladder:], DRAWN, strict=True):
             metric = next(metric for metric in METRICS if metric.path == path_)
             _ratios(axis, names, tables[0][1] if tables else [], metric, tables[0][0] if tables else "")
@@ -176,12 +176,15 @@ def draw(path: str, result: Mapping[str, Any]) -> None:
     figure.savefig(path)
 
 
-def _ratios(axis: Any, names: list[str], rows: list[dict[str, Any]], metric: Metric, against: str) -> None:
+def _ratios(
+    axis: Any, names: list[str], rows: list[dict[str, Any]], metric: Metric, against: str, *, climb: bool = False
+) -> None:
     axis.axvline(1.0, color="gray", linewidth=0.8)
-    for row in rows:
-        if (change := row["changes"].get(metric.path)) is None:
-            continue
-        found = Estimate(**change)
+    known = [(row, Estimate(**row["changes"][metric.path])) for row in rows if metric.path in row["changes"]]
+    if climb:
+        steps = [(1.0, 0), *((found.value, names.index(row["variant"])) for row, found in known)]
+        axis.plot(*zip(*steps, strict=True), color="C0", linewidth=0.8)
+    for row, found in known:
         sides = None if found.low is None else [[found.value - found.low], [found.high - found.value]]
         axis.errorbar(found.value, names.index(row["variant"]), xerr=sides, fmt="o", capsize=3, color="C0")
     axis.set_xlabel(f"{metric.title}, ratio\n{against}", fontsize=8)

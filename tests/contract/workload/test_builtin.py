@@ -41,13 +41,14 @@ class TestSharedPrefixOfManyLengths(WorkloadContract):
 
 
 def test_a_range_of_lengths_keeps_the_prefix_and_the_mean() -> None:
-    ctx = WorkloadContext(vocab=100, max_len=2000, seed=3)
-    ranged = SharedPrefix(SharedPrefixConfig(requests=400, own_tokens=100, output_tokens=20, range_ratio=0.5))
-    found, plain = ranged.requests(ctx), SharedPrefix(SharedPrefixConfig(requests=1)).requests(ctx)
-    assert {request.prompt_ids[:800] for request in found} == {plain[0].prompt_ids[:800]}
-    own, outputs = [len(r.prompt_ids) - 800 for r in found], [r.output_tokens for r in found]
+    ctx, many = WorkloadContext(vocab=100, max_len=2000, seed=3), 4000
+    shapes = {"shared_tokens": 8, "own_tokens": 100, "output_tokens": 20}
+    found = SharedPrefix(SharedPrefixConfig(requests=many, range_ratio=0.5, **shapes)).requests(ctx)
+    (plain,) = SharedPrefix(SharedPrefixConfig(requests=1, **shapes)).requests(ctx)
+    assert {request.prompt_ids[:8] for request in found} == {plain.prompt_ids[:8]}
+    own, outputs = [len(request.prompt_ids) - 8 for request in found], [request.output_tokens for request in found]
     assert (min(own), max(own), min(outputs), max(outputs)) == (50, 150, 10, 30)
-    assert 95 < sum(own) / 400 < 105 and 19 < sum(outputs) / 400 < 21
+    assert 98 < sum(own) / many < 102 and 19.5 < sum(outputs) / many < 20.5
 
 
 class TestTrace(WorkloadContract):

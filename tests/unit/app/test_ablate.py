@@ -45,7 +45,7 @@ def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     speed = one["changes"]["output_tokens_per_s"]
     assert speed["samples"] == 2 and speed["unit"] == "runs" and speed["low"] < speed["value"] < speed["high"]
     assert one["changes"]["startup_s"]["low"] is None, "one start, no interval"
-    assert plain["quality"]["windows"] == eight["quality"]["windows"] == result["quality"]["windows"]
+    assert [len(ids) - start for ids, start in result["quality"]["windows"]] == [6, 6]
     nll = plain["quality"]["nll"]
     assert len(nll) == 2 and all(len(row) == 6 and min(row) >= 0 for row in nll)
     assert 0 < abs(one["quality"]["nll_change"]["value"]) < 1, "int8 is not the same model, and nearly"

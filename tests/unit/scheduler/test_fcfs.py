@@ -7,7 +7,7 @@ from dovetail.plugins.scheduler.fcfs import FCFSScheduler
 def chunks(bench, lengths, *, chunked):
     """How the prompts were cut, in order of arrival."""
     b = bench(FCFSScheduler, FCFSConfig(chunked=chunked), max_seqs=4, budget=16)
-    uids = [b.add([length] * length, 4).uid for length in lengths]
+    uids = [b.add([10 * i + length] * length, 4).uid for i, length in enumerate(lengths)]
     b.run()
     rows = [row for plan in b.engine.executor.plans for row in plan.rows]
     assert b.entries == uids, "nobody passes another"
