@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 SCHEMA = "dovetail.ablate/1"
 """Changes whenever a reader of these files would have to."""
 
+REFRESHES = 2
+"""Of the progress bar a second: its process shares cores with the one that is measured."""
+
 
 class AblateApp(App):
     config: AblateConfig
@@ -136,7 +139,8 @@ class AblateApp(App):
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         shown = columns if total else [columns[0], columns[1], columns[3]]
         hidden = not self.console.is_terminal
-        with Progress(*shown, console=self.console, transient=True, disable=hidden) as progress:
+        look = {"transient": True, "disable": hidden, "refresh_per_second": REFRESHES}
+        with Progress(*shown, console=self.console, **look) as progress:
             yield Bar(progress, progress.add_task("", total=total))
 
 

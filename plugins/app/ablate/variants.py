@@ -93,8 +93,7 @@ def _combinations(config: AblateConfig, composition: Composition) -> list[Varian
             mistakes.compose(f"{key}={show(value)}", merged(given, [word(key, value)]), composition)
     mistakes.raise_all()
     base = compose(given, app="bench", registry=composition.registry, config_dirs=composition.config_dirs)
-    base_name = ", ".join(f"{key}={_value_of(key, base)}" for key in config.vary)
-    found = [Variant(base_name, (), base)]
+    found: list[Variant] = []
     for chosen in _chosen(config):
         words = [word(key, value) for key, value in chosen.items()]
         name = ", ".join(f"{key}={show(value)}" for key, value in chosen.items())
@@ -103,13 +102,14 @@ def _combinations(config: AblateConfig, composition: Composition) -> list[Varian
             continue
         if same := next((other for other in found if _same(other.composition, made)), None):
             mistakes.found.append(f"{name}: composes to the same as {same.name}")
-        found.append(Variant(name, tuple(words), made, (base_name,)))
+        found.append(Variant(name, tuple(words), made))
     mistakes.raise_all()
-    if len(found) == 1:
-        raise ConfigError(
-            f"ablate.vary: every value is that of the baseline ({base_name}), so there is nothing to compare"
-        )
-    return found
+    name = ", ".join(f"{key}={_value_of(key, base)}" for key in config.vary)
+    if not found:
+        raise ConfigError(f"ablate.vary: every value is that of the baseline ({name}), so there is nothing to compare")
+    if any(variant.name == name for variant in found):
+        name = f"as given, {name}"  # a preset's variant of a part goes by the part's name
+    return [Variant(name, (), base), *(replace(variant, baselines=(name,)) for variant in found)]
 
 
 def _chosen(config: AblateConfig) -> Iterator[dict[str, Value]]:

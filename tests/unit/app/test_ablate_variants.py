@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,17 @@ def test_what_equals_the_composition_as_given_is_the_baseline() -> None:
         "kv_cache=radix, spec_decode=none",
         "kv_cache=radix, spec_decode=ngram",
     ]
+
+
+def test_a_baseline_with_options_of_its_own_has_a_name_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "kv_cache").mkdir()
+    (tmp_path / "kv_cache" / "lfu.yaml").write_text("defaults: [radix, _self_]\neviction: lfu\n")
+    (tmp_path / "preset").mkdir()
+    (tmp_path / "preset" / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /kv_cache: lfu\n")
+    composition = compose(["+preset=mine", "ablate.vary={kv_cache:[radix]}"], app="ablate", config_dirs=[str(tmp_path)])
+    found = make(composition.app_part.config, composition)  # type: ignore[arg-type]
+    assert [variant.name for variant in found] == ["as given, kv_cache=radix", "kv_cache=radix"]
+    assert [one.composition.part("kv_cache").config.eviction for one in found] == ["lfu", "lru"]
 
 
 def test_one_at_a_time() -> None:
