@@ -139,8 +139,8 @@ class AblateApp(App):
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         shown = columns if total else [columns[0], columns[1], columns[3]]
         hidden = not self.console.is_terminal
-        look = {"transient": True, "disable": hidden, "refresh_per_second": REFRESHES}
-        with Progress(*shown, console=self.console, **look) as progress:
+        progress = Progress(*shown, console=self.console, transient=True, disable=hidden, refresh_per_second=REFRESHES)
+        with progress:
             yield Bar(progress, progress.add_task("", total=total))
 
 
