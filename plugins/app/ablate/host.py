@@ -31,18 +31,18 @@ class Checked:
 def check(config: AblateConfig, composition: Composition, order: dict[str, Any]) -> Checked:
     """By a process of its own: whoever looks at a GPU holds some of its memory. Raises what a user has to mend, for all
     variants at once."""
-    mistakes: list[str] = []
+    mistakes: dict[str, str] = {}
     answers: list[dict[str, Any]] = []
 
     def unfit(name: str, one: Composition) -> str | None:
         found = child.ask(order_for(one) | order)
         if mistake := found.get("mistake"):
-            mistakes.append(f"{name}: {mistake}")
+            mistakes[name] = mistake
         elif requests := found.get("requests"):
             answers.append(found)
             if requests != answers[0]["requests"]:
-                mistakes.append(
-                    f"{name}: it would get other requests than the baseline, whose figures could then not be compared: "
+                mistakes[name] = (
+                    "it would get other requests than the baseline, whose figures could then not be compared: "
                     "a model's vocabulary, engine.seed and engine.max_len may change them"
                 )
         reason: str | None = found.get("unfit")
@@ -55,7 +55,9 @@ def check(config: AblateConfig, composition: Composition, order: dict[str, Any])
         except Failure as failure:
             raise DovetailError(f"the check of the variants failed: {failure}") from None
     if mistakes:
-        raise one_error(mistakes)
+        # One of the command line's own, which all of them have, is said once.
+        shared = len(mistakes) == len(variants) and len(set(mistakes.values())) == 1
+        raise one_error([text if shared else f"{name}: {text}" for name, text in mistakes.items()])
     checked = Checked(variants, machine, answers[0]["quality"] if answers else None)
     first, *others = variants
     if first.skipped is not None:

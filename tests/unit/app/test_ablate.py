@@ -164,6 +164,10 @@ def test_mistakes_that_only_the_host_can_find(played: type[Played], capsys: pyte
     told = capsys.readouterr().err
     assert "kv_cache=paged: it would get other requests than the baseline" in told
     assert "kv_cache=radix: no such folder" in told and played.said == []
+    played.tricks.update({(kv, -1): {"mistake": "no such text"} for kv in ("prefix_hash", "paged", "radix")})
+    assert main(list(VARY)) == 2
+    assert capsys.readouterr().err == "dovetail: no such text\n", "what is wrong with all of them is said once"
+    played.tricks.clear()
     played.tricks["paged", -1] = played.tricks["radix", -1] = {"unfit": "needs a GPU", "requests": None}
     assert main(list(VARY)) == 2, "with nothing to compare"
     assert "kv_cache=radix: needs a GPU" in capsys.readouterr().err
