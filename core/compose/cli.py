@@ -76,7 +76,7 @@ def _run(argv: list[str]) -> int:
     if args.multirun:
         raise ConfigError(
             "-m would run a sweep in one process, where one engine's memory, kernels and caches colour the next: "
-            "run app=bench once for each alternative (bench.out keeps the figures)"
+            "app=ablate 'ablate.vary={kv_cache:[paged,radix]}' runs each alternative in a process of its own"
         )
     with warnings.catch_warnings():
         warnings.showwarning = _one_line

@@ -38,9 +38,13 @@ getattr(importlib.import_module(module), name)(int(sys.argv[3]), int(sys.argv[4]
 
 
 def start_process(
-    entry: str, inherited: Sequence[int] = (), environment: Mapping[str, str] | None = None
+    entry: str,
+    inherited: Sequence[int] = (),
+    environment: Mapping[str, str] | None = None,
+    output: int | None = None,
 ) -> tuple[subprocess.Popen[bytes], Channel]:
     """Runs `entry` ("module:function") as function(descriptor of its end of the channel, pid of this process).
+    `output`: descriptor that takes what it and its own processes print; None = where this one prints.
 
     Linux ends the process with the *thread* that calls this (see `enter`)."""
     ours, theirs = socket.socketpair()
@@ -50,6 +54,8 @@ def start_process(
             [sys.executable, "-P", "-c", _BOOT, path, entry, str(theirs.fileno()), str(os.getpid())],
             pass_fds=(theirs.fileno(), *inherited),
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             env=environment,
             # Ctrl-C in a terminal then reaches the starting process alone, which ends the others in order.
             process_group=0,

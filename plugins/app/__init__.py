@@ -1,6 +1,7 @@
 """Built-in apps."""
 
 from dovetail.core.compose import Component
+from dovetail.plugins.app.ablate.config import AblateConfig
 from dovetail.plugins.app.bench.config import BenchConfig
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.plan.config import PlanConfig
@@ -8,6 +9,13 @@ from dovetail.plugins.app.plugins.config import PluginsConfig
 from dovetail.plugins.app.serve.config import ServeConfig
 
 COMPONENTS: tuple[Component, ...] = (
+    Component(
+        kind="app",
+        name="ablate",
+        config=AblateConfig,
+        target="dovetail.plugins.app.ablate.app:AblateApp",
+        api="app/0.1",
+    ),
     Component(
         kind="app",
         name="bench",

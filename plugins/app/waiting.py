@@ -16,8 +16,8 @@ SECONDS = 30.0
 
 
 @contextmanager
-def phases_in_lines(console: Console) -> Iterator[Progress]:
-    """Within, call it with each phase. On a terminal it prints nothing: there is a bar."""
+def phases_in_lines(console: Console, what: str = "starting") -> Iterator[Progress]:
+    """Within, call it with each phase of `what`. On a terminal it prints nothing: there is a bar."""
     began, phase, over = time.monotonic(), "start", threading.Event()
 
     def told(name: str, share: float | None) -> None:
@@ -26,7 +26,7 @@ def phases_in_lines(console: Console) -> Iterator[Progress]:
 
     def tell() -> None:
         while not over.wait(SECONDS):
-            console.print(f"starting for {time.monotonic() - began:.0f} s: {phase}")
+            console.print(f"{what} for {time.monotonic() - began:.0f} s: {phase}")
 
     thread = threading.Thread(target=tell, name="dovetail-phases", daemon=True)
     if not console.is_terminal:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dovetail.core.compose import Config
 
@@ -14,6 +14,16 @@ class FCFSConfig(Config):
 
     max_chunk: int | None = Field(None, ge=1)
     """Prefill tokens of one sequence in a step, at most; None = whatever engine.token_budget leaves."""
+    chunked: bool = True
+    """Whether a prompt may be cut to fill a step (chunked prefill, Agrawal et al. 2023); false: it enters whole, in a
+    step that has room for it, as in Orca; one longer than engine.token_budget is cut all the same. The baseline of
+    ablations, with a budget that holds the longest prompt."""
+
+    @model_validator(mode="after")
+    def _chunks_of_chunks(self) -> Self:
+        if self.max_chunk is not None and not self.chunked:
+            raise ValueError(f"max_chunk={self.max_chunk} cuts prompts, and chunked=false forbids it: give one of them")
+        return self
 
 
 class StaticConfig(Config):

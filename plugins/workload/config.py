@@ -48,6 +48,8 @@ class SharedPrefixConfig(Config):
     """After them, of each prompt."""
     output_tokens: int = Field(128, ge=1)
     """Of each output."""
+    range_ratio: float = Field(0.0, ge=0, lt=1)
+    """Each request's own tokens and output tokens are drawn evenly from [n (1 - r), n (1 + r)]; 0 = all alike."""
 
 
 class ShareGPTConfig(Config):

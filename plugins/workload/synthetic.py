@@ -65,9 +65,16 @@ class SharedPrefix(Workload):
 
     def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
         config, rng = self.config, random.Random(ctx.seed)
-        check_length("shared_prefix", config.shared_tokens + config.own_tokens, config.output_tokens, ctx)
+        # By a generator of their own: the same tokens come whatever the lengths.
+        lengths = random.Random(f"lengths {ctx.seed}")
+
+        def bounds(mean: int) -> tuple[int, int]:
+            return max(1, round(mean * (1 - config.range_ratio))), round(mean * (1 + config.range_ratio))
+
+        own, output = bounds(config.own_tokens), bounds(config.output_tokens)
+        check_length("shared_prefix", config.shared_tokens + own[1], output[1], ctx)
         shared = random_ids(rng, ctx, config.shared_tokens)
         return [
-            TimedRequest(shared + random_ids(rng, ctx, config.own_tokens), config.output_tokens)
+            TimedRequest(shared + random_ids(rng, ctx, lengths.randint(*own)), lengths.randint(*output))
             for _ in range(config.requests)
         ]

@@ -23,6 +23,10 @@ COMPOSED_ONLY = {
     "attention=flashinfer": "needs a GPU",
     "collective=symm_mem": "needs GPUs",
     "collective.shard_rows": "needs GPUs",
+    "+preset=ladder": "takes minutes, or a GPU",
+    "app=ladder": "takes minutes, or GPUs",
+    "spec_decode:[none,ngram]}": "takes minutes",
+    "one_at_a_time": "takes a minute",
 }
 """Commands with these words are composed and checked (`--cfg job`), not run, unless they plan."""
 
@@ -112,7 +116,9 @@ class Command:
         cut = start.index("--") if "--" in start else len(start)
         before, after = start[:cut], start[cut:]
         app = next((word for word in before if word.startswith("app=")), "app=generate")
-        if app in ("app=generate", "app=bench") and "--cfg" not in before and not {"--help", "-h"} & set(before):
+        app = next((f"app={word.partition('=')[2]}" for word in before if word.startswith("+preset=ladder")), app)
+        measures = app in ("app=bench", "app=ablate") or "ladder" in app
+        if (app == "app=generate" or measures) and "--cfg" not in before and not {"--help", "-h"} & set(before):
             told = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)
             before += [] if told else [FEW_TOKENS]
             before += ["--cfg", "job"] if any(words in " ".join(before) for words in COMPOSED_ONLY) else []

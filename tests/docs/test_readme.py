@@ -42,6 +42,8 @@ def test_commands(command: str) -> None:
     argv = shlex.split(command, comments=True)[1:]
     if "model.path=/models/Llama-3-8B" in argv:
         argv = [a.replace("/models/Llama-3-8B", "pkg://dovetail.plugins.model.bundled/tiny") for a in argv]
+    if "app=ablate" in argv:  # minutes; tests/unit/app/test_ablate.py and a page of the docs run smaller ones
+        argv += ["--cfg", "job"]
     out = run(argv, ROOT)
     if "app=plan" in argv:
         assert "fits" in out

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +14,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from dovetail.core.compose import Selected, compose
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import SLO, App, TimedRequest, Workload, WorkloadContext
+from dovetail.core.interfaces import App, Workload
 from dovetail.plugins.app.bench.config import BenchConfig
-from dovetail.plugins.app.bench.metrics import knee, measure, per_token_of_run, summarize
+from dovetail.plugins.app.bench.metrics import knee, summarize
 from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.app.bench.report import check_plot, draw, show
-from dovetail.plugins.app.bench.target import Target
+from dovetail.plugins.app.bench.runs import Runs
+from dovetail.plugins.app.bench.target import OnDone, Target
 from dovetail.plugins.app.waiting import phases_in_lines
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
-WARMUP_TOKENS = 4
 REFRESH = 0.5
 """Seconds between two drawings of the progress bar, which would otherwise be measured too."""
 
@@ -38,18 +35,13 @@ class BenchApp(App):
 
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
         workloads = self._workloads(composition)
-        check_plot(self.config.plot)
+        check_plot(self.config.plot, "bench.plot")
         check_writable(self.config.out, "bench.out")
-        self.slo = SLO(self.config.slo.ttft, self.config.slo.tpot)
-        self.seed = composition.engine.seed
         self.console = Console(stderr=True, highlight=False)
-        self._sent: set[int] = set()
-        self._told = False
         target = self._target(composition)
+        runs = Runs(self.config, target, self._bar_of_run, self.console.print)
         for name, part in workloads.items():
-            # What cannot be made is found before minutes of loading.
-            workload: Workload = part.build()
-            self._check_adapters(target, self._requests(workload, self._context(target, name, 0, workload.rates()[0])))
+            runs.check(name, part.build())
         timelines: dict[str, Any] = {}
         with closing(target):
             with self._bar("start") as bar, phases_in_lines(self.console) as told:
@@ -61,7 +53,7 @@ class BenchApp(App):
                 startup = target.start(phase)
             result = describe(composition) | {"startup": startup, "results": []}
             for name, part in workloads.items():
-                found, timelines[name] = self._measure(target, name, part)
+                found, timelines[name] = self._measure(runs, name, part)
                 result["results"].append(found)
         show(result)
         if self.config.out is not None:
@@ -96,95 +88,26 @@ class BenchApp(App):
 
         return ServerTarget(composition, self.config)
 
-    def _measure(self, target: Target, name: str, part: Selected) -> tuple[dict[str, Any], list[Any]]:
+    def _measure(self, runs: Runs, name: str, part: Selected) -> tuple[dict[str, Any], list[Any]]:
         """Every rate of one workload: its figures, and the timelines of the last run at each rate for the plot."""
         workload: Workload = part.build()
         loads: list[dict[str, Any]] = []
         timelines = []
         for rate in workload.rates():
-            title = name if rate is None else f"{name} at {rate:g}/s"
-            contexts = (self._context(target, name, i, rate) for i in range(2 * self.config.runs + 1))
-            self._warm_up(target, title, self._requests(workload, next(contexts)))
-            runs = []
-            for i in range(self.config.runs):
-                of = f"{title}, run {i + 1} of {self.config.runs}"
-                figures, lines = self._run(target, of, self._requests(workload, next(contexts)))
-                runs.append(figures | self._tpot_of_run(target, of, self._requests(workload, next(contexts)), figures))
+            found, lines = runs.measure(name, workload, rate, one_token_run=self.config.one_token_run)
             timelines.append((rate, lines))
-            loads.append({"rate": rate, "summary": summarize(runs), "runs": runs})
-        found: dict[str, Any] = {"workload": name, "options": part.to_node(), "loads": loads}
+            loads.append({"rate": rate, "summary": summarize(found), "runs": found})
+        result: dict[str, Any] = {"workload": name, "options": part.to_node(), "loads": loads}
         if len(loads) > 1:
             points = [load["summary"] | {"rate": load["rate"]} for load in loads]
-            bend = knee(points, self.slo, self.config.slo.share)
-            found["knee"] = {"rate": bend.rate, "rule": bend.rule} if bend else None
-        return found, timelines
+            bend = knee(points, runs.slo, self.config.slo.share)
+            result["knee"] = {"rate": bend.rate, "rule": bend.rule} if bend else None
+        return result, timelines
 
-    def _context(self, target: Target, workload: str, number: int, rate: float | None) -> WorkloadContext:
-        """Every run of every workload and rate draws prompts of its own, and the same ones the next time: a server
-        would find those of the run before in its prefix cache. What comes from a file may come again all the same."""
-        seed = zlib.crc32(f"{self.seed} {workload} {rate} {number}".encode())
-        return WorkloadContext(target.vocab, target.max_len, seed, rate, target.encode)
-
-    def _requests(self, workload: Workload, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        """Of one run, spread over adapters where names are given."""
-        requests, names = workload.requests(ctx), self.config.adapters
-        if not names:
-            return requests
-        shares = [k**-self.config.adapter_skew for k in range(1, len(names) + 1)]
-        chosen = random.Random(f"adapters {ctx.seed}").choices(names, shares, k=len(requests))
-        return [replace(request, adapter=name) for request, name in zip(requests, chosen, strict=True)]
-
-    def _check_adapters(self, target: Target, requests: Sequence[TimedRequest]) -> None:
-        known = target.adapters
-        wanted = dict.fromkeys((*self.config.adapters, *(request.adapter for request in requests)))
-        if known is not None and (missing := [name for name in wanted if name and name not in known]):
-            raise ConfigError(
-                f"requests name adapters that are not loaded: {', '.join(missing)}; there is "
-                f"{', '.join(known) or 'none'}. adapter=lora 'adapter.load={{name: folder}}' loads some at start-up"
-            )
-
-    def _warm_up(self, target: Target, title: str, requests: Sequence[TimedRequest]) -> None:
-        if few := requests[: self.config.warmup]:
-            short = [replace(r, arrival=0.0, output_tokens=min(r.output_tokens, WARMUP_TOKENS)) for r in few]
-            self._run(target, f"{title}, warm-up", short)
-
-    def _run(self, target: Target, title: str, requests: Sequence[TimedRequest]) -> tuple[dict[str, Any], list[Any]]:
-        with self._bar(title, total=len(requests)) as bar:
-            timelines, told = target.run(requests, bar.done)
-        figures = measure(timelines, self.slo) | told
-        if target.remembers and (again := self._sent_before(requests)):
-            figures["prompts_sent_before"] = again
-        failures = dict.fromkeys(line.failure for line in timelines if line.failure)
-        if figures["failed"] == len(timelines):
-            raise ConfigError(f"{title}: every request failed; the first: {next(iter(failures))}")
-        if failures:
-            figures["failures"] = list(failures)[:5]
-        return figures, timelines
-
-    def _sent_before(self, requests: Sequence[TimedRequest]) -> int:
-        """Prompts that an earlier run had: the target may know them, and is quicker by that."""
-        prompts = {hash(request.prompt_ids) for request in requests}
-        again = len(prompts & self._sent)
-        if again and not self._told:
-            self._told = True
-            self.console.print(
-                f"{again} of {len(requests)} prompts had been sent before, and the server may still have them in its "
-                "prefix cache: prompts_sent_before in the results counts them for each run"
-            )
-        self._sent |= prompts
-        return again
-
-    def _tpot_of_run(
-        self, target: Target, title: str, requests: Sequence[TimedRequest], figures: dict[str, Any]
-    ) -> dict[str, Any]:
-        """With prompts of its own: a server may remember those of the run."""
-        lengths = {request.output_tokens for request in requests}
-        at_once = all(request.arrival == 0.0 for request in requests)
-        if not self.config.one_token_run or not at_once or len(lengths) > 1 or lengths == {1} or figures["failed"]:
-            return {}
-        first, _ = self._run(target, f"{title}, one token", [replace(r, output_tokens=1) for r in requests])
-        tpot = per_token_of_run(figures["seconds"], first["seconds"], lengths.pop())
-        return {"one_token_run_s": first["seconds"], "run_tpot_ms": round(tpot, 4)}
+    @contextmanager
+    def _bar_of_run(self, title: str, requests: int) -> Iterator[OnDone]:
+        with self._bar(title, requests) as bar:
+            yield bar.done
 
     @contextmanager
     def _bar(self, title: str, total: int | None = None) -> Iterator[Bar]:

@@ -20,20 +20,13 @@ class SLOConfig(Config):
     """Of the requests that must keep it for a rate to count as served (the knee of a load curve)."""
 
 
-class BenchConfig(AppConfig):
-    """Measure a workload on this engine or on a server that speaks the OpenAI API: latencies, throughput, goodput."""
+class RunsConfig(AppConfig):
+    """What every app that measures runs of a workload can be told."""
 
-    needs: ClassVar[tuple[str, ...]] = (*ENGINE_NODES, "workload")
-
-    workloads: tuple[str, ...] = ()
-    """Several workloads by name, one after another in one start of the engine; empty: that of workload=."""
     runs: int = Field(1, ge=1)
     """Repeats, each with prompts of its own; results show the median and the range."""
     warmup: int = Field(64, ge=0)
     """Requests of the workload that run before anything is measured, for 4 output tokens; 0 = none."""
-    one_token_run: bool = True
-    """Where all requests arrive at once and are equally long, run them for one output token too: the time per output
-    token of the run is what is left of its time, divided by the output tokens of a request less one."""
     adapters: tuple[str, ...] = ()
     """Names of adapters, over which requests are spread at random; "" is the base model. A server knows them as models.
     Empty: as the workload says."""
@@ -41,6 +34,18 @@ class BenchConfig(AppConfig):
     """The k-th of them gets a share in proportion to 1 / k^skew: 0 = all alike, 1 = Zipf's law."""
     slo: SLOConfig = SLOConfig()
     """What counts for goodput; all unset: no goodput."""
+
+
+class BenchConfig(RunsConfig):
+    """Measure a workload on this engine or on a server that speaks the OpenAI API: latencies, throughput, goodput."""
+
+    needs: ClassVar[tuple[str, ...]] = (*ENGINE_NODES, "workload")
+
+    workloads: tuple[str, ...] = ()
+    """Several workloads by name, one after another in one start of the engine; empty: that of workload=."""
+    one_token_run: bool = True
+    """Where all requests arrive at once and are equally long, run them for one output token too: the time per output
+    token of the run is what is left of its time, divided by the output tokens of a request less one."""
     url: str | None = None
     """Measure this server in place of the engine: its address up to and with /v1. The model (model=...) then only says
     which token ids there are."""

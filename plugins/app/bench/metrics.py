@@ -69,8 +69,8 @@ def spread(seconds: Iterable[float]) -> dict[str, float] | None:
     values = np.fromiter(seconds, float) * 1e3
     if not len(values):
         return None
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    found = {"mean": values.mean(), "median": p50, "p90": p90, "p99": p99, "max": values.max()}
+    p50, p90, p95, p99 = np.percentile(values, [50, 90, 95, 99])
+    found = {"mean": values.mean(), "median": p50, "p90": p90, "p95": p95, "p99": p99, "max": values.max()}
     return {name: round(float(value), 4) for name, value in found.items()}
 
 

@@ -21,7 +21,8 @@ SCHEMA = "dovetail.bench/2"
 """Changes whenever a reader of these files would have to."""
 
 
-def describe(composition: Composition) -> dict[str, Any]:
+def describe(composition: Composition, about: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`about`: this machine, where the process may not look for itself, since it would hold memory of a GPU."""
     return {
         "schema": SCHEMA,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -29,7 +30,7 @@ def describe(composition: Composition) -> dict[str, Any]:
         "overrides": list(composition.overrides),
         "config": yaml.safe_load(composition.to_yaml()),
         "versions": versions(),
-        "machine": machine(),
+        "machine": about or machine(),
         "commit": commit(),
     }
 

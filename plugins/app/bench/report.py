@@ -163,16 +163,16 @@ def _number(value: float | None) -> str:
 # The picture.
 
 
-def check_plot(path: str | None) -> None:
+def check_plot(path: str | None, option: str) -> None:
     """Before minutes of measuring, not after."""
     if path is None:
         return
     if Path(path).suffix.lstrip(".") not in SUFFIXES:
-        raise ConfigError(f"bench.plot={path}: the name must end with one of .{', .'.join(SUFFIXES)}")
+        raise ConfigError(f"{option}={path}: the name must end with one of .{', .'.join(SUFFIXES)}")
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise ConfigError(f"bench.plot={path} needs matplotlib: pip install 'dovetail[bench]'") from None
+        raise ConfigError(f"{option}={path} needs matplotlib: pip install 'dovetail[bench]'") from None
     Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 

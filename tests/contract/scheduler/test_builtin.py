@@ -57,6 +57,11 @@ class TestFCFSInSmallChunks(_OnEveryAllocator):
         return FCFSScheduler(FCFSConfig(max_chunk=3), limits, kv)
 
 
+class TestFCFSWithWholePrompts(_OnEveryAllocator):
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        return FCFSScheduler(FCFSConfig(chunked=False), limits, kv)
+
+
 class TestStatic(_OnEveryAllocator):
     def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
         return StaticScheduler(StaticConfig(), limits, kv)

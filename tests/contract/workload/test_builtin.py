@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.core.interfaces import Workload
+from dovetail.core.interfaces import Workload, WorkloadContext
 from dovetail.core.testing.workload import WorkloadContract
 from dovetail.plugins.workload.config import (
     FixedConfig,
@@ -33,6 +33,22 @@ class TestPoisson(WorkloadContract):
 class TestSharedPrefix(WorkloadContract):
     def make(self) -> Workload:
         return SharedPrefix(SharedPrefixConfig(requests=20))
+
+
+class TestSharedPrefixOfManyLengths(WorkloadContract):
+    def make(self) -> Workload:
+        return SharedPrefix(SharedPrefixConfig(requests=20, range_ratio=0.5))
+
+
+def test_a_range_of_lengths_keeps_the_prefix_and_the_mean() -> None:
+    ctx, many = WorkloadContext(vocab=100, max_len=2000, seed=3), 4000
+    shapes = {"shared_tokens": 8, "own_tokens": 100, "output_tokens": 20}
+    found = SharedPrefix(SharedPrefixConfig(requests=many, range_ratio=0.5, **shapes)).requests(ctx)
+    (plain,) = SharedPrefix(SharedPrefixConfig(requests=1, **shapes)).requests(ctx)
+    assert {request.prompt_ids[:8] for request in found} == {plain.prompt_ids[:8]}
+    own, outputs = [len(request.prompt_ids) - 8 for request in found], [request.output_tokens for request in found]
+    assert (min(own), max(own), min(outputs), max(outputs)) == (50, 150, 10, 30)
+    assert 98 < sum(own) / many < 102 and 19.5 < sum(outputs) / many < 20.5
 
 
 class TestTrace(WorkloadContract):

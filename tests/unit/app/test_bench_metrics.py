@@ -46,13 +46,13 @@ def test_a_run() -> None:
     assert (found["seconds"], found["requests"], found["failed"]) == (4.0, 3, 1)
     assert (found["prompt_tokens"], found["output_tokens"]) == (20, 10)
     assert (found["requests_per_s"], found["output_tokens_per_s"], found["total_tokens_per_s"]) == (0.5, 2.5, 7.5)
-    assert found["ttft_ms"] == {"mean": 750.0, "median": 750.0, "p90": 950.0, "p99": 995.0, "max": 1000.0}
+    assert found["ttft_ms"] == {"mean": 750.0, "median": 750.0, "p90": 950.0, "p95": 975.0, "p99": 995.0, "max": 1000.0}
     assert found["itl_ms"]["max"] == 2000.0 and found["goodput"] is None
 
 
 def test_percentiles_are_interpolated() -> None:
     found = spread(i / 1000 for i in range(101))
-    assert found == {"mean": 50.0, "median": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
+    assert found == {"mean": 50.0, "median": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "max": 100.0}
     assert spread([]) is None
 
 

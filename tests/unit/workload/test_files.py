@@ -101,6 +101,19 @@ def test_named_workloads_have_their_sizes(name: str) -> None:
     assert {(len(r.prompt_ids), r.output_tokens) for r in found} == {(prompt, output)}
 
 
+RANGES = {"system_prompt": (512, 800, 100, 256), "system_prompt_small": (24, 800, 64, 32)}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_named_workloads_with_many_lengths(name: str) -> None:
+    count, shared, own, output = RANGES[name]
+    found = requests(f"workload={name}", ctx=BIG)
+    assert len(found) == count and len({request.prompt_ids[:shared] for request in found}) == 1
+    assert {r.arrival for r in found} == {0.0} and len({r.output_tokens for r in found}) > 10
+    assert all(0.25 * own <= len(r.prompt_ids) - shared <= 1.75 * own for r in found)
+    assert all(0.25 * output <= r.output_tokens <= 1.75 * output for r in found)
+
+
 def test_online_is_a_load_curve() -> None:
     workload = compose(["workload=online"], app="bench").build("workload")
     assert workload.rates() == (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -117,4 +130,4 @@ def test_every_variant_is_tried_here() -> None:
 
     with hydra_as_we_know_it():
         options = Repository(open_sources(installed(), ())[1]).get_group_options("workload")
-    assert set(options) == {*SIZES, "online", "fixed", "poisson", "sharegpt", "trace"}
+    assert set(options) == {*SIZES, *RANGES, "online", "fixed", "poisson", "sharegpt", "trace"}

@@ -1,0 +1,188 @@
+"""`python run.py app=ablate`: swap a part, keep everything else, and see what it changes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from dovetail.core.interfaces import App
+from dovetail.core.parallel.process import order_for
+from dovetail.plugins.app.ablate.children import Child, Failure
+from dovetail.plugins.app.ablate.compare import comparisons
+from dovetail.plugins.app.ablate.config import AblateConfig
+from dovetail.plugins.app.ablate.host import Checked, check
+from dovetail.plugins.app.ablate.report import draw, show
+from dovetail.plugins.app.ablate.stats import turns
+from dovetail.plugins.app.ablate.variants import Variant, make
+from dovetail.plugins.app.bench.app import check_writable, chosen_name
+from dovetail.plugins.app.bench.config import RunsConfig
+from dovetail.plugins.app.bench.record import describe
+from dovetail.plugins.app.bench.report import check_plot
+from dovetail.plugins.app.waiting import phases_in_lines
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+SCHEMA = "dovetail.ablate/1"
+"""Changes whenever a reader of these files would have to."""
+
+REFRESHES = 2
+"""Of the progress bar a second: its process shares cores with the one that is measured."""
+
+
+class AblateApp(App):
+    config: AblateConfig
+
+    def run(self, composition: Composition, prompts: Sequence[str]) -> int:
+        config = self.config
+        check_plot(config.plot, "ablate.plot")
+        check_writable(config.out, "ablate.out")
+        make(config, composition)  # what does not compose is said before a process starts
+        self.console = Console(stderr=True, highlight=False)
+        order: dict[str, Any] = {
+            "workload": chosen_name(composition),
+            "config": config.model_dump(mode="json", include=set(RunsConfig.model_fields)),
+            "ask": config.quality.model_dump(mode="json"),
+        }
+        with self._bar(None) as bar, phases_in_lines(self.console, "check") as told:
+            told("every variant on this host", None)
+            bar.says("check every variant on this host")
+            checked = check(config, composition, order)
+        rates = list(composition.part("workload").build().rates())
+        records = [_record(variant) for variant in checked.variants]
+        result = describe(composition, checked.machine) | {
+            "schema": SCHEMA,
+            "workload": order["workload"],
+            "rates": rates,
+            "design": "ladder" if config.ladder else config.design,
+            "quality": checked.quality,
+            "interrupted": True,
+            "variants": records,
+            "comparisons": [],
+        }
+        try:
+            self._measure(checked, result, order)
+            result["interrupted"] = False
+        finally:
+            # Whatever ends it, Ctrl-C for one: what was measured is kept and shown.
+            if any(record["starts"] or record["failure"] for record in records):
+                self._keep(result)
+                show(result)
+                if config.plot is not None:
+                    draw(config.plot, result)
+        return 1 if any(record["failure"] for record in records) else 0
+
+    def _measure(self, checked: Checked, result: dict[str, Any], order: dict[str, Any]) -> None:
+        """Rounds in which every variant takes a turn."""
+        records = {record["name"]: record for record in result["variants"]}
+        running, plan = checked.running, checked.quality
+        requests: dict[tuple[Any, int], str] = {}
+        with self._bar(self.config.rounds * len(running)) as bar:
+            for number in range(self.config.rounds):
+                for place in turns(len(running), number):
+                    record = records[running[place].name]
+                    bar.begins(f"round {number + 1} of {self.config.rounds}, {record['name']}")
+                    if record["failure"] is None:
+                        self._start(running[place], record, number, order | {"quality": plan}, requests, bar)
+                        # The first that answers sampled the texts which all others read.
+                        windows = (record["quality"] or {}).pop("windows", None)
+                        if plan is not None and windows is not None:
+                            plan = result["quality"] = plan | {"windows": windows}
+                        self._keep(result)
+                # Answers do not change from start to start.
+                plan = None
+
+    def _start(
+        self,
+        variant: Variant,
+        record: dict[str, Any],
+        number: int,
+        order: dict[str, Any],
+        requests: dict[tuple[Any, int], str],
+        bar: Bar,
+    ) -> None:
+        """One process: all its runs or, in the record, why it failed."""
+        began = time.monotonic()
+        with closing(Child("measure")) as child, phases_in_lines(self.console, record["name"]) as told:
+
+            def phase(name: str, share: float | None) -> None:
+                told(name, share)
+                bar.says(name, share)
+
+            try:
+                found = child.ask(order_for(variant.composition) | order | {"first": number * self.config.runs}, phase)
+                _check_runs(found, number * self.config.runs, requests)
+            except Failure as failure:
+                record["failure"] = {"round": number, "reason": str(failure)}
+        if record["failure"] is None:
+            answers = found.pop("quality")
+            record["quality"] = record["quality"] or answers
+            record["starts"].append({"round": number, **found})
+        if not self.console.is_terminal:
+            how = "failed" if record["failure"] else "done"
+            self.console.print(f"{bar.title}: {how} in {time.monotonic() - began:.1f} s", soft_wrap=True)
+
+    def _keep(self, result: dict[str, Any]) -> None:
+        result["comparisons"] = comparisons(result["variants"], result["rates"])
+        if self.config.out is not None:
+            Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    @contextmanager
+    def _bar(self, total: int | None) -> Iterator[Bar]:
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        shown = columns if total else [columns[0], columns[1], columns[3]]
+        hidden = not self.console.is_terminal
+        progress = Progress(*shown, console=self.console, transient=True, disable=hidden, refresh_per_second=REFRESHES)
+        with progress:
+            yield Bar(progress, progress.add_task("", total=total))
+
+
+class Bar:
+    """How far the whole is, and what the process at work does."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+        self._begun = -1
+        self.title = ""
+
+    def begins(self, title: str) -> None:
+        self.title = title
+        self._begun += 1
+        self._progress.update(self._task, description=title, completed=self._begun)
+
+    def says(self, phase: str, share: float | None = None) -> None:
+        told = phase if share is None else f"{phase}, {share:.0%}"
+        self._progress.update(self._task, description=f"{self.title}: {told}" if self.title else told)
+
+
+def _record(variant: Variant) -> dict[str, Any]:
+    return {
+        "name": variant.name,
+        "changes": list(variant.changes),
+        "baselines": list(variant.baselines),
+        "overrides": list(variant.composition.overrides),
+        "skipped": variant.skipped,
+        "failure": None,
+        "starts": [],
+        "quality": None,
+    }
+
+
+def _check_runs(found: Mapping[str, Any], first: int, requests: dict[tuple[Any, int], str]) -> None:
+    """Raises Failure where figures cannot be held against those of others. `requests`: of each rate and run, by hash,
+    as whoever came first had them."""
+    for load in found["loads"]:
+        for number, run in enumerate(load["runs"], first):
+            if run["failed"]:
+                raise Failure(f"{run['failed']} of {run['requests']} requests failed: {run['failures'][0]}")
+            if run.get("prefix_cache_kept"):
+                raise Failure("its prefix cache could not be emptied between runs, which would make later ones quicker")
+            if requests.setdefault((load["rate"], number), run["requests_hash"]) != run["requests_hash"]:
+                raise Failure("its requests were not those of the other variants")

@@ -1,0 +1,67 @@
+"""What can be known of variants on this host before any of them is loaded."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dovetail.core.errors import CapabilityError, DovetailError
+from dovetail.core.parallel.process import order_for
+from dovetail.plugins.app.ablate.children import Child, Failure
+from dovetail.plugins.app.ablate.config import AblateConfig
+from dovetail.plugins.app.ablate.variants import Variant, make, one_error
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    variants: list[Variant]
+    machine: dict[str, Any]
+    quality: dict[str, Any] | None
+    """The prompts that every variant answers (probe.plan)."""
+
+    @property
+    def running(self) -> list[Variant]:
+        return [variant for variant in self.variants if variant.skipped is None]
+
+
+def check(config: AblateConfig, composition: Composition, order: dict[str, Any]) -> Checked:
+    """By a process of its own: whoever looks at a GPU holds some of its memory. Raises what a user has to mend, for all
+    variants at once."""
+    mistakes: dict[str, str] = {}
+    answers: list[dict[str, Any]] = []
+
+    def unfit(name: str, one: Composition) -> str | None:
+        found = child.ask(order_for(one) | order)
+        if mistake := found.get("mistake"):
+            mistakes[name] = mistake
+        elif requests := found.get("requests"):
+            answers.append(found)
+            if requests != answers[0]["requests"]:
+                mistakes[name] = (
+                    "it would get other requests than the baseline, whose figures could then not be compared: "
+                    "a model's vocabulary, engine.seed and engine.max_len may change them"
+                )
+        reason: str | None = found.get("unfit")
+        return reason
+
+    with closing(Child("check")) as child:
+        try:
+            machine = child.ask({"machine": True})
+            variants = make(config, composition, unfit)
+        except Failure as failure:
+            raise DovetailError(f"the check of the variants failed: {failure}") from None
+    if mistakes:
+        # One of the command line's own, which all of them have, is said once.
+        shared = len(mistakes) == len(variants) and len(set(mistakes.values())) == 1
+        raise one_error([text if shared else f"{name}: {text}" for name, text in mistakes.items()])
+    checked = Checked(variants, machine, answers[0]["quality"] if answers else None)
+    first, *others = variants
+    if first.skipped is not None:
+        raise CapabilityError([f"{first.name}, the baseline: {first.skipped}"])
+    if len(checked.running) == 1:
+        raise CapabilityError([f"{other.name}: {other.skipped}" for other in others])
+    return checked

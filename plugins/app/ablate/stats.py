@@ -1,0 +1,98 @@
+"""Means of paired differences with confidence intervals. Pure: no engine, no clock.
+
+Runs of one process share what its start brought (memory layout, kernels chosen by measurement), so they are no
+independent samples: a round, in which every variant starts once, is. Runs are averaged within their round, and
+Student's t is taken over rounds (Georges et al., "Statistically Rigorous Java Performance Evaluation", OOPSLA 2007;
+Kalibera and Jones, "Rigorous Benchmarking in Reasonable Time", ISMM 2013). Times and rates are compared by the mean of
+log ratios, the ratio of geometric means (Fleming and Wallace, CACM 1986): x2 and x0.5 then lie equally far from x1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+CONFIDENCE = 0.95
+
+Unit = Literal["rounds", "runs", "windows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    value: float
+    low: float | None
+    """None: there is one sample, and with it no interval."""
+    high: float | None
+    samples: int
+    unit: Unit
+    """What was sampled. Within one round, runs: such an interval knows nothing of how starts differ."""
+
+    def excludes(self, nothing: float) -> bool:
+        """Whether `nothing`, the value of no change, lies outside of the interval."""
+        return self.low is not None and self.high is not None and not self.low <= nothing <= self.high
+
+
+def mean(samples: Sequence[float], unit: Unit) -> Estimate:
+    n = len(samples)
+    value = math.fsum(samples) / n
+    if n == 1:
+        return Estimate(value, None, None, 1, unit)
+    deviation = math.sqrt(math.fsum((sample - value) ** 2 for sample in samples) / (n - 1))
+    half = t_quantile(n - 1) * deviation / math.sqrt(n)
+    return Estimate(value, value - half, value + half, n, unit)
+
+
+def paired(
+    mine: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], *, ratio: bool
+) -> Estimate | None:
+    """Round -> its runs, of a variant and of its baseline: the ratio or the difference of run i to run i. None = no run
+    in common, or a ratio of what is not positive."""
+    common = [number for number in mine if number in theirs]
+    pairs = [list(zip(mine[number], theirs[number], strict=True)) for number in common]
+    if not any(pairs) or (ratio and any(a <= 0 or b <= 0 for runs in pairs for a, b in runs)):
+        return None
+    changes = [[math.log(a / b) if ratio else a - b for a, b in runs] for runs in pairs if runs]
+    if len(changes) > 1:
+        found = mean([math.fsum(runs) / len(runs) for runs in changes], "rounds")
+    else:
+        found = mean(changes[0], "runs" if len(changes[0]) > 1 else "rounds")
+    if not ratio:
+        return found
+    low, high = (None if edge is None else math.exp(edge) for edge in (found.low, found.high))
+    return Estimate(math.exp(found.value), low, high, found.samples, found.unit)
+
+
+def t_within(t: float, df: int) -> float:
+    """P(|T| <= t) of Student's t with a whole number of degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    theta = math.atan2(t, math.sqrt(df))
+    cos2 = math.cos(theta) ** 2
+    odd = df % 2
+    # Both are sums of powers of cos(theta), each term the one before times cos^2 and k / (k + 1).
+    term, total = (math.cos(theta), 0.0) if odd else (1.0, 0.0)
+    for k in range(1 + odd, df, 2):
+        total += term
+        term *= cos2 * k / (k + 1)
+    within = math.sin(theta) * total
+    return 2 / math.pi * (theta + within) if odd else within
+
+
+def t_quantile(df: int, confidence: float = CONFIDENCE) -> float:
+    """Where |T| lies below with that probability."""
+    low, high = 0.0, 1.0
+    while t_within(high, df) < confidence:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_within(middle, df) < confidence else (low, middle)
+    return high
+
+
+def turns(variants: int, number: int) -> list[int]:
+    """The order of a round: a row of a Williams square (Williams 1949). Over as many rounds as variants each takes
+    every place once, and each comes equally often right after every other (over twice as many, for an odd number).
+    Round 0 begins with variant 0."""
+    row = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(variants)]
+    turned = [(place + number) % variants for place in row]
+    return turned[::-1] if variants % 2 and (number // variants) % 2 else turned

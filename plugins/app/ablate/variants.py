@@ -1,0 +1,207 @@
+"""From `vary` or `ladder` to compositions: which variants there are, and what each is compared with."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+
+from dovetail.core.compose import KINDS, Composition, compose
+from dovetail.core.compose.wording import show
+from dovetail.core.errors import ConfigError, PluginError
+from dovetail.plugins.app.ablate.config import AblateConfig, Value
+
+Words = tuple[str, ...]
+Unfit = Callable[[str, Composition], str | None]
+"""(name, composition) -> why this host cannot run it, or None."""
+
+SHARED = {
+    "app": "each variant is measured as app=bench does",
+    "ablate": "the options of this app hold for all variants",
+    "bench": "set the option of that name of app=ablate, for all variants",
+    "workload": "variants are compared on the same requests; choose them once, by workload=<name>",
+}
+"""Roots of keys that cannot vary, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    name: str
+    changes: Words
+    """What it changes in the composition as given; of a step, in the step before."""
+    composition: Composition
+    """As app=bench has it."""
+    baselines: tuple[str, ...] = ()
+    """Names of those that it is compared with, the nearest first."""
+    skipped: str | None = None
+    """Why this host cannot run it."""
+
+
+@dataclass(slots=True)
+class _Mistakes:
+    found: list[str] = field(default_factory=list)
+
+    def compose(self, name: str, words: Sequence[str], like: Composition) -> Composition | None:
+        try:
+            return compose(words, app="bench", registry=like.registry, config_dirs=like.config_dirs)
+        except (ConfigError, PluginError) as error:
+            self.found.append(f"{name}: {error}")
+            return None
+
+    def raise_all(self) -> None:
+        if self.found:
+            raise one_error(self.found)
+
+
+def one_error(mistakes: Sequence[str]) -> ConfigError:
+    told = [text.replace("\n", "\n    ") for text in dict.fromkeys(mistakes)]
+    if len(told) == 1:
+        return ConfigError(told[0])
+    return ConfigError(f"{len(told)} mistakes in the variants:\n" + "\n".join(f"  - {text}" for text in told))
+
+
+def make(config: AblateConfig, composition: Composition, unfit: Unfit = lambda name, one: None) -> list[Variant]:
+    """Every variant, the baseline of all first. Raises one ConfigError with every mistake."""
+    if config.ladder:
+        return _steps(config.ladder, composition, unfit)
+    if config.vary:
+        found = _combinations(config, composition)
+        return [replace(variant, skipped=unfit(variant.name, variant.composition)) for variant in found]
+    raise ConfigError(
+        "app=ablate needs something to try: 'ablate.vary={kv_cache:[paged,radix]}' compares values, "
+        "`app=ladder` climbs the built-in ladder"
+    )
+
+
+# Values.
+
+
+def _combinations(config: AblateConfig, composition: Composition) -> list[Variant]:
+    mistakes, given = _Mistakes(), _given(composition)
+    for key, values in config.vary.items():
+        if reason := _cannot_vary(key):
+            mistakes.found.append(reason)
+            continue
+        if twice := [value for i, value in enumerate(values) if _is_in(value, values[:i])]:
+            mistakes.found.append(f"ablate.vary: {key} has {show(twice[0])} twice")
+        # One at a time: what is wrong with a value alone is said once, not in every combination.
+        for value in values:
+            mistakes.compose(f"{key}={show(value)}", merged(given, [word(key, value)]), composition)
+    mistakes.raise_all()
+    base = compose(given, app="bench", registry=composition.registry, config_dirs=composition.config_dirs)
+    found: list[Variant] = []
+    for chosen in _chosen(config):
+        words = [word(key, value) for key, value in chosen.items()]
+        name = ", ".join(f"{key}={show(value)}" for key, value in chosen.items())
+        made = mistakes.compose(name, merged(given, words), composition)
+        if made is None or _same(made, base):
+            continue
+        if same := next((other for other in found if _same(other.composition, made)), None):
+            mistakes.found.append(f"{name}: composes to the same as {same.name}")
+        found.append(Variant(name, tuple(words), made))
+    mistakes.raise_all()
+    name = ", ".join(f"{key}={_value_of(key, base)}" for key in config.vary)
+    if not found:
+        raise ConfigError(f"ablate.vary: every value is that of the baseline ({name}), so there is nothing to compare")
+    if any(variant.name == name for variant in found):
+        name = f"as given, {name}"  # a preset's variant of a part goes by the part's name
+    return [Variant(name, (), base), *(replace(variant, baselines=(name,)) for variant in found)]
+
+
+def _chosen(config: AblateConfig) -> Iterator[dict[str, Value]]:
+    if config.design == "one_at_a_time":
+        return ({key: value} for key, values in config.vary.items() for value in values)
+    return (dict(zip(config.vary, values, strict=True)) for values in itertools.product(*config.vary.values()))
+
+
+def _cannot_vary(key: str) -> str:
+    if not re.fullmatch(r"[\w@./]+", key):
+        return f"ablate.vary: `{key}` is neither a kind nor a dotted option, such as kv_cache or engine.page_size"
+    root = key.split(".")[0]
+    return f"ablate.vary: `{key}` cannot vary: {SHARED[root]}" if root in SHARED else ""
+
+
+def _is_in(value: Value, values: Sequence[Value]) -> bool:
+    return any(value == other and type(value) is type(other) for other in values)
+
+
+def _value_of(key: str, base: Composition) -> str:
+    """As the composition has it; a kind by the name that chose it, which may be a variant's."""
+    chosen = [text.partition("=")[2] for text in base.overrides if key_of(text) == key]
+    if chosen:
+        return chosen[-1]
+    if key in KINDS and KINDS[key].cardinality == "one":
+        return base.part(key).name
+    node: Any = yaml.safe_load(base.to_yaml())
+    for name in key.split("."):
+        node = node.get(name, "as given") if isinstance(node, Mapping) else "as given"
+    return show(node) if not isinstance(node, Mapping) else "as given"
+
+
+# A ladder.
+
+
+def _steps(ladder: Mapping[str, Words], composition: Composition, unfit: Unfit) -> list[Variant]:
+    """What cannot run here is skipped, and the next step builds on the last that can."""
+    mistakes, words = _Mistakes(), _given(composition)
+    found: list[Variant] = []
+    for name, step in ladder.items():
+        if refused := [f"`{text}` in a step: {SHARED[root]}" for text in step if (root := _root(text)) in SHARED]:
+            mistakes.found += [f"{name}: {reason}" for reason in refused]
+            continue
+        mine = merged(words, step)
+        made = mistakes.compose(name, mine, composition)
+        if made is None:
+            continue
+        climbed = [variant for variant in found if variant.skipped is None]
+        if climbed and _same(climbed[-1].composition, made):
+            mistakes.found.append(f"{name}: changes nothing in the step before it, {climbed[-1].name}")
+        before = tuple(dict.fromkeys(variant.name for variant in (climbed[-1:] + climbed[:1])))
+        found.append(Variant(name, step, made, before, unfit(name, made)))
+        if found[-1].skipped is None:
+            words = list(mine)
+    mistakes.raise_all()
+    if len(found) == 1:
+        raise ConfigError("ablate.ladder has one step, and there is nothing to compare it with")
+    return found
+
+
+# Words.
+
+
+def _given(composition: Composition) -> list[str]:
+    """The command line without what is this app's own."""
+    return [text for text in composition.overrides if _root(text) not in ("app", "ablate")]
+
+
+def _root(text: str) -> str:
+    return key_of(text).split(".")[0]
+
+
+def key_of(text: str) -> str:
+    return text.partition("=")[0].lstrip("+~")
+
+
+def merged(words: Sequence[str], more: Sequence[str]) -> list[str]:
+    """`more` takes the place of whatever set the same keys."""
+    keys = {key_of(text) for text in more}
+    return [*(text for text in words if key_of(text) not in keys), *more]
+
+
+def word(key: str, value: Value) -> str:
+    """An override; a text is quoted where it would be read as something else."""
+    if isinstance(value, str) and (
+        not re.fullmatch(r"[A-Za-z_/][\w./:@-]*", value) or value.lower() in ("true", "false", "null", "nan", "inf")
+    ):
+        # A backslash is one, except in front of a quote.
+        escaped = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + m[2].replace('"', '\\"'), value)
+        return f'{key}="{escaped}"'
+    return f"{'+' if key == 'preset' else ''}{key}={show(value)}"
+
+
+def _same(one: Composition, other: Composition) -> bool:
+    return one.to_yaml() == other.to_yaml()

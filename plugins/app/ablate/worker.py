@@ -1,0 +1,132 @@
+"""The processes of an ablation: one looks at the host for all variants, the others each measure one start of one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
+from dovetail.core.interfaces import Workload
+from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.process import enter, recompose, report
+from dovetail.plugins.app.ablate.config import QualityConfig
+from dovetail.plugins.app.ablate.probe import plan, probe
+from dovetail.plugins.app.bench.config import RunsConfig
+from dovetail.plugins.app.bench.runs import Runs, hash_of
+from dovetail.plugins.app.bench.target import OnDone
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+TELL_SECONDS = 0.5
+"""Between two words of progress, each of which costs the run a few microseconds."""
+
+
+def check(control_fd: int, parent: int) -> None:
+    """Entry. Answers whether this host can run a composition, and which requests it would get, until nobody asks."""
+    _serve(control_fd, parent, _check)
+
+
+def measure(control_fd: int, parent: int) -> None:
+    """Entry. One start of one variant: its runs, and what it answers for quality."""
+    _serve(control_fd, parent, _measure)
+
+
+def _serve(control_fd: int, parent: int, work: Callable[[Mapping[str, Any], Channel], dict[str, Any]]) -> None:
+    control = enter(control_fd, parent)
+    # Ctrl-C comes as a signal from the parent, whatever this process inherited: a background job ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while True:
+            order, _ = control.recv()
+            control.send({"op": "result", "value": work(order, control)})
+    except ChannelClosed:
+        return
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException as error:
+        report(control, error)
+        sys.exit(1)
+
+
+def _check(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
+    from dovetail.core.engine.fit import check_fit
+    from dovetail.core.serving.replicas import replica_compositions
+    from dovetail.plugins.app.bench.record import machine
+
+    if order.get("machine"):
+        return machine()
+    try:
+        composition = recompose(order)
+        for replica in replica_compositions(composition):
+            check_fit(replica)
+        runs = _runs(composition, order, control)
+        name, workload = order["workload"], composition.part("workload").build()
+        runs.check(name, workload)
+        requests = [hash_of(runs.requests(name, workload, 1, rate)) for rate in workload.rates()]
+        quality = plan(QualityConfig(**order["ask"]), runs.target, runs, name, workload)
+    except CapabilityError as error:
+        return {"unfit": "; ".join(error.conflicts)}
+    except CapacityError as error:
+        return {"unfit": str(error)}
+    except DovetailError as error:
+        return {"mistake": str(error)}
+    return {"requests": requests, "quality": quality}
+
+
+def _measure(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
+    composition = recompose(order)
+    runs = _runs(composition, order, control)
+    target: Any = runs.target
+    with closing(target):
+        startup = target.start(_teller(control))
+        name, workload = order["workload"], composition.part("workload").build()
+        loads = [_load(runs, name, workload, rate, order["first"]) for rate in workload.rates()]
+        answers = None
+        if order["quality"] is not None and _computes(composition):
+            control.send({"op": "phase", "name": "quality", "share": None})
+            answers = probe(target.engine, order["quality"], composition.engine.seed)
+    return {"startup": startup, "loads": loads, "quality": answers}
+
+
+def _runs(composition: Composition, order: Mapping[str, Any], control: Channel) -> Runs:
+    from dovetail.plugins.app.bench.inprocess import EngineTarget
+
+    tell = _teller(control)
+
+    @contextmanager
+    def bar(title: str, requests: int) -> Iterator[OnDone]:
+        tell(title, 0.0)
+        yield lambda done: tell(title, done / requests)
+
+    return Runs(RunsConfig(**order["config"]), EngineTarget(composition), bar, lambda text: None)
+
+
+def _load(runs: Runs, name: str, workload: Workload, rate: float | None, first: int) -> dict[str, Any]:
+    found, _ = runs.measure(name, workload, rate, first=first)
+    return {"rate": rate, "runs": found}
+
+
+def _computes(composition: Composition) -> bool:
+    """A simulated device answers nothing that could be compared."""
+    from dovetail.core.engine.host import detect_host
+
+    host = detect_host(composition.engine.device)
+    return bool(composition.part("executor").capabilities(host).provides.get("holds_weights", True))
+
+
+def _teller(control: Channel) -> Callable[[str, float | None], None]:
+    last, last_name = 0.0, ""
+
+    def tell(name: str, share: float | None) -> None:
+        nonlocal last, last_name
+        now = time.monotonic()
+        if name != last_name or now - last >= TELL_SECONDS:
+            last, last_name = now, name
+            control.send({"op": "phase", "name": name, "share": share})
+
+    return tell

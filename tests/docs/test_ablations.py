@@ -1,0 +1,37 @@
+"""Variants of the commands that are only composed, since they take minutes or GPUs: each of them composes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dovetail.core.compose import compose
+from dovetail.core.errors import ConfigError
+from dovetail.plugins.app.ablate.variants import make
+
+from .commands import Command, blocks, commands
+
+COMMANDS = [c for c in commands() if c.line.startswith("python run.py") and ("ablat" in c.line or "ladder" in c.line)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.line)
+def test_variants_compose(command: Command, tmp_path: Path) -> None:
+    for block in blocks("yaml"):
+        if block.page == command.page:
+            file = tmp_path / str(block.file)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text.partition("\n")[2], encoding="utf-8")
+    words = [word for word in command.argv if word not in ("--cfg", "job", "--config-dir", "my_conf")]
+    folders = [str(tmp_path / "my_conf")] if "my_conf" in command.argv else []
+    try:
+        composition = compose(words, config_dirs=folders)
+        found = make(composition.app_part.config, composition)  # type: ignore[arg-type]
+    except ConfigError as error:
+        assert command.exit_code == 2, error
+    else:
+        assert len(found) > 1 and command.exit_code == 0
+
+
+def test_there_are_such_commands() -> None:
+    assert len(COMMANDS) >= 9

@@ -1,0 +1,206 @@
+"""The app `ablate`: end to end on the CPU once, and around processes that a test plays."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.core.compose import compose
+from dovetail.core.compose.cli import main
+from dovetail.core.parallel.process import order_for
+from dovetail.plugins.app.ablate import app as app_module
+from dovetail.plugins.app.ablate import host as host_module
+from dovetail.plugins.app.ablate.children import Child, Failure, Phase
+
+CPU = ("engine.device=cpu", "engine.max_len=64", "engine.kv_pages=32", "engine.max_seqs=4")
+SMALL = ("workload.requests=3", "workload.prompt_tokens=20", "workload.output_tokens=6", "ablate.warmup=1")
+QUICK = ("ablate.quality.prompts=2", "ablate.quality.tokens=6")
+
+
+def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One step cannot run here and is skipped; the next one, which changes numbers, builds on the first."""
+    out = tmp_path / "ladder.json"
+    steps = 'ablate.ladder={plain:["kv_cache=paged"],on a gpu:["attention=triton"],eight bits:["quant=int8"]}'
+    files = (f"ablate.out={out}", f"ablate.plot={tmp_path / 'ladder.svg'}")
+    assert main(["app=ablate", steps, *CPU, *SMALL, *QUICK, "ablate.rounds=1", "ablate.runs=2", *files]) == 0
+    result = json.loads(out.read_text())
+    plain, skipped, eight = result["variants"]
+    assert result["schema"] == "dovetail.ablate/1" and not result["interrupted"]
+    assert (
+        result["versions"]["torch"] and result["machine"]["gpus"] == [] and result["config"]["engine"]["max_len"] == 64
+    )
+    assert "requires host with device cuda" in skipped["skipped"] and skipped["starts"] == []
+    assert "attention=triton" not in eight["overrides"] and eight["baselines"] == ["plain"]
+    (runs,), (others,) = ([start["loads"][0]["runs"] for start in one["starts"]] for one in (plain, eight))
+    assert [run["failed"] for run in runs + others] == [0] * 4
+    hashes = [run["requests_hash"] for run in runs]
+    assert hashes == [run["requests_hash"] for run in others] and len(set(hashes)) == 2, "paired, and each of its own"
+    (one,) = result["comparisons"]
+    assert (one["variant"], one["baseline"]) == ("eight bits", "plain")
+    speed = one["changes"]["output_tokens_per_s"]
+    assert speed["samples"] == 2 and speed["unit"] == "runs" and speed["low"] < speed["value"] < speed["high"]
+    assert one["changes"]["startup_s"]["low"] is None, "one start, no interval"
+    assert [len(ids) - start for ids, start in result["quality"]["windows"]] == [6, 6]
+    nll = plain["quality"]["nll"]
+    assert len(nll) == 2 and all(len(row) == 6 and min(row) >= 0 for row in nll)
+    assert 0 < abs(one["quality"]["nll_change"]["value"]) < 1, "int8 is not the same model, and nearly"
+    assert 0.5 < one["quality"]["top1_agreement"] <= 1
+    assert "<svg" in (tmp_path / "ladder.svg").read_text()
+    told = capfd.readouterr().out
+    assert "on a gpu was skipped" in told and "one round: intervals are over its runs" in told and "NLL change" in told
+
+
+class Played(Child):
+    """A process that a test plays: variants by their KV cache, and what each start says."""
+
+    said: list[tuple[str, int]] = []
+    tricks: dict[tuple[str, int], Any] = {}
+    """(KV cache, round) -> an exception that the start raises, or figures in place of a run's."""
+    closed = 0
+
+    def __init__(self, entry: str) -> None:
+        self.entry = entry
+
+    def ask(self, order: Mapping[str, Any], phase: Phase = lambda name, share: None) -> dict[str, Any]:
+        if order.get("machine"):
+            return {"gpus": [], "cpu": "played", "cores": 2, "cuda": None}
+        kv = compose(order["overrides"]).part("kv_cache").name
+        if self.entry == "check":
+            return {"requests": ["same"], "quality": None, **self.tricks.get((kv, -1), {})}
+        number = order["first"] // 2
+        self.said.append((kv, number))
+        phase("load weights", 0.5)
+        trick = self.tricks.get((kv, number), {})
+        if isinstance(trick, BaseException):
+            raise trick
+        speed = {"prefix_hash": 10.0, "paged": 20.0, "radix": 40.0}[kv] * (1 + number)
+        runs = [
+            {"output_tokens_per_s": speed, "requests": 3, "failed": 0, "requests_hash": f"{order['first'] + i}"} | trick
+            for i in range(2)
+        ]
+        startup = {"startup_s": 1.0, "device": "played"}
+        return {"startup": startup, "loads": [{"rate": None, "runs": runs}], "quality": None}
+
+    def close(self) -> None:
+        Played.closed += 1
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> type[Played]:
+    monkeypatch.setattr(app_module, "Child", Played)
+    monkeypatch.setattr(host_module, "Child", Played)
+    Played.said, Played.tricks, Played.closed = [], {}, 0
+    return Played
+
+
+VARY = ("app=ablate", "ablate.vary={kv_cache:[paged,radix]}", "ablate.rounds=3", "ablate.runs=2")
+
+
+def ablate(tmp_path: Path, code: int, *overrides: str) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    assert main([*VARY, *overrides, f"ablate.out={out}"]) == code
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+def test_rounds_and_turns(played: type[Played], tmp_path: Path) -> None:
+    result = ablate(tmp_path, 0)
+    orders = [[kv for kv, number in played.said if number == n] for n in range(3)]
+    assert all(sorted(order) == ["paged", "prefix_hash", "radix"] for order in orders)
+    assert len({tuple(order) for order in orders}) == 3 and orders[0][0] == "prefix_hash"
+    paged, radix = (one["changes"]["output_tokens_per_s"] for one in result["comparisons"])
+    assert (paged["value"], paged["low"], paged["high"]) == pytest.approx((2.0, 2.0, 2.0)), "rounds are paired"
+    assert (radix["value"], radix["samples"], radix["unit"]) == (pytest.approx(4.0), 3, "rounds")
+    assert played.closed == 1 + 9, "each process is closed before the next"
+
+
+def test_one_that_fails_is_told_and_the_others_go_on(
+    played: type[Played], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played.tricks["paged", 1] = Failure("its process was ended by SIGKILL and said last:\n[out of memory]")
+    result = ablate(tmp_path, 1)
+    assert [len(one["starts"]) for one in result["variants"]] == [3, 1, 3]
+    assert result["variants"][1]["failure"] == {"round": 1, "reason": str(played.tricks["paged", 1])}
+    assert played.said.count(("paged", 2)) == 0, "it is not tried again"
+    told = capsys.readouterr().out
+    assert "kv_cache=paged failed in round 2" in told and "[out of memory]" in told
+
+
+@pytest.mark.parametrize(
+    ("trick", "words"),
+    [
+        ({"failed": 2, "failures": ["no pages"]}, "2 of 3 requests failed: no pages"),
+        ({"requests_hash": "others"}, "its requests were not those of the other variants"),
+        ({"prefix_cache_kept": True}, "prefix cache could not be emptied"),
+    ],
+)
+def test_figures_that_cannot_be_compared_are_none(
+    trick: dict[str, Any], words: str, played: type[Played], tmp_path: Path
+) -> None:
+    played.tricks["radix", 0] = trick
+    result = ablate(tmp_path, 1)
+    assert words in result["variants"][2]["failure"]["reason"] and result["variants"][2]["starts"] == []
+    assert [one["variant"] for one in result["comparisons"]] == ["kv_cache=paged"]
+
+
+def test_ctrl_c_keeps_what_was_measured(
+    played: type[Played], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played.tricks["radix", 1] = KeyboardInterrupt()
+    result = ablate(tmp_path, 130, f"ablate.plot={tmp_path / 'x.svg'}")
+    assert result["interrupted"] and all(one["starts"] for one in result["variants"])
+    assert "interrupted" in capsys.readouterr().out and (tmp_path / "x.svg").exists()
+    assert played.closed == 1 + len(played.said)
+
+
+def test_mistakes_that_only_the_host_can_find(played: type[Played], capsys: pytest.CaptureFixture[str]) -> None:
+    played.tricks["paged", -1] = {"requests": ["others"]}
+    played.tricks["radix", -1] = {"mistake": "no such folder"}
+    assert main(list(VARY)) == 2
+    told = capsys.readouterr().err
+    assert "kv_cache=paged: it would get other requests than the baseline" in told
+    assert "kv_cache=radix: no such folder" in told and played.said == []
+    played.tricks.update({(kv, -1): {"mistake": "no such text"} for kv in ("prefix_hash", "paged", "radix")})
+    assert main(list(VARY)) == 2
+    assert capsys.readouterr().err == "dovetail: no such text\n", "what is wrong with all of them is said once"
+    played.tricks.clear()
+    played.tricks["paged", -1] = played.tricks["radix", -1] = {"unfit": "needs a GPU", "requests": None}
+    assert main(list(VARY)) == 2, "with nothing to compare"
+    assert "kv_cache=radix: needs a GPU" in capsys.readouterr().err
+
+
+# Processes.
+
+
+def test_a_process_that_dies_leaves_its_last_words() -> None:
+    child = Child("check")
+    child._popen.send_signal(signal.SIGSTOP)  # it has not answered when it dies
+    child._popen.send_signal(signal.SIGKILL)
+    with pytest.raises(Failure, match="its process was ended by SIGKILL, and said nothing"):
+        child.ask({"machine": True})
+    child.close()
+    child = Child("nonsense")
+    with pytest.raises(Failure, match=r"(?s)ended with exit status 1 and said last:.*has no attribute 'nonsense'"):
+        child.ask({})
+    child.close()
+
+
+def test_ctrl_c_ends_a_process_that_is_at_work() -> None:
+    words = ["app=bench", *CPU, "workload.requests=2000", "workload.prompt_tokens=20", "workload.output_tokens=40"]
+    config = {"runs": 1, "warmup": 0}
+    order = order_for(compose(words)) | {"workload": "fixed", "config": config, "first": 0, "quality": None}
+    child = Child("measure")
+
+    def phase(name: str, share: float | None) -> None:
+        if "run 1" in name:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        child.ask(order, phase)
+    assert child._popen.poll() is None
+    child.close()
+    assert child._popen.returncode == 130 and not child._reader.is_alive()
