@@ -283,6 +283,8 @@ DECODE += [
         (16, 4, 3), (16, 4, 4), (16, 8, 2), (16, 8, 3), (32, 2, 3), (32, 2, 4), (32, 4, 2), (32, 4, 3), (64, 2, 2),
     )
 ]  # fmt: skip
+CUTS = ((1, 256), (3, 256), (4, 256), (1, 128), (2, 128), (2, 64), (2, 512), (2, 1024), (2, 2048))
+"""Programs a multiprocessor, and keys of a range at least: each range that is joined costs 0.2 us (NOTES)."""
 PREFILL = [
     Tile(m, n, warps, stages, 1, least=1024, tma=tma)
     for m, n, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2))
@@ -359,7 +361,7 @@ def tune(heads: Heads, pages: list[int], only: str) -> list[str]:
             except Exception as error:  # a tile that does not fit is no candidate
                 torch.cuda.synchronize()
                 print(f"  {tile}: {type(error).__name__}: {str(error)[:100]}")
-        for programs, least in ((1, 256), (3, 256), (4, 256), (1, 128), (2, 128), (2, 64)) if work.decode else ():
+        for programs, least in CUTS if work.decode else ():
             tile = replace(min(found, key=lambda pair: pair[0])[1], programs=programs, least=least)
             found.append((bench.us(bench.attend(Fixed(tile)), 7), tile))
         found.sort(key=lambda pair: pair[0])

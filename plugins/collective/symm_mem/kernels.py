@@ -66,7 +66,7 @@ def mailboxes(peers_ptr, rank, WORLD: tl.constexpr):
     found = ()
     for i in tl.static_range(WORLD):
         to = tl.load(peers_ptr + (rank + 1 + i) % WORLD).to(tl.pointer_type(tl.int32))
-        found = found + (tl.multiple_of(to, 16),)
+        found = found + (tl.multiple_of(to, 16),)  # type: ignore[assignment]
     return found
 
 
@@ -82,14 +82,13 @@ def send(words, place, inside, boxes):
 def deal(x_ptr, rank, part, share, size, inside, boxes, place):
     """Write to each rank its part of x, the words owner * share + part as far as they come before `size`. All are on
     their way from memory before the first is stored."""
-    WORLD: tl.constexpr = len(boxes)
     words = ()
-    for i in tl.static_range(WORLD):
-        theirs = (rank + 1 + i) % WORLD * share + part
+    for i in tl.static_range(len(boxes)):
+        theirs = (rank + 1 + i) % len(boxes) * share + part
         found = tl.load(x_ptr + theirs, mask=inside & (theirs < size), other=0)
         words = words + (tl.where(found == _EMPTY, 0, found),)
-    for i in tl.static_range(WORLD):
-        theirs = (rank + 1 + i) % WORLD * share + part
+    for i in tl.static_range(len(boxes)):
+        theirs = (rank + 1 + i) % len(boxes) * share + part
         tl.store(boxes[i] + place, words[i], mask=inside & (theirs < size))
 
 
