@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ import pytest
 
 from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
+from dovetail.core.interfaces import TimedRequest
 from dovetail.core.parallel.process import order_for
 from dovetail.plugins.app.ablate import app as app_module
 from dovetail.plugins.app.ablate import host as host_module
 from dovetail.plugins.app.ablate.children import Child, Failure, Phase
+from dovetail.plugins.app.ablate.worker import _load
+from dovetail.plugins.app.bench.config import RunsConfig
+from dovetail.plugins.app.bench.metrics import Timeline
+from dovetail.plugins.app.bench.runs import Runs
 
 CPU = ("engine.device=cpu", "engine.max_len=64", "engine.kv_pages=32", "engine.max_seqs=4")
 SMALL = ("workload.requests=3", "workload.prompt_tokens=20", "workload.output_tokens=6", "ablate.warmup=1")
@@ -171,6 +177,30 @@ def test_mistakes_that_only_the_host_can_find(played: type[Played], capsys: pyte
     played.tricks["paged", -1] = played.tricks["radix", -1] = {"unfit": "needs a GPU", "requests": None}
     assert main(list(VARY)) == 2, "with nothing to compare"
     assert "kv_cache=radix: needs a GPU" in capsys.readouterr().err
+
+
+def test_each_round_has_requests_of_its_own() -> None:
+    """Else a round would only say again what the one before it said, and intervals would be too narrow."""
+
+    class Target:
+        vocab, max_len, adapters, remembers = 1000, 64, None, False
+        composition = compose(["app=bench", *CPU])
+
+        def run(self, requests: Sequence[TimedRequest], done: Any) -> tuple[list[Timeline], dict[str, Any]]:
+            lines = [Timeline(0.0, len(request.prompt_ids), None) for request in requests]
+            for line in lines:
+                line.came(1.0, 1)
+            return lines, {}
+
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError("there is no text")
+
+    target: Any = Target()
+    runs = Runs(RunsConfig(runs=2, warmup=0), target, lambda title, count: nullcontext(lambda done: None), print)
+    workload = compose(["app=bench", "workload.requests=2", *CPU]).part("workload").build()
+    rounds = [_load(runs, "fixed", workload, None, first)["runs"] for first in (0, 2, 0)]
+    hashes = [[run["requests_hash"] for run in one] for one in rounds]
+    assert hashes[0] == hashes[2] and len({*hashes[0], *hashes[1]}) == 4
 
 
 # Processes.

@@ -433,6 +433,18 @@ def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
         assert spilled(kernel, tmp_path) == 0, name
 
 
+def test_parts_of_a_row_are_on_their_way_together():
+    """One after another, each would be a way to memory before the next; and so would be where the mailboxes lie."""
+    with compiled_for_hopper() as compiled:
+        x = cuda(64, 8192)
+        lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (FP8_TOKEN,), "two_shot")
+    ((_, kernel),) = compiled.kernels
+    before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
+    addresses, sent = re.findall(r"ld\.global\.b64", before), after[: after.index("st.global")]
+    assert len(addresses) == 8
+    assert len(re.findall(r"ld\.global", sent)) == 1 + 8, "the turn, and a part for each rank"
+
+
 def test_prompts_keep_scores_and_sums_in_registers(tmp_path):
     """Of the numbers that a program starts from one or two may be spilled, none that a loop has."""
     with compiled_for_hopper() as compiled:
