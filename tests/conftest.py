@@ -10,19 +10,52 @@ from pathlib import Path
 
 import pytest
 
+from .interpreter import quicken
+
 # Tests share a machine; torch's own thread pool in each worker would only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ignored in what a shell runs in the background, and children would inherit that: some tests press Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 
 
 CLOCKED = ("server", "tp", "contract/collective", "contract/executor", "unit/serving", "unit/executor", "unit/parallel")
 """Folders whose tests wait for other processes, which a machine that others use can hold up for longer than any
 deadline worth having. A failure there is tried once more, and both tries are reported."""
 
+FIRST = (
+    "docs/test_pages.py",
+    "unit/ops/test_compiled.py",
+    "server/test_faults.py",
+    "third_party/test_lighthouse.py",
+    "server/test_processes.py",
+    "tp/test_multiproc.py",
+    "docs/test_readme.py",
+    "server/test_limits.py",
+    "contract/executor/test_builtin.py",
+    "server/test_load.py",
+    "unit/benchmarks/test_compare.py",
+    "server/test_replicas.py",
+    "unit/ops/test_in_interpreter.py",
+    "server/test_hostile.py",
+    "numerics/test_perplexity.py",
+    "server/test_traces.py",
+    "contract/scheduler/test_builtin.py",
+    "server/test_adapters.py",
+    "invariance/test_same_tokens.py",
+    "server/test_embeddings.py",
+    "unit/engine/test_grammars.py",
+    "server/test_responses.py",
+)
+"""Files that take long: whoever begins one when the others have ended works alone. Servers wait most of their time, so
+that their tests stand between those that compute."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
+    first = {here / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))
     folders = [here / folder for folder in CLOCKED]
     for item in items:
         if any(folder in item.path.parents for folder in folders):

@@ -58,6 +58,8 @@ NOT_RUN = {
 
 FEW_TOKENS = "generate.max_tokens=4"
 """Added to commands that say nothing of the length of outputs."""
+FEW_PAGES = "engine.kv_pages=512"
+"""Added to commands that are run: a gigabyte of zeros takes as long as what they do. Scripts have the default."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Command:
         if (app == "app=generate" or measures) and "--cfg" not in before and not {"--help", "-h"} & set(before):
             told = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)
             before += [] if told else [FEW_TOKENS]
-            before += ["--cfg", "job"] if any(words in " ".join(before) for words in COMPOSED_ONLY) else []
+            before += ["--cfg", "job"] if any(words in " ".join(before) for words in COMPOSED_ONLY) else [FEW_PAGES]
         return before + after
 
     def _words(self) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,14 +39,30 @@ def commands() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("command", commands())
-def test_commands(command: str) -> None:
-    argv = shlex.split(command, comments=True)[1:]
+def given(command: str) -> list[str]:
+    """What follows `python run.py`, as the tests give it."""
+    argv = shlex.split(command, comments=True)[2:]
     if "model.path=/models/Llama-3-8B" in argv:
         argv = [a.replace("/models/Llama-3-8B", "pkg://dovetail.plugins.model.bundled/tiny") for a in argv]
     if "app=ablate" in argv:  # minutes; tests/unit/app/test_ablate.py and a page of the docs run smaller ones
         argv += ["--cfg", "job"]
-    out = run(argv, ROOT)
+    return argv
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By command, in one process; `python run.py` in one of its own is what CI begins with."""
+    jobs, results = (tmp_path_factory.mktemp("readme") / name for name in ("jobs.json", "results.json"))
+    work = [{"text": command, "argv": given(command), "env": {}, "cwd": str(ROOT)} for command in commands()]
+    jobs.write_text(json.dumps(work))
+    run([str(Path(__file__).with_name("driver.py")), str(jobs), str(results)], ROOT)
+    return dict(zip(commands(), json.loads(results.read_text()), strict=True))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands(results: dict[str, dict[str, Any]], command: str) -> None:
+    argv, out = given(command), results[command]["out"]
+    assert results[command]["code"] == 0, out
     if "app=plan" in argv:
         assert "fits" in out
     elif "app=plugins" in argv:
