@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from dovetail.core.errors import CapabilityError, CapacityError
@@ -20,8 +22,8 @@ def make_pools(groups: Iterable[KVGroup], num_pages: Mapping[int, int], device: 
     groups = tuple(groups)
     try:
         return {group.id: _make_pool(group, num_pages[group.id], device) for group in groups}
-    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA; a CPU allocation fails as a bare RuntimeError
-        if "memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError on CUDA, MemoryError on a CPU
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         needed = pool_bytes(groups, num_pages)
         raise CapacityError(
@@ -97,12 +99,15 @@ def apply_page_ops(
 
 
 def _make_pool(group: KVGroup, pages: int, device: torch.device) -> KVPool:
-    layers = len(group.layers)
-    planes = {
-        plane.name: torch.zeros(layers, pages + 1, group.page_tokens, *plane.shape, dtype=plane.dtype, device=device)
-        for plane in group.planes
-    }
-    return KVPool(group, planes)
+    shape = len(group.layers), pages + 1, group.page_tokens
+    return KVPool(group, {plane.name: _zeros((*shape, *plane.shape), plane.dtype, device) for plane in group.planes})
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy's zeros are pages that nobody has touched: no seconds at start for what most runs never fill.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _independent(ops: Iterable[PageOp]) -> Iterator[list[PageOp]]:

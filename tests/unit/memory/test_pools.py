@@ -55,6 +55,11 @@ def test_page_ops_equal_running_them_one_after_another(ops):
         assert torch.equal(host[id][name], host_plane)
 
 
+def test_pages_that_memory_has_no_addresses_for_are_refused():
+    with pytest.raises(CapacityError, match="the KV cache needs .* bytes and cpu refused them"):
+        make_pools(GROUPS, {0: 2**43, 3: 5}, CPU)
+
+
 def test_more_host_pages_than_memory_are_refused():
     with pytest.raises(CapacityError, match="host tier.*half of the free memory"):
         make_host_pools(GROUPS, {0: 10**12}, CPU)
