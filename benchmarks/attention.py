@@ -4,9 +4,10 @@ python benchmarks/attention.py [--tune] [--only "decode 64"] [--quick] [--heads 
     [--page 16,64]
 
 Times are medians over CUDA graph replays of several layers one after another, each with KV of its own, so that nothing
-is found in the L2 cache. Decode counts bytes of K and V; prefill counts products of visible pairs. sdpa gets dense
-tensors and no pages; attention=flashinfer is measured where its package is installed, planned once and not timed with
-its plans. --tune tries block sizes and prints the best.
+is found in the L2 cache (of a single row's few keys much is). Decode turns and writes the new keys, too, as a step
+does. It counts bytes of K and V; prefill counts products of visible pairs. Where there is a kernel for Hopper, the one
+for all GPUs stands beside it. sdpa gets dense tensors and no pages; attention=flashinfer is measured where its package
+is installed, planned once and not timed with its plans. --tune tries block sizes and prints the best.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from dovetail.core.interfaces import (
     KVGroup,
     KVPool,
     Plane,
+    Rope,
 )
+from dovetail.core.ops.kernels.launch import HOPPER
 from dovetail.plugins.attention.config import FlashInferConfig, TritonConfig
 from dovetail.plugins.attention.flashinfer.backend import FlashInfer
 from dovetail.plugins.attention.triton.backend import Triton
-from dovetail.plugins.attention.triton.tiles import PromptTile, Shape, Tile, Tiles, fit
+from dovetail.plugins.attention.triton.tiles import LANE_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit
 
 GPU = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -44,6 +47,8 @@ KV_BYTES = 1 << 30
 """Layers are added until their KV is more than this: many times the cache, and so much that the launch of a graph and
 the plan do not count."""
 
+CHAIN = 32
+"""Layers of a decode step, so that its plan hardly counts: some of them once more."""
 TOGETHER = ((16, 512), (8, 1024))
 """Rows and tokens of each, of steps that feed several prompts."""
 
@@ -86,7 +91,9 @@ class Fixed(Tiles):
     def __init__(self, tile: Tile) -> None:
         self.tile = tile
 
-    def decode(self, shape: Shape, tokens: int, scarce: bool) -> Tile:
+    def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
+        if isinstance(self.tile, DecodeTile):
+            return replace(self.tile, block_m=shape.group)
         return fit(self.tile, shape)
 
     def prefill(self, shape: Shape, tokens: int, rows: int) -> Tile:
@@ -124,18 +131,39 @@ class Bench:
         bounds = (work.length,) * work.rows
         self.host = HostBounds((work.count,) * work.rows, bounds, work.rows if work.decode else 0)
         self.q = torch.randn(total, heads.query, heads.dim, device=GPU, dtype=torch.bfloat16)
+        wide = (heads.query + 2 * heads.kv) * heads.dim
+        self.qkv = torch.randn(total if work.decode else 0, wide, device=GPU, dtype=torch.bfloat16)
+        self.rope = Rope(torch.randn(work.length, heads.dim, device=GPU))
         scale = 1.0 if dtype == torch.bfloat16 else 0.02
         self.layers = [
             AttentionLayer(i, 0, i, heads.query, heads.kv, heads.dim, heads.dim**-0.5, 0, scale, scale)
             for i in range(layers)
         ]
 
-    def attend(self, tiles: Tiles | None = None) -> Callable[[], torch.Tensor]:
-        backend = Triton(TritonConfig())
+    def attend(self, tiles: Tiles | None = None, gluon: bool = True) -> Callable[[], torch.Tensor]:
+        backend = self.triton(tiles, gluon)
+        return lambda: self.layer_by_layer(backend, self.plan(backend))
+
+    def triton(self, tiles: Tiles | None, gluon: bool) -> AttentionBackend:
+        backend = Triton(TritonConfig(gluon=gluon))
         if tiles is not None:
             backend.tiles = tiles
         backend.bind({0: self.pool})
-        return lambda: self.layer_by_layer(backend, self.plan(backend))
+        return backend
+
+    def step(self, tiles: Tiles | None = None, gluon: bool = True) -> float:
+        """Microseconds of a layer as a step has it: of decode rows with their new keys, which it writes."""
+        if not self.work.decode:
+            return self.us(self.attend(tiles, gluon))
+        backend, times = self.triton(tiles, gluon), -(-CHAIN // len(self.layers))
+
+        def run() -> torch.Tensor:
+            ctx = self.plan(backend)
+            for layer in self.layers * times:
+                out = backend.write_and_attend(layer, ctx, self.qkv, self.rope)[PLAIN].values
+            return out
+
+        return self.us(run) / times
 
     def flashinfer(self) -> Callable[[], torch.Tensor]:
         backend = FlashInfer(FlashInferConfig())
@@ -235,7 +263,7 @@ def works(pages: list[int], quick: bool) -> Iterator[Work]:
     for page in pages:
         for kv in ("bf16", "e4m3"):
             for rows in (1, 64, 256):
-                for length in (512, 4096, 32768):
+                for length in (640, 4096, 32768):
                     if not (quick and (length == 32768 or (rows, length) == (256, 4096))):
                         yield Work(f"decode {rows} x {length}", rows, 1, length, kv, page)
         for count, length in ((512, 512), (2048, 2048), (8192, 8192), (2048, 10240), (2048, 34816)):
@@ -248,13 +276,15 @@ def works(pages: list[int], quick: bool) -> Iterator[Work]:
 
 
 def compare(heads: Heads, pages: list[int], only: str, quick: bool) -> list[str]:
-    lines = []
+    lines, hopper = [], torch.cuda.get_device_capability() == HOPPER
     for work in (work for work in works(pages, quick) if only in label(work)):
         bench = Bench(work, heads)
         off = bench.error(bench.attend())
         assert off < 0.02, f"{work}: off by {off:.1e}"
-        us = bench.us(bench.attend())
+        us = bench.step()
         line = f"{work.name:24s} {work.kv:5s} page {work.page:3d} {us:9.1f} us {rate(work, heads, us)}  off {off:.0e}"
+        if hopper:
+            line += f"  for all GPUs {bench.step(gluon=False):9.1f} us"
         if work.page == pages[0] and work.kv == "bf16":
             if work.rows * work.length <= 64 * 4096 and (work.decode or work.count == work.length):
                 line += f"  sdpa {rate(work, heads, bench.us(bench.sdpa()))}"
@@ -281,6 +311,13 @@ DECODE += [
     Tile(8, n, lanes, stages, 2, pairs=True, lanes=lanes)
     for n, lanes, stages in (
         (16, 4, 3), (16, 4, 4), (16, 8, 2), (16, 8, 3), (32, 2, 3), (32, 2, 4), (32, 4, 2), (32, 4, 3), (64, 2, 2),
+    )
+]  # fmt: skip
+DECODE += [
+    DecodeTile(8, LANE_KEYS, warps, stages, 2, least=128, slabs=slabs, root=8)
+    for warps, stages, slabs in (
+        (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 3, 1), (4, 3, 2), (4, 4, 1), (8, 1, 1), (8, 2, 1), (8, 2, 2), (8, 3, 1),
+        (8, 4, 1),
     )
 ]  # fmt: skip
 CUTS = ((1, 256), (3, 256), (4, 256), (1, 128), (2, 128), (2, 64), (2, 512), (2, 1024), (2, 2048))
@@ -317,6 +354,8 @@ def describe(tile: Tile) -> str:
     reads = " tma" * tile.tma + " pairs" * tile.pairs + " lanes" * (tile.lanes > 0)
     if isinstance(tile, PromptTile):
         reads = " hopper" + " persistent" * tile.persistent
+    if isinstance(tile, DecodeTile):
+        reads = f" hopper {tile.slabs} slabs root {tile.root}"
     return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} p{tile.programs} least {tile.least}{reads}"
 
 
@@ -326,7 +365,7 @@ def compile_share(heads: Heads, pages: list[int], only: str, share: int, of: int
         bench = Bench(work, heads)
         for tile in tiles[share::of]:
             try:
-                bench.attend(Fixed(tile))()
+                bench.step(Fixed(tile))
             except Exception:  # the timed process reports it
                 torch.cuda.synchronize()
 
@@ -357,13 +396,13 @@ def tune(heads: Heads, pages: list[int], only: str) -> list[str]:
         found = []
         for tile in tiles:
             try:
-                found.append((bench.us(bench.attend(Fixed(tile)), 7), tile))
+                found.append((bench.step(Fixed(tile)), tile))
             except Exception as error:  # a tile that does not fit is no candidate
                 torch.cuda.synchronize()
                 print(f"  {tile}: {type(error).__name__}: {str(error)[:100]}")
         for programs, least in CUTS if work.decode else ():
             tile = replace(min(found, key=lambda pair: pair[0])[1], programs=programs, least=least)
-            found.append((bench.us(bench.attend(Fixed(tile)), 7), tile))
+            found.append((bench.step(Fixed(tile)), tile))
         found.sort(key=lambda pair: pair[0])
         for us, tile in found:
             print(f"  {label(work)}: {describe(tile):32s} {us:8.1f} us {rate(work, heads, us)}", flush=True)

@@ -28,7 +28,7 @@ from dovetail.core.memory.pools import make_pools
 from dovetail.core.testing.compiling import compiled_for_hopper
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
-from dovetail.plugins.attention.triton.tiles import Shape, Tile, fit
+from dovetail.plugins.attention.triton.tiles import DecodeTile, Shape, Tile, fit
 
 ROWS, LENGTH = 256, 1024
 REGISTERS, SHARED_BYTES, THREADS = 65536, 227 * 1024, 2048
@@ -111,7 +111,7 @@ def compile_tile(tile: Tile, heads: Heads, kv: str, page: int) -> Code:
         ctx = backend.plan_device(meta, host, backend.plan_host(host))
         qkv = cuda(ROWS, (heads.query + 2 * heads.kv) * heads.dim)
         backend.write_and_attend(layer, ctx, qkv, Rope(cuda(LENGTH, heads.dim, dtype=torch.float32)))
-    return read(next(kernel for name, kernel in compiled.kernels if name.endswith(":attend_items")))
+    return read(next(kernel for name, kernel in compiled.kernels if name.endswith((":attend_items", ":attend_decode"))))
 
 
 def main() -> None:
@@ -125,7 +125,8 @@ def main() -> None:
     for kv in ("bf16", "e4m3"):
         print(f"\n{kv:39s}registers  shared  programs  instructions/KiB  barriers/KiB")
         shape = Shape(heads.query // heads.kv, heads.dim, torch.bfloat16, DTYPES[kv], args.page)
-        for tile in dict.fromkeys(fit(tile, shape) for tile in DECODE):
+        fitting = (tile if isinstance(tile, DecodeTile) else fit(tile, shape) for tile in DECODE)
+        for tile in dict.fromkeys(fitting):
             code = compile_tile(tile, heads, kv, args.page)
             kib = 2 * tile.span * heads.dim * DTYPES[kv].itemsize / 1024
             print(

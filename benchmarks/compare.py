@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
             result["command"] = result["command"].replace(shlex.quote(f"{name}={value}"), f"{name}=...")
 
     def save(more: dict[str, Any]) -> None:
-        """After each part: what is measured survives whatever fails after it."""
+        """After each run: what is measured survives whatever fails after it."""
         result.update(more)
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -190,16 +190,20 @@ def main(argv: Sequence[str]) -> int:
         jobs = offline.make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
         servers = make_servers(args, composition, shared, folder) if over_time else ()
         if jobs:
-            save(compare_engines(args, composition, shared, jobs))
+            compare_engines(args, composition, shared, jobs, save)
         if servers:
             compare_servers(servers, over_time, args.rounds, folder, save)
     return 0
 
 
 def compare_engines(
-    args: argparse.Namespace, composition: Composition, shared: Shared, jobs: dict[str, list[offline.Job]]
-) -> dict[str, Any]:
-    """Workloads whose requests are all there at once. What the result says of them; the table is printed."""
+    args: argparse.Namespace,
+    composition: Composition,
+    shared: Shared,
+    jobs: dict[str, list[offline.Job]],
+    save: Callable[[dict[str, Any]], None],
+) -> None:
+    """Workloads whose requests are all there at once."""
     overrides = composition.overrides
     interleaved = args.order == "interleaved" or (args.order == "auto" and offline.both_fit(composition, jobs))
     if interleaved:
@@ -208,11 +212,17 @@ def compare_engines(
     offline.say("both engines take turns" if interleaved else "one engine after the other")
     ours = launch("dovetail", sys.executable, {"overrides": overrides}, {})
     peer = launch(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env))
-    measured, about = offline.measure(ours, peer, jobs, interleaved)
-    rows = offline.compared(measured, jobs, ours.name, peer.name)
-    print(offline.markdown(rows, ours.name, peer.name))
-    print("\n" + ", ".join(f"{said['engine']} started in {said['startup_s']:.1f} s" for said in about.values()))
-    return {"interleaved": interleaved, "engines": about, "comparisons": rows, "runs": offline.raw(measured)}
+    result: dict[str, Any] = {"interleaved": interleaved}
+
+    def after_each(measured: offline.Measured, about: dict[str, dict[str, Any]]) -> None:
+        rows = offline.compared(measured, jobs, ours.name, peer.name)
+        save(result | {"engines": about, "comparisons": rows, "runs": offline.raw(measured)})
+        result.update(engines=about, comparisons=rows)
+
+    offline.measure(ours, peer, jobs, interleaved, after_each)
+    print(offline.markdown(result["comparisons"], ours.name, peer.name))
+    started = (f"{said['engine']} started in {said['startup_s']:.1f} s" for said in result["engines"].values())
+    print("\n" + ", ".join(started))
 
 
 def launch(name: str, python: str, settings: dict[str, Any], env: dict[str, str]) -> offline.Launch:

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,11 +177,16 @@ Measured = dict[str, dict[str, list[tuple[Job, dict[str, Any]]]]]
 
 
 def measure(
-    ours: Launch, peer: Launch, jobs: dict[str, list[Job]], interleave: bool
-) -> tuple[Measured, dict[str, dict[str, Any]]]:
+    ours: Launch,
+    peer: Launch,
+    jobs: dict[str, list[Job]],
+    interleave: bool,
+    after_each: Callable[[Measured, dict[str, dict[str, Any]]], None],
+) -> None:
+    """`after_each` is told after every counted run what there is so far, and what the engines say of themselves."""
     groups = [[ours, peer]] if interleave else [[ours], [peer]]
     found: Measured = {engine.name: {workload: [] for workload in jobs} for engine in (ours, peer)}
-    about = {}
+    about: dict[str, dict[str, Any]] = {}
     for group in groups:
         with ExitStack() as stack:
             engines = [stack.enter_context(running(engine)) for engine in group]
@@ -194,7 +199,7 @@ def measure(
                         say(f"{what}: {told['seconds']:.3f} s")
                         if job.purpose != "warm-up":
                             found[engine.name][workload].append((job, told))
-    return found, about
+                            after_each(found, about)
 
 
 def say(line: str) -> None:
@@ -218,8 +223,12 @@ def figures(runs: Sequence[tuple[Job, dict[str, Any]]], requests: int, output_to
 
 
 def compared(measured: Measured, jobs: dict[str, list[Job]], ours: str, peer: str) -> list[dict[str, Any]]:
+    """Of workloads that both engines have had all runs of."""
     rows = []
     for workload, runs in jobs.items():
+        counted = sum(job.purpose != "warm-up" for job in runs)
+        if any(len(measured[name][workload]) < counted for name in (ours, peer)):
+            continue
         lines = runs[-1].path.read_text(encoding="utf-8").splitlines()
         requests, output = len(lines), json.loads(lines[0])["output_tokens"]
         prompt = len(json.loads(lines[0])["prompt_ids"])

@@ -13,8 +13,8 @@ class TritonConfig(Config):
     """Paged attention kernels of our own, for CUDA: grouped heads, windows, tree masks, FP8 pages."""
 
     gluon: bool = True
-    """Prompts on Hopper by a kernel in Gluon, which Triton calls experimental, with a warp of its own for fetching;
-    false: by the kernel for all GPUs."""
+    """On Hopper, prompts and rows of one token by kernels in Gluon, which Triton calls experimental: of prompts with a
+    warp of its own for fetching, of single tokens with keys on their way first. False: by the kernel for all GPUs."""
 
 
 class FlashInferConfig(Config):

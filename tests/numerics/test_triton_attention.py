@@ -59,8 +59,8 @@ class SmallTiles(Tiles):
     def __init__(self, programs: int = 64, tma: bool = False) -> None:
         self.programs, self.tma = programs, tma
 
-    def decode(self, shape, tokens, scarce):
-        tile = super().decode(shape, tokens, scarce)
+    def decode(self, shape, tokens, programs):
+        tile = super().decode(shape, tokens, programs)
         return replace(tile, block_n=16, programs=self.programs, least=16)
 
     def prefill(self, shape, tokens, rows):
@@ -70,8 +70,8 @@ class SmallTiles(Tiles):
 class WholeRows(SmallTiles):
     """No row is split."""
 
-    def decode(self, shape, tokens, scarce):
-        return replace(super().decode(shape, tokens, scarce), least=4096)
+    def decode(self, shape, tokens, programs):
+        return replace(super().decode(shape, tokens, programs), least=4096)
 
     def prefill(self, shape, tokens, rows):
         return replace(super().prefill(shape, tokens, rows), least=4096)
@@ -80,8 +80,8 @@ class WholeRows(SmallTiles):
 class LaneTiles(SmallTiles):
     """Every warp has keys of its own; some have none, or none that count."""
 
-    def decode(self, shape, tokens, scarce):
-        tile = super().decode(shape, tokens, scarce)
+    def decode(self, shape, tokens, programs):
+        tile = super().decode(shape, tokens, programs)
         rows = next_power_of_2(max(8, shape.group * tokens))
         return fit(replace(tile, block_m=rows, lanes=4, warps=4, pairs=rows <= 32), shape)
 

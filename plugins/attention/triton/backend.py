@@ -36,7 +36,7 @@ from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, plan_items
-from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, PromptTile, Shape, Tile, Tiles
+from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, EMPTY, DecodeTile, PromptTile, Shape, Tile, Tiles
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,10 @@ class Items:
     """int32, zero between launches: ranges of each tile that are done."""
     gathered: Gathered | None
     """Where the rows read their pages; None = where they are."""
+    first_pages: torch.Tensor
+    """int32 [W, pages of a DecodeTile's first blocks]"""
+    mail: torch.Tensor
+    """int32, EMPTY between launches: a DecodeTile's mailboxes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ class Triton(AttentionBackend):
         kv_dtype = self.pools[layer.group].planes["k"].dtype
         geometry = (layer.window, layer.heads, layer.kv_heads, layer.head_dim, q.dtype, kv_dtype)
         if geometry not in ctx.state:
-            hopper = self.config.gluon and ctx.meta.tree_mask_TW is None and _attends_prompts(q.device)
+            hopper = self.config.gluon and ctx.meta.tree_mask_TW is None and _has_hopper(q.device)
             ctx.state[geometry] = _make_plan(
                 self.tiles, geometry, ctx.meta, ctx.host, q.shape[0], partial(self._room_on, q.device), hopper
             )
@@ -174,6 +178,13 @@ class Triton(AttentionBackend):
 
             processors = _processors(q.device)
             attend(layer, q, k_from, v_from, table, tile, items.items, items.counts, out_TC, parts, lse, processors)
+            return
+        if isinstance(tile, DecodeTile):
+            from dovetail.plugins.attention.triton.hopper.launch import decode
+
+            rope, norm = (None, None) if writes is None else (writes.rope, writes.norm)
+            lists = (items.items, items.first_pages, items.mail)
+            decode(layer, q, k, v, table, tile, *lists, out_TC, writes is not None, rope, norm)
             return
         compute = torch.float16 if k_from.dtype in FLOAT8 and q.dtype.itemsize == 2 else q.dtype
         # The interpreter has no assembly.
@@ -242,8 +253,8 @@ def _make_plan(
     device = meta.kv_len_B.device
     launches: list[tuple[int, int, Tile, Gathered | None]] = []
     if decode:
-        scarce = decode * kv_heads < _processors(device)
-        launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]), scarce), None))
+        programs = decode * kv_heads / _processors(device)
+        launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]), programs), None))
     if decode < rows:
         gathered, bounds = None, host.bounds[decode:]
         fed = min(tokens - decode, sum(host.counts[decode:]))
@@ -264,28 +275,45 @@ def _make_plan(
         split = longest > (SHORT if plenty else tile.least)
         capacity = whole + target if split else whole
         items = torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device)
+        entries, grain, root, words = 0, 1, 0, 0
+        if isinstance(tile, DecodeTile):
+            grain, root = tile.grain(meta.page_tokens), tile.root
+            entries = tile.stages * tile.span // grain
+            words = capacity * kv_heads * tile.box_words(dim) if split else 0
+        first_pages = torch.empty(capacity * entries, dtype=torch.int32, device=device)
         plan_items[(count + 2,)](
             meta.row_start_B1,
             meta.kv_len_B,
             items,
+            meta.page_table_BP,
+            first_pages,
             first_row,
             count,
             tokens if last else 0,
             part_rows,
             target,
             tile.least if split else WHOLE,
+            root if split else 0,
             capacity,
             int(meta.tree_mask_TW is not None),
             window,
             queries,
             tile.span,
+            meta.page_table_BP.stride(0),
+            meta.page_tokens,
+            entries,
+            grain,
             ROWS=TOGETHER,
             BLOCK=64,
             num_warps=1,
         )
-        counts = torch.zeros(capacity * kv_heads, dtype=torch.int32, device=device)
-        lists.append(Items(tile, items, counts, gathered))
-        part_rows += capacity * queries if split else 0
+        if isinstance(tile, DecodeTile):
+            mail, counts = torch.full((words,), EMPTY, dtype=torch.int32, device=device), first_pages[:0]
+        else:
+            counts = torch.zeros(capacity * kv_heads, dtype=torch.int32, device=device)
+            mail = first_pages
+            part_rows += capacity * queries if split else 0
+        lists.append(Items(tile, items, counts, gathered, first_pages, mail))
     return Plan(tuple(lists), part_rows)
 
 
@@ -296,16 +324,16 @@ def _tensor_map(plane: torch.Tensor, rows: int) -> TensorDescriptor:
 
 
 @cache
-def _attends_prompts(device: torch.device) -> bool:
-    """Whether GPU and Triton have what the kernel for Hopper takes."""
+def _has_hopper(device: torch.device) -> bool:
+    """Whether GPU and Triton have what the kernels for Hopper take."""
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != HOPPER:
         return False
     try:
         from dovetail.plugins.attention.triton.hopper import launch  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning(
-            "attention=triton: prompts go to the kernel for all GPUs, about three quarters as fast: Triton %s has a "
-            "Gluon that the one for Hopper is not written for (%s)",
+            "attention=triton: prompts and single tokens go to the kernel for all GPUs, about three quarters as fast: "
+            "Triton %s has a Gluon that those for Hopper are not written for (%s)",
             triton.__version__,
             error,
         )

@@ -28,30 +28,38 @@ the tile's first item."""
 
 @triton.jit(
     do_not_specialize=[
-        *("first_row", "rows", "tokens", "first_part", "target", "least", "capacity", "tree", "window"),
-        *("queries", "block_n"),
+        *("first_row", "rows", "tokens", "first_part", "target", "least", "root", "capacity", "tree", "window"),
+        *("queries", "block_n", "table_stride", "page_tokens", "entries", "grain"),
     ]
 )
 def plan_items(
     row_start_ptr,
     kv_len_ptr,
     items_ptr,
+    table_ptr,
+    first_pages_ptr,
     first_row,
     rows,
     tokens,
     first_part,
     target,
     least,
+    root,
     capacity,
     tree,
     window,
     queries,
     block_n,
+    table_stride,
+    page_tokens,
+    entries,
+    grain,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Items of rows [first_row, first_row + rows), and of the tokens past the last row where `tokens`, the step's, are
-    not 0. `least` keys that no row has leave every row whole.
+    not 0. Ranges have `least` keys or more, and `root` for each unit of the longest row's cube root; `least` that no
+    row has leaves every row whole. Of an item's range `entries` pages are noted too, `grain` keys from one to the next.
 
     Program r < rows writes the items of one row, program `rows` those of the padding; the last one marks the unused.
     All is told by numbers, none by constants: a step of another shape needs no kernel of its own.
@@ -59,11 +67,14 @@ def plan_items(
     mine = tl.program_id(0)
     # 64 bits: up to 2 ** 17 tokens of 2 ** 17 keys.
     total = tl.zeros((), tl.int64)
+    longest = tl.full((), 1, tl.int32)
     for base in range(0, rows + 1, ROWS):
         _, _, _, work, tiles = _rows_to_plan(
             row_start_ptr, kv_len_ptr, first_row, rows, base, tokens, window, queries, block_n, ROWS
         )
         total += tl.sum(tiles.to(tl.int64) * work, axis=0)
+        longest = tl.maximum(longest, tl.max(work, axis=0))
+    least = tl.maximum(least, (root * tl.exp2(tl.log2(longest.to(tl.float32)) / 3)).to(tl.int32))
     chunk = tl.maximum(tl.cdiv(total, target).to(tl.int32), least)
     my_start, my_count, my_length, my_work, my_tiles, my_splits, my_first, placed = 0, 0, 0, 0, 0, 0, 0, 0
     for base in range(0, rows + 1, ROWS):
@@ -114,6 +125,18 @@ def plan_items(
         tl.store(to + 8, my_length, mask=ok)
         tl.store(to + 9, my_splits + tl.zeros((BLOCK,), tl.int32), mask=ok)
         tl.store(to + 10, my_first + index - place, mask=ok)
+
+    if mine < rows:
+        for i in range(0, my_items * entries, BLOCK):
+            entry = i + tl.arange(0, BLOCK)
+            index = entry // entries
+            ok = index < my_items
+            query = (my_tiles - 1 - index // my_splits) * queries
+            seen_from = tl.where(window > 0, tl.maximum(my_length - my_count + query - window + 1, 0), 0)
+            key = seen_from // block_n * block_n + index % my_splits * my_range + entry % entries * grain
+            at = table_ptr + (first_row + mine).to(tl.int64) * table_stride + key // page_tokens
+            page = tl.load(at, mask=ok & (key < my_length), other=0)
+            tl.store(first_pages_ptr + my_first * entries + entry, page, mask=ok)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,10 @@ DECODE_ROWS = 64
 GATHER, GATHER_16 = 256, 1024
 """Tokens of a prompt, on average, from which on its pages are gathered, and of 16 bits for a kernel that reads them
 nearly as well as they are: tiles then read each key often enough."""
+LANE_KEYS = 16
+"""Keys of a lane in a slab (DecodeTile)."""
+EMPTY = -1
+"""The word that stands in a mailbox of attend_decode where nothing has arrived: of float32, one of the NaNs."""
 SHORT_PROMPT = 768
 """Tokens of a prompt, on average, up to which blocks of 64 keys lose less beside the diagonal than those of 128."""
 
@@ -60,6 +65,29 @@ class PromptTile(Tile):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeTile(Tile):
+    """Of attend_decode (hopper/decode.py): rows of one token, each warp a lane with keys of its own."""
+
+    slabs: int = 1
+    """Of 16 keys of each lane, in a block."""
+    root: int = 0
+    """Keys of the shortest range for each unit of the longest row's cube root: longer ranges cost the row's time, more
+    of them the time in which its last one reads them."""
+
+    @property
+    def span(self) -> int:
+        return self.slabs * self.warps * LANE_KEYS
+
+    def grain(self, page_tokens: int) -> int:
+        """Keys, from a block's first one on, that surely share a page."""
+        return math.gcd(page_tokens, self.span)
+
+    def box_words(self, head_dim: int) -> int:
+        """What a range leaves in a mailbox: for each head a column of the output, and a logarithm."""
+        return (head_dim + 1) * (8 if self.block_m <= 8 else 16)
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What tiles are chosen by."""
 
@@ -70,7 +98,7 @@ class Shape:
     kv_dtype: torch.dtype
     page_tokens: int
     hopper: bool = False
-    """attend_prompts may serve it: the GPU and Triton can, and no tree masks keys."""
+    """attend_prompts and attend_decode may serve it: the GPU and Triton can, and no tree masks keys."""
 
     @property
     def padded_dim(self) -> int:
@@ -93,6 +121,18 @@ class Shape:
         )
 
     @property
+    def decodes(self) -> bool:
+        """attend_decode takes rows of one token: 16-bit queries, and lines of 128 bytes."""
+        return (
+            self.hopper
+            and self.dtype.itemsize == 2
+            and (self.kv_dtype == self.dtype or self.kv_dtype.itemsize == 1)
+            and self.head_dim in (64, 128)
+            and self.head_dim * self.kv_dtype.itemsize >= 128
+            and self.group <= 16
+        )
+
+    @property
     def reads_pairs(self) -> bool:
         """Words of two 8-bit values become float16."""
         return (
@@ -103,8 +143,18 @@ class Shape:
 class Tiles:
     """The table. Benchmarks put another one in its place."""
 
-    def decode(self, shape: Shape, tokens: int, scarce: bool) -> Tile:
-        """For rows of at most so many tokens; scarce: rows times kv heads are fewer than multiprocessors."""
+    def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
+        """For rows of at most so many tokens; programs: rows times kv heads for each multiprocessor."""
+        scarce = programs < 1
+        if tokens == 1 and shape.decodes:
+            wide = shape.kv_dtype.itemsize * shape.head_dim > 128
+            if wide and programs < 0.25:
+                return DecodeTile(shape.group, LANE_KEYS, 4, 2, 2, least=128, slabs=2, root=16)
+            if wide or programs <= 2:
+                # Three blocks of 32 KB on their way.
+                return DecodeTile(shape.group, LANE_KEYS, 4, 3, 2, least=128, slabs=1 if wide else 2, root=16)
+            # Of more programs than a multiprocessor has room for, several begin and end beside others.
+            return DecodeTile(shape.group, LANE_KEYS, 4, 2, 2, least=128, slabs=1, root=16)
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
         if shape.dtype.itemsize == 4:
             return fit(Tile(rows, 16, 4, 2, 2), shape)

@@ -123,6 +123,8 @@ def receive(
     total = tl.zeros((VALUES,), tl.float32)
     looks = tl.full((), 1, tl.int32)
     while looks > 0:
+        # Asked for first: behind the words, it would be asked for only when they have come.
+        going = going_on(stop_ptr, looks)
         total = tl.zeros((VALUES,), tl.float32)
         missing = tl.zeros_like(place)
         for source in tl.static_range(SOURCES):
@@ -130,7 +132,7 @@ def receive(
             missing = missing | (words == _EMPTY).to(tl.int32)
             total += widen(words, DTYPE)
         # Reduced over the program, so that all of its threads leave together.
-        looks = again(tl.max(missing * going_on(stop_ptr, looks), axis=0), looks)
+        looks = again(tl.max(missing * going, axis=0), looks)
     tl.debug_barrier()
     nothing = tl.full(place.shape, _EMPTY, tl.int32)
     for source in tl.static_range(SOURCES):
@@ -324,6 +326,7 @@ def choose(
     at = tl.full((BLOCK,), 2147483647, tl.int32)
     looks = tl.full((), 1, tl.int32)
     while looks > 0:
+        going = going_on(stop_ptr, looks)
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         at = tl.full((BLOCK,), 2147483647, tl.int32)
         missing = tl.zeros_like(place)
@@ -335,7 +338,7 @@ def choose(
             wins = (score > best) | ((score == best) & (candidate < at))
             best = tl.where(wins, score, best)
             at = tl.where(wins, candidate, at)
-        looks = again(tl.max(missing * going_on(stop_ptr, looks), axis=0), looks)
+        looks = again(tl.max(missing * going, axis=0), looks)
     tl.debug_barrier()
     nothing = tl.full((BLOCK,), _EMPTY, tl.int32)
     for source in tl.static_range(WORLD):

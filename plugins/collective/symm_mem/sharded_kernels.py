@@ -28,9 +28,9 @@ def take(mail_ptr, place, inside, stop_ptr):
     words = tl.zeros_like(place)
     looks = tl.full((), 1, tl.int32)
     while looks > 0:
+        going = going_on(stop_ptr, looks)
         words = tl.load(mail_ptr + place, mask=inside, other=0, volatile=True)
-        missing = (words == _EMPTY).to(tl.int32) * going_on(stop_ptr, looks)
-        looks = again(tl.max(missing, axis=0), looks)
+        looks = again(tl.max((words == _EMPTY).to(tl.int32) * going, axis=0), looks)
     tl.debug_barrier()
     tl.store(mail_ptr + place, tl.full(place.shape, _EMPTY, tl.int32), mask=inside)
     return words

@@ -275,6 +275,31 @@ def test_a_comparison(
     assert started.startswith("dovetail ") and "transformers " in started and "| `fixed` |" in table
 
 
+def test_what_was_measured_survives_an_engine_that_ends(
+    compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer's second workload fails: the first one is compared, and all of our runs are kept."""
+
+    @contextmanager
+    def running(launch: Any) -> Iterator[SimpleNamespace]:
+        def run(job: Any) -> dict[str, Any]:
+            if launch.name == "transformers" and job.workload == "batch64":
+                raise compare.offline.PeerError("transformers ended with exit code 9")
+            return {"seconds": 2.0 if job.purpose == "whole" else 1.0, "output_tokens": 7}
+
+        yield SimpleNamespace(name=launch.name, about={"engine": launch.name, "startup_s": 1.0}, run=run)
+
+    monkeypatch.setattr(compare.offline, "running", running)
+    out = tmp_path / "result.json"
+    options = ["transformers", "--workloads", "fixed,batch64", "--rounds", "1", "--order", "sequential"]
+    with pytest.raises(compare.offline.PeerError, match="exit code 9"):
+        compare.main([*options, "--out", str(out), "--", *TINY, *SMALL])
+    result = json.loads(out.read_text())
+    assert [row["workload"] for row in result["comparisons"]] == ["fixed"]
+    assert {name: len(runs) for name, runs in result["runs"].items()} == {"dovetail": 4, "transformers": 2}
+    assert set(result["engines"]) == {"dovetail", "transformers"} and result["interleaved"] is False
+
+
 def test_replicas_are_not_compared_with_one(compare: ModuleType, tmp_path: Path) -> None:
     """A peer would get the GPUs of one replica."""
     with pytest.raises(ConfigError, match=r"engine\.dp=2: .*benchmarks/layouts\.py"):

@@ -60,7 +60,7 @@ from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
 from dovetail.plugins.attention.config import TritonConfig
-from dovetail.plugins.attention.triton.backend import Triton, _attends_prompts
+from dovetail.plugins.attention.triton.backend import Triton, _has_hopper
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
@@ -201,7 +201,7 @@ class LaneTiles(Tiles):
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
 
-    def decode(self, shape: Shape, tokens: int, scarce: bool) -> Tile:
+    def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
         rows = triton.next_power_of_2(max(8, shape.group * tokens))
         return fit(Tile(rows, 16, self.lanes, 3, 2, lanes=self.lanes, pairs=True), shape)
 
@@ -249,10 +249,13 @@ def attention(
 
 def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     some = {
-        "decode": dict(host=DECODE),
-        "decode, e4m3": dict(host=DECODE, kv_dtype=E4M3),
-        "decode, window, head scales": dict(host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, page=64),
-        "decode, scarce": dict(host=SCARCE, norm=True),
+        "decode": dict(host=DECODE, gluon=False),
+        "decode, e4m3": dict(host=DECODE, kv_dtype=E4M3, gluon=False),
+        "decode, window, head scales": dict(host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, gluon=False),
+        "decode, scarce": dict(host=SCARCE, norm=True, gluon=False),
+        "single tokens": dict(host=DECODE, norm=True),
+        "single tokens, e4m3": dict(host=SCARCE, kv_dtype=E4M3, heads=(16, 1, 128)),
+        "single tokens, narrow heads": dict(host=SCARCE, heads=(8, 8, 64), rotary=32),
         "chunks": dict(host=CHUNKS, norm=True, gluon=False),
         "chunks, tensor maps": dict(host=CHUNKS, page=64, gluon=False),
         "long, tensor maps": dict(host=LONG, page=64, gluon=False),
@@ -458,6 +461,21 @@ def test_prompts_keep_scores_and_sums_in_registers(tmp_path):
         assert "wgmma" in kernel.asm["ptx"] and "cp.async.bulk.tensor" in kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_single_tokens_keep_their_sums_in_registers_and_ask_for_keys_before_they_turn_queries(kv_dtype, tmp_path):
+    with compiled_for_hopper() as compiled:
+        attention(SCARCE, kv_dtype=kv_dtype, page=32)
+    (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":attend_decode"))
+    assert spilled(kernel, tmp_path) <= 16
+    before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    assert "ld.global" not in before
+    assert after.index("cp.async.cg") < after.index("shfl"), "the new key's score, the first sum over a warp"
+    assert re.search(r"ldmatrix\S*\.trans", after), "values are transposed on their way to the matrix units"
+    # A thread asks for all that it reads of four ranges before it looks at any.
+    (look,) = re.findall(r"more:(.*?)setp", after, re.DOTALL)
+    assert look.count("ld.relaxed.gpu.global.v4") == 4 * (2 + 1), "two columns, and the logarithms of both"
+
+
 def test_prompts_beside_trees_and_where_gluon_is_refused_keep_the_kernel_for_all_gpus():
     tree = HostBounds((4,) * 16 + (448,), (4096,) * 17, 16)
     with compiled_for_hopper(machine_code=False) as compiled:
@@ -466,15 +484,15 @@ def test_prompts_beside_trees_and_where_gluon_is_refused_keep_the_kernel_for_all
         compiled.functions.clear()
         attention(tree, page=64, tree=True)
         attention(tree, page=64, gluon=False)
-    assert not any(name.endswith(":attend_prompts") for name in compiled.functions)
+    assert not any(name.endswith((":attend_prompts", ":attend_decode")) for name in compiled.functions)
 
 
 def test_a_gluon_that_lacks_what_is_imported_is_told(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "dovetail.plugins.attention.triton.hopper.launch", None)
     monkeypatch.delattr("dovetail.plugins.attention.triton.hopper.launch", raising=False)
     with compiled_for_hopper():
-        assert not _attends_prompts.__wrapped__(torch.device("cuda"))
-    assert "prompts go to the kernel for all GPUs" in caplog.text
+        assert not _has_hopper.__wrapped__(torch.device("cuda"))
+    assert "prompts and single tokens go to the kernel for all GPUs" in caplog.text
 
 
 def test_products_where_gluon_is_another_keep_the_kernel_for_all_gpus(monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Launch of `attend_prompts`."""
+"""Launches of `attend_prompts` and `attend_decode`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dovetail.core.interfaces import AttentionLayer
+from dovetail.core.interfaces import AttentionLayer, QKNorm, Rope
 from dovetail.core.ops.kernels.launch import dependent
+from dovetail.plugins.attention.triton.hopper.decode import attend_decode
 from dovetail.plugins.attention.triton.hopper.fetch import BOX, ROWS
 from dovetail.plugins.attention.triton.hopper.kernel import attend_prompts
-from dovetail.plugins.attention.triton.tiles import PromptTile
+from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile
 
 
 def attend(
@@ -55,6 +56,56 @@ def attend(
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
+        num_warps=tile.warps,
+        **dependent(q),
+    )
+
+
+def decode(
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table_BP: torch.Tensor,
+    tile: DecodeTile,
+    items: torch.Tensor,
+    first_pages: torch.Tensor,
+    mail: torch.Tensor,
+    out_TC: torch.Tensor,
+    writes: bool,
+    rope: Rope | None,
+    norm: QKNorm | None,
+) -> None:
+    """`writes`: q holds q|k|v, before norm and rotary, and the keys and values are written, too."""
+    attend_decode[layer.kv_heads, items.shape[0]](
+        q,
+        out_TC,
+        mail,
+        items,
+        first_pages,
+        table_BP,
+        table_BP.stride(0),
+        layer.scale,
+        layer.k_scale,
+        layer.v_scale,
+        k,
+        v,
+        None if rope is None else rope.table,
+        None if norm is None else norm.q_weight_D,
+        None if norm is None else norm.k_weight_D,
+        0.0 if norm is None else norm.eps,
+        H=layer.heads,
+        K=layer.kv_heads,
+        D=layer.head_dim,
+        WINDOW=layer.window,
+        PAGE=k.shape[1],
+        GRAIN=tile.grain(k.shape[1]),
+        SLABS=tile.slabs,
+        PLACES=tile.stages,
+        HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
+        WRITES=writes,
+        HALF=0 if rope is None else rope.table.shape[-1] // 2,
+        LARGEST=torch.finfo(k.dtype).max if k.element_size() == 1 else None,
         num_warps=tile.warps,
         **dependent(q),
     )

@@ -1,0 +1,441 @@
+"""Attention of rows that decode one token, for Hopper: few ways to memory and back between a kernel's start and end.
+
+In a step of few rows latency is the time, not bandwidth. So the first pages come with the item; keys and values are on
+their way before queries and the new key are turned; warps are lanes with keys of their own, which meet once, at the end
+(lanes.py); and the new key is not read from its page: it stands beside the lanes as one more.
+
+The ranges of a long row meet without counters and fences. A mailbox holds EMPTY wherever nothing has arrived, and no
+range sends EMPTY (as NCCL's LL protocol does). The last of a group of ranges reads until no word is EMPTY, empties what
+it has read, and sends what they come to in its turn, for the row's last to read. Programs start in the order of their
+items, so that whoever waits finds those before it at work.
+
+A slab is 16 keys of each lane, side by side; a block is SLABS of them. Shapes: L lanes, M query heads of a kv head (8
+or 16), D head dim, W words of D: pairs of 8-bit values, or single ones of 16 bits, R ranges that are read together.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.plugins.attention.triton.hopper.fetch import ITEM_FIELDS
+from dovetail.plugins.attention.triton.lanes import unpair
+from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS
+
+LOW = gl.constexpr(-1.0e30)
+"""Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
+LOG2_E = gl.constexpr(1.4426950408889634)
+DEEP = gl.constexpr(LANE_KEYS)
+"""Keys of a lane in a slab: what one matrix instruction sums over."""
+TOGETHER = gl.constexpr(4)
+"""Ranges of a row that are asked for at once."""
+MEETING = gl.constexpr(8)
+"""Ranges of a row in a group."""
+_EMPTY = gl.constexpr(EMPTY)
+
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+"""Its name in Triton 3.6, and from 3.7 on."""
+
+
+@gluon.jit
+def _seen(key, seen_from, end, WINDOW: gl.constexpr):
+    seen = key < end
+    if WINDOW:
+        seen = seen & (key >= seen_from)
+    return seen
+
+
+@gluon.jit
+def _pages(table, key, seen_from, end, WINDOW: gl.constexpr, PAGE: gl.constexpr):
+    return gl.load(table + key // PAGE, mask=_seen(key, seen_from, end, WINDOW), other=0)
+
+
+@gluon.jit
+def _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wanted, K: gl.constexpr, D: gl.constexpr,
+           WINDOW: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
+    """Let a block's keys and values come into its place, if it is wanted; zeros for those that nobody sees. k_at, v_at:
+    the first slot's."""
+    slot = ((page.to(gl.int64) * PAGE + key % PAGE) * (K * D))[:, None]
+    seen = _seen(key, seen_from, end, WINDOW)[:, None]
+    if wanted:
+        async_copy.async_copy_global_to_shared(k_places.index(place), k_at + slot, mask=seen)
+    async_copy.commit_group()
+    if wanted:
+        async_copy.async_copy_global_to_shared(v_places.index(place), v_at + slot, mask=seen)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _ask(x_ptr, position, weight_ptr, rope_ptr, dims, ok, HALF: gl.constexpr):
+    """What `_turn` needs of heads whose first values x_ptr points at. HALF: rotary pairs."""
+    partner = gl.where(dims < HALF, dims + HALF, dims - HALF)
+    turned = dims < 2 * HALF
+    x = gl.load(x_ptr + dims, mask=ok, other=0.0)
+    y = gl.load(x_ptr + partner, mask=ok & turned, other=0.0)
+    weight, other, cos, sin = 0.0, 0.0, 0.0, 0.0
+    if weight_ptr is not None:
+        weight = gl.load(weight_ptr + dims)
+        other = gl.load(weight_ptr + partner, mask=turned, other=0.0)
+    if rope_ptr is not None:
+        row = rope_ptr + position.to(gl.int64) * (2 * HALF)
+        pair = gl.where(dims < HALF, dims, dims - HALF)
+        cos = gl.load(row + pair, mask=turned, other=1.0)
+        sin = gl.load(row + HALF + pair, mask=turned, other=0.0)
+    return x, y, weight, other, cos, sin
+
+
+@gluon.jit
+def _turn(asked, eps, dims, NORM: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):
+    """Norm and rotate heads, as core.ops.kv_write does."""
+    x, y, weight, other, cos, sin = asked
+    dtype: gl.constexpr = x.dtype
+    x = x.to(gl.float32)
+    y = y.to(gl.float32)
+    if NORM:
+        inverse = gl.rsqrt(gl.sum(x * x, axis=1) / D + eps)[:, None]
+        x = (weight.to(gl.float32) * (x * inverse).to(dtype).to(gl.float32)).to(dtype).to(gl.float32)
+        y = (other.to(gl.float32) * (y * inverse).to(dtype).to(gl.float32)).to(dtype).to(gl.float32)
+    if HALF:
+        x = x * cos + gl.where(dims < HALF, -y, y) * sin
+    return x.to(dtype)
+
+
+@gluon.jit
+def _stored(x, scale, KV: gl.constexpr, LARGEST: gl.constexpr):
+    """As pages hold it: divided by its scale and clamped where they are 8 bits wide."""
+    if LARGEST is not None:
+        x = gl.maximum(gl.minimum(x.to(gl.float32) / scale, LARGEST), -LARGEST)
+    return x.to(KV)
+
+
+@gluon.jit
+def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW: gl.constexpr,
+           SLABS: gl.constexpr, PLACES: gl.constexpr, LANES: gl.constexpr, M: gl.constexpr,
+           KV: gl.constexpr):  # fmt: skip
+    """One block of keys. Where nobody sees one, K and V are zeros."""
+    SLAB: gl.constexpr = LANES * DEEP
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1], [16, 8])
+    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, 1], [1, 16, 8])
+    K_OPERAND: gl.constexpr = gl.DotOperandLayout(0, S, 32 // KV.primitive_bitwidth)
+    V_OPERAND: gl.constexpr = gl.DotOperandLayout(0, LSM, 2)
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(1, LSM, 2)
+    # Of the groups of copies on their way, some of them empty, 2 * PLACES - 1 come after this block's keys.
+    async_copy.wait_group(2 * PLACES - 1)
+    scores = ()
+    new_m = m
+    for j in gl.static_range(SLABS):
+        k = k_smem.index(place * SLABS + j).load(K_OPERAND).to(q.dtype)
+        s = mma_v2(k, q, gl.zeros([SLAB, M], gl.float32, S)) * qk_scale
+        s = gl.convert_layout(gl.reshape(s, [LANES, DEEP, M]), LSM, assert_trivial=True)
+        lane = gl.arange(0, LANES, gl.SliceLayout(1, gl.SliceLayout(2, LSM)))
+        deep = gl.arange(0, DEEP, gl.SliceLayout(0, gl.SliceLayout(2, LSM)))
+        seen = _seen(n + j * SLAB + lane[:, None] * DEEP + deep[None, :], seen_from, end, WINDOW)
+        s = gl.where(seen[:, :, None], s, float("-inf"))
+        new_m = gl.maximum(new_m, gl.max(s, axis=1))
+        scores = scores + (s,)  # type: ignore[assignment]
+    alpha = gl.exp2(m - new_m)
+    total = total * alpha
+    acc = acc * alpha[:, None, :]
+    if KV.primitive_bitwidth == 8:
+        odd = odd * alpha[:, None, :]
+    async_copy.wait_group(2 * PLACES - 2)
+    for j in gl.static_range(SLABS):
+        p = gl.exp2(scores[j] - new_m[:, None, :])
+        total += gl.sum(p, axis=1)
+        p = gl.convert_layout(p.to(q.dtype), P_OPERAND)
+        v = v_smem.index(place * SLABS + j).permute((0, 2, 1)).load(V_OPERAND)
+        if KV.primitive_bitwidth == 8:
+            even_v, odd_v = unpair(v, KV == gl.float8e4nv)
+            acc = mma_v2(even_v, p, acc)
+            odd = mma_v2(odd_v, p, odd)
+        else:
+            acc = mma_v2(v, p, acc)
+    return acc, odd, total, new_m
+
+
+@gluon.jit
+def _arrived(values_ptr, lse_ptr, TIMES: gl.constexpr):
+    """Words [R, D, M] of the mailboxes of R ranges, and of their heads' logarithms, once all of them have arrived.
+    TIMES: columns that a thread has. All that is a thread's is asked for at once, and it waits for no other thread."""
+    LOOKING: gl.constexpr = _looking(TIMES)
+    OPERANDS: gl.constexpr = _looked_at(TIMES)
+    return gl.inline_asm_elementwise(
+        LOOKING,
+        OPERANDS,
+        [values_ptr, lse_ptr],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=TOGETHER * 4 * TIMES,
+    )
+
+
+@gluon.constexpr_function
+def _looking(times):
+    """Of a thread's operands: words, and logarithms that all its columns share, then the addresses of both. Four of
+    each lie side by side."""
+    count = TOGETHER.value * 4
+    words, logs = range(count * times), range(count * times, count * (times + 1))
+    loads = [
+        f"ld.relaxed.gpu.global.v4.b32 {{${at}, ${at + 1}, ${at + 2}, ${at + 3}}}, [${at + 2 * count * times}];"
+        for at in (*words[::4], *logs[::4])
+    ]
+    # Several chains of comparisons, since each waits for the one before.
+    checks = [f"setp.eq.or.b32 p{i % 4}, ${word}, {EMPTY}, p{i % 4};" for i, word in enumerate((*words, *logs))]
+    starts = [f"setp.ne.b32 p{i}, 0, 0;" for i in range(4)]
+    together = "or.pred p0, p0, p1; or.pred p2, p2, p3; or.pred p0, p0, p2; @p0 bra more;"
+    copies = [f"mov.b32 ${log + count * k}, ${log};" for k in range(1, times) for log in logs]
+    return " ".join(["{.reg .pred p<4>;", "more:", *loads, *starts, *checks, together, *copies, "}"])
+
+
+@gluon.constexpr_function
+def _looked_at(times):
+    count = 2 * TOGETHER.value * 4 * times
+    return ",".join(["=&r"] * count + ["l"] * count)
+
+
+@gluon.jit
+def _sent(x):
+    bits = x.to(gl.int32, bitcast=True)
+    return gl.where(bits == _EMPTY, 0x7FFFFFFF, bits)
+
+
+@gluon.jit
+def _join(y, lse, mail_ptr, index, near, far, kv_head, K: gl.constexpr, D: gl.constexpr, M: gl.constexpr):
+    """y and lse [D, M] of a range, joined with those in the mailboxes of the `near` items before it, and of the last
+    ones of the `far` groups before those, which are empty again then."""
+    RDM: gl.constexpr = gl.BlockedLayout([TOGETHER, 1, 4], [1, 128 // M, M // 4], [1, gl.num_warps(), 1], [2, 1, 0])
+    DM: gl.constexpr = gl.SliceLayout(0, RDM)
+    BOX: gl.constexpr = (D + 1) * M
+    TIMES: gl.constexpr = max(1, D * M // (128 * gl.num_warps()))
+    row = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, DM))[:, None] * M, 0)
+    head_m = gl.arange(0, M, gl.SliceLayout(0, DM))
+    head = gl.expand_dims(head_m[None, :], 0)
+    # A thread's four heads lie side by side: the first one's address is that of all.
+    four = gl.expand_dims((head_m // 4 * 4)[None, :], 0)
+    range_r = gl.arange(0, TOGETHER, gl.SliceLayout(1, gl.SliceLayout(2, RDM)))
+    acc = gl.convert_layout(y, DM)
+    top = gl.convert_layout(lse, DM)
+    # A range without keys, of no weight, has a logarithm of minus infinity.
+    total = gl.where(top > LOW, 1.0, 0.0)
+    top = gl.maximum(top, LOW)
+    for base in range(0, near + far, TOGETHER):
+        # Those after the last are the last once more, without weight.
+        back = gl.minimum(base + range_r, near + far - 1)
+        at = index - 1 - gl.where(back < near, back, near + (back - near) * MEETING)
+        box = mail_ptr + gl.expand_dims(((at.to(gl.int64) * K + kv_head) * BOX)[:, None], 2)
+        there = gl.expand_dims((base + range_r < near + far)[:, None], 2)
+        words, logs = _arrived(box + (row + four), box + (row * 0 + four + D * M), TIMES)
+        # All threads have read the logarithms.
+        _barrier()
+        gl.store(box + (row + head), gl.full_like(words, _EMPTY), mask=there)
+        gl.store(box + (head + D * M), gl.full([TOGETHER, 1, M], _EMPTY, gl.int32, RDM), mask=there)
+        logs = gl.where(there, logs.to(gl.float32, bitcast=True), float("-inf"))
+        most = gl.maximum(top, gl.max(logs, axis=0))
+        weight = gl.exp2(logs - gl.expand_dims(most, 0))
+        alpha = gl.exp2(top - most)
+        acc = acc * alpha + gl.sum(words.to(gl.float32, bitcast=True) * weight, axis=0)
+        total = total * alpha + gl.sum(weight, axis=0)
+        top = most
+    y = gl.convert_layout(acc / gl.where(total > 0, total, 1.0), y.type.layout)
+    lse = gl.where(total > 0, top + gl.log2(total), float("-inf"))
+    return y, gl.convert_layout(lse, y.type.layout)
+
+
+@gluon.jit(do_not_specialize=["table_stride"])
+def attend_decode(
+    q_ptr,
+    out_ptr,
+    mail_ptr,
+    items_ptr,
+    first_pages_ptr,
+    table_ptr,
+    table_stride,
+    scale,
+    k_scale,
+    v_scale,
+    k_ptr,
+    v_ptr,
+    rope_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    H: gl.constexpr,
+    K: gl.constexpr,
+    D: gl.constexpr,
+    WINDOW: gl.constexpr,
+    PAGE: gl.constexpr,
+    GRAIN: gl.constexpr,
+    SLABS: gl.constexpr,
+    PLACES: gl.constexpr,
+    HEAD_SCALES: gl.constexpr,
+    WRITES: gl.constexpr,
+    HALF: gl.constexpr,
+    LARGEST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Program (kv head, item) of rows of one token. K and V as pages [slots, K, D]; q_ptr holds q|k|v before norm and
+    rotary where WRITES. PLACES: blocks on their way at a time. first_pages: of each item's first PLACES blocks, of
+    every GRAIN keys. mail: for each item and kv head D rows of M words, and one more. The rest as attend_items takes
+    it."""
+    if PDL:
+        gdc_launch_dependents()
+    LANES: gl.constexpr = gl.num_warps()
+    SLAB: gl.constexpr = LANES * DEEP
+    SPAN: gl.constexpr = SLABS * SLAB
+    GROUP: gl.constexpr = H // K
+    M: gl.constexpr = 8 if GROUP <= 8 else 16
+    KV: gl.constexpr = k_ptr.dtype.element_ty
+    PAIRED: gl.constexpr = KV.primitive_bitwidth == 8
+    W: gl.constexpr = D // 2 if PAIRED else D
+    word: gl.constexpr = gl.int16 if PAIRED else KV
+    # 16 bytes of a row stay together, and change places with those of the next rows.
+    EACH: gl.constexpr = 128 // KV.primitive_bitwidth
+    VALUES: gl.constexpr = gl.SwizzledSharedLayout(EACH, 1, 8, [1, 0])
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    k_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, D], VALUES)
+    v_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, D], VALUES)
+    k_smem = k_places._reinterpret(KV, [PLACES * SLABS, SLAB, D], VALUES)
+    v_smem = v_places._reinterpret(word, [PLACES * SLABS, LANES, DEEP, W], WORDS)
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1], [16, 8])
+    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, 1], [1, 16, 8])
+    COPY: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [LANES, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [LANES, 1], [1, 0])
+    kv_head = gl.program_id(0)
+    index = gl.program_id(1)
+    offset = gl.arange(0, SPAN, gl.SliceLayout(1, COPY))
+    if PDL:
+        gdc_wait()
+    item = items_ptr + index * ITEM_FIELDS
+    row = gl.load(item)
+    first = gl.load(item + 1)
+    first_at = gl.load(item + 3)
+    seen_from = gl.load(item + 4)
+    lo = gl.load(item + 5)
+    hi = gl.load(item + 6)
+    part = gl.load(item + 7)
+    splits = gl.load(item + 9)
+    first_item = gl.load(item + 10)
+    pages = ()
+    for i in gl.static_range(PLACES):
+        entry = index * (PLACES * SPAN // GRAIN) + (i * SPAN + offset) // GRAIN
+        pages = pages + (gl.load(first_pages_ptr + entry),)  # type: ignore[assignment]
+    if row < 0:
+        return
+    table = table_ptr + row.to(gl.int64) * table_stride
+    first = first.to(gl.int64)
+    # A token of no row, which stands before all keys, has position 0 here.
+    position = gl.maximum(first_at, 0)
+    head = gl.arange(0, M, gl.SliceLayout(1, WIDE))[:, None]
+    dims = gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
+    # Keys that are read from pages.
+    end = hi
+    if WRITES:
+        end = gl.minimum(hi, first_at)
+        q_at = q_ptr + (first * (H + 2 * K) + kv_head * GROUP + head) * D
+        asked = _ask(q_at, position, q_weight_ptr, rope_ptr, dims, head < GROUP, HALF)
+    else:
+        q = gl.load(q_ptr + (first * H + kv_head * GROUP + head) * D + dims, mask=head < GROUP, other=0.0)
+    if HEAD_SCALES:
+        k_scale = gl.load(k_scale + kv_head)
+        v_scale = gl.load(v_scale + kv_head)
+    column = kv_head * D + gl.arange(0, D, gl.SliceLayout(0, COPY))[None, :]
+    k_at, v_at = k_ptr + column, v_ptr + column
+    for i in gl.static_range(PLACES):
+        key = lo + i * SPAN + offset
+        wanted = lo + i * SPAN < end
+        _fetch(k_at, v_at, k_places, v_places, i, pages[i], key, seen_from, end, wanted, K, D, WINDOW, PAGE)
+    key = lo + PLACES * SPAN + offset
+    page = _pages(table, key, seen_from, end, WINDOW, PAGE)
+
+    if WRITES:
+        q = _turn(asked, eps, dims, q_weight_ptr is not None, D, HALF)
+    qk_scale = scale * LOG2_E * k_scale
+    if PAIRED:
+        q = (q.to(gl.float32) * scale).to(gl.float16)
+        qk_scale = LOG2_E * k_scale
+    # Lanes meet at the end, where a thread has four heads of a column, of all lanes. The even dims come first there,
+    # where values are read in pairs. The new key's score and its value stand ready, of no weight in most ranges.
+    OWN: gl.constexpr = gl.BlockedLayout([LANES, 1, 4], [1, 128 // M, M // 4], [1, LANES, 1], [2, 1, 0])
+    LM: gl.constexpr = gl.SliceLayout(1, OWN)
+    DM: gl.constexpr = gl.SliceLayout(0, OWN)
+    place_d = gl.arange(0, D, gl.SliceLayout(1, DM))
+    dim_d = place_d
+    if PAIRED:
+        dim_d = place_d % W * 2 + place_d // W
+    fresh_score = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, LM))
+    fresh_value = gl.zeros([D], gl.float32, gl.SliceLayout(1, DM))
+    if WRITES:
+        if (first_at >= lo) & (first_at < hi):
+            from_ptr = q_ptr + (first * (H + 2 * K) + H + kv_head) * D
+            to = (gl.load(table + first_at // PAGE).to(gl.int64) * PAGE + first_at % PAGE) * (K * D) + kv_head * D
+            new_v = gl.load(from_ptr + K * D + dim_d)
+            of_new = _ask(from_ptr, position, k_weight_ptr, rope_ptr, dims, dims >= 0, HALF)
+            new_k = _stored(_turn(of_new, eps, dims, k_weight_ptr is not None, D, HALF), k_scale, KV, LARGEST)
+            new_v = _stored(new_v, v_scale, KV, LARGEST)
+            gl.store(v_ptr + to + dim_d, new_v)
+            gl.store(k_ptr + to + dims, new_k)
+            found = gl.sum(q.to(gl.float32) * new_k.to(gl.float32), axis=1) * qk_scale
+            fresh_score = gl.convert_layout(found, gl.SliceLayout(0, LM))
+            fresh_value = new_v.to(gl.float32)
+    q = gl.convert_layout(gl.permute(q, (1, 0)), gl.DotOperandLayout(1, S, 32 // KV.primitive_bitwidth))
+
+    acc = gl.zeros([LANES, W, M], gl.float32, LSM)
+    odd = acc
+    total = gl.zeros([LANES, M], gl.float32, gl.SliceLayout(1, LSM))
+    m = gl.full([LANES, M], LOW, gl.float32, gl.SliceLayout(1, LSM))
+    place = 0
+    for n in range(lo, end, SPAN):
+        # Looked up a block ahead: the copies then wait for no page.
+        following = _pages(table, key + SPAN, seen_from, end, WINDOW, PAGE)
+        acc, odd, total, m = _block(
+            q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW, SLABS, PLACES, LANES, M,
+            KV,
+        )  # fmt: skip
+        wanted = n + PLACES * SPAN < end
+        if wanted:
+            # All warps have read the block.
+            _barrier()
+        _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wanted, K, D, WINDOW, PAGE)
+        place = gl.where(place == PLACES - 1, 0, place + 1)
+        page = following
+        key += SPAN
+    async_copy.wait_group(0)
+
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    outputs = gl.allocate_shared_memory(gl.float32, [LANES, D, M], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    peaks = gl.allocate_shared_memory(gl.float32, [LANES, M], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [LANES, M], FLAT)
+    outputs.slice(0, W, 1).store(acc)
+    if PAIRED:
+        outputs.slice(W, W, 1).store(odd)
+    peaks.store(m)
+    sums.store(total)
+    _barrier()
+    peak = peaks.load(LM)
+    top = gl.maximum(gl.max(peak, axis=0), fresh_score)
+    weight = gl.exp2(peak - top[None, :])
+    fresh_weight = gl.exp2(fresh_score - top)
+    whole = gl.sum(sums.load(LM) * weight, axis=0) + fresh_weight
+    y = gl.sum(outputs.load(OWN) * gl.expand_dims(weight, 1), axis=0)
+    y += fresh_value[:, None] * gl.convert_layout(fresh_weight, gl.SliceLayout(0, DM))[None, :]
+    # A query that saw no key gives zeros.
+    factor = gl.convert_layout(v_scale / gl.where(whole > 0, whole, 1.0), gl.SliceLayout(0, DM))
+    y = y * factor[None, :]
+    head_m = gl.arange(0, M, gl.SliceLayout(0, DM))
+    lse = gl.convert_layout(gl.where(whole > 0, top + gl.log2(whole), float("-inf")), gl.SliceLayout(0, DM))
+    lse = lse[None, :] + gl.zeros([D, M], gl.float32, DM)
+    # Ranges of a row meet in groups, at the group's last one, and groups at the row's last one.
+    place = index - first_item
+    last = place == splits - 1
+    if (part >= 0) & (last | (place % MEETING == MEETING - 1)):
+        far = gl.where(last, place // MEETING, 0)
+        y, lse = _join(y, lse, mail_ptr, index, place % MEETING, far, kv_head, K, D, M)
+    if (part >= 0) & (place < splits - 1):
+        box = mail_ptr + (index.to(gl.int64) * K + kv_head) * ((D + 1) * M)
+        gl.store(box + place_d[:, None] * M + head_m[None, :], _sent(y))
+        gl.store(box + place_d[:, None] * 0 + D * M + head_m[None, :], _sent(lse), mask=(place_d == 0)[:, None])
+    else:
+        out = out_ptr + (first * H + kv_head * GROUP + head_m[None, :]) * D + dim_d[:, None]
+        gl.store(out, y.to(out_ptr.dtype.element_ty), mask=(head_m < GROUP)[None, :] & (dim_d >= 0)[:, None])

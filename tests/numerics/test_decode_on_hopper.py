@@ -1,0 +1,183 @@
+"""The kernel for single tokens on Hopper, beside float64: rows of any length, in one range or in hundreds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import PLAIN, QKNorm, Rope
+from dovetail.plugins.attention.config import TritonConfig
+
+from .attention_cases import Case, error, expected, make_step
+
+pytest.importorskip("triton")
+from dovetail.plugins.attention.triton.backend import Triton, _has_hopper
+from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS, DecodeTile, Shape, Tile, Tiles
+
+GPU = torch.device("cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (torch.cuda.is_available() and _has_hopper(GPU)), reason="needs a Hopper GPU"),
+]
+BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+WHOLE = 1 << 20
+"""Warps, blocks on their way, programs of a multiprocessor, keys of a range at least, slabs of a block."""
+CUTS = {
+    "whole": (4, 3, 1, WHOLE, 1),
+    "halves": (8, 2, 1, 512, 1),
+    "ranges": (4, 3, 2, 128, 2),
+    "many ranges": (4, 1, 8, 64, 1),
+    "a block at a time": (8, 1, 2, 256, 2),
+}
+NEAR = {BF16: 6e-3, FP16: 1.5e-3}
+
+
+class Given(Tiles):
+    def __init__(self, cut: tuple[int, int, int, int, int]) -> None:
+        self.cut = cut
+
+    def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
+        assert shape.decodes and tokens == 1
+        warps, stages, programs, least, slabs = self.cut
+        return DecodeTile(shape.group, LANE_KEYS, warps, stages, programs, least=least, slabs=slabs)
+
+
+def rows(*lengths: int, padding: int = 0) -> dict:
+    return {"lengths": lengths, "counts": (1,) * len(lengths), "num_decode": len(lengths), "padding": padding}
+
+
+def backend(cut: tuple[int, int, int, int, int] | None) -> Triton:
+    made = Triton(TritonConfig())
+    if cut:
+        made.tiles = Given(cut)
+    return made
+
+
+def check(case: Case, cut: tuple[int, int, int, int, int] | None = None) -> None:
+    step = make_step(case, made := backend(cut), GPU)
+    got, again = (made.attend(step.layer, step.ctx, step.q_THD)[PLAIN].values for _ in range(2))
+    assert error(got, expected(step)) < NEAR[case.dtype]
+    assert (got[sum(case.counts) :] == 0).all()
+    assert torch.equal(got, again)
+    for plan in step.ctx.state.values():
+        for items in plan.lists:
+            if isinstance(items.tile, DecodeTile):
+                assert (items.mail == EMPTY).all(), "mailboxes that are not empty again"
+
+
+SOME = (1, 2, 63, 64, 65, 128, 129, 500, 1024, 3000)
+LLAMA = Case(**rows(*SOME), heads=(32, 8), dim=128, page_tokens=32, dtype=BF16)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_rows_of_any_length(cut, kv_dtype):
+    case = replace(LLAMA, kv_dtype=kv_dtype)
+    if kv_dtype is None and cut[0] * cut[1] * cut[4] > 16:
+        cut = (*cut[:1], 1, *cut[2:])
+    check(replace(case, padding=3), cut)
+    check(replace(case, **rows(*(random.randint(1, 2000) for _ in range(70)))), cut)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("least", [64, 128, 512])
+def test_ranges_meet_in_groups(least, kv_dtype):
+    """Up to 300 ranges of a row: groups of eight that are full, or not, and one group alone."""
+    for lengths in ((20000,), (1150, 9000, 520, 64), (4096 + 64, 512 + 64)):
+        check(replace(LLAMA, **rows(*lengths), heads=(8, 1), kv_dtype=kv_dtype), (4, 2, 4, least, 1))
+
+
+@pytest.mark.parametrize("window", [1, 100, 1024])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_windows(cut, window):
+    check(replace(LLAMA, **rows(*SOME, 9000), window=window, kv_dtype=E4M3), cut)
+    check(replace(LLAMA, **rows(9000, 300), window=window, dim=64, dtype=FP16), cut)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (6, 3), (15, 3), (32, 8), (7, 1), (8, 1), (20, 2), (16, 1)])
+@pytest.mark.parametrize(("dim", "dtype", "kv_dtype"), [(64, FP16, None), (128, BF16, None), (128, FP16, E5M2)])
+def test_heads(heads, dim, dtype, kv_dtype):
+    for head_scales in (False, True) if kv_dtype else (False,):
+        case = replace(LLAMA, heads=heads, dim=dim, dtype=dtype, kv_dtype=kv_dtype, head_scales=head_scales)
+        check(case)
+        check(case, CUTS["many ranges"])
+
+
+@pytest.mark.parametrize("page_tokens", [1, 8, 16, 48, 64, 256])
+def test_pages(page_tokens):
+    for kv_dtype in (None, E4M3):
+        for cut in (None, (8, 1, 2, 256, 1)):
+            check(replace(LLAMA, page_tokens=page_tokens, kv_dtype=kv_dtype), cut)
+
+
+def test_steps_whose_bounds_are_capacities():
+    """As a captured graph has them: rows shorter than planned for, rows without tokens, prompts behind them."""
+    case = replace(LLAMA, slack=3000, empty_rows=2, padding=5)
+    prompts = replace(case, lengths=(1500, 33, 4097, 800, 2061), counts=(1, 1, 1, 700, 513), num_decode=3)
+    for some in (case, prompts, replace(case, kv_dtype=E4M3), replace(prompts, kv_dtype=E4M3)):
+        check(some)
+        check(some, (4, 2, 2, 128, 1))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3, E5M2])
+@pytest.mark.parametrize(("norm", "rotary"), [(False, 128), (True, 128), (False, 64), (True, 0)])
+def test_writes_and_attends_as_the_kernel_for_all_gpus(norm, rotary, kv_dtype):
+    """The new key and value where they belong and nothing else changed, and an output as near as their rounding."""
+    case = replace(LLAMA, kv_dtype=kv_dtype, head_scales=kv_dtype is E5M2)
+    for cut in (None, *CUTS.values()):
+        if cut and kv_dtype is None and cut[0] * cut[1] * cut[4] > 16:
+            continue
+        made, other = backend(cut), Triton(TritonConfig(gluon=False))
+        step = make_step(case, made, GPU)
+        other.bind(made.pools)
+        heads, kv_heads = case.heads
+        qkv = torch.randn(len(SOME), (heads + 2 * kv_heads) * 128, device=GPU).to(BF16)
+        rope = Rope(torch.randn(4096, rotary, device=GPU)) if rotary else None
+        weights = [torch.rand(128, device=GPU).to(BF16) + 0.5 for _ in "qk"]
+        args = (qkv, rope, QKNorm(weights[0], weights[1], 1e-5) if norm else None)
+        planes = made.pools[0].planes
+        before = {name: plane.clone() for name, plane in planes.items()}
+        found = []
+        for one in (made, other):
+            ctx = one.plan_device(step.ctx.meta, step.ctx.host, None)
+            out = one.write_and_attend(step.layer, ctx, *args)[PLAIN].values.double()
+            found.append((out, {name: plane.view(torch.uint8).clone() for name, plane in planes.items()}))
+            for name, plane in planes.items():
+                plane.view(torch.uint8).copy_(before[name].view(torch.uint8))
+        assert error(found[0][0], found[1][0]) < NEAR[BF16]
+        for name, plane in before.items():
+            different = (found[0][1][name] != found[1][1][name]).sum().item()
+            # A norm's sum is added in another order.
+            assert different <= (len(SOME) * kv_heads if norm else 0)
+            assert not torch.equal(found[0][1][name], plane.view(torch.uint8)), "nothing was written"
+
+
+def test_a_graph_finds_its_mailboxes_empty_each_time():
+    """Replays with other rows than it was captured with, of which more or fewer are split."""
+    case = replace(LLAMA, **rows(20000, 9000, 300), heads=(8, 1), kv_dtype=E4M3)
+    step = make_step(case, made := backend(None), GPU)
+
+    def run() -> torch.Tensor:
+        ctx = made.plan_device(step.ctx.meta, step.ctx.host, None)
+        for _ in range(3):
+            out = made.attend(step.layer, ctx, step.q_THD)[PLAIN].values
+        return out
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for lengths in (case.lengths, (1, 700, 299), (19999, 64, 300)):
+        step.ctx.meta.kv_len_B.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        shorter = replace(case, lengths=lengths)
+        some = replace(step, case=shorter, keys=cut_to(step.keys, lengths), values=cut_to(step.values, lengths))
+        assert error(got, expected(some)) < NEAR[BF16]
+
+
+def cut_to(whole: list[torch.Tensor], lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    return [x[:length] for x, length in zip(whole, lengths, strict=True)]
