@@ -40,7 +40,7 @@ from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
 from dovetail.plugins.attention.triton import backend  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
-from dovetail.plugins.attention.triton.tiles import PromptTile, Shape, Tile, Tiles, fit  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
 from .attention_cases import Case, error, expected, make_step  # noqa: E402
@@ -242,6 +242,22 @@ def test_which_prompts_go_to_the_kernel_for_hopper():
         assert not isinstance(Tiles().prefill(replace(shape, **other), 8192, 1), PromptTile), other
 
 
+def test_which_rows_go_to_the_kernel_for_single_tokens():
+    shape = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True)
+    for programs in (0.01, 0.5, 1.5, 20):
+        tile = Tiles().decode(shape, 1, programs)
+        assert isinstance(tile, DecodeTile) and tile.block_m == 4, "a token of a row is a tile"
+    tiles = [Tiles().decode(replace(shape, **other), 1, 1) for other in (dict(group=16), dict(kv_dtype=torch.bfloat16))]
+    assert all(isinstance(tile, DecodeTile) for tile in tiles)
+    others = (
+        dict(hopper=False), dict(group=32), dict(head_dim=96), dict(head_dim=64), dict(kv_dtype=torch.float16),
+        dict(dtype=torch.float32, kv_dtype=torch.float32),
+    )  # fmt: skip
+    for other in others:
+        assert not isinstance(Tiles().decode(replace(shape, **other), 1, 1), DecodeTile), other
+    assert not isinstance(Tiles().decode(shape, 2, 1), DecodeTile), "drafts"
+
+
 def test_decode_rows_do_not_make_a_short_prompt_long():
     """What is fed beside them counts; a prompt's few tokens would pay for a copy of all its keys."""
     counts = (50,) * 8 + (60,)
@@ -380,6 +396,46 @@ def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
         for i, keys in enumerate(times):
             own = length - count + i
             assert keys[max(own - window + 1, 0) if window else 0 : own + 1].eq(1).all()
+
+
+@pytest.mark.parametrize(("page_tokens", "window"), [(16, 0), (48, 0), (256, 0), (32, 100)])
+def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
+    """Of the blocks that are asked for at once; and ranges no shorter than the longest row's cube root says."""
+    lengths = (1, 700, 64, 65, 3000, 333)
+    counts, tile = (1,) * len(lengths), DecodeTile(2, LANE_KEYS, 2, 3, 64, least=32, slabs=1, root=8)
+
+    class Decoding(Tiles):
+        def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
+            return tile
+
+    table = torch.randint(1, 1000, (len(lengths), -(-max(lengths) // page_tokens) + 1), dtype=torch.int32)
+    meta = BatchMeta(
+        row_start_B1=torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE),
+        kv_len_B=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        page_table_BP=table.to(DEVICE),
+        **dict.fromkeys(("slots_B", "positions_T", "rows_T", "write_T"), torch.zeros(0)),
+        page_tokens=page_tokens,
+    )
+    geometry = (window, 4, 2, 64, torch.float16, torch.float16)
+    host = HostBounds(counts, tuple(length + 9 for length in lengths), len(lengths))
+    (made,) = backend._make_plan(Decoding(), geometry, meta, host, len(lengths) + 2, lambda: None).lists
+    assert (made.mail == EMPTY).all() and made.mail.numel() >= made.items.shape[0] * 2 * tile.box_words(64)
+    grain = tile.grain(page_tokens)
+    pages = made.first_pages.view(made.items.shape[0], -1).cpu()
+    assert pages.shape[1] * grain == tile.stages * tile.span
+    ranges = [0] * len(lengths)
+    for item, noted in zip(made.items.tolist(), pages.tolist(), strict=True):
+        row, first, _, _, _, lo, hi, _, length, splits, _ = item
+        if row < 0 or first >= len(lengths):
+            continue
+        ranges[row] += 1
+        keys = range(lo, lo + len(noted) * grain, grain)
+        want = [table[row, key // page_tokens].item() if key < length else 0 for key in keys]
+        assert noted == want, (row, lo, hi)
+        # A range is a row's even share of whole blocks, so it may be half of what was asked for, and a block less.
+        assert splits == 1 or hi - lo > 8 * 3000 ** (1 / 3) / 2 - tile.span or hi == length
+    work = [min(length, window + 1 + tile.span) if window else length for length in lengths]
+    assert all(1 <= found <= keys / (8 * max(work) ** (1 / 3)) + 1 for found, keys in zip(ranges, work, strict=True))
 
 
 def test_no_tokens():
