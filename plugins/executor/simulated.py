@@ -13,7 +13,6 @@ import numpy as np
 
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.mirror import PlanMirror
-from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
@@ -69,8 +68,6 @@ class SimulatedExecutor(Executor):
         began = time.perf_counter()
         progress("read shapes", None)
         composition, engine = self.composition, self.composition.engine
-        if (drafter := composition.part("spec_decode").name) != "none":
-            raise CapabilityError([f"executor=simulated accepts no drafts: choose spec_decode=none, not {drafter}"])
         model = composition.part("model")
         model.target().source(model.config)  # A folder that is not there is told here, as it would be with a device.
         spec: ModelSpec = model.target().spec(model.config)

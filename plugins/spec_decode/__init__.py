@@ -10,6 +10,7 @@ COMPONENTS = (
         config=NoneConfig,
         target="dovetail.plugins.spec_decode.none:NoDrafter",
         api="spec_decode/0.1",
+        capabilities="dovetail.plugins.spec_decode.capabilities:none",
     ),
     Component(
         kind="spec_decode",
@@ -17,5 +18,6 @@ COMPONENTS = (
         config=NgramConfig,
         target="dovetail.plugins.spec_decode.ngram:NgramDrafter",
         api="spec_decode/0.1",
+        capabilities="dovetail.plugins.spec_decode.capabilities:ngram",
     ),
 )

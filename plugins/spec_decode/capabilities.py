@@ -1,0 +1,14 @@
+"""What the built-in drafters state of themselves."""
+
+from __future__ import annotations
+
+from dovetail.core.compose import Capabilities, Host
+from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
+
+
+def none(config: NoneConfig, host: Host) -> Capabilities:
+    return Capabilities(provides={"drafts": False})
+
+
+def ngram(config: NgramConfig, host: Host) -> Capabilities:
+    return Capabilities(provides={"drafts": True})
