@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from .interpreter import quicken
-
 # Tests share a machine; torch's own thread pool in each worker would only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ignored in what a shell runs in the background, and children would inherit that: some tests press Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from dovetail.core.testing.interpreter import quicken
+
     quicken()
 
 

@@ -23,7 +23,6 @@ from symm_mem_rank import (
     CopiesOfTheCpu,
     MappedMail,
     MappedMemory,
-    interpreter,
     meeting,
     summand,
     together,
@@ -32,6 +31,7 @@ from symm_mem_rank import (
 
 from dovetail.core.interfaces import PLAIN, Partial
 from dovetail.core.layers import RMSNorm
+from dovetail.core.testing.interpreter import mend_interpreter, quicken
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.sharded import RowShard
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
@@ -78,7 +78,8 @@ def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:
-    interpreter()
+    mend_interpreter()
+    quicken()
     kernels.fence = sharded_kernels.fence = lambda: None
     played.shorten_boxes()
     symm_mem.Driver = lambda *_: CopiesOfTheCpu(rank)  # type: ignore[misc,assignment]

@@ -28,7 +28,7 @@ from dovetail.core.layers import RMSNorm
 from dovetail.core.ops.norm import rms_norm_reference
 from dovetail.core.testing.collective import CollectiveContract
 from dovetail.core.testing.formats import SCALED_ROWS
-from dovetail.core.testing.interpreter import mend_interpreter
+from dovetail.core.testing.interpreter import mend_interpreter, quicken
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.sharded import RowShard, own_rows
@@ -315,17 +315,9 @@ def halves_of_a_pass(reducer: Reducer, copies: CopiedRows, rank: int, size: int,
     NcclCollective.close(collective)
 
 
-def interpreter() -> None:
-    """Mended, and without work whose results nobody looks at."""
-    sys.path.append(str(Path(__file__).parents[1]))
-    from interpreter import quicken
-
+def main(rank: int, size: int, folder: Path) -> None:
     mend_interpreter()
     quicken()
-
-
-def main(rank: int, size: int, folder: Path) -> None:
-    interpreter()
     # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
     kernels.fence = sharded_kernels.fence = lambda: None
     kernels._LOOK = tl.constexpr(8)

@@ -25,12 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.core.ops.kernels.gluon import barrier
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.tiles import MatmulTile
-
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-"""Its name in Triton 3.6, and from 3.7 on."""
-
 
 LINE = gl.constexpr(128)
 """Bytes of a row of a box, as a tensor map delivers it, and FP8 products that the matrix unit sums by itself: of more
@@ -187,7 +184,7 @@ def matmul_early(
     for i in gl.static_range(X_PLACES):
         mbarrier.init(x_full.index(i), count=1)
     fence_async_shared()
-    _barrier()
+    barrier()
     tile = gl.program_id(0) // split
     part = gl.program_id(0) % split
     row_o = tile // t_tiles * BLOCK_O
@@ -216,7 +213,7 @@ def matmul_early(
         mbarrier.wait(x_full.index(x_place), x_phase)
         acc = _multiply(weight, x, place, x_place, acc, BOXES)
         # All warps have read both.
-        _barrier()
+        barrier()
         _expect(weight_full, place, weight_source, BOXES, block + PLACES < hi)
         _expect(x_full, x_place, x_source, BOXES, block + X_PLACES < hi)
         _ask(weight_source, weight, weight_full, place, row_o, block + PLACES, BOXES, block + PLACES < hi)
@@ -234,9 +231,9 @@ def matmul_early(
         t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, ACC))
         at = part_ptr + o[:, None] * BLOCK_T + t[None, :]
         gl.store(at + gl.program_id(0) * (BLOCK_O * BLOCK_T), acc)
-        _barrier()
+        barrier()
         arrived = gl.atomic_add(count_ptr + tile, 1, sem="acq_rel")
-        _barrier()
+        barrier()
         if arrived == split - 1:
             gl.store(count_ptr + tile, 0)
             total = gl.zeros([BLOCK_O, BLOCK_T], gl.float32, ACC)

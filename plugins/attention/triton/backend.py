@@ -35,7 +35,8 @@ from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
-from dovetail.plugins.attention.triton.kernels import ITEM, attend_items, plan_items
+from dovetail.plugins.attention.triton.kernels import attend_items
+from dovetail.plugins.attention.triton.plan import ITEM, plan_items
 from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, EMPTY, DecodeTile, PromptTile, Shape, Tile, Tiles
 
 log = logging.getLogger(__name__)

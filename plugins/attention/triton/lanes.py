@@ -20,6 +20,8 @@ from dovetail.plugins.attention.triton.visible import visible
 
 LOW = tl.constexpr(-1.0e30)
 """Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+"""Of scores, whose exponentials are taken in base 2."""
 
 
 @triton.jit

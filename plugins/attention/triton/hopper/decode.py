@@ -20,13 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.core.ops.kernels.gluon import barrier
 from dovetail.plugins.attention.triton.hopper.fetch import ITEM_FIELDS
-from dovetail.plugins.attention.triton.lanes import unpair
+from dovetail.plugins.attention.triton.lanes import LOG2_E, LOW, unpair
 from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS
 
-LOW = gl.constexpr(-1.0e30)
-"""Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
-LOG2_E = gl.constexpr(1.4426950408889634)
 DEEP = gl.constexpr(LANE_KEYS)
 """Keys of a lane in a slab: what one matrix instruction sums over."""
 TOGETHER = gl.constexpr(4)
@@ -34,9 +32,6 @@ TOGETHER = gl.constexpr(4)
 MEETING = gl.constexpr(8)
 """Ranges of a row in a group."""
 _EMPTY = gl.constexpr(EMPTY)
-
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-"""Its name in Triton 3.6, and from 3.7 on."""
 
 
 @gluon.jit
@@ -228,7 +223,7 @@ def _join(y, lse, mail_ptr, index, near, far, kv_head, K: gl.constexpr, D: gl.co
         there = gl.expand_dims((base + range_r < near + far)[:, None], 2)
         words, logs = _arrived(box + (row + four), box + (row * 0 + four + D * M), TIMES)
         # All threads have read the logarithms.
-        _barrier()
+        barrier()
         gl.store(box + (row + head), gl.full_like(words, _EMPTY), mask=there)
         gl.store(box + (head + D * M), gl.full([TOGETHER, 1, M], _EMPTY, gl.int32, RDM), mask=there)
         logs = gl.where(there, logs.to(gl.float32, bitcast=True), float("-inf"))
@@ -396,7 +391,7 @@ def attend_decode(
         wanted = n + PLACES * SPAN < end
         if wanted:
             # All warps have read the block.
-            _barrier()
+            barrier()
         _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wanted, K, D, WINDOW, PAGE)
         place = gl.where(place == PLACES - 1, 0, place + 1)
         page = following
@@ -412,7 +407,7 @@ def attend_decode(
         outputs.slice(W, W, 1).store(odd)
     peaks.store(m)
     sums.store(total)
-    _barrier()
+    barrier()
     peak = peaks.load(LM)
     top = gl.maximum(gl.max(peak, axis=0), fresh_score)
     weight = gl.exp2(peak - top[None, :])

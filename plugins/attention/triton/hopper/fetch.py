@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from dovetail.plugins.attention.triton.kernels import ITEM
+from dovetail.plugins.attention.triton.plan import ITEM
 
 ITEM_FIELDS = gl.constexpr(ITEM.value)
 ROWS = gl.constexpr(64)

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.core.ops.kernels.gluon import barrier
 from dovetail.plugins.attention.triton.hopper.fetch import (
     BOX,
     GROUPS,
@@ -38,15 +39,10 @@ from dovetail.plugins.attention.triton.hopper.fetch import (
     next_place,
     produce,
 )
+from dovetail.plugins.attention.triton.lanes import LOG2_E, LOW
 
-LOW = gl.constexpr(-1.0e30)
-"""Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
-LOG2_E = gl.constexpr(1.4426950408889634)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 """Of a thread. The default partition gets what the others leave: 240 again."""
-
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-"""Its name in Triton 3.6, and from 3.7 on."""
 
 
 @gluon.jit
@@ -134,7 +130,7 @@ def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D: gl.constexpr,
                 x = box.load(LAYOUT)
                 box.store(gl.where(exists[:, None], x, gl.zeros_like(x)))
         fence_async_shared()
-        _barrier()
+        barrier()
 
 
 @gluon.jit
@@ -296,9 +292,9 @@ def _finish(
         splits = gl.load(items_ptr + index * ITEM_FIELDS + 9)
         first_item = gl.load(items_ptr + index * ITEM_FIELDS + 10)
         count_ptr += (first_item + WHICH) * K + kv_head
-        _barrier()
+        barrier()
         arrived = gl.atomic_add(count_ptr, 1, sem="acq_rel")
-        _barrier()
+        barrier()
         if arrived == splits - 1:
             gl.store(count_ptr, 0)
             first_part = part - (index - first_item) * QUERIES
@@ -387,7 +383,7 @@ def attend_prompts(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=GROUPS)
     fence_async_shared()
-    _barrier()
+    barrier()
     # The partitions start after this: what earlier kernels wrote is there for all of them.
     if PDL:
         gdc_wait()
