@@ -66,13 +66,13 @@ class Items:
     items: torch.Tensor
     """int32 [W, ITEM]"""
     counts: torch.Tensor
-    """int32, zero between launches: ranges of each tile that are done."""
+    """int32, zero between launches: ranges of each tile that are done. None where they leave mail."""
     gathered: Gathered | None
     """Where the rows read their pages; None = where they are."""
     first_pages: torch.Tensor
-    """int32 [W, pages of a DecodeTile's first blocks]"""
+    """int32 [W * those of a range's first keys], as many keys as tile.ahead"""
     mail: torch.Tensor
-    """int32, EMPTY between launches: a DecodeTile's mailboxes."""
+    """int32 [W * kv heads * tile.box_words], EMPTY between launches; none where no row is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +276,8 @@ def _make_plan(
         split = longest > (SHORT if plenty else tile.least)
         capacity = whole + target if split else whole
         items = torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device)
-        entries, grain, root, words = 0, 1, 0, 0
-        if isinstance(tile, DecodeTile):
-            grain, root = tile.grain(meta.page_tokens), tile.root
-            entries = tile.stages * tile.span // grain
-            words = capacity * kv_heads * tile.box_words(dim) if split else 0
+        grain, words = tile.grain(meta.page_tokens), tile.box_words(dim)
+        entries = tile.ahead // grain
         first_pages = torch.empty(capacity * entries, dtype=torch.int32, device=device)
         plan_items[(count + 2,)](
             meta.row_start_B1,
@@ -294,7 +291,7 @@ def _make_plan(
             part_rows,
             target,
             tile.least if split else WHOLE,
-            root if split else 0,
+            tile.root,
             capacity,
             int(meta.tree_mask_TW is not None),
             window,
@@ -308,13 +305,11 @@ def _make_plan(
             BLOCK=64,
             num_warps=1,
         )
-        if isinstance(tile, DecodeTile):
-            mail, counts = torch.full((words,), EMPTY, dtype=torch.int32, device=device), first_pages[:0]
-        else:
-            counts = torch.zeros(capacity * kv_heads, dtype=torch.int32, device=device)
-            mail = first_pages
-            part_rows += capacity * queries if split else 0
+        counts = torch.zeros(0 if words else capacity * kv_heads, dtype=torch.int32, device=device)
+        boxes = capacity * kv_heads if split else 0
+        mail = torch.full((boxes * words,), EMPTY, dtype=torch.int32, device=device)
         lists.append(Items(tile, items, counts, gathered, first_pages, mail))
+        part_rows += capacity * queries if split and not words else 0
     return Plan(tuple(lists), part_rows)
 
 

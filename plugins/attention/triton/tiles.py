@@ -43,6 +43,9 @@ class Tile:
     """Programs for each multiprocessor that splitting long rows aims at."""
     least: int = 256
     """Keys of the shortest range that a row is split into: shorter ones cost more to join than they save."""
+    root: int = 0
+    """The same for each unit of the longest row's cube root: longer ranges cost the row's time, more of them the time
+    in which its last one reads them."""
     tma: bool = False
     """Read K and V through tensor map descriptors where pages allow it."""
     pairs: bool = False
@@ -54,6 +57,19 @@ class Tile:
     def span(self) -> int:
         """Keys that a program works on at a time."""
         return self.block_n * max(self.lanes, 1)
+
+    @property
+    def ahead(self) -> int:
+        """Keys whose pages come with an item."""
+        return 0
+
+    def grain(self, page_tokens: int) -> int:
+        """Keys, from a block's first one on, that surely share a page."""
+        return math.gcd(page_tokens, self.span)
+
+    def box_words(self, head_dim: int) -> int:
+        """What a range of a split row leaves in a mailbox; 0: it leaves a partial result, and is counted."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +86,17 @@ class DecodeTile(Tile):
 
     slabs: int = 1
     """Of 16 keys of each lane, in a block."""
-    root: int = 0
-    """Keys of the shortest range for each unit of the longest row's cube root: longer ranges cost the row's time, more
-    of them the time in which its last one reads them."""
 
     @property
     def span(self) -> int:
         return self.slabs * self.warps * LANE_KEYS
 
-    def grain(self, page_tokens: int) -> int:
-        """Keys, from a block's first one on, that surely share a page."""
-        return math.gcd(page_tokens, self.span)
+    @property
+    def ahead(self) -> int:
+        return self.stages * self.span
 
     def box_words(self, head_dim: int) -> int:
-        """What a range leaves in a mailbox: for each head a column of the output, and a logarithm."""
+        """For each head a column of the output, and a logarithm."""
         return (head_dim + 1) * (8 if self.block_m <= 8 else 16)
 
 
@@ -145,16 +158,17 @@ class Tiles:
 
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
         """For rows of at most so many tokens; programs: rows times kv heads for each multiprocessor."""
-        scarce = programs < 1
         if tokens == 1 and shape.decodes:
             wide = shape.kv_dtype.itemsize * shape.head_dim > 128
             if wide and programs < 0.25:
+                # All that a short range has is asked for at once: one or two blocks of 64 KB.
                 return DecodeTile(shape.group, LANE_KEYS, 4, 2, 2, least=128, slabs=2, root=16)
             if wide or programs <= 2:
                 # Three blocks of 32 KB on their way.
                 return DecodeTile(shape.group, LANE_KEYS, 4, 3, 2, least=128, slabs=1 if wide else 2, root=16)
             # Of more programs than a multiprocessor has room for, several begin and end beside others.
             return DecodeTile(shape.group, LANE_KEYS, 4, 2, 2, least=128, slabs=1, root=16)
+        scarce = programs < 1
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
         if shape.dtype.itemsize == 4:
             return fit(Tile(rows, 16, 4, 2, 2), shape)
