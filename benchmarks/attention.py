@@ -314,7 +314,7 @@ DECODE += [
     )
 ]  # fmt: skip
 DECODE += [
-    DecodeTile(8, LANE_KEYS, warps, stages, 2, least=128, slabs=slabs, root=8)
+    DecodeTile(8, LANE_KEYS, warps, stages, 2, least=128, slabs=slabs, root=16)
     for warps, stages, slabs in (
         (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 3, 1), (4, 3, 2), (4, 4, 1), (8, 1, 1), (8, 2, 1), (8, 2, 2), (8, 3, 1),
         (8, 4, 1),

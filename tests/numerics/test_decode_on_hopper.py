@@ -90,6 +90,16 @@ def test_ranges_meet_in_groups(least, kv_dtype):
         check(replace(LLAMA, **rows(*lengths), heads=(8, 1), kv_dtype=kv_dtype), (4, 2, 4, least, 1))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_values_that_are_no_numbers_arrive_too(kv_dtype):
+    """A range that sent EMPTY would be waited for without end."""
+    case = replace(LLAMA, **rows(9000, 700), heads=(8, 1), kv_dtype=kv_dtype)
+    step = make_step(case, made := backend((4, 2, 4, 64, 1)), GPU)
+    for plane in made.pools[0].planes.values():
+        plane.view(torch.uint8).fill_(0xFF)
+    assert made.attend(step.layer, step.ctx, step.q_THD)[PLAIN].values.isnan().all()
+
+
 @pytest.mark.parametrize("window", [1, 100, 1024])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_windows(cut, window):

@@ -449,6 +449,9 @@ def test_parts_of_a_row_are_on_their_way_together():
     addresses, sent = re.findall(r"ld\.global\.b64", before), after[: after.index("st.global")]
     assert len(addresses) == 8
     assert len(re.findall(r"ld\.global", sent)) == 1 + 8, "the turn, and a part for each rank"
+    # In both looks the host's word and the rank's own are asked for first: else only when the mail has come.
+    looks = ["m" if wide else "w" for wide in re.findall(r"ld\.volatile\.global\.(v?)", after)]
+    assert re.fullmatch(r"wwm{8}wwm+", "".join(looks))
 
 
 def test_prompts_keep_scores_and_sums_in_registers(tmp_path):
@@ -476,6 +479,7 @@ def test_single_tokens_keep_their_sums_in_registers_and_ask_for_keys_before_they
     first_float = re.search(r"\b(?:mul|add|fma|sub)\.(?:rn\.)?f32", after)
     assert after.index("cp.async.cg") < first_float.start() and "ld.global" in after[: after.index("cp.async.cg")]
     assert re.search(r"ldmatrix\S*\.trans", after), "values are transposed on their way to the matrix units"
+    assert after.count(", 2147483647,") >= 2, "of outputs and of logarithms, what would be EMPTY is sent as another NaN"
     # A thread asks for all that it reads of four ranges before it looks at any.
     (look,) = re.findall(r"more:(.*?)setp", after, re.DOTALL)
     assert look.count("ld.relaxed.gpu.global.v4") == 4 * (2 + 1), "two columns, and the logarithms of both"
