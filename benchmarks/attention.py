@@ -103,9 +103,10 @@ class Fixed(Tiles):
 class Bench:
     """A backend over random pages, ready to attend in several layers."""
 
-    def __init__(self, work: Work, heads: Heads) -> None:
+    def __init__(self, work: Work, heads: Heads, layers: int = 0) -> None:
+        """layers: 0 = as KV_BYTES says."""
         self.work, self.heads = work, heads
-        layers = max(1, min(8, -(-KV_BYTES // heads.bytes(work))))
+        layers = layers or max(1, min(8, -(-KV_BYTES // heads.bytes(work))))
         row_pages = -(-work.length // work.page)
         pages = work.rows * row_pages
         plane = (heads.kv, heads.dim)

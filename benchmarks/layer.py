@@ -2,11 +2,12 @@
 
     python benchmarks/layer.py --ranks 8 --rows 1,16,64 --dtypes fp8,bf16 --out FILE
 
-products.py times a product behind a kernel that only waits. In a step that kernel is an all-reduce, and a weight that
-is on its way meanwhile delays the words which it waits for. So here is a layer, but for attention, in whose place a
-kernel waits: the edge by two_shot, qkv, attention, o, the edge, gate and up, the activation, down. One product after
-another gets the cut with which the layer is quickest. More ranks than two are played (played.py). Times are us a layer,
-from CUDA graphs of several layers, each with weights of its own. FILE, for tiles.py, is as products.py writes it.
+products.py times a product behind a kernel that only waits. In a step that kernel is an all-reduce, or attention, and
+a weight that is on its way meanwhile delays the words and keys which they wait for. So here is a layer: the edge by
+two_shot, qkv, attention, o, the edge, gate and up, the activation, down. One product after another gets the cut with
+which the layer is quickest; --products names those that are tried. More ranks than two are played (played.py). Times
+are us a layer, from CUDA graphs of several layers, each with weights and keys of its own. FILE, for tiles.py, is as
+products.py writes it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from itertools import islice
 from itertools import product as cross
 from pathlib import Path
 
+import attention
 import played
 import products as alone
 import torch
@@ -44,10 +46,12 @@ Cuts = dict[str, MatmulTile | None]
 
 LAYERS = 6
 """In a graph; their weights are several times the L2 cache."""
-ATTENTION_US, ATTENTION_PROGRAMS = 6, 266
-"""As attention of few rows: two programs for each multiprocessor of an H200, and the plan's."""
+LENGTH, PAGE = 640, 32
+"""Keys of a row, and of a page."""
 LEAD = 0.01
-"""By which a cut must be quicker than the table's: the GPU's clocks wander."""
+"""By which a cut, and a layer, must be quicker than the table's: the GPU's clocks wander."""
+ROUNDS = 2
+"""The first product was cut beside cuts of the others that have gone."""
 ORDER = ("o", "qkv", "gate_up", "down")
 EPS = 1e-5
 
@@ -55,7 +59,8 @@ EPS = 1e-5
 class Layer:
     """A rank's, and what it works on."""
 
-    def __init__(self, collective: SymmMemCollective, shapes: list[alone.Product], dtype: str, rows: int) -> None:
+    def __init__(self, collective: SymmMemCollective, model: str, dtype: str, rows: int) -> None:
+        shapes = [shape for shape in alone.products(model) if shape.name in ORDER]
         device, kind = torch.device("cuda", torch.cuda.current_device()), alone.DTYPES[dtype]
         self.collective, self.dtype, self.rows = collective, dtype, rows
         self.shapes = {shape.name: shape for shape in shapes}
@@ -76,7 +81,11 @@ class Layer:
         hidden = self.shapes["qkv"].inputs
         self.partial, self.residual, self.norm = random(rows, hidden), random(rows, hidden), random(hidden)
         self.gate_up = random(rows, self.shapes["gate_up"].outputs)
-        self.waited = torch.zeros(ATTENTION_PROGRAMS, dtype=torch.int32, device=device)
+        heads, kv_heads, dim = alone.heads(model)
+        work = attention.Work("", rows, 1, LENGTH, "e4m3" if dtype == "fp8" else "bf16", PAGE)
+        self.attention = attention.Bench(work, attention.Heads(heads, kv_heads, dim), LAYERS)
+        self.backend = self.attention.triton(None, True)
+        self.planned = self.attention.plan(self.backend)
 
     def edge(self) -> None:
         reducer = self.collective.reducer
@@ -100,7 +109,8 @@ class Layer:
     def run(self, cuts: Cuts, i: int) -> None:
         self.edge()
         self.multiply("qkv", i, cuts["qkv"])
-        alone.wait_long(self.waited, ATTENTION_US, warps=4)
+        bench = self.attention
+        self.backend.write_and_attend(bench.layers[i], self.planned, bench.qkv, bench.rope, emit=self.emit)
         self.multiply("o", i, cuts["o"])
         self.edge()
         self.multiply("gate_up", i, cuts["gate_up"])
@@ -138,36 +148,43 @@ class Layer:
         return graph
 
 
-def candidates(shape: alone.Product, rows: int, dtype: str, processors: int) -> Iterator[MatmulTile]:
-    """What won anywhere in the table, cut anew, and tiles that begin early, at each pace."""
+def geometries(rows: int, dtype: str) -> tuple[list[MatmulTile], list[MatmulTile]]:
+    """What won anywhere in the table, and tiles that begin early."""
     most = next((n for n in (16, 32, 64) if rows <= n), rows)
     won = {tile for (_, kind, _, _), by_rows in MEASURED.items() if kind == dtype for tile in by_rows.values() if tile}
     fitting = [tile for tile in won if min(most // 2, 64) <= tile.tokens <= most]
     late = {replace(tile, split=1, programs=0) for tile in fitting if not tile.early}
-    for tile, split in cross(sorted(late, key=str), (1, 2, 4)):
+    wide = rows > 16
+    early = {tile for tile in alone.early(rows, dtype) if tile.stages == 3 and (tile.outputs == 64 or wide)}
+    return sorted(late, key=str), sorted(early, key=str)
+
+
+def candidates(shape: alone.Product, rows: int, dtype: str, processors: int) -> Iterator[MatmulTile]:
+    """Geometries, cut anew; those that begin early, at each pace."""
+    late, early = geometries(rows, dtype)
+    for tile, split in cross(late, (1, 2, 4)):
         tiles = tile.launch(rows, shape.outputs, shape.inputs)[1]
         if split == 1 or tiles * split <= 2 * processors:
             yield replace(tile, split=split)
-    for tile in alone.early(rows, dtype):
-        if tile.stages != 3 or (tile.outputs != 64 and rows <= 64):
-            continue
+    for tile in early:
         _, tiles, blocks, _ = tile.launch(rows, shape.outputs, shape.inputs)
-        for split in sorted({1, max(1, processors // tiles)}):
+        each = max(1, processors // tiles)
+        for split in sorted({1, max(1, each // 2), each}):
             rest = -(-blocks // split) - tile.early
-            for ahead, pace in cross((0, 4) if rest > 0 else (0,), (0, 500, 1000) if rows <= 64 else (0, 1000)):
+            for ahead, pace in cross((0, 4) if rest > 0 else (0,), (0, 500, 1000, 2000)):
                 yield replace(tile, split=split, ahead=ahead, pace=pace)
 
 
-def search(layer: Layer, model: str, say: Callable[[str], None]) -> Iterator[dict]:
-    """A record of each product, the quickest layers first."""
+def search(layer: Layer, model: str, names: list[str], say: Callable[[str], None]) -> list[dict]:
+    """A record of each product, the quickest layers first; none where the layer is no quicker than by the table."""
     device = torch.cuda.get_device_properties(layer.norm.device)
     rows, dtype, processors = layer.rows, layer.dtype, device.multi_processor_count
     cuts: Cuts = {
         name: choose(rows, shape.outputs, shape.inputs, dtype, device.name, processors)
         for name, shape in layer.shapes.items()
     }
-    began, first = time.monotonic(), dict(cuts)
-    for name in ORDER:
+    began, first, records = time.monotonic(), dict(cuts), {}
+    for name in names * ROUNDS:
         shape, own = layer.shapes[name], cuts[name]
         known = [own] if own is not None else []
         tried = dict.fromkeys([*known, *candidates(shape, rows, dtype, processors)])
@@ -181,9 +198,12 @@ def search(layer: Layer, model: str, say: Callable[[str], None]) -> Iterator[dic
             f"{model} {dtype} {rows} rows, {name}: {best[0][0]:.1f} us a layer, library {library:.1f}  "
             f"{alone.describe(best[0][1])}  {len(tried)} tried, {time.monotonic() - began:.0f} s"
         )
-        yield alone.record(shape, rows, dtype, len(tried), {"row-wise" if dtype == "fp8" else "cublas": library}, best)
-    before, after = layer.us([first, cuts], 15)
-    say(f"{model} {dtype} {rows} rows: {before:.1f} to {after:.1f} us a layer")
+        libraries = {"row-wise" if dtype == "fp8" else "cublas": library}
+        records[name] = alone.record(shape, rows, dtype, len(tried), libraries, best)
+    before, after = layer.us([first, cuts], 31)
+    won = after < before * (1 - LEAD)
+    say(f"{model} {dtype} {rows} rows: {before:.1f} to {after:.1f} us a layer" + ": the table stays" * (not won))
+    return list(records.values()) if won else []
 
 
 def rank(index: int, address: str, args: argparse.Namespace) -> None:
@@ -205,11 +225,9 @@ def rank(index: int, address: str, args: argparse.Namespace) -> None:
         collective.connect(index, args.ranks, address, device)
         keep_shared_memory(device)
         model = f"{args.model}/{args.ranks}"
-        shapes = [shape for shape in alone.products(model) if shape.name in ORDER]
         for dtype, rows in cross(args.dtypes.split(","), map(int, args.rows.split(","))):
-            layer = Layer(collective, shapes, dtype, rows)
-            for record in search(layer, model, say):
-                records.append(record)
+            layer = Layer(collective, model, dtype, rows)
+            records += search(layer, model, args.products.split(","), say)
             del layer
             torch.cuda.empty_cache()
             if index == 0 and args.out:
@@ -225,17 +243,23 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rows", default="1,16,64,128,256")
     parser.add_argument("--dtypes", default="fp8,bf16")
+    parser.add_argument("--products", default=",".join(ORDER))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", nargs=2, metavar=("INDEX", "ADDRESS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         rank(int(args.rank[0]), args.rank[1], args)
+    if unknown := sorted(set(args.products.split(",")) - set(ORDER)):
+        parser.error(f"--products {','.join(unknown)}: a layer has {', '.join(ORDER)}")
     if torch.cuda.device_count() < played.PLAYERS:
         raise SystemExit(f"needs {played.PLAYERS} GPUs: there are {torch.cuda.device_count()}")
     if args.ranks not in (2, 4, 8, 16):
         parser.error(f"--ranks {args.ranks}: two GPUs are 2 ranks, or play 4, 8 or 16")
     if args.ranks > played.PLAYERS and alone.MODELS[args.model][3] != COLUMNS:
         parser.error(f"--model {args.model} --ranks {args.ranks}: what is played has {COLUMNS} channels")
+    began, kinds, rows = time.monotonic(), args.dtypes.split(","), [int(n) for n in args.rows.split(",")]
+    alone.compile_all({kind: [tile for n in rows for some in geometries(n, kind) for tile in some] for kind in kinds})
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -59,15 +59,22 @@ class Product:
         return self.outputs * self.inputs * DTYPES[dtype].itemsize
 
 
+def heads(model: str) -> tuple[int, int, int]:
+    """A rank's, its kv heads, and their dim. Of fewer kv heads than ranks each has one."""
+    name, _, ranks = model.partition("/")
+    query_heads, kv_heads, dim, *_ = MODELS[name]
+    return query_heads // int(ranks or 1), max(1, kv_heads // int(ranks or 1)), dim
+
+
 def products(model: str) -> list[Product]:
     name, _, ranks = model.partition("/")
-    heads, kv_heads, dim, hidden, wide, vocab = MODELS[name]
+    *_, hidden, wide, vocab = MODELS[name]
+    query_heads, kv_heads, dim = heads(model)
     share = int(ranks or 1)
     long, short = (8.0, 2.0) if share > 1 else (0.0, 0.0)
     return [
-        # Of fewer kv heads than ranks each has one.
-        Product(model, "qkv", (heads // share + 2 * max(1, kv_heads // share)) * dim, hidden, long),
-        Product(model, "o", hidden, heads * dim // share, long),
+        Product(model, "qkv", (query_heads + 2 * kv_heads) * dim, hidden, long),
+        Product(model, "o", hidden, query_heads * dim, long),
         Product(model, "gate_up", 2 * wide // share, hidden, long),
         Product(model, "down", hidden, wide // share, short),
         Product(model, "head", vocab // share, hidden, long),
@@ -99,9 +106,9 @@ def _wait_long(out_ptr, cycles, PDL: tl.constexpr):
     tl.store(out_ptr + program, program)
 
 
-def wait_long(waited: torch.Tensor, us: float, warps: int = 8) -> None:
+def wait_long(waited: torch.Tensor, us: float) -> None:
     """On the device, by a program for each element of `waited`."""
-    _wait_long[(len(waited),)](waited, int(us * CYCLES), num_warps=warps, **dependent(waited))
+    _wait_long[(len(waited),)](waited, int(us * CYCLES), num_warps=8, **dependent(waited))
 
 
 def multiply(
@@ -133,16 +140,16 @@ def wrong(run: Callable[[], torch.Tensor], exact: torch.Tensor, counts: torch.Te
 
 
 def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
-    """Tiles whose weight fills a multiprocessor's shared memory, or half of it, while the kernel in front runs."""
+    """Tiles whose weight fills a multiprocessor's shared memory, or part of it, while the kernel in front runs."""
     itemsize = DTYPES[dtype].itemsize
     tokens = 16 if rows <= 16 else 32 if rows <= 32 else 64
     cuts = list(cross((tokens,), (64, 128), (128, 256, 512)))
     if rows > 64:
         cuts = list(cross((64, 128, 256), (64, 128), (128, 256)))
-    for (count, outputs, width), room, stages in cross(cuts, (200 << 10, 100 << 10), (2, 3, 4)):
+    for (count, outputs, width), room, stages in cross(cuts, (200 << 10, 150 << 10, 100 << 10), (2, 3, 4)):
         tile = MatmulTile(count, outputs, width // itemsize, outputs // 16, stages)
         places = min(16, (room - count * width * stages) // (outputs * width))
-        if places >= 3:
+        if places >= 2:
             yield replace(tile, early=places)
 
 
@@ -308,11 +315,15 @@ class Bench:
         return statistics.median(times)
 
 
-def compile_share(rows: list[int], dtypes: list[str], share: int, of: int) -> None:
+Geometries = dict[str, list[MatmulTile]]
+"""Tiles before they are fitted to a product, by kind of weight."""
+
+
+def compile_share(several: Geometries, share: int, of: int) -> None:
     """Run each geometry of a share on a small product, so that the timed process finds it compiled."""
     small = Product("", "", 2048, 4096)
-    for dtype in dtypes:
-        found = list(dict.fromkeys(tile for n in rows for tile in geometries(n, dtype)))[share::of]
+    for dtype, geometries in several.items():
+        found = geometries[share::of]
         bench = Bench(small, 256, dtype) if found else None
         for tile in found:
             for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.early else 3]:
@@ -322,10 +333,10 @@ def compile_share(rows: list[int], dtypes: list[str], share: int, of: int) -> No
                     torch.cuda.synchronize()
 
 
-def compile_all(rows: list[int], dtypes: list[str]) -> None:
+def compile_all(several: Geometries) -> None:
     count = max(1, len(os.sched_getaffinity(0)) - 1)
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_share, args=(rows, dtypes, i, count)) for i in range(count)]
+    workers = [context.Process(target=compile_share, args=(several, i, count)) for i in range(count)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -466,7 +477,7 @@ def main() -> None:
     began = time.monotonic()
     rows, dtypes = [int(n) for n in args.rows.split(",")], args.dtypes.split(",")
     torch.manual_seed(torch.seed() % 2**31)
-    compile_all(rows, dtypes)
+    compile_all({dtype: list(dict.fromkeys(t for n in rows for t in geometries(n, dtype))) for dtype in dtypes})
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     records: list[dict] = []

@@ -172,7 +172,11 @@ class AttentionBackend(ABC):
         qk_norm: QKNorm | None = None,
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> Bundle:
-        """`attend` of what `write` returns. For backends that do both in one kernel."""
+        """`attend` of what `write` returns. For backends that do both in one kernel.
+
+        Keys of earlier steps stand in their pages before this step is planned, and nothing writes them until it ends:
+        a backend may read them while the kernel in front still runs.
+        """
         return self.attend(layer, ctx, self.write(layer, ctx, qkv, rope, qk_norm), emit)
 
     def attend_mla(

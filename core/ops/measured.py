@@ -6,7 +6,7 @@ from dovetail.core.ops.tiles import MatmulTile
 
 MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "bf16", 1280, 8192): {
-        1: MatmulTile(16, 64, 64, stages=3, split=6, early=16, ahead=4, pace=500),
+        1: MatmulTile(16, 64, 128, stages=3, split=6, early=8, pace=1000),
         16: MatmulTile(16, 64, 128, stages=3, split=6, early=5, ahead=4, pace=1000),
     },
     ("NVIDIA H200", "bf16", 2560, 8192): {
@@ -43,10 +43,10 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         64: MatmulTile(64, 64, 128, stages=6, tma=True),
     },
     ("NVIDIA H200", "bf16", 8192, 1024): {
-        1: MatmulTile(16, 64, 256, stages=3, early=5),
+        1: MatmulTile(16, 64, 128, stages=3, early=5, pace=1000),
         16: MatmulTile(16, 64, 256, stages=2, early=5),
-        64: MatmulTile(64, 64, 128, stages=3, early=9, pace=500),
-        128: MatmulTile(64, 64, 128, stages=3, early=3, ahead=6),
+        64: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
+        128: MatmulTile(128, 64, 64, stages=8, tma=True),
     },
     ("NVIDIA H200", "bf16", 8192, 2048): {
         1: MatmulTile(16, 64, 128, stages=3, early=11),
@@ -75,8 +75,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         64: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
     },
     ("NVIDIA H200", "bf16", 8192, 14336): {
-        1: MatmulTile(16, 64, 256, stages=5, tma=True),
-        16: None,
+        16: MatmulTile(16, 64, 256, stages=5, tma=True),
         64: MatmulTile(64, 64, 128, stages=6, tma=True),
     },
     ("NVIDIA H200", "bf16", 8192, 28672): {
@@ -106,8 +105,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         64: MatmulTile(64, 128, 128, tma=True),
     },
     ("NVIDIA H200", "bf16", 28672, 8192): {
-        1: MatmulTile(16, 64, 128),
-        16: None,
+        16: MatmulTile(16, 64, 128),
         64: MatmulTile(64, 128, 128, warps=8, stages=3, early=4, ahead=2),
         128: MatmulTile(128, 128, 64, warps=8, stages=5, tma=True),
     },
@@ -134,9 +132,10 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     },
     ("NVIDIA H200", "fp8", 1280, 8192): {
         1: MatmulTile(16, 64, 256, stages=3, split=6, early=5, ahead=4, pace=1000),
-        16: MatmulTile(16, 64, 512, stages=3, split=6, early=5, pace=1000),
+        16: MatmulTile(16, 64, 512, stages=3, split=6, early=5, pace=2000),
+        32: MatmulTile(32, 64, 256, stages=3, split=6, early=4, ahead=4, pace=2000),
         64: MatmulTile(64, 64, 128, stages=8, split=4),
-        128: MatmulTile(64, 64, 256, stages=3, split=3, early=9, pace=1000),
+        128: MatmulTile(64, 64, 256, stages=3, split=3, early=9, pace=500),
         256: MatmulTile(128, 64, 256, stages=3, split=3, early=6),
     },
     ("NVIDIA H200", "fp8", 2560, 8192): {
@@ -162,6 +161,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "fp8", 5120, 8192): {
         1: MatmulTile(16, 64, 256, stages=3, early=5, pace=500),
         16: MatmulTile(16, 64, 256, split=2, tma=True),
+        32: MatmulTile(32, 64, 512, stages=3, early=3, pace=2000),
         64: MatmulTile(64, 64, 512, stages=3, early=3, pace=1000),
         128: MatmulTile(64, 64, 256, stages=3, early=3, ahead=6),
     },
@@ -173,14 +173,16 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     },
     ("NVIDIA H200", "fp8", 7168, 8192): {
         1: MatmulTile(16, 64, 256, stages=3, early=5, ahead=4, pace=1000),
-        16: MatmulTile(16, 64, 256, stages=3, early=11, ahead=4, pace=1000),
+        16: MatmulTile(16, 64, 512, stages=3, early=5, ahead=4, pace=2000),
+        32: MatmulTile(32, 64, 512, stages=3, early=4, pace=2000),
         64: MatmulTile(64, 64, 512, stages=3, early=3, pace=500),
-        128: MatmulTile(128, 64, 128, stages=8, tma=True),
+        128: MatmulTile(64, 64, 256, stages=3, early=3, pace=500),
     },
     ("NVIDIA H200", "fp8", 8192, 1024): {
         16: MatmulTile(16, 64, 256, stages=3, early=5, pace=1000),
+        32: MatmulTile(32, 64, 256, stages=3, early=7, pace=500),
         64: MatmulTile(64, 64, 256, stages=3, early=9, pace=1000),
-        128: MatmulTile(128, 64, 256, stages=3, early=6, pace=1000),
+        128: MatmulTile(64, 64, 256, stages=3, early=3),
         256: MatmulTile(128, 64, 128, stages=3, early=6, pace=1000),
     },
     ("NVIDIA H200", "fp8", 8192, 2048): {
@@ -192,14 +194,16 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "fp8", 8192, 3584): {
         1: MatmulTile(16, 64, 128, stages=8),
         16: MatmulTile(16, 64, 512, tma=True),
+        32: MatmulTile(32, 64, 512, stages=3, early=3),
         64: MatmulTile(64, 64, 128, stages=8),
-        128: MatmulTile(64, 64, 256, stages=3, early=3),
+        128: MatmulTile(64, 64, 256, stages=3, early=3, pace=1000),
     },
     ("NVIDIA H200", "fp8", 8192, 4096): {
         1: MatmulTile(16, 64, 256, early=11, ahead=2),
         16: MatmulTile(16, 64, 512, early=5, ahead=2),
-        64: MatmulTile(64, 64, 512, stages=3, early=3, ahead=4),
-        128: MatmulTile(64, 64, 256, stages=3, early=3, ahead=6),
+        32: MatmulTile(32, 64, 512, stages=3, early=3, pace=1000),
+        64: MatmulTile(64, 64, 128, stages=8),
+        128: MatmulTile(64, 64, 256, stages=3, early=3, pace=500),
     },
     ("NVIDIA H200", "fp8", 8192, 7168): {
         16: MatmulTile(16, 64, 128, stages=8),
@@ -215,6 +219,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "fp8", 8192, 14336): {
         1: MatmulTile(16, 64, 256, stages=3, early=5, pace=500),
         16: MatmulTile(16, 64, 256, early=5),
+        32: MatmulTile(32, 64, 512, stages=3, early=4, pace=2000),
         64: MatmulTile(64, 64, 512, stages=3, early=3, pace=1000),
         128: MatmulTile(128, 64, 256, early=4),
     },
@@ -250,6 +255,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "fp8", 28672, 8192): {
         1: MatmulTile(16, 64, 128, tma=True),
         16: MatmulTile(16, 64, 256, tma=True),
+        32: MatmulTile(32, 128, 256, warps=8, stages=3, early=2, pace=500),
         64: MatmulTile(64, 128, 128, warps=8, tma=True),
     },
     ("NVIDIA H200", "fp8", 32064, 8192): {

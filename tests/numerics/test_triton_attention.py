@@ -419,7 +419,7 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
     geometry = (window, 4, 2, 64, torch.float16, torch.float16)
     host = HostBounds(counts, tuple(length + 9 for length in lengths), len(lengths))
     (made,) = backend._make_plan(Decoding(), geometry, meta, host, len(lengths) + 2, lambda: None).lists
-    assert (made.mail == EMPTY).all() and made.mail.numel() >= made.items.shape[0] * 2 * tile.box_words(64)
+    assert (made.mail == EMPTY).all() and made.mail.numel() == made.items.shape[0] * 2 * tile.box_words(64)
     grain = tile.grain(page_tokens)
     pages = made.first_pages.view(made.items.shape[0], -1).cpu()
     assert pages.shape[1] * grain == tile.stages * tile.span
@@ -436,6 +436,20 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
         assert splits == 1 or hi - lo > 8 * 3000 ** (1 / 3) / 2 - tile.span or hi == length
     work = [min(length, window + 1 + tile.span) if window else length for length in lengths]
     assert all(1 <= found <= keys / (8 * max(work) ** (1 / 3)) + 1 for found, keys in zip(ranges, work, strict=True))
+
+
+@pytest.mark.parametrize(("tile", "words"), [(DecodeTile(2, LANE_KEYS, 2, 3, 2), 1), (Tile(16, 64, 4, 2, 2), 0)])
+def test_a_kernel_fills_mailboxes_even_where_no_row_is_split(tile, words):
+    """attend_decode does not wait for the kernel in front before it reads the plan: plan_items must not be that one."""
+
+    class Decoding(Tiles):
+        def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
+            return tile
+
+    step = make_step(Case(lengths=(5, 9), counts=(1, 1), num_decode=2), make(), DEVICE)
+    geometry = (0, 4, 2, 64, torch.float16, torch.float16)
+    (made,) = backend._make_plan(Decoding(), geometry, step.ctx.meta, step.ctx.host, 2, lambda: None).lists
+    assert made.mail.numel() == words
 
 
 def test_no_tokens():

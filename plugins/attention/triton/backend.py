@@ -72,7 +72,7 @@ class Items:
     first_pages: torch.Tensor
     """int32 [W * those of a range's first keys], as many keys as tile.ahead"""
     mail: torch.Tensor
-    """int32 [W * kv heads * tile.box_words], EMPTY between launches; none where no row is split."""
+    """int32 [W * kv heads * tile.box_words], EMPTY between launches; one word where no row is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +306,10 @@ def _make_plan(
             num_warps=1,
         )
         counts = torch.zeros(0 if words else capacity * kv_heads, dtype=torch.int32, device=device)
-        boxes = capacity * kv_heads if split else 0
-        mail = torch.full((boxes * words,), EMPTY, dtype=torch.int32, device=device)
+        # Some, even where nobody writes: attend_decode reads the plan without waiting for the kernel in front of it,
+        # which must not be plan_items, then. What fills mailboxes starts only when plan_items has ended.
+        boxes = capacity * kv_heads * words if split else min(1, words)
+        mail = torch.full((boxes,), EMPTY, dtype=torch.int32, device=device)
         lists.append(Items(tile, items, counts, gathered, first_pages, mail))
         part_rows += capacity * queries if split and not words else 0
     return Plan(tuple(lists), part_rows)

@@ -160,9 +160,6 @@ class Tiles:
         """For rows of at most so many tokens; programs: rows times kv heads for each multiprocessor."""
         if tokens == 1 and shape.decodes:
             wide = shape.kv_dtype.itemsize * shape.head_dim > 128
-            if wide and programs < 0.25:
-                # All that a short range has is asked for at once: one or two blocks of 64 KB.
-                return DecodeTile(shape.group, LANE_KEYS, 4, 2, 2, least=128, slabs=2, root=16)
             if wide or programs <= 2:
                 # Three blocks of 32 KB on their way.
                 return DecodeTile(shape.group, LANE_KEYS, 4, 3, 2, least=128, slabs=1 if wide else 2, root=16)

@@ -26,7 +26,7 @@ def scripts(monkeypatch):
     names = ("products", "layer", "tiles", "allreduce")
     found = {name: importlib.import_module(name) for name in names}
     yield found
-    for name in (*names, "played"):
+    for name in (*names, "played", "attention"):
         sys.modules.pop(name, None)
 
 
@@ -113,7 +113,7 @@ def test_each_product_gets_the_cut_that_the_layer_is_quickest_with(scripts, monk
 
     said: list[str] = []
     remembered = Remembered(alone.products("70b/8")[:4], us)
-    records = list(layer.search(remembered, "70b/8", said.append))
+    records = layer.search(remembered, "70b/8", list(layer.ORDER), said.append)
     assert [record["product"] for record in records] == list(layer.ORDER)
     for record in records:
         first = record["tiles"][0]
@@ -141,9 +141,26 @@ def test_a_lead_within_the_clocks_wandering_changes_nothing(scripts, monkeypatch
     def us(name, tile):
         return 30.0 if tile is None else 10.02 if tile == table[name] else 10.0
 
-    records = list(layer.search(Remembered(shapes, us), "70b/8", lambda line: None))
-    for record in records:
-        assert record["tiles"][0] == {"us": pytest.approx(40.08), **asdict(table[record["product"]])}
+    said: list[str] = []
+    assert layer.search(Remembered(shapes, us), "70b/8", list(layer.ORDER), said.append) == []
+    assert said[-1].endswith("40.1 to 40.1 us a layer: the table stays")
+
+
+def test_only_products_that_are_named_are_cut_anew(scripts, monkeypatch):
+    alone, layer = scripts["products"], scripts["layer"]
+    device = SimpleNamespace(name="a GPU", multi_processor_count=PROCESSORS)
+    monkeypatch.setattr(layer.torch.cuda, "get_device_properties", lambda index: device)
+
+    def us(name, tile):
+        return 20.0 if tile is None else 10.0 - tile.early
+
+    said: list[str] = []
+    (record,) = layer.search(Remembered(alone.products("70b/8")[:4], us), "70b/8", ["o"], said.append)
+    assert record["product"] == "o" and record["tiles"][0]["early"] > 0
+    assert len(said) == layer.ROUNDS + 1
+    monkeypatch.setattr(sys, "argv", ["layer.py", "--products", "o,head"])
+    with pytest.raises(SystemExit):
+        layer.main()
 
 
 def test_ranks_without_a_kv_head_of_their_own_share_one(scripts):

@@ -67,7 +67,7 @@ def test_models_run_at_once_each_on_its_own(
     out = tmp_path / "results"
     assert table.main(["--gpus", "3,5", "--out", str(out), "--", "--env", "A=b", "--rounds", "3"]) == 0
     found = results(out)
-    assert list(found) and set(found) == set(table.RUNS)
+    assert set(found) == {name for name, run in table.RUNS.items() if run.gpus == 1}
     assert {found["70b_fp8"]["gpu"], found["8b_bf16"]["gpu"]} == {"3", "5"} and found["8b_fp8"]["gpu"] in "35"
     assert sorted(found, key=lambda name: found[name]["began"])[-1] != "70b_fp8"
     assert found["8b_fp8_online"]["began"] > max(found[name]["began"] for name in ("70b_fp8", "8b_bf16", "8b_fp8"))
@@ -93,6 +93,30 @@ def test_one_that_fails_is_named_and_the_others_go_on(
     told = capsys.readouterr()
     assert "70b_fp8 failed, see" in told.err and "exit code 1" in told.err and "| 8B FP8, 1 x 512/256 |" in told.out
     assert "no such peer" in (tmp_path / "70b_fp8.log").read_text()
+
+
+def test_a_model_of_several_gpus_comes_first_and_has_them_all(
+    table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = "0,1,2,3,4,5,6,7"
+    assert table.main(["--gpus", gpus, "--out", str(tmp_path), "--models", "8b_fp8,70b_fp8_tp8"]) == 0
+    found = results(tmp_path)
+    whole = found["70b_fp8_tp8"]
+    assert whole["gpu"] == gpus and whole["cores"] == sorted(os.sched_getaffinity(0))
+    assert {found["8b_fp8"]["gpu"], found["8b_fp8_online"]["gpu"]} < set(gpus.split(","))
+    assert whole["began"] < min(found[name]["began"] for name in ("8b_fp8", "8b_fp8_online"))
+    told = json.loads(whole["words"][whole["words"].index("--args") + 1])
+    assert told["quantization"] == "fp8" and told["compilation_config"]["pass_config"]["fuse_allreduce_rms"]
+    assert "| 70B FP8 on eight, 1 x 512/256 |" in capsys.readouterr().out
+
+
+def test_too_few_gpus_are_refused_before_anything_runs(
+    table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        table.main(["--gpus", "0,1", "--out", str(tmp_path / "results"), "--models", "70b_bf16_tp8,8b_fp8"])
+    assert "--gpus 0,1: 70b_bf16_tp8 takes 8" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
 
 
 def test_an_unknown_model_is_refused(table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

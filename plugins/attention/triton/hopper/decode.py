@@ -1,8 +1,9 @@
 """Attention of rows that decode one token, for Hopper: few ways to memory and back between a kernel's start and end.
 
 In a step of few rows latency is the time, not bandwidth. So the first pages come with the item; keys and values are on
-their way before queries and the new key are turned; warps are lanes with keys of their own, which meet once, at the end
-(lanes.py); and the new key is not read from its page: it stands beside the lanes as one more.
+their way before the kernel in front has ended, where it is this one that writes the step's; warps are lanes with keys
+of their own, which meet once, at the end (lanes.py); and the new key is not read from its page: it stands beside the
+lanes as one more.
 
 The ranges of a long row meet without counters and fences. A mailbox holds EMPTY wherever nothing has arrived, and no
 range sends EMPTY (as NCCL's LL protocol does). The last of a group of ranges reads until no word is EMPTY, empties what
@@ -63,36 +64,42 @@ def _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wan
 
 
 @gluon.jit
-def _ask(x_ptr, position, weight_ptr, rope_ptr, dims, ok, HALF: gl.constexpr):
-    """What `_turn` needs of heads whose first values x_ptr points at. HALF: rotary pairs."""
-    partner = gl.where(dims < HALF, dims + HALF, dims - HALF)
-    turned = dims < 2 * HALF
-    x = gl.load(x_ptr + dims, mask=ok, other=0.0)
-    y = gl.load(x_ptr + partner, mask=ok & turned, other=0.0)
-    weight, other, cos, sin = 0.0, 0.0, 0.0, 0.0
-    if weight_ptr is not None:
-        weight = gl.load(weight_ptr + dims)
-        other = gl.load(weight_ptr + partner, mask=turned, other=0.0)
+def _angles(rope_ptr, position, dims, HALF: gl.constexpr):
+    """Cosines and sines of a position. HALF: rotary pairs."""
+    cos, sin = 0.0, 0.0
     if rope_ptr is not None:
         row = rope_ptr + position.to(gl.int64) * (2 * HALF)
         pair = gl.where(dims < HALF, dims, dims - HALF)
-        cos = gl.load(row + pair, mask=turned, other=1.0)
-        sin = gl.load(row + HALF + pair, mask=turned, other=0.0)
-    return x, y, weight, other, cos, sin
+        cos = gl.load(row + pair, mask=dims < 2 * HALF, other=1.0)
+        sin = gl.load(row + HALF + pair, mask=dims < 2 * HALF, other=0.0)
+    return cos, sin
 
 
 @gluon.jit
-def _turn(asked, eps, dims, NORM: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):
+def _with_partners(x_ptr, dims, ok, HALF: gl.constexpr):
+    """Values from x_ptr on, and those that each of them is turned with; nothing and nothing for None."""
+    x, y = 0.0, 0.0
+    if x_ptr is not None:
+        partner = gl.where(dims < HALF, dims + HALF, dims - HALF)
+        x = gl.load(x_ptr + dims, mask=ok, other=0.0)
+        y = gl.load(x_ptr + partner, mask=ok & (dims < 2 * HALF), other=0.0)
+    return x, y
+
+
+@gluon.jit
+def _turn(asked, weights, angles, eps, dims, NORM: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):
     """Norm and rotate heads, as core.ops.kv_write does."""
-    x, y, weight, other, cos, sin = asked
+    x, y = asked
     dtype: gl.constexpr = x.dtype
     x = x.to(gl.float32)
     y = y.to(gl.float32)
     if NORM:
+        weight, other = weights
         inverse = gl.rsqrt(gl.sum(x * x, axis=1) / D + eps)[:, None]
         x = (weight.to(gl.float32) * (x * inverse).to(dtype).to(gl.float32)).to(dtype).to(gl.float32)
         y = (other.to(gl.float32) * (y * inverse).to(dtype).to(gl.float32)).to(dtype).to(gl.float32)
     if HALF:
+        cos, sin = angles
         x = x * cos + gl.where(dims < HALF, -y, y) * sin
     return x.to(dtype)
 
@@ -300,8 +307,7 @@ def attend_decode(
     kv_head = gl.program_id(0)
     index = gl.program_id(1)
     offset = gl.arange(0, SPAN, gl.SliceLayout(1, COPY))
-    if PDL:
-        gdc_wait()
+    # The plan is older than the kernel in front (backend.py), and pages but for the step's own keys are older yet.
     item = items_ptr + index * ITEM_FIELDS
     row = gl.load(item)
     first = gl.load(item + 1)
@@ -316,25 +322,24 @@ def attend_decode(
     for i in gl.static_range(PLACES):
         entry = index * (PLACES * SPAN // GRAIN) + (i * SPAN + offset) // GRAIN
         pages = pages + (gl.load(first_pages_ptr + entry),)  # type: ignore[assignment]
-    if row < 0:
-        return
     table = table_ptr + row.to(gl.int64) * table_stride
     first = first.to(gl.int64)
     # A token of no row, which stands before all keys, has position 0 here.
     position = gl.maximum(first_at, 0)
     head = gl.arange(0, M, gl.SliceLayout(1, WIDE))[:, None]
     dims = gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
+    if HEAD_SCALES:
+        k_scale = gl.load(k_scale + kv_head)
+        v_scale = gl.load(v_scale + kv_head)
     # Keys that are read from pages.
     end = hi
     if WRITES:
         end = gl.minimum(hi, first_at)
-        q_at = q_ptr + (first * (H + 2 * K) + kv_head * GROUP + head) * D
-        asked = _ask(q_at, position, q_weight_ptr, rope_ptr, dims, head < GROUP, HALF)
-    else:
-        q = gl.load(q_ptr + (first * H + kv_head * GROUP + head) * D + dims, mask=head < GROUP, other=0.0)
-    if HEAD_SCALES:
-        k_scale = gl.load(k_scale + kv_head)
-        v_scale = gl.load(v_scale + kv_head)
+        has_new = (row >= 0) & (first_at >= lo) & (first_at < hi)
+        new_page = gl.load(table + first_at // PAGE, mask=has_new, other=0)
+    elif PDL:
+        # The step's own keys are among them.
+        gdc_wait()
     column = kv_head * D + gl.arange(0, D, gl.SliceLayout(0, COPY))[None, :]
     k_at, v_at = k_ptr + column, v_ptr + column
     for i in gl.static_range(PLACES):
@@ -343,9 +348,20 @@ def attend_decode(
         _fetch(k_at, v_at, k_places, v_places, i, pages[i], key, seen_from, end, wanted, K, D, WINDOW, PAGE)
     key = lo + PLACES * SPAN + offset
     page = _pages(table, key, seen_from, end, WINDOW, PAGE)
-
     if WRITES:
-        q = _turn(asked, eps, dims, q_weight_ptr is not None, D, HALF)
+        angles = _angles(rope_ptr, position, dims, HALF)
+        q_weights = _with_partners(q_weight_ptr, dims, dims >= 0, HALF)
+        k_weights = _with_partners(k_weight_ptr, dims, dims >= 0, HALF)
+        if PDL:
+            gdc_wait()
+    if row < 0:
+        return
+    if WRITES:
+        q_at = q_ptr + (first * (H + 2 * K) + kv_head * GROUP + head) * D
+        asked = _with_partners(q_at, dims, head < GROUP, HALF)
+        q = _turn(asked, q_weights, angles, eps, dims, q_weight_ptr is not None, D, HALF)
+    else:
+        q = gl.load(q_ptr + (first * H + kv_head * GROUP + head) * D + dims, mask=head < GROUP, other=0.0)
     qk_scale = scale * LOG2_E * k_scale
     if PAIRED:
         q = (q.to(gl.float32) * scale).to(gl.float16)
@@ -362,12 +378,13 @@ def attend_decode(
     fresh_score = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, LM))
     fresh_value = gl.zeros([D], gl.float32, gl.SliceLayout(1, DM))
     if WRITES:
-        if (first_at >= lo) & (first_at < hi):
+        if has_new:
             from_ptr = q_ptr + (first * (H + 2 * K) + H + kv_head) * D
-            to = (gl.load(table + first_at // PAGE).to(gl.int64) * PAGE + first_at % PAGE) * (K * D) + kv_head * D
+            to = (new_page.to(gl.int64) * PAGE + first_at % PAGE) * (K * D) + kv_head * D
             new_v = gl.load(from_ptr + K * D + dim_d)
-            of_new = _ask(from_ptr, position, k_weight_ptr, rope_ptr, dims, dims >= 0, HALF)
-            new_k = _stored(_turn(of_new, eps, dims, k_weight_ptr is not None, D, HALF), k_scale, KV, LARGEST)
+            of_new = _with_partners(from_ptr, dims, dims >= 0, HALF)
+            new_k = _turn(of_new, k_weights, angles, eps, dims, k_weight_ptr is not None, D, HALF)
+            new_k = _stored(new_k, k_scale, KV, LARGEST)
             new_v = _stored(new_v, v_scale, KV, LARGEST)
             gl.store(v_ptr + to + dim_d, new_v)
             gl.store(k_ptr + to + dims, new_k)
