@@ -45,6 +45,8 @@ NOT_RUN = {
     "python benchmarks/lora.py": "needs a GPU",
     "python benchmarks/products.py": "needs a GPU",
     "python benchmarks/layer.py": "needs two GPUs; tests/unit/benchmarks/test_layer.py runs its search without",
+    "python benchmarks/allreduce.py": "needs GPUs",
+    "python -m pytest tests/gpu/": "needs GPUs",
     "python benchmarks/table.py": "needs vLLM and GPUs; tests/unit/benchmarks/test_table.py runs it without",
     "python benchmarks/layouts.py": "needs GPUs; tests/unit/benchmarks/test_layouts.py runs it without",
     "docker ": "needs Docker",
