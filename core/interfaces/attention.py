@@ -174,8 +174,9 @@ class AttentionBackend(ABC):
     ) -> Bundle:
         """`attend` of what `write` returns. For backends that do both in one kernel.
 
-        Keys of earlier steps stand in their pages before this step is planned, and nothing writes them until it ends:
-        a backend may read them while the kernel in front still runs.
+        A backend may read what is older than the step while the kernel in front still runs. So the keys of earlier
+        steps and what `plan_device` is told stand before it is called, `rope`, `qk_norm` and the layer's scales
+        before the step begins, and nothing writes any of them until it ends.
         """
         return self.attend(layer, ctx, self.write(layer, ctx, qkv, rope, qk_norm), emit)
 

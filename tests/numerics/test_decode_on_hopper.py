@@ -13,9 +13,13 @@ from dovetail.plugins.attention.config import TritonConfig
 
 from .attention_cases import Case, error, expected, make_step
 
-pytest.importorskip("triton")
-from dovetail.plugins.attention.triton.backend import Triton, _has_hopper
-from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS, DecodeTile, Shape, Tile, Tiles
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from triton.language.extra.cuda import globaltimer  # noqa: E402
+
+from dovetail.core.ops.kernels.launch import announce, dependent, wait  # noqa: E402
+from dovetail.plugins.attention.triton.backend import Triton, _has_hopper  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS, DecodeTile, Shape, Tile, Tiles  # noqa: E402
 
 GPU = torch.device("cuda")
 pytestmark = [
@@ -163,6 +167,54 @@ def test_writes_and_attends_as_the_kernel_for_all_gpus(norm, rotary, kv_dtype):
             # A norm's sum is added in another order.
             assert different <= (len(SOME) * kv_heads if norm else 0)
             assert not torch.equal(found[0][1][name], plane.view(torch.uint8)), "nothing was written"
+
+
+@triton.jit
+def late(from_ptr, to_ptr, size, nanoseconds, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """Lets the next kernel in long before it writes."""
+    announce(PDL)
+    wait(PDL)
+    began = globaltimer()
+    while globaltimer() - began < nanoseconds:
+        pass
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(to_ptr + at, tl.load(from_ptr + at, mask=at < size), mask=at < size)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_what_the_kernel_in_front_writes_is_waited_for_and_what_the_step_before_had_is_gone(kv_dtype):
+    """Steps that find other rows at the same addresses, one after another and as a graph."""
+    step = make_step(replace(LLAMA, kv_dtype=kv_dtype, slack=max(SOME)), made := backend(None), GPU)
+    meta, host, rope = step.ctx.meta, step.ctx.host, Rope(torch.randn(4096, 128, device=GPU))
+    heads, kv_heads = LLAMA.heads
+    given = torch.randn(len(SOME), (heads + 2 * kv_heads) * 128, device=GPU).to(BF16)
+    qkv = torch.empty_like(given)
+
+    def run(nanoseconds: int) -> torch.Tensor:
+        ctx = made.plan_device(meta, host, None)
+        for _ in range(3):
+            qkv.fill_(float("nan"))
+            late[(triton.cdiv(given.numel(), 1024),)](
+                given, qkv, given.numel(), nanoseconds, BLOCK=1024, **dependent(qkv)
+            )
+            out = made.write_and_attend(step.layer, ctx, qkv, rope)[PLAIN].values
+        return out
+
+    want = run(0).double()
+    torch.cuda.synchronize()
+    assert want.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(20_000)
+    for turn in range(1, 7):
+        for x in (meta.page_table_BP, meta.kv_len_B, given):
+            x.copy_(x.flip(0))
+        if turn > 3:
+            got = run(20_000)
+        else:
+            graph.replay()
+            got = captured
+        assert error(got, want.flip(0) if turn % 2 else want) < NEAR[BF16], turn
 
 
 def test_a_graph_finds_its_mailboxes_empty_each_time():

@@ -439,17 +439,31 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
 
 
 @pytest.mark.parametrize(("tile", "words"), [(DecodeTile(2, LANE_KEYS, 2, 3, 2), 1), (Tile(16, 64, 4, 2, 2), 0)])
-def test_a_kernel_fills_mailboxes_even_where_no_row_is_split(tile, words):
+def test_mailboxes_are_filled_behind_the_plan_even_where_no_row_is_split(tile, words, monkeypatch):
     """attend_decode does not wait for the kernel in front before it reads the plan: plan_items must not be that one."""
 
     class Decoding(Tiles):
         def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
             return tile
 
+    launched = []
+
+    class Planning:
+        def __getitem__(self, grid):
+            launched.append("plan")
+            return plan_items[grid]
+
+    def full(size, *args, **options):
+        launched.append(size[0])
+        return filled(size, *args, **options)
+
+    plan_items, filled = backend.plan_items, torch.full
+    monkeypatch.setattr(backend, "plan_items", Planning())
+    monkeypatch.setattr(torch, "full", full)
     step = make_step(Case(lengths=(5, 9), counts=(1, 1), num_decode=2), make(), DEVICE)
     geometry = (0, 4, 2, 64, torch.float16, torch.float16)
-    (made,) = backend._make_plan(Decoding(), geometry, step.ctx.meta, step.ctx.host, 2, lambda: None).lists
-    assert made.mail.numel() == words
+    backend._make_plan(Decoding(), geometry, step.ctx.meta, step.ctx.host, 2, lambda: None)
+    assert launched == ["plan", words]
 
 
 def test_no_tokens():

@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel of ours starts while the one before it ends.
 
-A kernel waits until the one before has ended before it touches anything but weights, and keys of earlier steps, so that
-its launch costs no time between the two. Small kernels announce at their start that the next one may come in; products,
-which fill every multiprocessor, do not, and the next one comes in as they end: its waiting blocks would take their
-room.
+A kernel waits until the one before has ended before it touches anything but weights and what is older than any kernel
+that may still run, so that its launch costs no time between the two. Small kernels announce at their start that the
+next one may come in; products, which fill every multiprocessor, do not, and the next one comes in as they end: its
+waiting blocks would take their room.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def announce(PDL: tl.constexpr):
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Before the first access to anything that an earlier kernel of the step reads or writes."""
+    """Before the first access to anything that a kernel which may still run reads or writes."""
     if PDL:
         gdc_wait()
 

@@ -67,6 +67,7 @@ from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 from ..nowhere import lone_copies, lone_reducer
+from .early_access import touched_before_waiting
 
 EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
 BF16, FP16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
@@ -349,38 +350,27 @@ def test_every_kernel_compiles(tmp_path, monkeypatch):
     missing = sorted(jit_functions() - compiled.functions)
     assert not missing, f"no launch in this file compiles {', '.join(missing)}: add one to CASES"
     for name, kernel in compiled.kernels:
-        too_early = touched_before_waiting(kernel.asm["ptx"], kernel.metadata.launch_pdl)
+        too_early = touched_before_waiting(kernel)
         assert too_early <= CONSTANTS.get(name, set()), f"{name} comes before the kernel before has ended: {too_early}"
 
 
 CONSTANTS = {
-    "dovetail.core.ops.kernels.norm:_rms_norm": {"ld.global"},  # The norm's weight.
-    "dovetail.core.ops.kernels.matmul:_matmul": {"prefetch.global"},  # The product's.
-    "dovetail.core.ops.kernels.early:matmul_early": {
-        "cp.bulk.tensor.2d.shared::cta.global",
-        "cp.bulk.prefetch.L2.global",
-    },  # The product's.
-    "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"ld.global"},  # The norm's; where mailboxes lie.
-    "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"ld.global"},  # The same.
-    "dovetail.plugins.collective.symm_mem.kernels:choose": {"ld.global"},  # Where mailboxes lie.
-    "dovetail.plugins.adapter.lora.kernel:_expand": {"ld.global"},  # Which outputs belong to which part.
+    "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr"},
+    "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
+    "dovetail.core.ops.kernels.early:matmul_early": {"weight_source", "weight_ptr"},
+    # Where mailboxes lie.
+    "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
+    "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},
+    "dovetail.plugins.collective.symm_mem.kernels:choose": {"peers_ptr"},
+    # Which outputs belong to which part.
+    "dovetail.plugins.adapter.lora.kernel:_expand": {"blocks_ptr"},
+    # The plan, and keys of earlier steps: both older than the kernel in front.
     "dovetail.plugins.attention.triton.hopper.decode:attend_decode": {
-        "ld.global",
-        "cp.cg.shared.global",
-    },  # The plan, and keys of earlier steps: both older than the kernel in front.
+        *("items_ptr", "first_pages_ptr", "table_ptr", "k_ptr", "v_ptr", "k_scale", "v_scale"),
+        *("rope_ptr", "q_weight_ptr", "k_weight_ptr"),
+    },
 }
-"""What kernels may touch before the one before them has ended, since no kernel that may still run writes it."""
-MEMORY = re.compile(r"\b((?:ld|st|atom|red|prefetch|cp\.async|cp\.reduce|multimem)[\w.:]*?\.global)\b")
-
-
-def touched_before_waiting(ptx: str, launched_early: bool) -> set[str]:
-    """Instructions that reach global memory ahead of griddepcontrol.wait, which a kernel launched early has once."""
-    before, *after = ptx.split("griddepcontrol.wait")
-    if not launched_early:
-        assert "griddepcontrol" not in ptx
-        return set()
-    assert len(after) == 1, f"waits {len(after)} times"
-    return {instruction.replace(".async", "") for instruction in MEMORY.findall(before)}
+"""What kernels may read before the one before them has ended, since no kernel that may still run writes it."""
 
 
 @triton.jit
@@ -401,8 +391,8 @@ def test_a_kernel_that_writes_before_it_has_waited_is_seen():
             kernel[(1,)](x, **dependent(x))
     (_, never), (_, late) = compiled.kernels
     with pytest.raises(AssertionError, match="waits 0 times"):
-        touched_before_waiting(never.asm["ptx"], True)
-    assert touched_before_waiting(late.asm["ptx"], True) == {"st.global"}
+        touched_before_waiting(never)
+    assert touched_before_waiting(late) == {"x_ptr, written"}
 
 
 def test_of_a_product_that_begins_early_the_weight_alone_is_asked_for(tmp_path):
@@ -478,8 +468,8 @@ def test_single_tokens_keep_their_sums_in_registers_and_ask_for_keys_before_they
     (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":attend_decode"))
     assert spilled(kernel, tmp_path) <= 16
     # Keys are on their way before the kernel in front has ended, which writes queries.
-    before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    assert "cp.async.cg" in before and "st.global" not in before
+    assert {"k_ptr", "v_ptr"} < touched_before_waiting(kernel)
+    after = kernel.asm["ptx"].split("griddepcontrol.wait")[1]
     first_float = re.search(r"\b(?:mul|add|fma|sub)\.(?:rn\.)?f32", after)
     assert "ld.global" in after[: first_float.start()]
     assert re.search(r"ldmatrix\S*\.trans", after), "values are transposed on their way to the matrix units"
@@ -493,8 +483,7 @@ def test_single_tokens_beside_prompts_wait_for_the_keys_that_another_kernel_writ
     with compiled_for_hopper() as compiled:
         attention(MIXED, kv_dtype=E4M3, page=32)
     (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":attend_decode"))
-    before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    assert "cp.async.cg" not in before and "cp.async.cg" in after
+    assert touched_before_waiting(kernel) == {"items_ptr", "first_pages_ptr"}
 
 
 def test_prompts_beside_trees_and_where_gluon_is_refused_keep_the_kernel_for_all_gpus():

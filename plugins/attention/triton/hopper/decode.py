@@ -36,6 +36,13 @@ _EMPTY = gl.constexpr(EMPTY)
 
 
 @gluon.jit
+def _told(pointers, mask=None, other=None):
+    """Of the plan, past the multiprocessor's cache: before the wait it may still hold the last step's, which had the
+    same addresses."""
+    return gl.load(pointers, mask=mask, other=other, cache_modifier=".cg")
+
+
+@gluon.jit
 def _seen(key, seen_from, end, WINDOW: gl.constexpr):
     seen = key < end
     if WINDOW:
@@ -45,7 +52,7 @@ def _seen(key, seen_from, end, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _pages(table, key, seen_from, end, WINDOW: gl.constexpr, PAGE: gl.constexpr):
-    return gl.load(table + key // PAGE, mask=_seen(key, seen_from, end, WINDOW), other=0)
+    return _told(table + key // PAGE, _seen(key, seen_from, end, WINDOW), 0)
 
 
 @gluon.jit
@@ -309,19 +316,19 @@ def attend_decode(
     offset = gl.arange(0, SPAN, gl.SliceLayout(1, COPY))
     # The plan is older than the kernel in front (backend.py), and pages but for the step's own keys are older yet.
     item = items_ptr + index * ITEM_FIELDS
-    row = gl.load(item)
-    first = gl.load(item + 1)
-    first_at = gl.load(item + 3)
-    seen_from = gl.load(item + 4)
-    lo = gl.load(item + 5)
-    hi = gl.load(item + 6)
-    part = gl.load(item + 7)
-    splits = gl.load(item + 9)
-    first_item = gl.load(item + 10)
+    row = _told(item)
+    first = _told(item + 1)
+    first_at = _told(item + 3)
+    seen_from = _told(item + 4)
+    lo = _told(item + 5)
+    hi = _told(item + 6)
+    part = _told(item + 7)
+    splits = _told(item + 9)
+    first_item = _told(item + 10)
     pages = ()
     for i in gl.static_range(PLACES):
         entry = index * (PLACES * SPAN // GRAIN) + (i * SPAN + offset) // GRAIN
-        pages = pages + (gl.load(first_pages_ptr + entry),)  # type: ignore[assignment]
+        pages = pages + (_told(first_pages_ptr + entry),)  # type: ignore[assignment]
     table = table_ptr + row.to(gl.int64) * table_stride
     first = first.to(gl.int64)
     # A token of no row, which stands before all keys, has position 0 here.
@@ -336,7 +343,7 @@ def attend_decode(
     if WRITES:
         end = gl.minimum(hi, first_at)
         has_new = (row >= 0) & (first_at >= lo) & (first_at < hi)
-        new_page = gl.load(table + first_at // PAGE, mask=has_new, other=0)
+        new_page = _told(table + first_at // PAGE, has_new, 0)
     elif PDL:
         # The step's own keys are among them.
         gdc_wait()
