@@ -13,13 +13,16 @@ runs in a process of its own and gets the same requests. Where all requests arri
 output tokens/s wins; at an offered rate, which fixes those, the one with the lowest median latency. A lead that is no
 greater than the range over runs is a tie. --rounds has all of them start again, every other time in reverse: a machine
 that changes meanwhile then widens the range in place of choosing the winner. A layout that cannot start, or fails, is
-told with its reason and leaves the race.
+told with its reason and leaves the race, and so is one that has no result after --patience seconds. --out is written
+after each start: what is measured survives whatever stops the race.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,25 +59,46 @@ Figures = dict[Load, dict[str, dict[str, dict[str, float]]]]
 """Load -> layout -> figure -> median, min and max over the runs."""
 
 
-def measure(layout: str, common: Sequence[str], workloads: str, runs: int) -> dict[str, Any]:
+def measure(layout: str, common: Sequence[str], workloads: str, runs: int, patience: float) -> dict[str, Any]:
     """The result file of app=bench, or {"error": why there is none}."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         words = [*layout.split(), *common, f"bench.workloads=[{workloads}]", f"bench.runs={runs}", f"bench.out={out}"]
-        command = [sys.executable, str(RUN), "app=bench", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        sys.stdout.write(done.stdout)
+        code, told, complaint = run([sys.executable, str(RUN), "app=bench", *words], Path(folder), patience)
+        sys.stdout.write(told)
         sys.stdout.flush()
-        if not out.is_file() or not (text := out.read_text(encoding="utf-8")) or done.returncode:
-            return {"error": done.stderr.strip() or f"exit status {done.returncode}: requests failed"}
+        if code is None:
+            return {"error": "\n".join(filter(None, [complaint, f"no result within {patience:g} s (--patience)"]))}
+        if not out.is_file() or not (text := out.read_text(encoding="utf-8")) or code:
+            return {"error": complaint or f"exit status {code}: requests failed"}
         result: dict[str, Any] = json.loads(text)
         return result
 
 
+def run(command: Sequence[str], folder: Path, patience: float) -> tuple[int | None, str, str]:
+    """Exit status, None where it took too long, and what it printed. Nothing of it is left then, or after Ctrl-C."""
+    printed = [folder / "stdout", folder / "stderr"]
+    with printed[0].open("w") as out, printed[1].open("w") as err:
+        # Files, not pipes: a process that outlives the command would keep those open.
+        process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+        code = None
+        try:
+            code = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if code is None:
+                # Ranks have groups of their own, and Linux ends them with the process that started them.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    told, complaint = (path.read_text(encoding="utf-8", errors="replace") for path in printed)
+    return code, told, complaint.strip()
+
+
 def merged(result: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """The runs of both, as if they were of one start."""
-    if "error" in result or "error" in more:
-        return result if "error" in result else more
+    if "error" in more:
+        return more | {"before": result}
     for mine, theirs in zip(result["results"], more["results"], strict=True):
         for load, other in zip(mine["loads"], theirs["loads"], strict=True):
             load["runs"] += other["runs"]
@@ -146,6 +170,15 @@ def draw(path: str, found: Figures, layouts: Sequence[str]) -> None:
     figure.savefig(path)
 
 
+def save(path: Path, results: dict[str, dict[str, Any]]) -> None:
+    """The file is whole at any time: the one before, or this one."""
+    wins = {str(load): winner(load, by_layout) for load, by_layout in figures(results).items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps({"schema": SCHEMA, "layouts": results, "wins": wins}, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
 def main(argv: Sequence[str]) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,7 +186,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workloads", default="latency,batch64,batch256,throughput")
     parser.add_argument("--runs", type=int, default=1, help="repeats of each workload")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each layout, in turns")
-    parser.add_argument("--out", help="JSON file: every result, and who wins")
+    parser.add_argument(
+        "--patience", type=float, default=3600.0, metavar="SECONDS", help="for one start of a layout, all runs included"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file: every result, and who wins")
     parser.add_argument("--plot", help="png, svg or pdf")
     args = parser.parse_args(argv[:cut])
     results: dict[str, dict[str, Any]] = {}
@@ -162,20 +198,20 @@ def main(argv: Sequence[str]) -> int:
             if "error" in results.get(layout, ()):
                 continue
             print(f"== {layout}", flush=True)
-            result = measure(layout, argv[cut + 1 :], args.workloads, args.runs)
+            result = measure(layout, argv[cut + 1 :], args.workloads, args.runs, args.patience)
             results[layout] = merged(results[layout], result) if layout in results else result
+            if args.out is not None:
+                save(args.out, results)
             if error := result.get("error"):
                 print(f"{layout}: {error}", file=sys.stderr, flush=True)
     found = figures(results)
     print("\n".join(table(found, args.layouts)) if found else "no layout could be measured")
-    if args.out is not None:
-        wins = {str(load): winner(load, by_layout) for load, by_layout in found.items()}
-        written = {"schema": SCHEMA, "layouts": results, "wins": wins}
-        Path(args.out).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None and found:
         draw(args.plot, found, args.layouts)
     return 1 if any("error" in result for result in results.values()) else 0
 
 
 if __name__ == "__main__":
+    # As by Ctrl-C: the layout that runs, a session of its own, would be left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

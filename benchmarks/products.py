@@ -95,10 +95,10 @@ def _cycles(after):
 
 
 @triton.jit
-def _wait_long(out_ptr, cycles, PDL: tl.constexpr):
-    """In the place of a kernel that waits for other ranks."""
-    announce(PDL)
+def _wait_long(out_ptr, cycles, SMALL: tl.constexpr, PDL: tl.constexpr):
+    announce(PDL and SMALL)
     wait(PDL)
+    announce(PDL and not SMALL)
     program = tl.program_id(0)
     began = _cycles(program)
     while _cycles(program) - began < cycles:
@@ -106,9 +106,10 @@ def _wait_long(out_ptr, cycles, PDL: tl.constexpr):
     tl.store(out_ptr + program, program)
 
 
-def wait_long(waited: torch.Tensor, us: float) -> None:
-    """On the device, by a program for each element of `waited`."""
-    _wait_long[(len(waited),)](waited, int(us * CYCLES), num_warps=8, **dependent(waited))
+def wait_long(waited: torch.Tensor, us: float, small: bool = True) -> None:
+    """On the device, by a program for each element of `waited`: in the place of a small kernel that waits for other
+    ranks, or of a product, behind which the next one is let in only once the kernel in front has ended."""
+    _wait_long[(len(waited),)](waited, int(us * CYCLES), SMALL=small, num_warps=8, **dependent(waited))
 
 
 def multiply(

@@ -41,6 +41,10 @@ class CapacityError(DovetailError):
         super().__init__(f"{what}: {gap} are missing. Settings that would fit: {would_fit}")
 
 
+class EngineStopped(DovetailError, RuntimeError):
+    """The engine has ended, by what its cause names: a rank that died, for one. No request runs any more."""
+
+
 class RequestError(DovetailError):
     """One request is refused; the others go on. `status` is the HTTP status, 400 to 499."""
 

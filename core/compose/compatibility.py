@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -25,6 +25,13 @@ _UNSTATED = object()
 def conflicts(composition: Composition, host: Host, model_facts: Mapping[str, object]) -> list[str]:
     """One sentence for each demand that is not met, with the options that would meet it."""
     return list(dict.fromkeys(_Check(composition, host, model_facts).run()))
+
+
+def layout_conflicts(composition: Composition, host: Host) -> list[str]:
+    """Those of the model's demands on the engine: what holds even where nothing is built."""
+    check = _Check(composition, host, {})
+    demands = [demand for demand in check.demands if demand[0] == "model" and demand[2].kind == "engine"]
+    return list(dict.fromkeys(check.unmet(demands)))
 
 
 def stated_by_default(registered: Registered, host: Host) -> Capabilities | None:
@@ -51,7 +58,10 @@ class _Check:
         for path, part, what in self.lacking:
             others = [f"{path}={name}" for name in self._options(path)] if path in self.composition.parts else []
             yield f"{path}={part.name} lacks {what}. Would work: {listing(others)}."
-        for path, part, demand in self.demands:
+        yield from self.unmet(self.demands)
+
+    def unmet(self, demands: Sequence[tuple[str, Selected, Requires]]) -> Iterator[str]:
+        for path, part, demand in demands:
             for answerer, value in self._answers(demand):
                 if value is _UNSTATED or not demand.admits(value):
                     is_now = f"{answerer} does not state it" if value is _UNSTATED else f"{answerer} has {show(value)}"

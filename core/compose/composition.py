@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from dovetail.core.compose.capabilities import Host
-from dovetail.core.compose.compatibility import conflicts
+from dovetail.core.compose.compatibility import conflicts, layout_conflicts
 from dovetail.core.compose.config import AppConfig
 from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.registry import Registry
@@ -73,6 +73,11 @@ class Composition:
     def check(self, host: Host, model_facts: Mapping[str, object] | None = None) -> None:
         """Raise one CapabilityError with every conflict. `model_facts` come from the checkpoint's config."""
         if found := conflicts(self, host, model_facts or {}):
+            raise CapabilityError(found)
+
+    def check_layout(self, host: Host) -> None:
+        """As `check`, of the model's demands on the engine alone: for an app that plans and builds nothing."""
+        if found := layout_conflicts(self, host):
             raise CapabilityError(found)
 
     def run(self, prompts: Sequence[str] = ()) -> int:

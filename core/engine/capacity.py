@@ -81,11 +81,17 @@ class _Weights:
             if fewer is not None and fewer < bits:
                 yield name, fewer
 
-    def _ranks(self) -> Iterator[int]:
-        tp = 2 * self.composition.engine.tp
-        while self.host.device == "cuda" and tp <= MOST_GPUS and self.spec.heads % tp == 0:
-            yield tp
-            tp *= 2
+    def _ranks(self) -> list[int]:
+        if self.host.device != "cuda":
+            return []
+        return [tp for tp in model_ranks(self.composition, self.host, MOST_GPUS) if tp > self.composition.engine.tp]
+
+
+def model_ranks(composition: Composition, host: Host, most: int) -> list[int]:
+    """Values of engine.tp up to `most` that the model takes, by the demands that are checked at start."""
+    stated = composition.part("model").capabilities(host).requires
+    demands = [demand for demand in stated if (demand.kind, demand.key) == ("engine", "tp")]
+    return [tp for tp in range(1, most + 1) if all(demand.admits(tp) for demand in demands)]
 
 
 def _weight_bits(quant: Selected, host: Host) -> float | None:

@@ -110,6 +110,10 @@ class Engine:
             self.executor.shutdown()
             raise
 
+    def interrupt(self) -> None:
+        """From another thread than the one that steps: end a step that does not end. Only `shutdown` may follow."""
+        self.executor.interrupt()
+
     def shutdown(self) -> None:
         self.observers.close()
         if self._grammars is not None:

@@ -21,7 +21,7 @@ from dovetail.core.engine.counters import Counters
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.output import REASONS, Completion, Delta, Generation, StopWatch, Timing, cut
 from dovetail.core.engine.results import SequenceEvent
-from dovetail.core.errors import DovetailError, RequestError
+from dovetail.core.errors import DovetailError, EngineStopped, RequestError
 from dovetail.core.interfaces import EmbeddingSpec, FinishReason, Pooling, Progress, SamplingParams, Sequence
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from dovetail.core.tokenizer import Tokenizer
 
 T = TypeVar("T")
+STEP_SECONDS = 2.0
+"""What the last step has to end, when nobody wants it any more; then its ranks hang, or it may as well end now."""
 Prompt = str | Seq[int]
 """Text, or token ids."""
 
@@ -96,8 +98,8 @@ class LLM:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="dovetail-engine", daemon=True).start()
 
     # Public.
 
@@ -230,7 +232,10 @@ class LLM:
             return
         self._closed = True
         self._inbox.put(None)
-        self._thread.join()
+        # Not joined: a join that Ctrl-C breaks off takes the thread for one that has ended (Python 3.11).
+        if not self._ended.wait(STEP_SECONDS):
+            self.engine.interrupt()
+            self._ended.wait()
         self.engine.shutdown()
 
     def __enter__(self) -> LLM:
@@ -345,9 +350,12 @@ class LLM:
         except BaseException as error:
             failure = error
         self._failure = failure
-        for stream in {id(s): s for s in self._streams.values()}.values():
-            stream.put(_stopped(failure))
-        self._streams.clear()
+        try:
+            for stream in {id(s): s for s in self._streams.values()}.values():
+                stream.put(_stopped(failure))
+            self._streams.clear()
+        finally:
+            self._ended.set()
 
     def _take_calls(self) -> bool:
         """Run what callers asked for; sleeps only while the engine has nothing to do. False = close."""
@@ -436,7 +444,8 @@ class _Collector:
 
 
 def _stopped(failure: BaseException) -> RuntimeError:
-    error = RuntimeError(f"the engine stopped: {type(failure).__name__}: {failure}")
+    words = f"the engine stopped: {type(failure).__name__}: {failure}"
+    error = EngineStopped(words) if isinstance(failure, DovetailError) else RuntimeError(words)
     error.__cause__ = failure
     return error
 

@@ -55,7 +55,7 @@ class ExecutorInfo:
 
 
 class Executor(ABC):
-    """Runs plans in order. One thread calls it."""
+    """Runs plans in order. One thread calls it, but for `interrupt`."""
 
     @abstractmethod
     def start(self, progress: Progress) -> ExecutorInfo:
@@ -91,6 +91,10 @@ class Executor(ABC):
         """Let every rank forget an adapter once it has run the plans submitted so far. Ranks that do not know the key
         ignore it."""
         raise NotImplementedError(f"{type(self).__name__} loads no adapters")
+
+    def interrupt(self) -> None:
+        """From any other thread: end a call that waits for a step which does not end, as a rank's death would; only
+        `shutdown` may follow. An executor whose steps wait for nobody has nothing to end."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,17 @@ class ModelSpec:
         """Tokens of the longest sequence where so many are wanted: never more than the model was made for."""
         return min(wanted or self.max_len, self.max_len)
 
+    def shares(self) -> dict[int, int]:
+        """Numbers of ranks (engine.tp) that can share heads and MLP channels -> what both sides of each matrix of a
+        rank divide by."""
+        shares = {}
+        for ranks in range(1, self.heads + 1):
+            if self.intermediate % ranks == 0 and can_share_heads(self.heads, self.kv_heads, ranks):
+                q = self.heads // ranks * self.head_dim
+                kv = max(1, self.kv_heads // ranks) * self.head_dim
+                shares[ranks] = gcd(self.hidden, q, 2 * kv, self.intermediate // ranks)
+        return shares
+
     def kv_bytes_per_token(self, dtype_bytes: int, tp: int = 1) -> int:
         """KV cache of one token over all layers, on one of `tp` ranks, before any window slides. Heads are split over
         ranks as far as there are any; a compressed latent is on every rank."""
@@ -141,6 +153,12 @@ class ModelSpec:
         if self.mla is not None:
             return self.mla.kv_rank + self.mla.rope_dim
         return 2 * max(1, self.kv_heads // tp) * self.head_dim
+
+
+def can_share_heads(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Each rank gets as many query heads, and as many kv heads; with fewer kv heads than ranks, neighbouring ranks hold
+    the same one."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Partial
 
 if TYPE_CHECKING:
@@ -28,6 +29,27 @@ class LinearShape:
     """Of the model: dtype of outputs and of unquantized weights."""
     names: tuple[str, ...] = ()
     """Checkpoint prefix of each part, for instance "model.layers.3.mlp.down_proj"."""
+    shares: Mapping[int, int] = field(default_factory=dict, hash=False)
+    """The model's: ModelSpec.shares()."""
+
+    def check_multiple(self, multiple: int, quant: str, path: str, skip: Sequence[str] | None) -> None:
+        """CapabilityError where a side of the share does not divide by `multiple`, with what would work. `quant` names
+        the choice ("quant=int8"), `path` the layer; `skip` are the patterns of layers that stay plain already, None =
+        none can."""
+        if self.inp % multiple == 0 and self.out % multiple == 0:
+            return
+        works = [f"engine.tp={ranks}" for ranks, divisor in self.shares.items() if divisor % multiple == 0]
+        works = [" or ".join(works)] if works else []
+        if skip is not None:
+            # With its neighbours in the block, which share its channels, in every layer.
+            pattern = re.sub(r"\.\d+\.", ".*.", f"{path.rpartition('.')[0]}.*")
+            works += [f"quant.skip={[*skip, pattern]}", "quant=none"]
+        raise CapabilityError(
+            [
+                f"{quant}: {path} is {self.inp} x {self.out} on each rank; both must divide by {multiple}. "
+                f"Would work: {', '.join(works) or 'a checkpoint in another format'}"
+            ]
+        )
 
 
 class LinearMethod(ABC):

@@ -6,7 +6,7 @@ weight is stored and multiplied is the quantizer's LinearMethod.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,6 +16,7 @@ import torch
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, LinearShape, Partial
+from dovetail.core.interfaces.model import can_share_heads
 from dovetail.core.layers.weights import Weight
 
 
@@ -66,6 +67,7 @@ class Linear:
             shard=shard,
             dtype=build.dtype,
             names=tuple(part.name for part in parts),
+            shares=build.spec.shares(),
         )
         self.method = build.quantizer.linear(path, self.shape)
         self.params = self.method.create(self.shape, build.device)
@@ -139,7 +141,10 @@ class Linear:
         shape = lazy.get_shape()
         for part, to in self._of(source):
             wanted = ((part.start, part.stop, part.rows), (self.columns.start, self.columns.stop, self.inp))
-            index = tuple(_share(entries, *want) for entries, want in zip(shape, wanted, strict=False))
+            whose = f"{source}.{name}"
+            index = tuple(
+                _share(whose, self.shape.shares, entries, *want) for entries, want in zip(shape, wanted, strict=False)
+            )
             self.method.load(self.params, name, to, _ordered(lazy[index or ...], shape, part))
 
     def _take_bias(self, source: str, lazy: LazyTensor) -> None:
@@ -159,8 +164,7 @@ class ColumnParallel(Linear):
         outs: tuple[int, ...],
         bias: bool = False,
     ) -> None:
-        rank, size = build.collective.rank, build.collective.size
-        parts = tuple(Part(name, out, *_split(name, out, rank, size)) for name, out in zip(names, outs, strict=True))
+        parts = tuple(Part(name, out, *_split(name, out, build)) for name, out in zip(names, outs, strict=True))
         super().__init__(path, build, parts, inp, shard="column", bias=bias)
 
 
@@ -219,7 +223,7 @@ class RowParallel(Linear):
     ) -> None:
         """`defers`: the norm at the next boundary takes the product's scales (Partial.scale)."""
         rank, size = build.collective.rank, build.collective.size
-        columns = slice(*_split(name, inp, rank, size))
+        columns = slice(*_split(name, inp, build))
         super().__init__(path, build, (Part(name, out, 0, out),), inp, columns, shard="row", bias=bias)
         self.adds_bias = rank == 0
         self.defers = defers and size == 1 and not bias
@@ -233,21 +237,23 @@ class RowParallel(Linear):
 
 def local_heads(heads: int, kv_heads: int, size: int) -> tuple[int, int]:
     """Query and kv heads of one rank. Raises ConfigError when they do not divide."""
-    fits = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-    if not fits:
-        options = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if not can_share_heads(heads, kv_heads, size):
+        options = [n for n in range(1, heads + 1) if can_share_heads(heads, kv_heads, n)]
         raise ConfigError(
-            f"engine.tp={size} does not divide {heads} query heads and {kv_heads} kv heads. "
-            f"Set engine.tp to one of {', '.join(map(str, options))}"
+            f"engine.tp={size} does not divide {heads} query heads and {kv_heads} kv heads. {_set_to(options)}"
         )
     return heads // size, max(1, kv_heads // size)
 
 
-def _split(name: str, total: int, rank: int, size: int) -> tuple[int, int]:
+def _set_to(ranks: Iterable[int]) -> str:
+    return f"Set engine.tp to one of {', '.join(map(str, ranks))}"
+
+
+def _split(name: str, total: int, build: BuildContext) -> tuple[int, int]:
+    rank, size = build.collective.rank, build.collective.size
     if total % size:
-        raise ConfigError(
-            f"engine.tp={size} does not divide the {total} channels of {name}. Set engine.tp to a divisor"
-        )
+        options = [n for n in build.spec.shares() if total % n == 0]
+        raise ConfigError(f"engine.tp={size} does not divide the {total} channels of {name}. {_set_to(options)}")
     each = total // size
     return rank * each, (rank + 1) * each
 
@@ -261,10 +267,15 @@ def _ordered(tensor: torch.Tensor, shape: list[int], part: Part) -> torch.Tensor
     return tensor[part.order]
 
 
-def _share(entries: int, start: int, stop: int, total: int) -> slice:
-    """Channels [start, stop) of `total`; the tensor has an entry per channel, per block of channels, or one for all."""
+def _share(name: str, ranks: Iterable[int], entries: int, start: int, stop: int, total: int) -> slice:
+    """Channels [start, stop) of `total`; the tensor has an entry per channel, per block of channels, or one for all.
+    Raises ConfigError where a block is cut, naming which of `ranks` would not."""
     if entries == 1:
         return slice(0, 1)
     if start * entries % total or stop * entries % total:
-        raise ConfigError(f"a shard of channels {start} to {stop} cuts through a block of {total // entries}")
+        options = [n for n in ranks if total // n * entries % total == 0]
+        raise ConfigError(
+            f"{name} has an entry for each block of {total // entries} channels, and this rank's, {start} to {stop} of "
+            f"{total}, cut through a block. {_set_to(options)}"
+        )
     return slice(start * entries // total, stop * entries // total)

@@ -23,7 +23,7 @@ from typing import Any
 
 from dovetail.core.errors import DovetailError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
-from dovetail.core.parallel.failure import Failure, StartHung, describe_exit, first_cause
+from dovetail.core.parallel.failure import Failure, RankError, StartHung, describe_exit, first_cause
 from dovetail.core.parallel.process import LAST_LOOK_SECONDS, SHOW_STACKS, start_process
 
 log = logging.getLogger(__name__)
@@ -156,11 +156,23 @@ class Workers:
         failure = self._failure
         if failure is not None and (failure.silent or failure.at <= now):
             raise failure.error() from error
+        for process in self._processes:
+            if how := _stopped(process.popen.pid):
+                raise RankError(process.rank, f"does not answer{how}, while {process.phase}") from error
 
     @property
     def broken(self) -> bool:
         """Whether the ranks may be out of step, so that they cannot be asked to end by themselves."""
         return self._broken or self._failure is not None
+
+    def interrupt(self) -> None:
+        """From any thread: end them and with them a call of rank 0 that waits for one."""
+        if self.broken or not self._processes:
+            return
+        rank, how = next(((p.rank, how) for p in self._processes if (how := _stopped(p.popen.pid))), (0, ""))
+        cause = f"had not ended its step when it was interrupted{how}"
+        self._failures.append(Failure(rank, time.monotonic(), cause, silent=True))
+        _kill(self._processes)
 
     def dismiss(self) -> None:
         """They are about to be told to end: from now on it is no failure that one does."""
@@ -226,9 +238,7 @@ class Workers:
                 self._listen(selector, None)
 
     def _launch(self, rank: int) -> _Process:
-        environment = dict(os.environ)
-        # Ranks on a CPU share its cores; each would otherwise start a thread for every one of them.
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._size)))
+        environment = {"OMP_NUM_THREADS": str(threads_of_a_rank(self._size)), **os.environ}
         popen, channel = start_process("dovetail.core.parallel.worker:main", self._inherited, environment)
         process = _Process(rank, popen, channel)
         process.channel.send({**self._order, "rank": rank})
@@ -310,17 +320,29 @@ class Workers:
             time.sleep(_ABORT_SECONDS)
 
 
+def threads_of_a_rank(size: int) -> int:
+    """Ranks on a CPU share its cores; each would otherwise start a thread for every one of them."""
+    return max(1, (os.cpu_count() or 1) // size)
+
+
 _PHASES = {"ready": "waiting to load", "loaded": "waiting for memory sizes", "bound": "serving"}
 
 
 def _stuck(pid: int) -> str:
     """What Linux tells of a process that does not run; elsewhere nothing."""
+    return _stopped(pid) or (", waiting for a disk or a device" if _state(pid) == b"D" else "")
+
+
+def _stopped(pid: int) -> str:
+    return ", stopped by a signal" if _state(pid) == b"T" else ""
+
+
+def _state(pid: int) -> bytes:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
+            return file.read().rpartition(b")")[2].split()[0]
     except OSError:
-        return ""
-    return {b"T": ", stopped by a signal", b"D": ", waiting for a disk or a device"}.get(state, "")
+        return b""
 
 
 def _kill(processes: Sequence[_Process]) -> None:

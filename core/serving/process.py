@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAIN = "dovetail.core.serving.engine_process:main"
-_STOP_SECONDS = 10.0
+_STOP_SECONDS = 4.0
+"""A step that does not end by then hangs: Ctrl-C ends everything within 5 s."""
 _RANKS_FIRST_SECONDS = 5.0
 """Longer than they wait themselves: where a rank hangs, the others can say which."""
 

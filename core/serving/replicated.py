@@ -168,6 +168,9 @@ class ReplicatedEngine:
             notes=tuple(dict.fromkeys(note for info in infos for note in info.notes)),
         )
 
+    def interrupt(self) -> None:
+        """As `Engine.interrupt`. A step here waits for no replica; one that hangs is killed by `shutdown`."""
+
     def shutdown(self) -> None:
         """Idempotent."""
         replicas, self._replicas = self._replicas, []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -431,6 +432,20 @@ class ExecutorContract:
                 for _ in range(100):
                     script = alone(B, 1, 1, after=script)
                     self.at_once(executor, script)
+
+    def test_an_interrupt_hurts_nobody_who_does_not_wait(self) -> None:
+        """From another thread, before start and after shutdown too."""
+        executor = self.make(small_composition(*self.overrides))
+        executor.interrupt()
+        executor.shutdown()
+        executor.interrupt()
+        with self.running() as executor:
+            self.at_once(executor, alone(B, 1, 1))
+            thread = threading.Thread(target=executor.interrupt)
+            thread.start()
+            thread.join()
+            executor.shutdown()
+            assert executor.pending == 0
 
     # Shutdown.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 
 from dovetail.core.engine.dtypes import resolve_device
 from dovetail.core.engine.encoding import encode_blob, encode_late, encode_plan
@@ -33,7 +35,7 @@ from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.process import order_for
 from dovetail.core.parallel.ring import RingWriter
 from dovetail.core.parallel.worker import CONTROL, answer, load_class
-from dovetail.core.parallel.workers import Workers
+from dovetail.core.parallel.workers import Workers, threads_of_a_rank
 from dovetail.plugins.executor.config import MultiprocConfig
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ class MultiprocExecutor(Executor):
         self._pending = 0
         self._loading: dict[str, _Loading] = {}
         self._answering = threading.Lock()
+        self._threads: int | None = None
+        """torch's in this process before `start` lowered them."""
 
     @property
     def size(self) -> int:
@@ -86,7 +90,7 @@ class MultiprocExecutor(Executor):
         said: tuple[str, float | None] = ("start ranks", None)
         progress(*said)
         # Of the last rank: before a process is started, not after each has loaded torch.
-        resolve_device(engine.device, size - 1, engine.first_gpu)
+        device = resolve_device(engine.device, size - 1, engine.first_gpu)
         self._plans = RingWriter(size - 1, self.config.plan_bytes)
         self._blobs = RingWriter(size - 1, self.config.blob_bytes)
         order = {
@@ -120,6 +124,8 @@ class MultiprocExecutor(Executor):
             said = phase, share
             progress(phase, share)
 
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            self._share_cores()
         with workers.blamed():
             # The workers import and compose meanwhile.
             runner = self._runner = load_class(self.runner_class)(self.composition, rank=0, size=size, address=address)
@@ -133,6 +139,13 @@ class MultiprocExecutor(Executor):
             workers.gather("bound")
             workers.started()
         return replace(info, num_pages=pages)
+
+    def _share_cores(self) -> None:
+        """What workers are told by OMP_NUM_THREADS comes too late for this process."""
+        before, share = torch.get_num_threads(), threads_of_a_rank(self.size)
+        if share < before:
+            self._threads = before
+            torch.set_num_threads(share)
 
     def _abort(self) -> None:
         """End whatever waits for a rank that is gone. A runner has its collective from the moment it connects."""
@@ -216,6 +229,11 @@ class MultiprocExecutor(Executor):
     def pending(self) -> int:
         return self._pending
 
+    def interrupt(self) -> None:
+        workers = self._workers
+        if workers is not None:
+            workers.interrupt()
+
     def shutdown(self) -> None:
         workers, self._workers = self._workers, None
         self._pending = 0
@@ -251,6 +269,9 @@ class MultiprocExecutor(Executor):
                 workers.stop(self.config.stop_timeout)
                 self._plans.close()
                 self._blobs.close()
+                if self._threads is not None:
+                    torch.set_num_threads(self._threads)
+                    self._threads = None
 
 
 @contextmanager

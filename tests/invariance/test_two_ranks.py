@@ -1,4 +1,4 @@
-"""Tensor parallel over two processes gives the tokens of one process."""
+"""Tensor parallel over two processes, and over eight, gives the tokens of one process."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
 )
 def test_two_processes_equal_one(overrides: list[str]) -> None:
     assert tokens("executor=multiproc", "engine.tp=2", *overrides) == tokens()
+
+
+def test_eight_processes_equal_one() -> None:
+    """Twice as many as there are kv heads: each is on two of them."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    found = []
+    for overrides in ((), ("executor=multiproc", "engine.tp=8")):
+        with LLM(
+            "tiny", overrides=["engine.device=cpu", "engine.dtype=float32", "engine.max_len=64", *overrides]
+        ) as llm:
+            found.append([g.token_ids for g in llm.generate(PROMPTS, greedy)])
+    assert found[0] == found[1]
 
 
 def test_adapters_over_two_processes_equal_one(save_lora: Callable[..., str]) -> None:

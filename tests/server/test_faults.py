@@ -76,6 +76,18 @@ def test_a_dead_rank_fails_its_requests_and_the_engine_comes_back_then_it_stops_
     assert ended["short"] == 60 and "the server stops" in str(ended["long"]), ended
 
 
+def test_ctrl_c_ends_what_runs(start):
+    server = start().wait_ready()
+    stream = iter(server.client().completions.create(**LONG))
+    next(stream)
+    began = time.monotonic()
+    assert server.stop(signal.SIGINT) == 0
+    assert time.monotonic() - began < 5
+    with pytest.raises(openai.APIError, match="the server stops"):
+        list(stream)
+    assert any("samples are cut off" in line for line in server.log), server.log
+
+
 def test_exit_on_failure(start):
     server = start("serve.on_engine_failure=exit").wait_ready()
     with pytest.raises(openai.APIError, match="SIGKILL"):

@@ -69,6 +69,19 @@ class Connected(Runner):
     connected = True
 
 
+class Threads(Connected):
+    """A step's tokens are the threads that each rank computes with."""
+
+    def execute(self, plan: StepPlan, blobs: Blobs) -> None:
+        import torch
+
+        mine = torch.zeros(self.size, dtype=torch.int64)
+        mine[self.rank] = torch.get_num_threads()
+        of_each = tuple(self.collective.all_reduce(mine).tolist())
+        if self.rank == 0:
+            self.results.append(StepResult(plan.step, (RowResult(0, 0, 0, of_each),)))
+
+
 class SlowRankZero(Runner):
     """Rank 0 loads for a minute, telling its progress as it goes."""
 

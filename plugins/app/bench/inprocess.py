@@ -1,11 +1,14 @@
-"""Drives the engine in this thread: no second one whose turns of the interpreter's lock would be measured, no text.
-With several replicas it drives their processes."""
+"""Drives the engine in one thread, without text, while no other takes turns of the interpreter's lock: the calling one
+waits for Ctrl-C, which a thread that waits for a rank in C code would not hear. With several replicas it drives their
+processes."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,8 +64,33 @@ class EngineTarget(Target):
         reset = self.engine.reset_cache()
         gc.collect()
         drive = (Drive if self.composition.engine.dp == 1 else ReplicatedDrive)(self.engine, requests, on_done)
-        drive.run()
+        self._run_in_thread(drive)
         return drive.timelines, drive.figures() | ({} if reset else {"prefix_cache_kept": True})
+
+    def _run_in_thread(self, drive: Drive) -> None:
+        from dovetail.core.engine.llm import STEP_SECONDS
+
+        ended: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                drive.run()
+            except BaseException as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        # Not joined: a join that Ctrl-C breaks off takes the thread for one that has ended (Python 3.11).
+        threading.Thread(target=run, name="dovetail-bench", daemon=True).start()
+        try:
+            wait([ended])
+        except BaseException:
+            drive.stopped = True
+            if not wait([ended], STEP_SECONDS).done:
+                self.engine.interrupt()
+                wait([ended])
+            raise
+        ended.result()
 
     def close(self) -> None:
         if hasattr(self, "engine"):
@@ -97,6 +125,8 @@ class Drive:
         self.timelines = [Timeline(r.arrival, len(r.prompt_ids), r.slo) for r in requests]
         self._running: dict[int, tuple[Timeline, Seen]] = {}
         self._added = self._done = self._steps = 0
+        self.stopped = False
+        """Set from another thread: `run` returns after the step that it is in."""
         self.seen = [Seen(before) for before in self._counted()]
 
     # The one replica in this process.
@@ -128,7 +158,7 @@ class Drive:
     def run(self) -> None:
         engine, requests = self.engine, self.requests
         began = time.perf_counter()
-        while self._added < len(requests) or engine.has_work:
+        while not self.stopped and (self._added < len(requests) or engine.has_work):
             now = time.perf_counter() - began
             while self._added < len(requests) and requests[self._added].arrival <= now:
                 self._add()

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dovetail.core.compose import Composition, EngineConfig
+from dovetail.core.compose import Composition, EngineConfig, Host
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import AdapterFacts, CostModel, Formats, ModelSpec
 
 CONTEXT_BYTES = 0.6e9
 """CUDA context, library handles and kernels: what a process takes before its first tensor."""
+
+HOST = Host(device="cuda")
+"""What is planned for, wherever the plan is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,9 @@ def matrices(spec: ModelSpec, tp: int) -> Iterator[tuple[int, int, int]]:
 
 
 def make_plan(composition: Composition) -> Plan:
-    """Of a composition as it stands; nothing of it is built but the cost model."""
+    """Of a composition as it stands; nothing of it is built but the cost model. Raises CapabilityError for a layout
+    that the model cannot have."""
+    composition.check_layout(HOST)
     model, part = composition.part("model"), composition.part("cost")
     spec: ModelSpec = model.facts() or model.target().spec(model.config)
     cost = bind_cost(composition, spec, "cuda")

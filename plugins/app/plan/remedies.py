@@ -7,11 +7,10 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from dovetail.core.compose import Composition, Host, Selected
+from dovetail.core.compose import Composition, Selected
+from dovetail.core.engine.capacity import MOST_GPUS, model_ranks
 from dovetail.core.errors import DovetailError
-from dovetail.plugins.app.plan.memory import Plan, make_plan
-
-MOST_GPUS = 16
+from dovetail.plugins.app.plan.memory import HOST, Plan, make_plan
 
 
 def remedies(composition: Composition, plan: Plan, count: int = 3) -> list[tuple[str, Plan]]:
@@ -39,7 +38,7 @@ Change = tuple[str, str, Mapping[str, Any]]
 
 
 def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
-    engine, spec = plan.engine, plan.spec
+    engine, gpus = plan.engine, plan.engine.tp * plan.engine.dp
     if engine.memory_fraction < 0.95:
         yield "memory_fraction", "engine.memory_fraction=0.95", {"memory_fraction": 0.95}
     for divisor in (2, 4, 8):
@@ -54,14 +53,13 @@ def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
         bits = _weight_bits(composition, name)
         if bits is not None and bits < plan.formats.weight_bits:
             yield "quant", f"quant={name}", {"quant": name}
-    tp = 2 * engine.tp
-    while tp * engine.dp <= MOST_GPUS and spec.heads % tp == 0:
-        yield "tp", f"engine.tp={tp} executor=multiproc", {"tp": tp}
-        tp *= 2
-    tp, dp = 2 * engine.tp, engine.dp // 2
-    while dp and engine.dp % dp == 0 and spec.heads % tp == 0:
-        yield "layout", f"engine.tp={tp} engine.dp={dp} executor=multiproc", {"tp": tp, "dp": dp}
-        tp, dp = 2 * tp, dp // 2
+    ranks = [tp for tp in model_ranks(composition, HOST, max(MOST_GPUS, gpus)) if tp > engine.tp]
+    for tp in ranks:
+        if tp * engine.dp <= MOST_GPUS:
+            yield "tp", f"engine.tp={tp} executor=multiproc", {"tp": tp}
+    for tp in ranks:
+        if tp <= gpus and gpus % tp == 0:
+            yield "layout", f"engine.tp={tp} engine.dp={gpus // tp} executor=multiproc", {"tp": tp, "dp": gpus // tp}
     length = plan.max_len // 2
     while length >= 1024:
         yield "max_len", f"engine.max_len={length}", {"max_len": length}
@@ -72,7 +70,7 @@ def _weight_bits(composition: Composition, name: str) -> float | None:
     registered = composition.registry.get("quant", name)
     selected = Selected(registered, registered.component.config())
     try:
-        bits = selected.capabilities(Host(device="cuda")).provides.get("weight_bits")
+        bits = selected.capabilities(HOST).provides.get("weight_bits")
     except DovetailError:
         return None  # A quantizer that cannot be loaded is no remedy; app=plugins says why.
     return float(bits) if isinstance(bits, int | float) else None
@@ -92,4 +90,4 @@ def _try(composition: Composition, group: tuple[Change, ...]) -> Plan | None:
     try:
         return make_plan(replace(composition, parts=parts, engine_config=engine))
     except DovetailError:
-        return None  # The cost model has no rate for its products.
+        return None  # No rate for its products, for one.

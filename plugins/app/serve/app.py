@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
 import time
@@ -52,20 +51,20 @@ class ServeApp(App):
         fleet = owner.owned_fleet(self.config, composition, Reports(monitor.stats, monitor.more, monitor.restarted))
         service = Service(self.config, composition, fleet, monitor, int(time.time()))
         front = Front(service, accepted, lambda: owner.tell_listening(sock))
-        told, was_ready = asyncio.Event(), asyncio.Event()
+        told: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        was_ready = asyncio.Event()
 
-        def stop() -> None:
+        def stop(grace: float) -> None:
             if front.stop():
-                told.set()
-                owner.tell_stopping(fleet, self.config)
+                told.set_result(grace)
+                owner.tell_stopping(fleet, grace)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
+        owner.on_signals(self.config, stop)
 
         async def end_of_grace() -> None:
-            await told.wait()
-            await asyncio.sleep(self.config.grace)
-            owner.tell_late(fleet, self.config)
+            grace = await told
+            await asyncio.sleep(grace)
+            owner.tell_late(fleet, grace)
             await front.cut_off()
 
         async def end_of_engine() -> None:

@@ -54,7 +54,7 @@ class ServeConfig(AppConfig):
     """Seconds that a request may take, from its arrival; then it ends with 504. A request's own `timeout` can only
     shorten it. null: no limit."""
     grace: float = Field(30.0, ge=0)
-    """Seconds after SIGTERM in which running requests may finish; new ones are refused."""
+    """Seconds after SIGTERM in which running requests may finish; new ones are refused. After Ctrl-C they have none."""
 
     on_engine_failure: Literal["restart", "exit"] = "restart"
     """When the engine or one of its ranks dies: start it again, or end the server with exit code 1."""

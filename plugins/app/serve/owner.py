@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -83,13 +86,24 @@ def tell_ready(fleet: Fleet) -> None:
         log.info("note: %s", note)
 
 
-def tell_stopping(fleet: Fleet, config: ServeConfig) -> None:
-    log.info("stopping: %d samples have %g s to finish", fleet.samples, config.grace)
+def on_signals(config: ServeConfig, stop: Callable[[float], None]) -> None:
+    """`stop` is told the seconds for what runs: after SIGTERM, by which services are stopped, as many as the config
+    says, after Ctrl-C none."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop, config.grace)
+    loop.add_signal_handler(signal.SIGINT, stop, 0.0)
 
 
-def tell_late(fleet: Fleet, config: ServeConfig) -> None:
-    if fleet.samples:
-        log.warning("%d samples did not finish within serve.grace=%g s", fleet.samples, config.grace)
+def tell_stopping(fleet: Fleet, grace: float) -> None:
+    if grace:
+        log.info("stopping: %d samples have %g s to finish", fleet.samples, grace)
+    else:
+        log.info("stopping: %d samples are cut off", fleet.samples)
+
+
+def tell_late(fleet: Fleet, grace: float) -> None:
+    if fleet.samples and grace:
+        log.warning("%d samples did not finish within %g s", fleet.samples, grace)
 
 
 def exit_status(fleet: Fleet, was_ready: bool) -> int:

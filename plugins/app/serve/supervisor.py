@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import subprocess
 import threading
@@ -155,11 +154,10 @@ class Supervisor:
         self._listening = self._was_ready = False
         self._error: DovetailError | None = None
         self._status = 0
+        self._grace = config.grace
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for told in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(told, self._stop)
+        owner.on_signals(self._config, self._stop)
         self._fleet.start()
         for number in range(1, self._config.processes + 1):
             self._start(number)
@@ -261,9 +259,10 @@ class Supervisor:
 
     # The end.
 
-    def _stop(self) -> None:
+    def _stop(self, grace: float) -> None:
         if not self._over.is_set():
-            owner.tell_stopping(self._fleet, self._config)
+            self._grace = grace
+            owner.tell_stopping(self._fleet, grace)
             self._over.set()
         else:
             self._tell_all("stop")
@@ -277,9 +276,9 @@ class Supervisor:
         if not self._front_ends:
             return
         self._tell_all("stop")
-        if await self._all_end(self._config.grace):
+        if await self._all_end(self._grace):
             return
-        owner.tell_late(self._fleet, self._config)
+        owner.tell_late(self._fleet, self._grace)
         self._tell_all("cut_off")
         if await self._all_end(LAST_WORDS_SECONDS + _END_SECONDS):
             return

@@ -12,11 +12,6 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
     planned = f"model=llama runs {', '.join(sorted(RUNNABLE))}, and app=plan plans for the others"
     spec = spec_of(config)
     kinds = {"window" if window else "full" for window in spec.windows}
-    ranks = tuple(
-        n
-        for n in range(1, spec.heads + 1)
-        if spec.heads % n == 0 and spec.intermediate % n == 0 and (spec.kv_heads % n == 0 or n % spec.kv_heads == 0)
-    )
     return Capabilities(
         provides={
             "architecture": spec.architecture,
@@ -28,7 +23,7 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
             Requires(
                 kind="engine",
                 key="tp",
-                allowed=ranks,
+                allowed=tuple(spec.shares()),
                 reason=f"they share {spec.heads} heads, {spec.kv_heads} kv heads, {spec.intermediate} MLP channels",
             ),
             Requires(kind="engine", key="pp", at_most=1, reason="its layers run as one stage"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Partial, Quantizer
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.ops import scaled_matmul, unscaled_matmul
@@ -40,13 +40,7 @@ class FP8(Quantizer):
             return PlainLinear()
         if self.stored is not None and self.stored.skips(shape.names, path):
             return PlainLinear()
-        if shape.inp % MULTIPLE or shape.out % MULTIPLE:
-            raise CapabilityError(
-                [
-                    f"quant=fp8: {path} is {shape.inp} x {shape.out} on each rank; both must divide by {MULTIPLE}. "
-                    f"Set quant.skip=['{path}'], quant=none, or another engine.tp"
-                ]
-            )
+        shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip if self.stored is None else None)
         if self.stored is not None:
             return StoredFP8Linear(path, self.stored.input_scales, self.config)
         return FP8Linear(self.config)

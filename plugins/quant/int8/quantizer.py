@@ -10,7 +10,6 @@ from fnmatch import fnmatch
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Quantizer
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.plugins.quant.config import Int8Config
@@ -27,13 +26,7 @@ class Int8(Quantizer):
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         if any(fnmatch(path, pattern) for pattern in self.config.skip):
             return PlainLinear()
-        if shape.inp % MULTIPLE or shape.out % MULTIPLE:
-            raise CapabilityError(
-                [
-                    f"quant=int8: {path} is {shape.inp} x {shape.out} on each rank; both must divide by {MULTIPLE}. "
-                    f"Set quant.skip=['{path}'], quant=none, or another engine.tp"
-                ]
-            )
+        shape.check_multiple(MULTIPLE, "quant=int8", path, self.config.skip)
         return Int8Linear()
 
 

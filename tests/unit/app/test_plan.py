@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from dovetail.core.compose import Host, compose
 from dovetail.core.compose.cli import main
+from dovetail.core.errors import CapabilityError
 
 ROOT = Path(__file__).parents[3]
 CODE = """
@@ -139,6 +142,61 @@ def test_what_does_not_fit_gets_remedies_that_do() -> None:
         better = plan("+preset=h200_bf16_tp1", "model=llama3_70b", *remedy["overrides"].split())
         assert better["fits"], remedy
         assert better["sequences_of_max_len"] == remedy["sequences_of_max_len"] >= 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+preset=h200_fp8_tp8", "engine.tp=6"],
+        ["+preset=h200_fp8_tp8", "engine.tp=128"],
+        ["model=tiny", "cost=h200", "engine.tp=3"],
+        ["model=mixtral_8x7b", "cost=h200", "engine.tp=3"],
+        ["model=tiny", "cost=h200", "engine.pp=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_layout_that_the_model_cannot_have_is_refused_as_at_start(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["app=plan", *words]) == 2
+    told, printed = capsys.readouterr().err.splitlines()[1:], capsys.readouterr().out
+    with pytest.raises(CapabilityError) as caught:
+        compose([word for word in words if not word.startswith("cost=")], app="generate").check(Host())
+    assert len(told) == 1 and told[0].removeprefix("  - ") in caught.value.conflicts and not printed
+    ranks = told[0].partition("Would work: ")[2].rstrip(".").split(" or ")
+    assert main(["app=plan", *words, ranks[-1].replace(" at most ", "=")]) == 0
+
+
+THREES = [
+    "model=llama3_70b",
+    *(
+        f"model.hf.{key}={value}"
+        for key, value in {
+            "hidden_size": 6144,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 6,
+            "intermediate_size": 27648,
+        }.items()
+    ),
+]
+"""1, 2, 3, 6, 12, 24 or 48 ranks: 4, 8 and 16 divide heads and channels, not the 6 kv heads."""
+
+
+@pytest.mark.parametrize(("gigabytes", "layouts"), [(80, {2}), (40, {3}), (20, {6}), (14, {12})])
+def test_remedies_have_as_many_ranks_as_the_model_takes(gigabytes: int, layouts: set[int]) -> None:
+    words = ["+preset=h200_bf16_tp1", *THREES, f"cost.memory={gigabytes}", "engine.max_len=2048"]
+    facts = quick(*words)
+    told = [remedy["overrides"] for remedy in facts["remedies"]]
+    ranks = {int(n) for text in told for n in re.findall(r"engine\.tp=(\d+)", text)}
+    assert not facts["fits"] and ranks and ranks <= layouts, told
+    for text in told:
+        assert quick(*words, *text.split())["fits"], text
+
+
+def test_replicas_become_as_many_ranks_as_the_model_takes() -> None:
+    words = ["+preset=h200_fp8_dp8", *THREES, "engine.dp=12", "cost.memory=32"]
+    (text,) = (r["overrides"] for r in quick(*words)["remedies"] if "engine.dp" in r["overrides"])
+    assert text == "engine.tp=3 engine.dp=4 executor=multiproc"
 
 
 @pytest.mark.parametrize("model", ["mixtral_8x7b", "mixtral_8x22b", "deepseek_v3", "llama31_405b", "qwen25_72b"])

@@ -1,10 +1,13 @@
-"""layouts.py: who wins, and a whole race between two layouts on the simulated device."""
+"""layouts.py: who wins, what is left of a race that ends early, and a whole one on the simulated device."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +29,12 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def summary(name: str, low: float, median: float, high: float) -> dict[str, dict[str, float]]:
     return {name: {"min": low, "median": median, "max": high}}
+
+
+def one_run(speed: float) -> dict[str, Any]:
+    runs = [{"output_tokens_per_s": speed}]
+    load = {"rate": None, "runs": runs, "summary": summary("output_tokens_per_s", speed, speed, speed)}
+    return {"results": [{"workload": "w", "loads": [load]}]}
 
 
 def test_most_tokens_win_a_burst_and_least_time_wins_at_a_rate(layouts: ModuleType) -> None:
@@ -58,8 +67,7 @@ def test_rounds_are_in_turns_and_a_machine_that_slows_down_makes_a_tie(
 
     def measure(layout: str, *_: Any) -> dict[str, Any]:
         started.append(layout)
-        runs = [{"output_tokens_per_s": next(speeds)}]
-        return {"results": [{"workload": "w", "loads": [{"rate": None, "runs": runs, "summary": {}}]}]}
+        return one_run(next(speeds))
 
     monkeypatch.setattr(layouts, "measure", measure)
     out = tmp_path / "out.json"
@@ -67,6 +75,75 @@ def test_rounds_are_in_turns_and_a_machine_that_slows_down_makes_a_tie(
     result = json.loads(out.read_text())
     assert started == ["a", "b", "b", "a"]
     assert result["wins"]["w"] == {"layout": "a", "lead": pytest.approx(0.0), "tie": ["b"]}
+
+
+def test_what_is_measured_survives_a_stop_and_a_failure(
+    layouts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "new folder" / "out.json"
+    starts = iter([one_run(1.0), one_run(2.0), {"error": "broken"}, KeyboardInterrupt()])
+
+    def measure(*_: Any) -> dict[str, Any]:
+        result = next(starts)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr(layouts, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        layouts.main(["--layouts", "a", "b", "--rounds", "2", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert result["wins"]["w"]["layout"] == "a"
+    assert result["layouts"]["b"] == {"error": "broken", "before": one_run(2.0)}
+    assert [file.name for file in out.parent.iterdir()] == ["out.json"]
+
+
+FOREVER = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({pids!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
+print("told", flush=True)
+print("warned", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_layout_that_takes_too_long_leaves_the_race_with_all_its_processes(
+    layouts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, pids = tmp_path / "forever.py", tmp_path / "pids"
+    script.write_text(FOREVER.format(pids=str(pids)))
+    monkeypatch.setattr(layouts, "RUN", script)
+    assert layouts.main(["--layouts", "slow", "--patience", "2"]) == 1
+    told = capfd.readouterr()
+    assert "told" in told.out and "slow: warned\nno result within 2 s (--patience)" in told.err
+    deadline = time.monotonic() + 10
+    while any(map(runs, map(int, pids.read_text().split()))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(runs, map(int, pids.read_text().split())))
+
+
+def test_a_race_that_is_stopped_leaves_nothing_running(tmp_path: Path) -> None:
+    """SIGTERM, as a job's time limit sends it."""
+    words = ["--layouts", "executor=simulated", "--workloads", "fixed", "--", "executor.speed=1e-6", "cost=h200"]
+    race = subprocess.Popen([sys.executable, str(SCRIPT), *words], stdout=subprocess.DEVNULL)
+    try:
+        children = Path(f"/proc/{race.pid}/task/{race.pid}/children")
+        while not (running := children.read_text().split()):
+            time.sleep(0.02)
+        race.terminate()
+        assert race.wait(30) == 128 + signal.SIGTERM
+        assert not any(map(runs, map(int, running)))
+    finally:
+        race.kill()
+
+
+def runs(pid: int) -> bool:
+    """A zombie, whom nobody here waits for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_race(layouts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

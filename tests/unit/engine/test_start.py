@@ -106,6 +106,15 @@ def test_weights_that_do_not_fit_are_told_with_settings_that_would(memory: float
         check(memory, *words.split())
 
 
+def test_settings_that_would_fit_have_as_many_ranks_as_the_model_takes() -> None:
+    """Of 48 heads and 6 kv heads: 3 ranks, where 4 would fit and cannot be."""
+    words = ["model.hf.num_attention_heads=48", "model.hf.num_key_value_heads=6", "model.hf.hidden_size=6144"]
+    words += ["model.hf.intermediate_size=27648"]
+    with pytest.raises(CapacityError) as caught:
+        check(9, *words, "quant=int8")
+    assert "engine.tp=3 executor=multiproc" in caught.value.settings, caught.value.settings
+
+
 def test_weights_that_fit_pass() -> None:
     check(18)
 

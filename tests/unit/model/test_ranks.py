@@ -1,0 +1,107 @@
+"""How many ranks can share a model, and what is told where they cannot."""
+
+import pytest
+import torch
+
+from dovetail.core.compose import Host, compose
+from dovetail.core.engine.host import model_facts
+from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.core.interfaces import ModelSpec
+from dovetail.core.layers import ColumnParallel
+from dovetail.core.testing.model_driver import Alone, Lazy, build_context
+from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.model.llama.families import spec_of
+from dovetail.plugins.quant.config import FP8Config, Int8Config
+from dovetail.plugins.quant.fp8.quantizer import FP8
+from dovetail.plugins.quant.int8.quantizer import Int8
+
+BUNDLED = "they share 8 heads, 4 kv heads, 688 MLP channels", (1, 2, 4, 8)
+LLAMA3_70B = "they share 64 heads, 8 kv heads, 28672 MLP channels", (1, 2, 4, 8, 16, 32, 64)
+
+
+class Rank(Alone):
+    def __init__(self, size):
+        super().__init__(None)
+        self.size = size
+
+
+def check(model, tp):
+    """As at start."""
+    composition = compose([f"model={model}", f"engine.tp={tp}", "executor=multiproc"], app="generate")
+    composition.check(Host(), model_facts(spec_of(composition.part("model").config)))
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "told"),
+    [("tiny", 3, BUNDLED), ("tiny", 16, BUNDLED), ("llama3_70b", 6, LLAMA3_70B), ("llama3_70b", 128, LLAMA3_70B)],
+)
+def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(model, tp, told):
+    shapes, ranks = told
+    with pytest.raises(CapabilityError) as caught:
+        check(model, tp)
+    (conflict,) = caught.value.conflicts
+    assert f"({shapes}); engine has {tp}." in conflict
+    assert conflict.endswith(f"Would work: {' or '.join(f'engine.tp={n}' for n in ranks)}.")
+    for n in ranks:
+        check(model, n)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "intermediate", "ranks"),
+    [
+        (12, 6, 48, [1, 2, 3, 6, 12]),  # 4 divides heads and channels, and 6 kv heads go neither into it nor it into 6
+        (12, 1, 48, [1, 2, 3, 4, 6, 12]),
+        (12, 12, 50, [1, 2]),
+        (71, 1, 18176, [1, 71]),
+    ],
+)
+def test_heads_kv_heads_and_channels_all_count(heads, kv_heads, intermediate, ranks):
+    spec = ModelSpec("any", 10, 1, 8 * heads, heads, kv_heads, 8, intermediate, 16, "float32")
+    assert list(spec.shares()) == ranks
+
+
+def build(quantizer, tp):
+    config = compose(["model=tiny"], app="generate").part("model").config
+    return Llama(config, build_context(spec_of(config), quantizer=quantizer, collective=Rank(tp)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "works"), [(Int8, Int8Config, [1, 2]), (FP8, FP8Config, [1])], ids=["int8", "fp8"]
+)
+def test_a_quantizer_refuses_shares_with_what_would_work(kind, options, works):
+    for tp in (1, 2, 4, 8):
+        if tp in works:
+            build(kind(options()), tp)
+            continue
+        with pytest.raises(CapabilityError) as caught:
+            build(kind(options(skip=("layers.9.*",))), tp)
+        (told,) = caught.value.conflicts
+        ranks = " or ".join(f"engine.tp={n}" for n in works)
+        assert ": layers.0.mlp." in told
+        assert told.endswith(f"Would work: {ranks}, quant.skip=['layers.9.*', 'layers.*.mlp.*'], quant=none")
+        build(kind(options(skip=("layers.9.*", "layers.*.mlp.*"))), tp)
+
+
+SPEC = ModelSpec("any", 10, 1, 6, 8, 8, 4, 48, 16, "float32")
+"""Of 8 heads and 48 channels: 1, 2, 4 and 8 ranks."""
+
+
+def test_channels_that_do_not_divide_are_told_with_the_ranks_that_would():
+    context = build_context(SPEC, collective=Rank(8))
+    with pytest.raises(ConfigError, match=r"engine\.tp=8 .* the 20 channels of up\. Set engine\.tp to one of 1, 2, 4$"):
+        ColumnParallel("layers.0.mlp.up", ("up",), context, 6, (20,))
+
+
+def test_a_block_of_scales_that_is_cut_is_told_with_the_ranks_that_would_not_cut():
+    """48 rows in 4 blocks of 12: 8 ranks have 6 each."""
+    whole = torch.zeros(4, 6)
+    for tp, cut in ((1, False), (2, False), (4, False), (8, True)):
+        layer = ColumnParallel("layers.0.mlp.up", ("up",), build_context(SPEC, collective=Rank(tp)), 6, (48,))
+        layer.method.load = lambda params, name, part, tensor: None
+        (weight,) = layer.weights()
+        if cut:
+            told = r"up\.weight has an entry for each block of 12 channels.*0 to 6 of 48.*one of 1, 2, 4$"
+            with pytest.raises(ConfigError, match=told):
+                weight.take(Lazy(whole))
+        else:
+            weight.take(Lazy(whole))
