@@ -35,6 +35,7 @@ from dovetail.plugins.app.bench.metrics import summarize
 
 RUN = Path(__file__).parent.parent / "run.py"
 SCHEMA = "dovetail.layouts/1"
+STOPPING = {signal.SIGINT, signal.SIGTERM}
 
 
 @dataclass(frozen=True)
@@ -75,19 +76,30 @@ def measure(layout: str, common: Sequence[str], workloads: str, runs: int, patie
         return result
 
 
+def let_signals_in() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
 def run(command: Sequence[str], folder: Path, patience: float) -> tuple[int | None, str, str]:
     """Exit status, None where it took too long, and what it printed. Nothing of it is left then, or after Ctrl-C."""
     printed = [folder / "stdout", folder / "stderr"]
     with printed[0].open("w") as out, printed[1].open("w") as err:
         # Files, not pipes: a process that outlives the command would keep those open.
-        process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
-        code = None
+        code = process = None
         try:
+            # A signal between the fork and the name would leave the process behind.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+            try:
+                process = subprocess.Popen(
+                    command, stdout=out, stderr=err, start_new_session=True, preexec_fn=let_signals_in
+                )
+            finally:
+                let_signals_in()
             code = process.wait(patience)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            if code is None:
+            if code is None and process is not None:
                 # Ranks have groups of their own, and Linux ends them with the process that started them.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

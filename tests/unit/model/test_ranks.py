@@ -1,8 +1,12 @@
 """How many ranks can share a model, and what is told where they cannot."""
 
+import math
+from collections import Counter
+
 import pytest
 import torch
 
+from dovetail.core.checkpoint import open_weights
 from dovetail.core.compose import Host, compose
 from dovetail.core.engine.host import model_facts
 from dovetail.core.errors import CapabilityError, ConfigError
@@ -20,9 +24,9 @@ LLAMA3_70B = "they share 64 heads, 8 kv heads, 28672 MLP channels", (1, 2, 4, 8,
 
 
 class Rank(Alone):
-    def __init__(self, size):
+    def __init__(self, size, rank=0):
         super().__init__(None)
-        self.size = size
+        self.rank, self.size = rank, size
 
 
 def check(model, tp):
@@ -60,9 +64,9 @@ def test_heads_kv_heads_and_channels_all_count(heads, kv_heads, intermediate, ra
     assert list(spec.shares()) == ranks
 
 
-def build(quantizer, tp):
+def build(quantizer, tp, rank=0):
     config = compose(["model=tiny"], app="generate").part("model").config
-    return Llama(config, build_context(spec_of(config), quantizer=quantizer, collective=Rank(tp)))
+    return Llama(config, build_context(spec_of(config), quantizer=quantizer, collective=Rank(tp, rank)))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,45 @@ def test_a_quantizer_refuses_shares_with_what_would_work(kind, options, works):
         assert ": layers.0.mlp." in told
         assert told.endswith(f"Would work: {ranks}, quant.skip=['layers.9.*', 'layers.*.mlp.*'], quant=none")
         build(kind(options(skip=("layers.9.*", "layers.*.mlp.*"))), tp)
+
+
+class Read:
+    """A checkpoint's tensor, and which of its elements were read."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.numbers_N = torch.empty(0, dtype=torch.int64)
+
+    def get_shape(self):
+        return self.tensor.get_shape()
+
+    def __getitem__(self, index):
+        shape = self.get_shape()
+        read = torch.arange(math.prod(shape)).view(shape)[index]
+        self.numbers_N = torch.cat((self.numbers_N, read.flatten()))
+        return self.tensor[index]
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("quantizer", [None, Int8(Int8Config(skip=("layers.*.mlp.*",)))], ids=["none", "int8"])
+def test_ranks_read_a_matrix_once_between_them_and_a_kv_head_once_for_each_that_has_it(quantizer, tp):
+    """Files are sliced before they are read: eight ranks do not read them eight times."""
+    shares = Counter()
+    for rank in range(tp):
+        tensors = {}
+
+        def source(tensors=tensors):
+            for name, opener in open_weights("pkg://dovetail.plugins.model.bundled/tiny"):
+                yield name, lambda name=name, opener=opener: tensors.setdefault(name, Read(opener()))
+
+        build(quantizer, tp, rank).load(source())
+        for name, tensor in tensors.items():
+            read, shape = len(tensor.numbers_N), tensor.get_shape()
+            assert len(tensor.numbers_N.unique()) == read, f"rank {rank} reads some of {name} twice"
+            if len(shape) > 1:
+                shares[name] += read / math.prod(shape)
+    heads = {name: max(1, tp / 4) for name in shares if ".k_proj." in name or ".v_proj." in name}
+    assert heads and shares == pytest.approx(dict.fromkeys(shares, 1) | heads)
 
 
 SPEC = ModelSpec("any", 10, 1, 6, 8, 8, 4, 48, 16, "float32")
