@@ -1,13 +1,14 @@
-"""The quickest cuts of a rank's products within its layer, on two GPUs: what is won in one place is lost in another.
+"""The quickest cuts of a rank's products within its layer: what is won in one place is lost in another.
 
     python benchmarks/layer.py --ranks 8 --rows 1,16,64 --dtypes fp8,bf16 --out FILE
+    python benchmarks/layer.py --ranks 1 --model 8b --rows 1,16,64 --dtypes fp8,bf16 --out FILE
 
-products.py times a product behind a kernel that only waits. In a step that kernel is an all-reduce, or attention, and
-a weight that is on its way meanwhile delays the words and keys which they wait for. So here is a layer: the edge by
-two_shot, qkv, attention, o, the edge, gate and up, the activation, down. One product after another gets the cut with
-which the layer is quickest; --products names those that are tried. More ranks than two are played (played.py). Times
-are us a layer, from CUDA graphs of several layers, each with weights and keys of its own. FILE, for tiles.py, is as
-products.py writes it.
+products.py times a product behind a kernel that only waits, or behind nothing. In a step that kernel is an all-reduce,
+a norm, or attention, and a weight that is on its way meanwhile delays the words and keys which they wait for. So here
+is a layer: the edge, qkv, attention, o, the edge, gate and up, the activation, down. One product after another gets the
+cut with which the layer is quickest; --products names those that are tried. The edge of one rank, on one GPU, is the
+norm; of more, on two GPUs, two_shot. More ranks than two are played (played.py). Times are us a layer, from CUDA graphs
+of several layers, each with weights and keys of its own. FILE, for tiles.py, is as products.py writes it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import replace
 from itertools import islice
 from itertools import product as cross
 from pathlib import Path
+from typing import Protocol
 
 import attention
 import played
@@ -32,9 +34,10 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.core.interfaces import PLAIN
-from dovetail.core.ops import silu_and_mul
-from dovetail.core.ops.choose import choose
+from dovetail.core.ops import rms_norm, silu_and_mul
+from dovetail.core.ops.choose import MOST_ROWS, choose
 from dovetail.core.ops.kernels.launch import keep_shared_memory
+from dovetail.core.ops.matmul import MOST_UNSCALED
 from dovetail.core.ops.measured import MEASURED
 from dovetail.core.ops.tiles import MatmulTile
 from dovetail.plugins.collective.config import SymmMemConfig
@@ -56,13 +59,55 @@ ORDER = ("o", "qkv", "gate_up", "down")
 EPS = 1e-5
 
 
+Scale = tuple[torch.Tensor, torch.Tensor]
+"""Of rows and of columns, as rms_norm takes it."""
+
+
+class Edges(Protocol):
+    """Between a layer's blocks."""
+
+    scale: bool
+    """Whether they take a product's scales, so that the library's product of some rows does without (fp8's partial)."""
+
+    def run(self, layer: Layer, scale: Scale | None) -> None:
+        """Queue one: sum, add the residual, norm, emit."""
+
+    def agree(self, times: list[float]) -> list[float]:
+        """The first rank's. A collective call."""
+
+
+class OwnEdges:
+    """Of a rank that is alone."""
+
+    scale = True
+
+    def run(self, layer: Layer, scale: Scale | None) -> None:
+        rms_norm(layer.partial, layer.residual, layer.norm, EPS, layer.emit, scale)
+
+    def agree(self, times: list[float]) -> list[float]:
+        return times
+
+
+class SharedEdges:
+    scale = False
+
+    def __init__(self, collective: SymmMemCollective) -> None:
+        self.collective = collective
+
+    def run(self, layer: Layer, scale: Scale | None) -> None:
+        self.collective.reducer.boundary(layer.partial, layer.residual, layer.norm, EPS, layer.emit, "two_shot")
+
+    def agree(self, times: list[float]) -> list[float]:
+        return self.collective.broadcast(torch.tensor(times, device="cuda")).tolist()
+
+
 class Layer:
     """A rank's, and what it works on."""
 
-    def __init__(self, collective: SymmMemCollective, model: str, dtype: str, rows: int) -> None:
+    def __init__(self, edges: Edges, model: str, dtype: str, rows: int) -> None:
         shapes = [shape for shape in alone.products(model) if shape.name in ORDER]
         device, kind = torch.device("cuda", torch.cuda.current_device()), alone.DTYPES[dtype]
-        self.collective, self.dtype, self.rows = collective, dtype, rows
+        self.edges, self.dtype, self.rows = edges, dtype, rows
         self.shapes = {shape.name: shape for shape in shapes}
         self.emit = (FP8_TOKEN,) if dtype == "fp8" else (PLAIN,)
 
@@ -75,7 +120,9 @@ class Layer:
         }
         self.inputs = {name: random(rows, shape.inputs).to(kind) for name, shape in self.shapes.items()}
         self.scales = {name: torch.rand(shape.outputs, device=device) for name, shape in self.shapes.items()}
-        self.x_scale = torch.rand(rows, 1, device=device)
+        self.x_scale, self.one = torch.rand(rows, 1, device=device), torch.ones(1, device=device)
+        few = MOST_ROWS < rows <= MOST_UNSCALED
+        self.unscaled = ("o", "down") if edges.scale and dtype == "fp8" and few else ()
         counters = (len(self.shapes), LAYERS, 1 << 10)
         self.counts = dict(zip(self.shapes, torch.zeros(counters, dtype=torch.int32, device=device), strict=True))
         hidden = self.shapes["qkv"].inputs
@@ -87,9 +134,10 @@ class Layer:
         self.backend = self.attention.triton(None, True)
         self.planned = self.attention.plan(self.backend)
 
-    def edge(self) -> None:
-        reducer = self.collective.reducer
-        reducer.boundary(self.partial, self.residual, self.norm, EPS, self.emit, "two_shot")
+    def edge(self, behind: str, cuts: Cuts) -> None:
+        """Behind this product."""
+        scale = (self.x_scale, self.scales[behind]) if cuts[behind] is None and behind in self.unscaled else None
+        self.edges.run(self, scale)
 
     def multiply(self, name: str, i: int, tile: MatmulTile | None) -> torch.Tensor:
         x, weight = self.inputs[name], self.weights[name][i]
@@ -97,8 +145,8 @@ class Layer:
             return alone.multiply(x, weight, tile, self.counts[name][i], self.x_scale, self.scales[name])
         if self.dtype == "bf16":
             return F.linear(x, weight)
-        scale = self.scales[name][None, :]
-        return torch._scaled_mm(x, weight.t(), self.x_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        scales = (self.one, self.one) if name in self.unscaled else (self.x_scale, self.scales[name][None, :])
+        return torch._scaled_mm(x, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     def is_right(self, name: str, tile: MatmulTile) -> bool:
         exact_TO = self.inputs[name].float() @ self.weights[name][0].float().t()
@@ -107,12 +155,12 @@ class Layer:
         return alone.wrong(lambda: self.multiply(name, 0, tile), exact_TO, self.counts[name][0]) is None
 
     def run(self, cuts: Cuts, i: int) -> None:
-        self.edge()
+        self.edge("down", cuts)
         self.multiply("qkv", i, cuts["qkv"])
         bench = self.attention
         self.backend.write_and_attend(bench.layers[i], self.planned, bench.qkv, bench.rope, emit=self.emit)
         self.multiply("o", i, cuts["o"])
-        self.edge()
+        self.edge("o", cuts)
         self.multiply("gate_up", i, cuts["gate_up"])
         silu_and_mul(self.gate_up, self.emit)
         self.multiply("down", i, cuts["down"])
@@ -130,8 +178,7 @@ class Layer:
                 end.record()
                 end.synchronize()
                 found.append(start.elapsed_time(end) * 1e3 / LAYERS)
-        medians = torch.tensor([statistics.median(found) for found in times], device=self.norm.device)
-        return self.collective.broadcast(medians).tolist()
+        return self.edges.agree([statistics.median(found) for found in times])
 
     def captured(self, cuts: Cuts) -> torch.cuda.CUDAGraph:
         """Of LAYERS layers; has run once."""
@@ -209,32 +256,39 @@ def search(layer: Layer, model: str, names: list[str], say: Callable[[str], None
 def rank(index: int, address: str, args: argparse.Namespace) -> None:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    collective: SymmMemCollective
-    if args.ranks == played.PLAYERS:
-        collective = SymmMemCollective(SymmMemConfig())
-    else:
-        played.shorten_boxes()
-        collective = played.Collective(SymmMemConfig())
+    with torch.inference_mode():
+        edges: Edges
+        if args.ranks == 1:
+            edges = OwnEdges()
+        else:
+            collective: SymmMemCollective
+            if args.ranks == played.PLAYERS:
+                collective = SymmMemCollective(SymmMemConfig())
+            else:
+                played.shorten_boxes()
+                collective = played.Collective(SymmMemConfig())
+            collective.connect(index, args.ranks, address, device)
+            edges = SharedEdges(collective)
+        keep_shared_memory(device)
+        cut(edges, index == 0, args)
+
+
+def cut(edges: Edges, first: bool, args: argparse.Namespace) -> None:
+    """Every dtype and number of rows; `first` says and writes what was found."""
     records: list[dict] = []
 
     def say(line: str) -> None:
-        if index == 0:
+        if first:
             print(line, flush=True)
 
-    with torch.inference_mode():
-        collective.connect(index, args.ranks, address, device)
-        keep_shared_memory(device)
-        model = f"{args.model}/{args.ranks}"
-        for dtype, rows in cross(args.dtypes.split(","), map(int, args.rows.split(","))):
-            layer = Layer(collective, model, dtype, rows)
-            records += search(layer, model, args.products.split(","), say)
-            del layer
-            torch.cuda.empty_cache()
-            if index == 0 and args.out:
-                args.out.write_text(alone.written(torch.cuda.get_device_name(), records))
-    sys.stdout.flush()
-    # The players are not as many as the collective thinks, and would not end together.
-    os._exit(0)
+    model = args.model if args.ranks == 1 else f"{args.model}/{args.ranks}"
+    for dtype, rows in cross(args.dtypes.split(","), map(int, args.rows.split(","))):
+        layer = Layer(edges, model, dtype, rows)
+        records += search(layer, model, args.products.split(","), say)
+        del layer
+        torch.cuda.empty_cache()
+        if first and args.out:
+            args.out.write_text(alone.written(torch.cuda.get_device_name(), records))
 
 
 def main() -> None:
@@ -249,23 +303,30 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank:
         rank(int(args.rank[0]), args.rank[1], args)
+        sys.stdout.flush()
+        # The players are not as many as the collective thinks, and would not end together.
+        os._exit(0)
     if unknown := sorted(set(args.products.split(",")) - set(ORDER)):
         parser.error(f"--products {','.join(unknown)}: a layer has {', '.join(ORDER)}")
-    if torch.cuda.device_count() < played.PLAYERS:
-        raise SystemExit(f"needs {played.PLAYERS} GPUs: there are {torch.cuda.device_count()}")
-    if args.ranks not in (2, 4, 8, 16):
-        parser.error(f"--ranks {args.ranks}: two GPUs are 2 ranks, or play 4, 8 or 16")
+    if args.ranks not in (1, 2, 4, 8, 16):
+        parser.error(f"--ranks {args.ranks}: one GPU is 1 rank, two are 2, or play 4, 8 or 16")
+    gpus = min(args.ranks, played.PLAYERS)
+    if torch.cuda.device_count() < gpus:
+        raise SystemExit(f"--ranks {args.ranks} needs {gpus} GPUs: there are {torch.cuda.device_count()}")
     if args.ranks > played.PLAYERS and alone.MODELS[args.model][3] != COLUMNS:
         parser.error(f"--model {args.model} --ranks {args.ranks}: what is played has {COLUMNS} channels")
     began, kinds, rows = time.monotonic(), args.dtypes.split(","), [int(n) for n in args.rows.split(",")]
     alone.compile_all({kind: [tile for n in rows for some in geometries(n, kind) for tile in some] for kind in kinds})
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    if gpus == 1:
+        rank(0, "", args)
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     ranks = [
         subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--rank", str(index), address])
-        for index in range(played.PLAYERS)
+        for index in range(gpus)
     ]
     # Who is left behind would wait for ever.
     while all(process.poll() is None for process in ranks):

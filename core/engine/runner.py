@@ -124,7 +124,7 @@ class Runner:
         engine, composition = self.engine, self.composition
         device = self.device = resolve_device(engine.device, self.rank, engine.first_gpu)
         self._use_device()
-        if device.type == "cuda" and self.size > 1:
+        if device.type == "cuda":
             from dovetail.core.ops.kernels.launch import keep_shared_memory
 
             keep_shared_memory(device)

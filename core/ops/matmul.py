@@ -84,8 +84,9 @@ def unscaled_matmul(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, one: torch.Tensor, fast_accum: bool = True
 ) -> torch.Tensor | None:
     """x @ weight^T of FP8 x and weight in bfloat16, by the library and without scales, where that is quicker than with
-    them: its row-wise product of a hundred rows spends a quarter of its time on them. Else None. `one`: float32 1."""
-    if not x_TI.is_cuda or not MOST_ROWS < len(x_TI) <= MOST_UNSCALED:
+    them: its row-wise product of a hundred rows spends a quarter of its time on them. Else None, as where the kernel
+    has a tile. `one`: float32 1."""
+    if not x_TI.is_cuda or not MOST_ROWS < len(x_TI) <= MOST_UNSCALED or _tile(x_TI, weight_OI) is not None:
         return None
     return torch._scaled_mm(x_TI, weight_OI.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
 

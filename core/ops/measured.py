@@ -16,6 +16,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         128: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
     },
     ("NVIDIA H200", "bf16", 4096, 4096): {
+        1: MatmulTile(16, 64, 256, stages=3, split=2, early=3, pace=2000),
         16: MatmulTile(16, 64, 256, stages=5, tma=True),
         64: MatmulTile(32, 64, 128, stages=8, tma=True),
         128: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
@@ -24,7 +25,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "bf16", 4096, 14336): {
         16: MatmulTile(16, 64, 256, stages=5, tma=True),
         64: MatmulTile(32, 64, 128, stages=8, tma=True),
-        128: MatmulTile(64, 64, 128, stages=5, tma=True, swap=False),
+        128: MatmulTile(64, 64, 128, stages=6, tma=True),
         256: MatmulTile(128, 64, 64, stages=8, tma=True),
     },
     ("NVIDIA H200", "bf16", 5120, 8192): {
@@ -35,7 +36,9 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "bf16", 6144, 4096): {
         1: MatmulTile(16, 64, 256),
         16: MatmulTile(16, 64, 256, tma=True),
+        32: MatmulTile(16, 128, 128, stages=6, tma=True),
         64: MatmulTile(64, 64, 128, stages=6, tma=True),
+        128: MatmulTile(128, 64, 64, stages=8, tma=True),
     },
     ("NVIDIA H200", "bf16", 7168, 8192): {
         1: MatmulTile(16, 64, 128, stages=3, early=11, pace=1000),
@@ -101,8 +104,10 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     },
     ("NVIDIA H200", "bf16", 28672, 4096): {
         1: MatmulTile(16, 64, 128),
-        16: None,
+        16: MatmulTile(16, 64, 128, tma=True),
+        32: MatmulTile(32, 128, 128, warps=8, stages=3, early=2),
         64: MatmulTile(64, 128, 128, tma=True),
+        128: MatmulTile(128, 128, 64, warps=8, stages=3, early=3, pace=2000),
     },
     ("NVIDIA H200", "bf16", 28672, 8192): {
         16: MatmulTile(16, 64, 128),
@@ -145,18 +150,18 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         256: MatmulTile(64, 64, 256, stages=3, early=3),
     },
     ("NVIDIA H200", "fp8", 4096, 4096): {
-        16: MatmulTile(16, 64, 128, stages=8, split=2),
-        64: MatmulTile(64, 64, 128, stages=8, split=2),
+        1: MatmulTile(16, 64, 256, stages=3, early=5, pace=1000),
+        16: MatmulTile(16, 64, 512, stages=3, early=3, pace=500),
+        32: MatmulTile(32, 64, 512, stages=3, early=3, pace=500),
+        64: MatmulTile(64, 64, 512, stages=3, early=3, pace=2000),
+        96: None,
         128: MatmulTile(64, 64, 128, stages=8),
-        256: MatmulTile(64, 64, 128, stages=6, tma=True),
     },
     ("NVIDIA H200", "fp8", 4096, 14336): {
-        16: MatmulTile(16, 64, 128, stages=8, split=2),
+        1: MatmulTile(16, 64, 256, stages=3, split=2, early=5, pace=500),
+        16: MatmulTile(16, 64, 512, stages=3, split=2, early=3, pace=2000),
+        32: MatmulTile(32, 64, 512, stages=3, split=2, early=3, pace=2000),
         64: MatmulTile(64, 64, 128, stages=8, split=2),
-        96: MatmulTile(64, 64, 128, stages=8),
-        128: MatmulTile(64, 64, 128, stages=6, split=2, tma=True),
-        192: MatmulTile(64, 64, 128, split=2, tma=True),
-        256: MatmulTile(128, 64, 128, split=2, tma=True),
     },
     ("NVIDIA H200", "fp8", 5120, 8192): {
         1: MatmulTile(16, 64, 256, stages=3, early=5, pace=500),
@@ -169,7 +174,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         16: MatmulTile(16, 64, 128, stages=8),
         64: MatmulTile(64, 64, 128, stages=8),
         96: MatmulTile(128, 64, 128, stages=8),
-        128: MatmulTile(64, 64, 128, stages=6, tma=True),
+        128: MatmulTile(64, 64, 256, stages=3, early=3),
     },
     ("NVIDIA H200", "fp8", 7168, 8192): {
         1: MatmulTile(16, 64, 256, stages=3, early=5, ahead=4, pace=1000),
@@ -211,10 +216,9 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         128: MatmulTile(64, 64, 256, stages=3, early=3),
     },
     ("NVIDIA H200", "fp8", 8192, 8192): {
-        1: MatmulTile(16, 64, 256, stages=5, tma=True),
+        1: MatmulTile(16, 64, 256, stages=3, early=8, pace=1000),
         16: MatmulTile(16, 64, 128, stages=8),
         64: MatmulTile(64, 64, 128, stages=8),
-        128: MatmulTile(128, 64, 128, stages=8, tma=True),
     },
     ("NVIDIA H200", "fp8", 8192, 14336): {
         1: MatmulTile(16, 64, 256, stages=3, early=5, pace=500),
@@ -227,11 +231,11 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
         1: MatmulTile(16, 64, 512),
         16: MatmulTile(16, 64, 512, tma=True),
         64: MatmulTile(64, 64, 128, stages=8),
-        128: MatmulTile(128, 128, 128, warps=8, stages=5, split=2, tma=True),
     },
     ("NVIDIA H200", "fp8", 10240, 8192): {
         1: MatmulTile(16, 64, 128, stages=8),
         16: MatmulTile(16, 64, 256, tma=True),
+        32: MatmulTile(32, 64, 256, stages=3, early=4),
         64: MatmulTile(64, 64, 128, stages=6, tma=True),
         128: None,
         256: MatmulTile(128, 64, 128, stages=3, tma=True),
@@ -250,6 +254,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     ("NVIDIA H200", "fp8", 28672, 4096): {
         1: MatmulTile(16, 64, 128),
         16: MatmulTile(16, 64, 128, tma=True),
+        32: MatmulTile(32, 128, 256, warps=8, stages=3, early=2, pace=2000),
         64: MatmulTile(64, 128, 128, warps=8, tma=True),
     },
     ("NVIDIA H200", "fp8", 28672, 8192): {
@@ -265,6 +270,7 @@ MEASURED: dict[tuple[str, str, int, int], dict[int, MatmulTile | None]] = {
     },
     ("NVIDIA H200", "fp8", 57344, 8192): {
         16: MatmulTile(16, 64, 256, tma=True),
+        32: MatmulTile(32, 128, 256, warps=8, stages=3, early=2, pace=500),
         64: MatmulTile(64, 128, 128, warps=8, tma=True),
     },
     ("NVIDIA H200", "fp8", 64128, 8192): {

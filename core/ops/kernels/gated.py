@@ -14,6 +14,10 @@ from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import Target, collect, encode_row, warps
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
+WHOLE = tl.constexpr(8192)
+"""Columns from which a program lets the product behind it in only with its own numbers at hand: a single multiprocessor
+reads them all, for longer than a launch takes, and the product's weights would be in their way."""
+
 
 @triton.jit
 def _silu_and_mul(
@@ -31,7 +35,7 @@ def _silu_and_mul(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    announce(PDL)
+    announce(PDL and BLOCK < WHOLE)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
@@ -40,6 +44,7 @@ def _silu_and_mul(
     dtype = gate_up_ptr.dtype.element_ty
     gate = tl.load(gate_up_ptr + row * 2 * C + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * C + C + cols, mask=inside, other=0.0).to(tl.float32)
+    announce(PDL and BLOCK >= WHOLE)
     # Rounded to the model's dtype after silu and after the product, as the two separate operations would.
     y = ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
     if plain_ptr is not None:

@@ -85,6 +85,19 @@ def test_what_is_wrong_with_a_candidate(scripts):
     assert not counts.any(), "or every candidate after it would be wrong"
 
 
+def test_the_norm_takes_the_scales_that_the_librarys_product_left(scripts):
+    told, tile = [], MatmulTile(16, 64, 256)
+    one = SimpleNamespace(
+        edges=SimpleNamespace(run=lambda layer, scale: told.append(scale)),
+        unscaled=("o", "down"),
+        x_scale="rows",
+        scales={"o": "columns of o", "qkv": "columns of qkv"},
+    )
+    for behind, cut in (("o", None), ("o", tile), ("qkv", None)):
+        scripts["layer"].Layer.edge(one, behind, {behind: cut})
+    assert told == [("rows", "columns of o"), None, None]
+
+
 class Remembered:
     """A layer whose products take as long as they are said to."""
 

@@ -562,6 +562,17 @@ def test_scales_are_left_for_the_rows_that_gain_by_it(rows, left):
         assert (unscaled_matmul(x, weight, one) is not None) is left
 
 
+def test_scales_stay_where_the_kernel_has_a_tile():
+    """Which was measured against the library without scales."""
+    few = range(65, 257)
+    (outputs, inputs), rows = next(
+        (key[2:], rows) for key, tiles in MEASURED.items() for rows in few if key[1] == "fp8" and tiles.get(rows)
+    )
+    with compiled_for_hopper():
+        x, weight, one = cuda(rows, inputs, dtype=E4M3), cuda(outputs, inputs, dtype=E4M3), cuda(1, dtype=FP32)
+        assert unscaled_matmul(x, weight, one) is None
+
+
 def test_programs_of_few_rows_have_more_threads():
     assert [warps(4096, rows) for rows in (1, 16, 17, 256, 257, None)] == [16, 16, 32, 32, 8, 8]
 
