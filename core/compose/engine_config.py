@@ -39,6 +39,10 @@ class EngineConfig(Config):
     """In a server, with a `depth` of 2: launch a step just before the device would have nothing left to do, so that
     requests which come meanwhile are in it. First tokens come sooner, by most of a step; a device that is quicker than
     expected waits. (In `app=bench`, too; `LLM` launches at once.)"""
+    drafts: Literal["paying", "always"] = "paying"
+    """Steps that verify drafts of `spec_decode`. paying: those in which they are expected to bring more tokens a second
+    than they cost, by the cost model (`cost`), the device's own times, and what was accepted lately; without a cost
+    model every one. A scheduler may decide by itself."""
     seed: int = Field(0, ge=0)
     """Start of every random draw, on host and device."""
     memory_fraction: float = Field(0.9, gt=0, le=1)

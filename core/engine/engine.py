@@ -89,7 +89,12 @@ class Engine:
             info = self.info = self.executor.start(progress)
             self.kv = composition.build("kv_cache", groups=info.groups, num_pages=info.num_pages)
             self.limits = SchedulerLimits(
-                engine.token_budget, engine.max_seqs, info.max_len, info.lookahead, engine.depth
+                engine.token_budget,
+                engine.max_seqs,
+                info.max_len,
+                info.lookahead,
+                engine.depth,
+                weighs_drafts=engine.drafts == "paying",
             )
             self.scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
             self._adapters = AdapterTable(self.executor, info.adapter_slots)

@@ -1,12 +1,13 @@
 """Steps as CUDA graphs: the layers of decode steps, one graph per number of rows; those of mixed steps, which feed
 prompts too, one per number of tokens; and drawing, one per number of rows that sample, whatever ran the layers. Where
-there are adapters, layers have a second set for steps of which some row has one: the others do not pay for them.
+there are adapters, layers have a second set for steps of which some row has one: the others do not pay for them. Where
+there are drafts, decode steps and drawing have a second set for steps that verify none.
 
 They are replayed with nothing but the rows as input: everything else a step needs (lengths, tokens, page tables) they
 read from the device state. What a graph has to spare is padding: rows of the scratch slot, which is never written, rows
 without tokens, and tokens without a row.
 
-R rows that sample, W tokens of a decode row.
+R rows that sample, W tokens of a decode row: 1, or as many as it may have with its drafts.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class Capacity:
     """Rows that feed prompts; 0 = the graph is for decode steps, whose rows feed W tokens each."""
     samples: int
     """Rows that sample."""
+    width: int
+    """W."""
     adapted: bool = False
     """Rows may have adapters."""
 
@@ -158,9 +161,10 @@ class StepGraphs:
     ) -> None:
         """`most_tokens`: of a mixed step that gets a graph; 0 = none does."""
         self.model, self.state, self.groups, self.attention = model, state, groups, attention
-        self.taps, self.width, self.max_len = taps, 1 + lookahead, max_len
+        self.taps, self.max_len = taps, max_len
+        self.widths = (1, 1 + lookahead) if lookahead else (1,)
         self.sizes, self._most_tokens = batch_sizes(most_rows), most_tokens
-        self.capacities = [Capacity(size * self.width, size, 0, size) for size in self.sizes]
+        self.capacities = [Capacity(size * w, size, 0, size, w) for w in self.widths for size in self.sizes]
         self.capacities += [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
         self._adapters = adapters
         if adapters is not None:
@@ -168,37 +172,45 @@ class StepGraphs:
         self._spare_R3 = np.array([(0, state.scratch, 0)] * most_rows)
         """Rows of `sampling_section` that are padding."""
         build = model.build
-        self._inputs = SampleInputs.empty(most_rows, self.width, build.spec.hidden, build.dtype, state.device)
+        self._inputs = {
+            width: SampleInputs.empty(most_rows, width, build.spec.hidden, build.dtype, state.device)
+            for width in self.widths
+        }
         self._forward: list[ForwardGraph] = []
-        """Smallest first, within decode and mixed steps each, with adapters and without."""
-        self._draws: dict[tuple[int, bool, bool], tuple[Replay, Sampled]] = {}
-        """By rows and kind."""
+        """Smallest first, within decode steps of a width and mixed steps each, with adapters and without."""
+        self._draws: dict[tuple[int, int, bool, bool], tuple[Replay, Sampled]] = {}
+        """By width, rows and kind."""
 
     def _mixed(self, tokens: int) -> Capacity:
         """Each row to spare costs a little in every layer, so there are no more than so many tokens are likely to have;
-        a larger graph serves those with more, and the largest as many decode rows as there can be."""
-        most = self.sizes[-1]
-        likely = tokens if tokens == self._most_tokens else tokens // 2 // self.width
+        a larger graph serves those with more, and the largest as many decode rows as there can be. All are as wide as
+        drafts may be: what is to spare costs no more than logits."""
+        most, width = self.sizes[-1], self.widths[-1]
+        likely = tokens if tokens == self._most_tokens else tokens // 2 // width
         decodes, chunks = min(most, likely), min(most, max(4, tokens // 32))
-        return Capacity(tokens, decodes, chunks, self._size(min(most, decodes + chunks)))
+        return Capacity(tokens, decodes, chunks, self._size(min(most, decodes + chunks)), width)
 
     def _size(self, rows: int) -> int:
         return next(size for size in self.sizes if size >= rows)
+
+    def _width(self, width: int) -> int:
+        return next(wide for wide in self.widths if wide >= width)
 
     @torch.inference_mode()
     def capture(self, record: Record, progress: Progress) -> None:
         """Largest first, so that the smaller ones reuse its memory."""
         ordered = sorted(self.capacities, key=lambda capacity: -capacity.tokens)
-        share = 1 / (len(ordered) + len(self.sizes))
+        drawn = [(width, size) for width in reversed(self.widths) for size in reversed(self.sizes)]
+        share = 1 / (len(ordered) + len(drawn))
         for done, capacity in enumerate(ordered):
             progress("capture graphs", done * share)
             input_N = self._padding(capacity)
             replay, (tokens, hidden) = record(partial(self._run, capacity, input_N))
             self._forward.insert(0, ForwardGraph(capacity, input_N, replay, tokens, hidden))
-        for done, size in enumerate(reversed(self.sizes), len(ordered)):
+        for done, (width, size) in enumerate(drawn, len(ordered)):
             progress("capture graphs", done * share)
             for kind in DRAWS:
-                self._draws[size, *kind] = record(partial(self._draw, size, *kind))
+                self._draws[width, size, *kind] = record(partial(self._draw, width, size, *kind))
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -211,8 +223,9 @@ class StepGraphs:
         for capacity in sorted(self.capacities, key=lambda c: between(c.tokens if c.chunks else c.decodes)):
             self._run(capacity, self._padding(capacity))
         for size in sorted(self.sizes, key=between):
-            for kind in DRAWS:
-                self._draw(size, *kind)
+            for width in self.widths:
+                for kind in DRAWS:
+                    self._draw(width, size, *kind)
 
     # Layers.
 
@@ -231,8 +244,8 @@ class StepGraphs:
             row_start_B1 = row_start_B1.int()
         else:
             slots_B = samples_R3[:, 1].contiguous()
-            row_start_B1 = torch.arange(rows + 1, dtype=torch.int32, device=state.device) * self.width
-        counts = (self.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
+            row_start_B1 = torch.arange(rows + 1, dtype=torch.int32, device=state.device) * capacity.width
+        counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, self.groups, self.attention)
         ctx = ForwardContext(tokens.positions_T, attn)
@@ -240,14 +253,15 @@ class StepGraphs:
             hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.taps)
         if capacity.chunks:
             advance_chunks(chunks_N, state)
-        gather_samples(hidden.states, tokens.positions_T, samples_R3, self._inputs.first(capacity.samples))
+        inputs = self._inputs[capacity.width].first(capacity.samples)
+        gather_samples(hidden.states, tokens.positions_T, samples_R3, inputs)
         return tokens, hidden
 
     def pick(self, rows: Rows, adapted: bool = False) -> ForwardGraph | None:
         """The smallest that serves such a step; `adapted`: some row has an adapter."""
         decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
         chunks = max(len(rows) - decodes, moved)
-        tokens = sum(rows.counts) if chunks else 0
+        tokens, width = (sum(rows.counts), self.widths[-1]) if chunks else (0, self._width(rows.width))
         if sum(map(mul, rows.counts[decodes:], rows.bounds[decodes:])) > MOST_PAIRS:
             return None
         for graph in self._forward:
@@ -255,6 +269,7 @@ class StepGraphs:
             if (
                 capacity.adapted is adapted
                 and bool(capacity.chunks) is bool(chunks)
+                and capacity.width == width
                 and tokens <= capacity.tokens
                 and decodes <= capacity.decodes
                 and chunks <= capacity.chunks
@@ -265,7 +280,8 @@ class StepGraphs:
     def starts(self, graph: ForwardGraph, rows: Rows) -> Seq[int]:
         """Index of each row's first token."""
         # In decode steps rows with fewer drafts than W - 1 feed padding.
-        return rows.starts if graph.capacity.chunks else range(0, len(rows) * self.width, self.width)
+        width = graph.capacity.width
+        return rows.starts if graph.capacity.chunks else range(0, len(rows) * width, width)
 
     def section(self, graph: ForwardGraph, rows: Rows, starts: Seq[int]) -> Section:
         """The graph's input, to be sent with the plan."""
@@ -295,19 +311,21 @@ class StepGraphs:
 
     # Drawing.
 
-    def gather(self, tokens: TokenLayout, hidden: Hidden, section: torch.Tensor) -> None:
+    def gather(self, step: Batch, hidden: Hidden, section: torch.Tensor) -> None:
         """After layers that ran without a graph: what `draw` reads, for `samples`."""
         samples_R3 = section.view(-1, 3)
-        gather_samples(hidden.states, tokens.positions_T, samples_R3, self._inputs.first(len(samples_R3)))
+        inputs = self._inputs[self._width(step.rows.width)].first(len(samples_R3))
+        gather_samples(hidden.states, step.tokens.positions_T, samples_R3, inputs)
 
-    def draw(self, rows: int, random: bool, filtered: bool) -> Sampled:
-        """For rows that are all `plain` (SlotInfo), of which some are random, and some filtered."""
-        replay, out = self._draws[self._size(rows), random, filtered]
+    def draw(self, width: int, rows: int, random: bool, filtered: bool) -> Sampled:
+        """For rows that are all `plain` (SlotInfo), of which some are random, and some filtered. `width`: of the graph
+        that ran the layers, or of the step's rows."""
+        replay, out = self._draws[self._width(width), self._size(rows), random, filtered]
         replay()
         return Sampled(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
 
-    def _draw(self, rows: int, random: bool, filtered: bool) -> Sampled:
-        state, at = self.state, self._inputs.first(rows)
+    def _draw(self, width: int, rows: int, random: bool, filtered: bool) -> Sampled:
+        state, at = self.state, self._inputs[width].first(rows)
         temperature_N, top_k_N, top_p_N, min_p_N, key_N = (
             t[at.slots_N] if random else t
             for t in (state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S, state.key_S)
@@ -317,7 +335,7 @@ class StepGraphs:
             drawn_N = sample(self.model.logits(at.states_NC), at.position_N, params)
         else:
             drawn_N = sample_over_ranks(self.model, at.states_NC, at.position_N, params)
-        tokens_RW = drawn_N.view(rows, self.width)
+        tokens_RW = drawn_N.view(rows, width)
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
         return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)

@@ -24,7 +24,7 @@ LEAST_SLACK, MOST_SLACK = 200e-6, 2e-3
 """Seconds before the device's end at which a plan is there."""
 EASING = 0.97
 """Of the slack and of what a launch takes, from one step to the next."""
-_BOUND = itemgetter(Row._fields.index("bound"))
+_BOUND, _COUNT = itemgetter(Row._fields.index("bound")), itemgetter(Row._fields.index("count"))
 
 
 class Pace:
@@ -32,7 +32,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._decodes: deque[tuple[int, int, float]] = deque(maxlen=SEEN)
-        """(rows, keys, seconds on the device) of steps that fed no prompt."""
+        """(tokens, keys, seconds on the device) of steps that fed no prompt."""
         self._free_at = 0.0
         """When the device will have ended all that it was given, at the earliest; 0 = unknown."""
         self._launch = 0.0
@@ -63,7 +63,7 @@ class Pace:
         """A result that was waited for so many seconds, until now; `left`: the plan that the device still has.
         `put_off`: what `launched` said of this one, where the device had work before it."""
         if _decodes(plan) and result.device_seconds:
-            self._decodes.append((len(plan.rows), _keys(plan), result.device_seconds))
+            self._decodes.append((_tokens(plan), _keys(plan), result.device_seconds))
         self._waited = False
         # Where the device had nothing to do before it, launches are to come earlier by as much, and twice that.
         late = result.idle_seconds if put_off else 0.0
@@ -73,14 +73,20 @@ class Pace:
         self._free_at = now + seconds if seconds else 0.0
 
     def _at_least(self, plan: StepPlan) -> float:
-        """Seconds: the quickest of the steps seen last that had no more rows and keys; 0 = unknown."""
-        count, length = len(plan.rows), _keys(plan)
-        return min((seconds for rows, keys, seconds in self._decodes if rows <= count and keys <= length), default=0.0)
+        """Seconds: the quickest of the steps seen last that had no more tokens and keys; 0 = unknown."""
+        count, length = _tokens(plan), _keys(plan)
+        seen = self._decodes
+        return min((seconds for tokens, keys, seconds in seen if tokens <= count and keys <= length), default=0.0)
 
 
 def _decodes(plan: StepPlan) -> bool:
     """Whether it feeds no prompt: decode rows come first."""
     return bool(plan.rows) and bool(plan.rows[-1].flags & DECODE)
+
+
+def _tokens(plan: StepPlan) -> int:
+    """One a row, and its drafts, which some steps have and others not."""
+    return sum(map(_COUNT, plan.rows))
 
 
 def _keys(plan: StepPlan) -> int:

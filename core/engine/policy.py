@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable
 from operator import itemgetter
 from typing import Any
 
+from dovetail.core.engine.drafting import Drafting
 from dovetail.core.interfaces import (
     FinishReason,
     Hit,
@@ -68,6 +69,9 @@ class PolicyScheduler(Scheduler):
         """Whoever found no room last: uid, cached tokens, departures. While these stay, trying again costs a prompt's
         pages a step, and to the cache each try would look like a use."""
         self._displaces = type(self).gives_way is not PolicyScheduler.gives_way
+        self._drafting = Drafting(limits.lookahead) if limits.lookahead and limits.weighs_drafts else None
+        self._drafts = limits.lookahead
+        """Of a decode row in this step."""
 
     # Policy: override these.
 
@@ -107,8 +111,9 @@ class PolicyScheduler(Scheduler):
         return None
 
     def draft_tokens(self, seq: Sequence, ctx: SchedulerContext) -> int:
-        """Drafts to verify for a decode row, at most limits.lookahead."""
-        return self.limits.lookahead
+        """Drafts to verify for a decode row, at most limits.lookahead. Default: with a cost model and
+        limits.weighs_drafts all, in steps in which they are expected to pay, and none in the others; else all."""
+        return self._drafts
 
     # Contract.
 
@@ -142,6 +147,8 @@ class PolicyScheduler(Scheduler):
     def update(self, result: StepResult) -> None:
         plan = self._launched.popleft()
         assert plan.step == result.step, f"result of step {result.step} came, step {plan.step} is the oldest in flight"
+        if self._drafting is not None:
+            self._drafting.update(plan, result)
         known, publish = self._sequences.get, self.kv.publish
         tokens = map(_TOKENS, result.rows)
         for (_, uid, epoch, _, _, draft, flags), came in zip(plan.rows, tokens, strict=True):
@@ -210,6 +217,8 @@ class PolicyScheduler(Scheduler):
         """A row each. The hottest loop of the host, hence its local names."""
         reserve, lookahead, running = self.kv.reserve, self.limits.lookahead, Status.RUNNING
         budget, append = step.budget, step.decodes.append
+        if self._drafting is not None and ctx.cost is not None and decoding:
+            self._drafts = self._drafting.choose(len(decoding), decoding[0].computed, ctx.cost)
         for seq in decoding:
             room = seq.limit - seq.max_len
             # Without room the plans in flight may complete it.

@@ -30,6 +30,8 @@ class SchedulerLimits:
     """Draft tokens the drafter can offer per step; 0 = no speculation."""
     depth: int = 1
     """Plans in flight at most."""
+    weighs_drafts: bool = False
+    """With a cost model, drafts are verified in steps alone in which they are expected to pay (engine.drafts)."""
 
     @property
     def ahead(self) -> int:

@@ -209,6 +209,9 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters:
     kinds: Counter[str] = Counter()
     with LLM(composition=compose(words, registry=registry)) as llm:
         runner = llm.engine.executor._runner  # type: ignore[attr-defined]
+        if drafter != "none":
+            # Some steps verify drafts, and others, of the same sequences, have none.
+            llm.engine.scheduler.draft_tokens = lambda seq, ctx: 4 if ctx.step % 3 else 0  # type: ignore[attr-defined]
         for pool in runner.pools.values():
             for plane in pool.planes.values():
                 plane.fill_(float("nan"))
@@ -220,6 +223,8 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters:
             def counted(rows: Any, adapted: bool = False) -> Any:
                 graph = pick(rows, adapted)
                 kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
+                if graph is not None and graph.capacity.width > 1:
+                    kinds[f"wide {kind}"] += 1
                 kinds[f"adapted {kind}" if adapted else kind] += 1
                 return graph
 
@@ -238,9 +243,9 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters:
         if graphs:
             draw = runner.graphs.draw
 
-            def drawn(rows: int, random: bool, filtered: bool) -> Any:
+            def drawn(width: int, rows: int, random: bool, filtered: bool) -> Any:
                 kinds["filtered draw"] += filtered
-                return draw(rows, random, filtered)
+                return draw(width, rows, random, filtered)
 
             runner.graphs.draw = drawn
         filters = [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.5, "seed": 8}, {}]
@@ -258,6 +263,8 @@ def test_the_layout_of_graphs_changes_no_token(registry: Registry, drafter: str,
     got, kinds = run(registry, True, drafter, budget)
     assert got == expected
     assert kinds["mixed"] > 3 and kinds["decode"] > 5 and kinds["filtered draw"] > 3, kinds
+    if drafter != "none":
+        assert 3 < kinds["wide decode"] < kinds["decode"] - 3, kinds
 
 
 def test_steps_with_adapters_have_graphs_of_their_own(registry: Registry, save_lora: Callable[..., str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.pace import LEAST_SLACK, MOST_SLACK, Pace
-from dovetail.core.interfaces import RowFlag, SamplingParams, SchedulerContext, StepPlan, StepResult
+from dovetail.core.interfaces import Row, RowFlag, SamplingParams, SchedulerContext, StepPlan, StepResult
 from dovetail.core.serving.step_loop import StepLoop
 
 STEP = 0.01
@@ -248,3 +248,12 @@ def test_what_was_not_worth_waiting_for_or_not_launched_was_not_put_off() -> Non
     pace.took(plan(4), result(0.010), False, 0.001, 5.0, plan(4))
     assert pace.spare(5.0 + 0.0087) == 0.0
     assert not pace.launched(plan(4), 0.001)
+
+
+def test_steps_with_drafts_tell_nothing_of_those_without() -> None:
+    decode = int(RowFlag.SAMPLE | RowFlag.DECODE)
+    plain, wide = (StepPlan(0, [Row(0, 0, 0, 1 + drafts, 100, drafts, decode)]) for drafts in (0, 4))
+    for left, known in ((plain, False), (wide, True)):
+        pace = Pace()
+        pace.took(wide, StepResult(0, (), device_seconds=STEP), False, STEP, 1.0, left)
+        assert (pace.spare(1.0) > 0) is known
