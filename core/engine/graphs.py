@@ -183,18 +183,18 @@ class StepGraphs:
 
     def _mixed(self, tokens: int) -> Capacity:
         """Each row to spare costs a little in every layer, so there are no more than so many tokens are likely to have;
-        a larger graph serves those with more, and the largest as many decode rows as there can be. All are as wide as
-        drafts may be: what is to spare costs no more than logits."""
-        most, width = self.sizes[-1], self.widths[-1]
-        likely = tokens if tokens == self._most_tokens else tokens // 2 // width
+        a larger graph serves those with more, and the largest as many decode rows as there can be."""
+        most = self.sizes[-1]
+        likely = tokens if tokens == self._most_tokens else tokens // 2
         decodes, chunks = min(most, likely), min(most, max(4, tokens // 32))
-        return Capacity(tokens, decodes, chunks, self._size(min(most, decodes + chunks)), width)
+        return Capacity(tokens, decodes, chunks, self._size(min(most, decodes + chunks)), self.widths[-1])
 
     def _size(self, rows: int) -> int:
         return next(size for size in self.sizes if size >= rows)
 
-    def _width(self, width: int) -> int:
-        return next(wide for wide in self.widths if wide >= width)
+    def width(self, rows: Rows) -> int:
+        """W of a step that verifies as many drafts."""
+        return next(width for width in self.widths if width >= rows.width)
 
     @torch.inference_mode()
     def capture(self, record: Record, progress: Progress) -> None:
@@ -261,7 +261,7 @@ class StepGraphs:
         """The smallest that serves such a step; `adapted`: some row has an adapter."""
         decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
         chunks = max(len(rows) - decodes, moved)
-        tokens, width = (sum(rows.counts), self.widths[-1]) if chunks else (0, self._width(rows.width))
+        tokens, width = (sum(rows.counts), self.widths[-1]) if chunks else (0, self.width(rows))
         if sum(map(mul, rows.counts[decodes:], rows.bounds[decodes:])) > MOST_PAIRS:
             return None
         for graph in self._forward:
@@ -312,15 +312,14 @@ class StepGraphs:
     # Drawing.
 
     def gather(self, step: Batch, hidden: Hidden, section: torch.Tensor) -> None:
-        """After layers that ran without a graph: what `draw` reads, for `samples`."""
+        """After layers that ran without a graph, or with a wider one: what `draw` reads, for `samples`."""
         samples_R3 = section.view(-1, 3)
-        inputs = self._inputs[self._width(step.rows.width)].first(len(samples_R3))
+        inputs = self._inputs[self.width(step.rows)].first(len(samples_R3))
         gather_samples(hidden.states, step.tokens.positions_T, samples_R3, inputs)
 
     def draw(self, width: int, rows: int, random: bool, filtered: bool) -> Sampled:
-        """For rows that are all `plain` (SlotInfo), of which some are random, and some filtered. `width`: of the graph
-        that ran the layers, or of the step's rows."""
-        replay, out = self._draws[self._width(width), self._size(rows), random, filtered]
+        """For rows that are all `plain` (SlotInfo), of which some are random, and some filtered."""
+        replay, out = self._draws[width, self._size(rows), random, filtered]
         replay()
         return Sampled(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Generator, Iterable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from dovetail.core.engine.drafting import Drafting
@@ -39,6 +39,7 @@ SAMPLE = int(RowFlag.SAMPLE)
 DECODE = int(RowFlag.SAMPLE | RowFlag.DECODE)
 
 _new = tuple.__new__
+_COMPUTED = attrgetter("computed")
 _SLOT, _TOKENS = itemgetter(Row._fields.index("slot")), itemgetter(RowResult._fields.index("tokens"))
 
 
@@ -133,10 +134,12 @@ class PolicyScheduler(Scheduler):
             self._make_way(step, ctx)
         self._schedule_running(step, ctx)
         self._schedule_waiting(step, ctx)
-        if not step.decodes and not step.chunks:
-            # Leaves and page operations stay until a plan carries them.
+        # Leaves and page operations stay until a plan carries them.
+        plan = step.plan(self._leaves, self._ops) if step.decodes or step.chunks else None
+        if self._drafting is not None:
+            self._drafting.launched(plan)
+        if plan is None:
             return None
-        plan = step.plan(self._leaves, self._ops)
         self._leaves, self._ops = [], []
         for row in step.chunks:
             seq = self._sequences[row.uid]
@@ -218,7 +221,8 @@ class PolicyScheduler(Scheduler):
         reserve, lookahead, running = self.kv.reserve, self.limits.lookahead, Status.RUNNING
         budget, append = step.budget, step.decodes.append
         if self._drafting is not None and ctx.cost is not None and decoding:
-            self._drafts = self._drafting.choose(len(decoding), decoding[0].computed, ctx.cost)
+            length = sum(map(_COMPUTED, decoding)) // len(decoding)
+            self._drafts = self._drafting.choose(len(decoding), length, ctx.cost)
         for seq in decoding:
             room = seq.limit - seq.max_len
             # Without room the plans in flight may complete it.

@@ -427,9 +427,9 @@ class Runner:
         random = not unusual.random.isdisjoint(slots)
         graphs = None if late is not None or (random and state.draft_probs_SKV is not None) else self.graphs
         if graphs is not None and unusual.not_plain.isdisjoint(slots):
-            if step.graph is None:
+            width = graphs.width(batch.rows)
+            if step.graph is None or step.graph.capacity.width != width:
                 graphs.gather(batch, hidden, step.samples)
-            width = batch.rows.width if step.graph is None else step.graph.capacity.width
             sampled = graphs.draw(width, len(slots), random, not unusual.filtered.isdisjoint(slots))
         else:
             at = locate(batch, step.samples[: 3 * len(slots)])

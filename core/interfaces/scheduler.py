@@ -42,7 +42,8 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
-    """Inputs of one decision. A scheduler reads time, chance and cost from here alone, so that it can be replayed."""
+    """Inputs of one decision. A scheduler reads time, chance and cost from here alone, and how long steps took from
+    their results, so that it can be replayed."""
 
     step: int
     clock: float

@@ -156,7 +156,7 @@ def lay_out_pages_triton(
     return PageLayout(page_table_BP, write_T)
 
 
-@triton.jit(do_not_specialize=["last"])
+@triton.jit(do_not_specialize=["last"], do_not_specialize_on_alignment=["samples_ptr"])
 def _gather_samples(
     states_ptr,
     positions_ptr,

@@ -71,6 +71,21 @@ def test_some_graph_serves_any_number_of_decode_rows_beside_a_chunk(lookahead: i
             assert any(tokens <= capacity.tokens and decodes <= capacity.decodes for capacity in mixed)
 
 
+def test_steps_that_could_have_drafts_and_have_none_take_no_larger_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: (None, None))
+    monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: None)
+    both = [bare_graphs(lookahead) for lookahead in (0, 4)]
+    for graphs in both:
+        graphs.capture(lambda call: (call, call()), lambda phase, share: None)
+    decode, sample = int(RowFlag.DECODE | RowFlag.SAMPLE), int(RowFlag.SAMPLE)
+    for decodes in range(1, 90):
+        for chunk in (0, 20, 64):
+            rows = [Row(n, n, 0, 1, 50, 0, decode) for n in range(decodes)]
+            rows += [Row(90, 90, 0, chunk, chunk, 0, sample)] if chunk else []
+            one, other = (graphs.pick(Rows(rows)) for graphs in both)
+            assert one is not None and other is not None and one.capacity.tokens == other.capacity.tokens
+
+
 def test_chunks_with_long_contexts_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whatever rows: decode rows may have contexts of any length."""
     graphs = bare_graphs()

@@ -26,7 +26,7 @@ from dovetail.core.compose import Composition, compose
 from dovetail.core.engine import overlap
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.runner import Runner
-from dovetail.core.interfaces import SamplingParams
+from dovetail.core.interfaces import RowFlag, SamplingParams
 from dovetail.core.ops.kernels import launch
 from dovetail.core.testing.no_gpu import no_gpu
 from dovetail.plugins.collective.nccl import NcclCollective
@@ -56,11 +56,13 @@ KINDS = {
     "prompt": dict(prompt_logprobs=2),
     "penalties": dict(temperature=0.7, presence_penalty=0.5, logit_bias={5: 1.0}, min_tokens=1),
 }
+DECODE = int(RowFlag.DECODE)
 Do = Callable[[Runner], None]
 
 
-def served(rng: random.Random, *overrides: str) -> Iterator[Do]:
-    """What a rank is told while requests come and go: few and many, of all kinds, in chunks and one token a step."""
+def served(rng: random.Random, *overrides: str, drafts: int = 0) -> Iterator[Do]:
+    """What a rank is told while requests come and go: few and many, of all kinds, in chunks and one token a step. In
+    two of three steps decode rows have so many drafts: the simulated device has none."""
     engine = Engine(compose([*SHAPES, *overrides, *SIMULATED]))
     engine.start()
     told: deque[Do] = deque()
@@ -68,6 +70,11 @@ def served(rng: random.Random, *overrides: str) -> Iterator[Do]:
 
     def noted_submit(plan, blobs):
         mine = deepcopy(plan), dict(blobs)
+        if drafts and plan.step % 3:
+            mine[0].rows[:] = [
+                row._replace(count=1 + drafts, bound=row.bound + drafts, draft=drafts) if row.flags & DECODE else row
+                for row in plan.rows
+            ]
         told.append(lambda runner: runner.execute(*mine))
         submit(plan, blobs)
 
@@ -136,6 +143,13 @@ def test_no_step_launches_what_start_up_has_not_compiled(case: str, monkeypatch:
     monkeypatch.setattr(launch, "keep_shared_memory", kept.append)
     assert not launched_late(compose([*SHAPES, *case.split()]), calls)
     assert [device.type for device in kept] == ["cuda"], "or products find no room behind a norm"
+
+
+def test_no_step_does_either_where_some_have_drafts_and_others_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ["+preset=h200_fp8_tp1", "model=llama3_8b", "engine.max_seqs=24", "engine.graph_tokens=256"]
+    calls = list(served(random.Random(2), *case, drafts=4))
+    monkeypatch.setattr(launch, "keep_shared_memory", lambda device: None)
+    assert not launched_late(compose([*SHAPES, *case, "spec_decode=ngram"]), calls)
 
 
 def launched_late(composition: Composition, calls: Iterable[Do], **place: int) -> list[tuple[str, str]]:
