@@ -65,6 +65,7 @@ def compose(
         parts={kind: nodes[kind] for kind in KINDS if kind in nodes and kind != draft.app},
         engine_config=nodes.get("engine"),
         config_dirs=tuple(map(os.path.abspath, config_dirs)),
+        choices=draft.choices,
     )
 
 
@@ -109,6 +110,7 @@ def _compose(repository: Repository, checked: Checked, registry: Registry) -> Dr
         touched={_text(o): o.key_or_group.split(".")[0] for o in defaults.config_overrides},
         faults=tuple(checked.faults),
         unsettled=frozenset(checked.unsettled),
+        choices=_choices(defaults),
     )
 
 
@@ -138,6 +140,11 @@ def _lengthened(kind: str, names: Sequence[str], defaults: DefaultsList) -> str:
             raise ConfigError(f"+{kind}={name}: it is chosen already: {kind}=[{','.join(chosen)}]")
         chosen.append(name)
     return f"{kind}=[{','.join(chosen)}]"
+
+
+def _choices(defaults: DefaultsList) -> dict[str, str]:
+    chosen = (str(entry.config_path).rpartition("/") for entry in defaults.defaults if entry.parent == PRIMARY)
+    return {kind: name for kind, _, name in chosen if kind in KINDS and KINDS[kind].cardinality == "one"}
 
 
 def _text(override: Override) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -29,6 +29,8 @@ class Composition:
     """None for an app that does not read it."""
     config_dirs: tuple[str, ...] = ()
     """Folders of the user's own presets and variants, absolute: a worker or a replica composes the same again."""
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """Kind -> the name that its one part was chosen by, in words or by a preset: a component's, or a variant's."""
 
     @property
     def app(self) -> str:

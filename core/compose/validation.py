@@ -39,6 +39,8 @@ class Draft:
     """Kind -> everything that can be chosen, variants included."""
     touched: Mapping[str, str]
     """Override of a value -> the node at its root."""
+    choices: Mapping[str, str]
+    """Kind -> the name that its one part was chosen by: a component's, or a variant's."""
     faults: tuple[str, ...] = ()
     unsettled: frozenset[str] = frozenset()
 

@@ -21,7 +21,7 @@ from dovetail.plugins.app.ablate.host import Checked, check
 from dovetail.plugins.app.ablate.report import draw, show
 from dovetail.plugins.app.ablate.stats import turns
 from dovetail.plugins.app.ablate.variants import Variant, make
-from dovetail.plugins.app.bench.app import check_writable, chosen_name
+from dovetail.plugins.app.bench.app import check_writable
 from dovetail.plugins.app.bench.config import RunsConfig
 from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.app.bench.report import check_plot
@@ -47,7 +47,7 @@ class AblateApp(App):
         make(config, composition)  # what does not compose is said before a process starts
         self.console = Console(stderr=True, highlight=False)
         order: dict[str, Any] = {
-            "workload": chosen_name(composition),
+            "workload": composition.choices["workload"],
             "config": config.model_dump(mode="json", include=set(RunsConfig.model_fields)),
             "ask": config.quality.model_dump(mode="json"),
         }

@@ -66,7 +66,7 @@ class BenchApp(App):
         """By the name they were chosen by: several named ones may be the same component with other options."""
         names = self.config.workloads
         if not names:
-            return {chosen_name(composition): composition.part("workload")}
+            return {composition.choices["workload"]: composition.part("workload")}
         if chosen := [text for text in composition.overrides if text.startswith("workload=")]:
             raise ConfigError(f"`{chosen[0]}` and bench.workloads={list(names)}: give one of them")
         return {name: self._compose(composition, name).part("workload") for name in names}
@@ -134,12 +134,6 @@ class Bar:
         if now - self._drawn >= REFRESH:
             self._drawn = now
             self._progress.update(self._task, completed=requests, refresh=True)
-
-
-def chosen_name(composition: Composition) -> str:
-    """What stands after `workload=`, which may be a variant; else the component's name."""
-    chosen = [text.partition("=")[2] for text in composition.overrides if text.startswith("workload=")]
-    return chosen[-1] if chosen else composition.part("workload").name
 
 
 def all_runs(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
