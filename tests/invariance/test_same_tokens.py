@@ -40,7 +40,9 @@ VARIANTS = {
     "large pages": ["engine.page_size=64"],
     "ngram, depth 4": ["spec_decode=ngram", "engine.depth=4", "spec_decode.lookahead=7", "executor.delay=2"],
     "ngram, preempted, depth 2": ["spec_decode=ngram", "engine.kv_pages=12", "engine.depth=2"],
-    "ngram, static, paged": ["spec_decode=ngram", "scheduler=static", "kv_cache=paged", "engine.depth=4"],
+    "ngram where it pays, static, paged": [
+        *("spec_decode=ngram", "cost=cpu", "scheduler=static", "kv_cache=paged", "engine.depth=4"),
+    ],
 }
 if os.environ.get("DOVETAIL_GRID") == "pairs":
     # One thing at a time, to see which part it is; the others have them all.

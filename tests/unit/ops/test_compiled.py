@@ -148,13 +148,21 @@ def steps() -> None:
 
 
 def products() -> None:
-    """Each way of the measured tiles, at a shape that it was measured for, and what the rule picks elsewhere."""
-    seen = set()
+    """Each way of the measured tiles in one of them, at a shape that it was measured for, and what the rule picks
+    elsewhere."""
+    seen: set[object] = set()
     for (_, kind, outputs, inputs), by_rows in MEASURED.items():
         for rows, tile in by_rows.items():
-            way = tile and (kind, tile.tokens, tile.tma, tile.swap, tile.early > 0 and (tile.outputs, tile.split > 1))
-            if tile is not None and (EVERYTHING or way not in seen):
-                seen.add(way)
+            if tile is None:
+                continue
+            early = tile.early > 0
+            ways = {
+                (kind, early, tile.tokens),
+                (kind, tile.tma, tile.swap),
+                (kind, early, tile.outputs, tile.split > 1),
+            }
+            if EVERYTHING or not ways <= seen:
+                seen |= ways
                 multiply(kind, rows, outputs, inputs)
     for outputs in (1280, 200064):
         for rows in (1, 64):
