@@ -222,9 +222,7 @@ class Bench:
 
     def __init__(self, product: Product, rows: int, dtype: str) -> None:
         self.product, self.rows, self.dtype = product, rows, dtype
-        if product.behind:
-            # As ranks do.
-            keep_shared_memory(GPU)
+        keep_shared_memory(GPU)  # As an engine does.
         count = max(2, -(-ROTATED_BYTES // product.bytes(dtype)))
         kind = DTYPES[dtype]
         shape = (product.outputs, product.inputs)
@@ -483,8 +481,7 @@ def main() -> None:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     records: list[dict] = []
     shapes = [product for model in args.shapes.split(",") for product in products(model)]
-    # What Bench asks of the driver for ranks holds for the rest of the process.
-    for product, dtype in cross(sorted(shapes, key=lambda product: product.behind > 0), dtypes):
+    for product, dtype in cross(shapes, dtypes):
         if time.monotonic() - began > args.seconds:
             print(f"out of time before {product} {dtype}")
             break

@@ -113,7 +113,7 @@ def _begins_early(*capability: int) -> bool:
         from dovetail.core.ops.kernels import early  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning(
-            "products of few rows between ranks go to the library or to the kernel for all GPUs, and a step takes up "
+            "products of few rows go to the library or to the kernel for all GPUs, and a step takes up "
             "to a seventh longer: this Triton has a Gluon that the kernel for Hopper is not written for (%s)",
             error,
         )

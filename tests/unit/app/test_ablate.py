@@ -33,8 +33,10 @@ def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     out = tmp_path / "ladder.json"
     steps = 'ablate.ladder={plain:["kv_cache=paged"],on a gpu:["attention=triton"],eight bits:["quant=int8"]}'
     files = (f"ablate.out={out}", f"ablate.plot={tmp_path / 'ladder.svg'}")
-    assert main(["app=ablate", steps, *CPU, *SMALL, *QUICK, "ablate.rounds=1", "ablate.runs=2", *files]) == 0
+    words = ["app=ablate", steps, *CPU, *SMALL, *QUICK, "ablate.rounds=1", "ablate.runs=2", "workload=latency", *files]
+    assert main(words) == 0
     result = json.loads(out.read_text())
+    assert result["workload"] == "latency", "the variant, not its component"
     plain, skipped, eight = result["variants"]
     assert result["schema"] == "dovetail.ablate/1" and not result["interrupted"]
     assert (

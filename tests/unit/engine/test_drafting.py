@@ -185,9 +185,13 @@ def test_any_choice_gives_every_request_its_own_output(depth: int) -> None:
         drafting._seconds = lambda rows, length, drafts, cost: cost.step_seconds([])
         schedule = engine.scheduler.schedule
 
-        def noted(ctx, schedule=schedule):
+        def noted(ctx, schedule=schedule, drafting=drafting):
             plan = schedule(ctx)
-            seen.update(row.draft for row in plan.rows if row.flags & RowFlag.DECODE) if plan else None
+            decodes = [row for row in plan.rows if row.flags & RowFlag.DECODE] if plan else []
+            seen.update(row.draft for row in decodes)
+            if decodes and drafting._launched[-1][0] == len(decodes):
+                # Where every row that was asked for has found its place.
+                assert drafting._launched[-1][1] == sum(row.bound - row.count for row in decodes) // len(decodes)
             return plan
 
         engine.scheduler.schedule = noted

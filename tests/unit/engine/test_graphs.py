@@ -226,17 +226,17 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters:
         runner = llm.engine.executor._runner  # type: ignore[attr-defined]
         if drafter != "none":
             # Some steps verify drafts, and others, of the same sequences, have none.
-            llm.engine.scheduler.draft_tokens = lambda seq, ctx: 4 if ctx.step % 3 else 0  # type: ignore[attr-defined]
+            llm.engine.scheduler.draft_tokens = lambda seq, ctx: 4 if ctx.step % 2 else 0  # type: ignore[attr-defined]
         for pool in runner.pools.values():
             for plane in pool.planes.values():
                 plane.fill_(float("nan"))
         if graphs:
             runner.graphs = runner.step_graphs()
             runner.graphs.capture(run_again, lambda phase, share: None)
-            pick = runner.graphs.pick
+            pick, picked = runner.graphs.pick, [None]
 
             def counted(rows: Any, adapted: bool = False) -> Any:
-                graph = pick(rows, adapted)
+                graph = picked[0] = pick(rows, adapted)
                 kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
                 if graph is not None and graph.capacity.width > 1:
                     kinds[f"wide {kind}"] += 1
@@ -260,12 +260,14 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters:
 
             def drawn(width: int, rows: int, random: bool, filtered: bool) -> Any:
                 kinds["filtered draw"] += filtered
+                kinds["narrow draw behind a wide graph"] += picked[0] is not None and picked[0].capacity.width > width
                 return draw(width, rows, random, filtered)
 
             runner.graphs.draw = drawn
         filters = [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.5, "seed": 8}, {}]
         random = [SamplingParams(temperature=0.9, max_tokens=6, **each) for each in filters]
         found.append(llm.generate(texts[:5], random))
+        found.append(llm.generate([f"# {text}" for text in texts], SamplingParams(temperature=0.0, max_tokens=6)))
         found += [llm.generate(texts, params, adapter=name) for name in adapters]
         vectors = llm.embed(texts, pooling="mean")
     tokens = [[[s.token_ids for s in g.completions] for g in each] for each in found]
@@ -280,6 +282,7 @@ def test_the_layout_of_graphs_changes_no_token(registry: Registry, drafter: str,
     assert kinds["mixed"] > 3 and kinds["decode"] > 5 and kinds["filtered draw"] > 3, kinds
     if drafter != "none":
         assert 3 < kinds["wide decode"] < kinds["decode"] - 3, kinds
+        assert kinds["narrow draw behind a wide graph"] > 2, kinds
 
 
 def test_steps_with_adapters_have_graphs_of_their_own(registry: Registry, save_lora: Callable[..., str]) -> None:

@@ -517,7 +517,7 @@ def test_products_where_gluon_is_another_keep_the_kernel_for_all_gpus(monkeypatc
     monkeypatch.setitem(sys.modules, "dovetail.core.ops.kernels.early", None)
     monkeypatch.delattr("dovetail.core.ops.kernels.early", raising=False)
     assert not _begins_early(9, 0)
-    assert "products of few rows between ranks go to the library" in caplog.text
+    assert "products of few rows go to the library" in caplog.text
     monkeypatch.undo()
     assert _begins_early(9, 0) and not _begins_early(8, 9) and not _begins_early(10, 0)
 
@@ -568,6 +568,16 @@ def test_scales_are_left_for_the_rows_that_gain_by_it(rows, left):
     with compiled_for_hopper():
         x, weight, one = cuda(rows, 256, dtype=E4M3), cuda(512, 256, dtype=E4M3), cuda(1, dtype=FP32)
         assert (unscaled_matmul(x, weight, one) is not None) is left
+
+
+@pytest.mark.parametrize(("columns", "late"), [(3584, False), (14336, True)])
+def test_a_wide_rows_numbers_are_asked_for_before_the_product_behind_is_let_in(columns, late):
+    with compiled_for_hopper() as compiled:
+        silu_and_mul(cuda(1, 2 * columns), (FP8_TOKEN,))
+    ((_, kernel),) = compiled.kernels
+    before, after = kernel.asm["ptx"].split("griddepcontrol.launch_dependents")
+    assert ("ld.global" in before) is late and ("ld.global" in after) is not late
+    assert ("griddepcontrol.wait" in before) is late
 
 
 def test_scales_stay_where_the_kernel_has_a_tile():
