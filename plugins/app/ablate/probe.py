@@ -1,4 +1,4 @@
-"""What a variant answers, for `quality`: greedy outputs of fixed prompts, and how likely it finds fixed texts."""
+"""Answers of a variant for `quality`: greedy outputs of fixed prompts, and log-likelihoods of fixed texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Ids = list[int]
 
 
 def plan(config: QualityConfig, target: Target, runs: Runs, name: str, workload: Workload) -> dict[str, Any] | None:
-    """The same for every variant: prompts of the workload that no run has, and windows of a text where one is given."""
+    """Return the prompts, which no run uses, and the windows of `config.text` if one is given; the same for all
+    variants. None = no quality check."""
     if not config.prompts:
         return None
     length = min(config.prompt_tokens, target.max_len - config.tokens - 1)
@@ -27,7 +28,7 @@ def plan(config: QualityConfig, target: Target, runs: Runs, name: str, workload:
         )
     rate = workload.rates()[0]
     drawn = (request for number in count(1) for request in runs.requests(name, workload, -number, rate))
-    # Their ends: the beginnings may be a system prompt that all share.
+    # Use the ends of prompts: the beginnings may be a shared system prompt.
     prompts = [list(request.prompt_ids[-length:]) for request in islice(drawn, config.prompts)]
     return {"prompts": prompts, "tokens": config.tokens, "windows": _windows_of_text(config, target, length)}
 
@@ -50,8 +51,8 @@ def _windows_of_text(config: QualityConfig, target: Target, length: int) -> list
 
 
 def probe(engine: Any, plan: dict[str, Any], seed: int) -> dict[str, Any]:
-    """`engine`: an Engine or a ReplicatedEngine that has started and is idle. Where the plan has no windows yet, they
-    are the prompts with what this variant samples from its whole distribution behind them."""
+    """Answer the plan. `engine` is a started, idle Engine or ReplicatedEngine. If the plan has no windows yet, a window
+    is a prompt followed by what this variant samples at temperature 1."""
     prompts, tokens, windows = plan["prompts"], plan["tokens"], plan["windows"]
     greedy = _complete(engine, prompts, [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)])
     if windows is None:
@@ -61,7 +62,7 @@ def probe(engine: Any, plan: dict[str, Any], seed: int) -> dict[str, Any]:
         ]
         sampled = _complete(engine, prompts, drawn)
         windows = [[prompt + out, len(prompt)] for prompt, (out, _) in zip(prompts, sampled, strict=True)]
-    # Prompt log-probabilities are of a pass over the whole text: teacher forcing, without the prefix cache.
+    # Prompt log-probabilities come from one pass over the whole text (teacher forcing), without the prefix cache.
     reads = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)]
     read = _complete(engine, [ids for ids, _ in windows], reads)
     scored = [logprobs[start - 1 :] for (_, logprobs), (_, start) in zip(read, windows, strict=True)]
@@ -74,7 +75,7 @@ def probe(engine: Any, plan: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def _complete(engine: Any, prompts: Sequence[Ids], params: Sequence[SamplingParams]) -> list[tuple[Ids, list[Any]]]:
-    """Output and prompt log-probabilities of each; `params` are of each prompt, or of all."""
+    """Return output and prompt log-probabilities of each prompt. `params` has one entry per prompt, or one for all."""
     engine.reset_cache()
     each = params if len(params) == len(prompts) else [params[0]] * len(prompts)
     found: dict[int, tuple[Ids, list[Any]]] = {}

@@ -1,6 +1,8 @@
-"""Drives the engine in one thread, without text, while no other takes turns of the interpreter's lock: the calling one
-waits for Ctrl-C, which a thread that waits for a rank in C code would not hear. With several replicas it drives their
-processes."""
+"""Measure the engine in this process, on token ids only. With several replicas, their processes are driven from here.
+
+One thread drives the engine and no other one competes for the GIL. The main thread only waits for Ctrl-C, which could
+not interrupt a thread that waits for a rank in C code.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
     from dovetail.core.serving.replicated import ReplicatedEngine
 
 KV_EVERY = 16
-"""Steps between two looks at the KV cache, which costs time by the number of sequences."""
+"""Steps between samples of KV cache usage, whose cost grows with the number of sequences."""
 MOST_WAIT = 0.02
-"""Seconds that replicas are listened to before it is seen whether a request has arrived."""
+"""Seconds to wait for replicas before checking for new arrivals."""
 
 
 class EngineTarget(Target):
@@ -43,7 +45,7 @@ class EngineTarget(Target):
         began = time.perf_counter()
         self.engine = make_engine(self.composition)
         self.engine.start(progress)
-        # As in a server: what was loaded stays, and the collector need not walk it again and again.
+        # As in a server: exclude all objects loaded so far from garbage collection.
         gc.collect()
         gc.freeze()
         info, engine = self.engine.info, self.composition.engine
@@ -59,8 +61,8 @@ class EngineTarget(Target):
         }
 
     def run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
-        """All that have arrived are queued before the next step: a burst waits for nobody's first step."""
-        # Or the next run would find the prompts of the last.
+        """Run the requests. All that have arrived are queued before the next step, so a burst starts in one step."""
+        # Otherwise a run would find the prompts of the previous one in the cache.
         reset = self.engine.reset_cache()
         gc.collect()
         drive = (Drive if self.composition.engine.dp == 1 else ReplicatedDrive)(self.engine, requests, on_done)
@@ -80,7 +82,7 @@ class EngineTarget(Target):
             else:
                 ended.set_result(None)
 
-        # Not joined: a join that Ctrl-C breaks off takes the thread for one that has ended (Python 3.11).
+        # Not joined: in Python 3.11, a join interrupted by Ctrl-C marks the running thread as finished.
         threading.Thread(target=run, name="dovetail-bench", daemon=True).start()
         try:
             wait([ended])
@@ -97,8 +99,8 @@ class EngineTarget(Target):
             self.engine.shutdown()
 
 
-class Look(NamedTuple):
-    """At a KV cache that is in use."""
+class KVSample(NamedTuple):
+    """One sample of KV cache usage."""
 
     used: float
     """Share of pages."""
@@ -107,29 +109,29 @@ class Look(NamedTuple):
 
 
 @dataclass(slots=True)
-class Seen:
-    """What is known of one replica in a run."""
+class ReplicaRun:
+    """Measurements of one replica in a run."""
 
     before: tuple[Counters, int]
-    """Counters and preemptions when the run began."""
-    kv: list[Look] = field(default_factory=list)
+    """Counters and number of preemptions at the start of the run."""
+    kv: list[KVSample] = field(default_factory=list)
     requests: int = 0
     output_tokens: int = 0
 
 
 class Drive:
-    """One run."""
+    """One run on an engine in this process."""
 
     def __init__(self, engine: Any, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
         self.engine, self.requests, self._on_done = engine, requests, on_done
         self.timelines = [Timeline(r.arrival, len(r.prompt_ids), r.slo) for r in requests]
-        self._running: dict[int, tuple[Timeline, Seen]] = {}
+        self._running: dict[int, tuple[Timeline, ReplicaRun]] = {}
         self._added = self._done = self._steps = 0
         self.stopped = False
-        """Set from another thread: `run` returns after the step that it is in."""
-        self.seen = [Seen(before) for before in self._counted()]
+        """Set by another thread: `run` then returns after its current step."""
+        self.replicas = [ReplicaRun(before) for before in self._counted()]
 
-    # The one replica in this process.
+    # Overridden for several replicas.
 
     def _counted(self) -> list[tuple[Counters, int]]:
         engine: Engine = self.engine
@@ -142,18 +144,18 @@ class Drive:
         if self._steps % KV_EVERY == 0:
             stats = engine.kv.stats()
             if stats.pages:
-                self.seen[0].kv.append(Look(stats.owned / stats.pages, stats.owned_tokens, stats.used_tokens))
+                self.replicas[0].kv.append(KVSample(stats.owned / stats.pages, stats.owned_tokens, stats.used_tokens))
         return events
 
     def _replica_of(self, uid: int) -> int:
         return 0
 
     def _spare(self) -> float:
-        """Seconds for which the next step can wait for whoever comes, as it does in a server."""
+        """Return the seconds by which the next step can be delayed for new arrivals, as in a server."""
         engine: Engine = self.engine
         return engine.spare()
 
-    # Any.
+    # The same for any number of replicas.
 
     def run(self) -> None:
         engine, requests = self.engine, self.requests
@@ -172,10 +174,10 @@ class Drive:
             events = self._step(wait)
             clock = time.perf_counter() - began
             for event in events:
-                line, seen = self._running[event.uid]
+                line, replica = self._running[event.uid]
                 if event.tokens:
                     line.came(clock, len(event.tokens))
-                    seen.output_tokens += len(event.tokens)
+                    replica.output_tokens += len(event.tokens)
                 if event.reason is not None:
                     self._finish(event.uid, event.reason, event.detail)
 
@@ -184,10 +186,10 @@ class Drive:
         params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
         given = {"priority": request.priority, "user": request.user, "cache_salt": request.cache_salt}
         (seq,) = self.engine.add(request.prompt_ids, params, adapter=request.adapter, **given)
-        seen = self.seen[self._replica_of(seq.uid)]
-        self._running[seq.uid] = self.timelines[self._added], seen
+        replica = self.replicas[self._replica_of(seq.uid)]
+        self._running[seq.uid] = self.timelines[self._added], replica
         self._added += 1
-        seen.requests += 1
+        replica.requests += 1
 
     def _finish(self, uid: int, reason: FinishReason, detail: str) -> None:
         line, _ = self._running.pop(uid)
@@ -197,18 +199,18 @@ class Drive:
         self._on_done(self._done)
 
     def figures(self) -> dict[str, Any]:
-        """What the engine can tell of the run; None = it cannot."""
-        return _figures(self.seen, self._counted())
+        """Return the engine's figures of the run; a value that it cannot measure is None."""
+        return _figures(self.replicas, self._counted())
 
 
 class ReplicatedDrive(Drive):
-    """All replicas together, and each beside it."""
+    """One run on several replicas: figures of all together and of each."""
 
     engine: ReplicatedEngine
 
     def __init__(self, engine: Any, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
         super().__init__(engine, requests, on_done)
-        engine.on_stats = self._look
+        engine.on_stats = self._sample
         self._cpu = self._wall = 0.0
 
     def _counted(self) -> list[tuple[Counters, int]]:
@@ -221,11 +223,11 @@ class ReplicatedDrive(Drive):
         return self.engine.replica_of(uid)
 
     def _spare(self) -> float:
-        return 0.0  # Each replica's own loop waits.
+        return 0.0  # The loop in each replica's process delays its steps itself.
 
-    def _look(self, replica: int, stats: EngineStats) -> None:
+    def _sample(self, replica: int, stats: EngineStats) -> None:
         if stats.running and stats.pages:
-            self.seen[replica].kv.append(Look(stats.kv_usage, stats.tokens_owned, stats.tokens_used))
+            self.replicas[replica].kv.append(KVSample(stats.kv_usage, stats.tokens_owned, stats.tokens_used))
 
     def run(self) -> None:
         cpu, wall = time.process_time(), time.perf_counter()
@@ -236,17 +238,17 @@ class ReplicatedDrive(Drive):
         now = self._counted()
         each = [
             {"requests": one.requests, "output_tokens": one.output_tokens} | _figures([one], [after])
-            for one, after in zip(self.seen, now, strict=True)
+            for one, after in zip(self.replicas, now, strict=True)
         ]
-        # Where this process is the bottleneck, replicas wait for it.
-        return _figures(self.seen, now) | {"client_busy": round(self._cpu / self._wall, 4), "replicas": each}
+        # client_busy close to 1: this process is the bottleneck and replicas wait for it.
+        return _figures(self.replicas, now) | {"client_busy": round(self._cpu / self._wall, 4), "replicas": each}
 
 
-def _figures(seen: Sequence[Seen], now: Sequence[tuple[Counters, int]]) -> dict[str, Any]:
-    """Of some replicas together: sums, and means over what they did."""
+def _figures(replicas: Sequence[ReplicaRun], now: Sequence[tuple[Counters, int]]) -> dict[str, Any]:
+    """Return the figures of some replicas together: sums, and means weighted by their work."""
 
     def gained(name: str) -> float:
-        pairs = zip(now, seen, strict=True)
+        pairs = zip(now, replicas, strict=True)
         return sum(getattr(after, name) - getattr(one.before[0], name) for (after, _), one in pairs)
 
     def per_step(name: str) -> float:
@@ -254,8 +256,8 @@ def _figures(seen: Sequence[Seen], now: Sequence[tuple[Counters, int]]) -> dict[
 
     steps, idle, worked = int(gained("steps")), gained("idle_seconds"), gained("device_seconds")
     rows, entered, drafted, accepted = map(gained, ("decode_rows", "entered_tokens", "drafted", "accepted"))
-    looks = [look for one in seen for look in one.kv]
-    used, slots = [look.used for look in looks], sum(look.owned_tokens for look in looks)
+    samples = [sample for one in replicas for sample in one.kv]
+    used, slots = [sample.used for sample in samples], sum(sample.owned_tokens for sample in samples)
     return {
         "steps": steps,
         "host_ms_per_step": {part: per_step(f"{part}_seconds") for part in ("schedule", "submit", "wait", "update")},
@@ -263,16 +265,16 @@ def _figures(seen: Sequence[Seen], now: Sequence[tuple[Counters, int]]) -> dict[
         "device_idle": round(idle / (idle + worked), 4) if worked else None,
         "kv_used_mean": round(sum(used) / len(used), 4) if used else None,
         "kv_used_max": round(max(used), 4) if used else None,
-        "kv_waste": round(1 - sum(look.used_tokens for look in looks) / slots, 4) if slots else None,
+        "kv_waste": round(1 - sum(sample.used_tokens for sample in samples) / slots, 4) if slots else None,
         "prefix_hit_rate": round(gained("cached_tokens") / entered, 4) if entered else None,
-        "preemptions": sum(after - one.before[1] for (_, after), one in zip(now, seen, strict=True)),
+        "preemptions": sum(after - one.before[1] for (_, after), one in zip(now, replicas, strict=True)),
         "draft_acceptance": round(accepted / drafted, 4) if drafted else None,
         "acceptance_length": round(1 + accepted / rows, 4) if drafted and rows else None,
     }
 
 
 def _sleep_until(moment: float) -> None:
-    """The last millisecond is waited for awake: a sleep may last longer than asked for."""
+    """Sleep, and spin for the last millisecond, since a sleep may overrun."""
     while (left := moment - time.perf_counter()) > 0:
         if left > 1e-3:
             time.sleep(left - 1e-3)

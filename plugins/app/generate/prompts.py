@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""Collect the prompts of `app=generate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT = "def read_json(path):\n    with open(path) as f:\n"
 
 
 def gather(words: Sequence[str], source: str | None) -> list[str]:
-    """Words after `--` are one prompt each; else the file; else stdin when asked for; else a default."""
+    """Return the prompts: the arguments after `--`, else the file, else stdin for "-", else the default."""
     if words and source:
         raise ConfigError(f"prompts come after `--` or from generate.prompts={source}, not from both")
     if words:

@@ -129,7 +129,7 @@ def test_rounds_and_turns(played: type[Played], tmp_path: Path) -> None:
 def test_one_that_fails_is_told_and_the_others_go_on(
     played: type[Played], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    played.tricks["paged", 1] = Failure("its process was ended by SIGKILL and said last:\n[out of memory]")
+    played.tricks["paged", 1] = Failure("its process was killed by SIGKILL; its last output:\n[out of memory]")
     result = ablate(tmp_path, 1)
     assert [len(one["starts"]) for one in result["variants"]] == [3, 1, 3]
     assert result["variants"][1]["failure"] == {"round": 1, "reason": str(played.tricks["paged", 1])}
@@ -142,7 +142,7 @@ def test_one_that_fails_is_told_and_the_others_go_on(
     ("trick", "words"),
     [
         ({"failed": 2, "failures": ["no pages"]}, "2 of 3 requests failed: no pages"),
-        ({"requests_hash": "others"}, "its requests were not those of the other variants"),
+        ({"requests_hash": "others"}, "its requests differ from those of the other variants"),
         ({"prefix_cache_kept": True}, "prefix cache could not be emptied"),
     ],
 )
@@ -212,11 +212,11 @@ def test_a_process_that_dies_leaves_its_last_words() -> None:
     child = Child("check")
     child._popen.send_signal(signal.SIGSTOP)  # it has not answered when it dies
     child._popen.send_signal(signal.SIGKILL)
-    with pytest.raises(Failure, match="its process was ended by SIGKILL, and said nothing"):
+    with pytest.raises(Failure, match="its process was killed by SIGKILL without any output"):
         child.ask({"machine": True})
     child.close()
     child = Child("nonsense")
-    with pytest.raises(Failure, match=r"(?s)ended with exit status 1 and said last:.*has no attribute 'nonsense'"):
+    with pytest.raises(Failure, match=r"(?s)ended with exit status 1; its last output:.*has no attribute 'nonsense'"):
         child.ask({})
     child.close()
 

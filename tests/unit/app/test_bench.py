@@ -154,7 +154,7 @@ def test_steps_are_put_off_for_requests_to_come_as_in_a_server(monkeypatch: pyte
         (("bench.plot=x.bmp",), "must end with one of .png, .svg, .pdf"),
         (("bench.out=/proc/nowhere/x.json",), "cannot be written"),
         (("bench.slo.ttft=0",), "greater than 0"),
-        (("bench.adapters=[sql]",), "not loaded: sql; there is none"),
+        (("bench.adapters=[sql]",), "not loaded: sql; loaded: none"),
         (("bench.url=http://127.0.0.1:9/v1",), "is the server up"),
         (("bench.url=http://127.0.0.1:9/v1", "bench.send=text", "model=llama3_8b"), "no tokenizer"),
     ],
@@ -300,7 +300,7 @@ def test_a_server_that_stops_early_is_no_fair_comparison(
 ) -> None:
     server.obeys = False
     assert main([*CPU, *SMALL, f"bench.url={server.url}"]) == 2
-    assert "does not obey ignore_eos" in capsys.readouterr().err
+    assert "the server ignores ignore_eos" in capsys.readouterr().err
 
 
 def stream(*pieces: tuple[float, str], wanted: int) -> Timeline:
@@ -340,7 +340,7 @@ def test_an_event_has_come_when_its_last_byte_has_and_those_of_one_moment_are_on
     [
         (TOKEN, "without usage.completion_tokens"),
         (usage(3), "without output"),
-        (TOKEN + usage(2), "2 tokens came and 3 were asked for"),
+        (TOKEN + usage(2), "2 tokens arrived instead of 3"),
         (TOKEN + event(error={"message": "out of memory"}), "out of memory"),
         ("data: {]\n\n", "not a JSON object"),
         ("data: [1]\n\n", "not a JSON object"),
@@ -389,7 +389,7 @@ def test_an_answer_is_kept_as_it_came() -> None:
     ("pieces", "words"),
     [
         ((b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc",), "closed before the answer was complete"),
-        ((b"what?\r\n\r\n",), "no HTTP"),
+        ((b"what?\r\n\r\n",), "not valid HTTP"),
     ],
 )
 def test_half_an_answer_is_none(pieces: tuple[bytes, ...], words: str) -> None:
