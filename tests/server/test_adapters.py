@@ -74,7 +74,9 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
     answers = {name: client.responses.create(model=name, input="x = ", max_output_tokens=16) for name in texts}
     assert {name: answer.model for name, answer in answers.items()} == {name: name for name in texts}
     assert post(adapted, "../tokenize", model="second", prompt="x").status_code == 200
-    with pytest.raises(openai.NotFoundError, match="'nobody' does not exist; there is base, first, second") as refused:
+    with pytest.raises(
+        openai.NotFoundError, match="'nobody' does not exist; available: base, first, second"
+    ) as refused:
         client.completions.create(model="nobody", **GREEDY)
     assert refused.value.code == "model_not_found"
 
@@ -86,7 +88,7 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
         assert "is not in serve.adapter_root" in error(
             post(adapted, "load_lora_adapter", lora_name="x", lora_path=path), 400
         )
-    assert "is no path" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="a\0"), 400)
+    assert "is not a valid path" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="a\0"), 400)
     save_lora("wide", seed=1, rank=32)
     assert "rank 32" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="wide"), 400)
     assert "adapter_config.json" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="nothing"), 400)

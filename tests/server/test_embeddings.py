@@ -70,9 +70,9 @@ def test_what_comes_back_is_what_python_gets(served):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"dimensions": 32}, "there are 16, 64, "),
+        ({"dimensions": 32}, "available: 16, 64, "),
         ({"dimensions": 100_000}, "have 2"),
-        ({"input": ["a"] * 9}, "9 prompts, of at most 8"),
+        ({"input": ["a"] * 9}, "9 prompts, but at most 8"),
         ({"input": []}, "input"),
         ({"input": [[]]}, "input"),
         ({"input": [2**30]}, "not in the model's vocabulary"),

@@ -27,7 +27,7 @@ def children(pid: int, of: str = "") -> list[int]:
 
 
 def front_ends(server: Any) -> list[int]:
-    return children(server.process.pid, "front_end:main")
+    return children(server.process.pid, "front_end_process:main")
 
 
 def ended(pid: int) -> bool:
@@ -165,7 +165,7 @@ def test_the_queue_is_that_of_both_and_who_leaves_is_dropped(two):
     until(lambda: json.loads(asking[0].get("/stats"))["samples"] == 10)
     for connection in asking:
         status, answer = connection.complete()
-        assert status == 429 and "10 samples run or wait" in answer["error"]["message"]
+        assert status == 429 and "10 samples are running or waiting" in answer["error"]["message"]
     for connection in running:
         connection.close()
     until(lambda: json.loads(asking[1].get("/stats"))["samples"] == 0)

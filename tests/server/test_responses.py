@@ -134,9 +134,9 @@ def test_a_stream_that_fails_says_so(client):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"previous_response_id": "resp_1"}, "nothing is stored here"),
+        ({"previous_response_id": "resp_1"}, "responses are not stored"),
         ({"store": True}, "store"),
-        ({"tool_choice": {"type": "function", "name": "fly"}}, "none of the tools get_weather, stop"),
+        ({"tool_choice": {"type": "function", "name": "fly"}}, "not among the tools get_weather, stop"),
         ({"tools": [], "tool_choice": "required"}, "no tools to choose from"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
@@ -144,7 +144,7 @@ def test_a_stream_that_fails_says_so(client):
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "has the call_id 'c'"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "stop"}]}, "needs arguments"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
-        ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "a form of its own"),
+        ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "already constrains the output"),
         ({"background": True}, "background"),
     ],
 )

@@ -123,14 +123,14 @@ def test_a_conversation_with_calls_goes_on(client):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "none of the tools get_weather, stop"),
-        ({"tools": [STOP, STOP]}, "two are called stop"),
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "not among the tools get_weather, stop"),
+        ({"tools": [STOP, STOP]}, "two have the name stop"),
         ({"tools": [], "tool_choice": "required"}, "no tools to choose from"),
         ({"extra_body": {"tool_parser": "hermess"}}, "there are auto, hermes"),
         ({"extra_body": {"reasoning_parser": "thinks"}}, "there are auto, none, think"),
         ({"tool_choice": "required", "extra_body": {"tool_parser": "none"}}, "cannot force a tool call"),
-        ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "a form of its own"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "no name of a tool"),
+        ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "already constrains the output"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "not a valid name"),
         ({"tool_choice": "required", "tools": [ARRAY]}, "arguments are an object"),
     ],
 )

@@ -21,7 +21,7 @@ class Body(BaseModel):
     ("content", "kind", "message", "param"),
     [
         (b'{"prompt": "x", ', "application/json", "the body is not JSON: Expecting .* at character 16", None),
-        (b'{"prompt": "x"}', "application/x-www-form-urlencoded", "without the header `content-type: appl", None),
+        (b'{"prompt": "x"}', "application/x-www-form-urlencoded", "lacks the header `content-type: appl", None),
         (b'{"prompt": "x", "max_token": 3}', "application/json", "max_token: there is no such field", "max_token"),
     ],
 )

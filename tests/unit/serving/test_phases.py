@@ -14,7 +14,7 @@ from dovetail.core.compose import compose
 from dovetail.core.serving import owned
 from dovetail.core.serving.fleet import Reports
 from dovetail.core.serving.protocol import EngineInfo
-from dovetail.plugins.app.serve import owner
+from dovetail.plugins.app.serve import lifecycle
 
 INFO = EngineInfo(
     model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
@@ -61,7 +61,7 @@ def test_each_phase_is_told_once_as_it_begins_with_the_time_of_the_one_before(
     async def test() -> None:
         composition = compose(["app=serve", "+preset=tiny_cpu"])
         reports = Reports(changed=lambda: changes.append(fleet.phase))
-        fleet = owner.owned_fleet(composition.app_part.config, composition, reports)
+        fleet = lifecycle.owned_fleet(composition.app_part.config, composition, reports)
         fleet.start()
         await starts(lives[0])
         await says(60.0, lives[0].listener.on_death, lives[0], "was killed")

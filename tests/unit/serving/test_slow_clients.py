@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from dovetail.core.engine.output import Delta
 from dovetail.core.serving.client import Stream
-from dovetail.plugins.app.serve.output import news
+from dovetail.plugins.app.serve.output import choice_deltas
 
 
 def test_what_came_while_the_client_was_slow_is_one_piece():
@@ -17,7 +17,7 @@ def test_what_came_while_the_client_was_slow_is_one_piece():
         taken = []
         for sample, text, last in ((0, "a", False), (1, "x", False), (0, "b", False)):
             stream.put(Delta(sample, text, (ord(text),)), last, 1.0)
-        async for items in news([job], 2):  # type: ignore[list-item]
+        async for items in choice_deltas([job], 2):  # type: ignore[list-item]
             taken.append(items)
             if len(taken) == 1:
                 # While this piece is being written, the engine goes on.

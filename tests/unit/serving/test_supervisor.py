@@ -56,7 +56,7 @@ class PlayedFrontEnd:
 @pytest.fixture(autouse=True)
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlayedFrontEnd, "lives", [])
-    monkeypatch.setattr(supervisor, "FrontEnd", PlayedFrontEnd)
+    monkeypatch.setattr(supervisor, "FrontEndProcess", PlayedFrontEnd)
     monkeypatch.setattr(owned, "EngineProcess", PlayedEngine)
 
 
@@ -123,10 +123,10 @@ def test_told_to_stop_it_waits_for_all() -> None:
 
 
 def test_a_port_belongs_to_one_server_and_its_processes() -> None:
-    with ports.take(ServeConfig(processes=2, port=0)) as taken:
+    with ports.bind(ServeConfig(processes=2, port=0)) as taken:
         address = taken.getsockname()
-        with ports.join(address) as one, ports.join(address) as other:
+        with ports.bind_shared(address) as one, ports.bind_shared(address) as other:
             one.listen()
             other.listen()
             with pytest.raises(ConfigError, match="cannot listen there"):
-                ports.take(ServeConfig(processes=2, port=address[1]))
+                ports.bind(ServeConfig(processes=2, port=address[1]))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dovetail.core.serving.board import Board
-from dovetail.plugins.app.serve.watch import Watch
+from dovetail.plugins.app.serve.watchdog import Watchdog
 
 LOOKS = 4
 """After which one hangs that turned before the look before them."""
@@ -29,7 +29,7 @@ class Clock:
 def hung(board: Board, script: Iterator[float], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
     clock, found = Clock(script), []
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    Watch(board, 3.0, lambda process, seconds: found.append((process, seconds))).run(clock)
+    Watchdog(board, 3.0, lambda process, seconds: found.append((process, seconds))).run(clock)
     return found
 
 

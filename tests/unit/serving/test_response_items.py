@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.plugins.app.serve.items import messages_of
+from dovetail.plugins.app.serve.response_items import messages_of
 from dovetail.plugins.app.serve.schemas import ResponseItem
 
 
