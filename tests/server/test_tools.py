@@ -1,6 +1,7 @@
 """Tool calls and reasoning through the official client.
 
-A regular expression makes the bundled model write what a trained one would."""
+A regular expression forces the bundled model to write what a trained one would.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ ASK = dict(model="tiny", messages=[{"role": "user", "content": "Weather?"}], too
 
 
 def streamed(chunks) -> tuple[str, str, list[dict], list[str]]:
-    """Content, reasoning, calls and finish reasons, put together as a client does it."""
+    """Return content, reasoning, calls and finish reasons, merged from the stream as a client does."""
     content = reasoning = ""
     calls: list[dict] = []
     reasons = []
@@ -134,6 +135,6 @@ def test_a_conversation_with_calls_goes_on(client):
         ({"tool_choice": "required", "tools": [ARRAY]}, "arguments are an object"),
     ],
 )
-def test_mistakes_are_told(client, changes, says):
+def test_mistakes_are_reported(client, changes, says):
     with pytest.raises(openai.BadRequestError, match=says):
         client.chat.completions.create(**ASK | changes)

@@ -1,4 +1,4 @@
-"""Which variants there are, what each is compared with, and what cannot be."""
+"""Variants of an ablation, their baselines, and invalid options."""
 
 from __future__ import annotations
 
@@ -143,13 +143,13 @@ def test_the_ladder_that_ships(app: str) -> None:
         (("ablate.vary={kv_cache:[]}",), ["kv_cache"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_said_all_at_once(overrides: tuple[str, ...], words: list[str]) -> None:
+def test_all_mistakes_are_reported_at_once(overrides: tuple[str, ...], words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         variants(*overrides)
     assert [text for text in words if text not in str(raised.value)] == [], str(raised.value)
 
 
-def test_two_names_of_one_variant_are_told() -> None:
-    """Two keys that lead to the same composition."""
+def test_two_names_of_one_variant_are_reported() -> None:
+    """Two keys yield the same composition."""
     with pytest.raises(ConfigError, match="composes to the same as"):
         variants("ablate.vary={preset:[tiny_cpu],engine.device:[cpu]}", "ablate.design=one_at_a_time")

@@ -1,4 +1,4 @@
-"""What the log says while an engine starts."""
+"""Log lines while an engine starts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ INFO = EngineInfo(
 )  # fmt: skip
 
 
-class PlayedEngine:
+class FakeEngine:
     hung_at_start = False
-    lives: list[PlayedEngine] = []
+    lives: list[FakeEngine] = []
 
     def __init__(self, composition: Any, listener: Any, **options: Any) -> None:
         self.listener = listener
@@ -35,11 +35,11 @@ class PlayedEngine:
     def stop(self) -> None: ...
 
 
-def test_each_phase_is_told_once_as_it_begins_with_the_time_of_the_one_before(
+def test_each_phase_is_logged_once_as_it_begins_with_the_duration_of_the_previous_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(PlayedEngine, "lives", lives := [])
-    monkeypatch.setattr(owned, "EngineProcess", PlayedEngine)
+    monkeypatch.setattr(FakeEngine, "lives", lives := [])
+    monkeypatch.setattr(owned, "EngineProcess", FakeEngine)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     caplog.set_level(logging.INFO, "dovetail")
     changes: list[str] = []
@@ -51,7 +51,7 @@ def test_each_phase_is_told_once_as_it_begins_with_the_time_of_the_one_before(
         message(*arguments)
         await asyncio.sleep(0)
 
-    async def starts(engine: PlayedEngine) -> None:
+    async def starts(engine: FakeEngine) -> None:
         heard = engine.listener
         await says(1.5, heard.on_progress, engine, "load weights")
         await says(2.0, heard.on_progress, engine, "load weights")

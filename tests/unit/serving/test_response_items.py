@@ -1,4 +1,4 @@
-"""What items of /v1/responses mean as messages."""
+"""Conversion of /v1/responses items to messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a slow client gets: everything, in fewer pieces."""
+"""A slow client gets the complete output in fewer pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.core.serving.client import Stream
 from dovetail.plugins.app.serve.output import choice_deltas
 
 
-def test_what_came_while_the_client_was_slow_is_one_piece():
+def test_output_that_accumulates_for_a_slow_client_is_one_piece():
     async def follow() -> tuple[list[list[tuple[int, Delta]]], SimpleNamespace]:
         stream = Stream(1, [None, None], asyncio.get_running_loop())  # type: ignore[list-item]
         job = SimpleNamespace(stream=stream, output_tokens=0, outcome="")
@@ -20,7 +20,7 @@ def test_what_came_while_the_client_was_slow_is_one_piece():
         async for items in choice_deltas([job], 2):  # type: ignore[list-item]
             taken.append(items)
             if len(taken) == 1:
-                # While this piece is being written, the engine goes on.
+                # The engine continues while this piece is being sent.
                 stream.put(Delta(0, "c", (99,)), False, 1.0)
                 stream.put(Delta(0, "d", (100,), finish_reason="length"), False, 1.0)
                 stream.put(Delta(1, "y", (121,), finish_reason="stop"), True, 1.0)

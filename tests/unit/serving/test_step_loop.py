@@ -1,4 +1,4 @@
-"""The step loop of an engine's process."""
+"""The step loop of an engine process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from dovetail.core.testing.observer import observed_engine
 SECONDS = 60
 
 
-def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """During one step a process sends a command and dies, its owner says so, and another process asks something."""
+def test_a_link_that_closes_with_unread_commands_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During one step, a process sends a command and dies, the owner reports its death, and another process sends a
+    query."""
     engine = observed_engine({})
     engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=2))
     step, in_step, go_on = engine.step, threading.Event(), threading.Event()
@@ -54,7 +55,7 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
         assert loop._links[1].commands.poll(SECONDS * 1000)
         owner.send({"op": "detach", "link": 1})
         go_on.set()
-        # The first may be read in one go with the order to detach.
+        # The command may be read together with the order to detach.
         for number in (3, 4):
             stays.send(msgspec.msgpack.encode(Control(number, "check")))
             while not isinstance(message := heard.get(timeout=SECONDS), Reply):
@@ -64,7 +65,7 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
         go_on.set()
         owner.send({"op": "stop"})
         threads[0].join(SECONDS)
-        # Where the loop failed its sockets are open, and what they still had to send would be waited for.
+        # If the loop failed, its sockets are open, and closing would wait for unsent messages.
         loop._context.destroy(linger=0)
         control.close()
         threads[1].join(SECONDS)
@@ -74,7 +75,7 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
 
 
 def test_a_step_is_put_off_while_commands_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For whole milliseconds at the poller, for less by naps."""
+    """Whole milliseconds are spent in the poller, shorter delays in sleeps."""
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)
     loop: Any = StepLoop.__new__(StepLoop)
