@@ -109,7 +109,7 @@ def test_an_engine_that_hangs_is_dead(start):
     assert server.wait() == 1 and ended(rank)
     log = "".join(server.log)
     assert log.count("the engine hangs") == 1
-    assert "all_reduce" in log, "the log says where it hung"
+    assert "all_reduce" in log, "the log shows where it hung"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def _owner(port: int, pids: list[int]) -> int:
                     return pid
             except FileNotFoundError:
                 continue
-    raise AssertionError(f"nobody has the connection from port {port}")
+    raise AssertionError(f"no process has the connection from port {port}")
 
 
 def one_to_each(server: Any) -> list[Connection]:

@@ -64,7 +64,7 @@ def test_work_is_spread_and_counted_by_replica(replicas, server):
     again = replicas.stats()["replicas"]
     gained = sum(one["prefix_hits"] for one in again) - sum(hits)
     asked = sum(answer.usage.prompt_tokens for answer in ours)
-    assert gained > 0.7 * asked, "each prompt went back to where it is cached"
+    assert gained > 0.7 * asked, "each prompt was routed to the replica that has it cached"
 
     def counted() -> dict[str, float]:
         families = text_string_to_metric_families(httpx.get(f"{replicas.url}/metrics").text)

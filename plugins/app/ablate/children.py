@@ -24,7 +24,7 @@ Phase = Callable[[str, float | None], None]
 
 
 class Failure(Exception):
-    """A process returned no result; the message says why."""
+    """A process returned no result; the message gives the reason."""
 
 
 class Child:

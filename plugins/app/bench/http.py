@@ -16,7 +16,7 @@ import httptools
 
 
 class HttpError(Exception):
-    """The request got no complete answer; the message says why."""
+    """The request got no complete answer; the message gives the reason."""
 
 
 class Address:

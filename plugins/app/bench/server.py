@@ -132,7 +132,7 @@ class ServerTarget(Target):
 
 
 class StreamError(Exception):
-    """The stream holds no complete output; the message says why."""
+    """The stream holds no complete output; the message gives the reason."""
 
 
 @dataclass(slots=True)

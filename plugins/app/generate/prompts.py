@@ -10,7 +10,7 @@ from pathlib import Path
 from dovetail.core.errors import ConfigError
 
 DEFAULT = "def read_json(path):\n    with open(path) as f:\n"
-"""For a first run without arguments; the bundled model writes Python."""
+"""Default prompt; Python, since the bundled model is trained on it."""
 
 
 def gather(words: Sequence[str], source: str | None) -> list[str]:

@@ -37,7 +37,7 @@ _ERROR = {
     },
 }
 _STATUSES = {
-    400: "The request is invalid; the message says why.",
+    400: "The request is invalid; the message gives the reason.",
     401: "No valid API key.",
     404: "No such model or endpoint.",
     408: "The body took too long to arrive.",

@@ -48,7 +48,7 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         status, message = error.status, str(error)
         param, code = getattr(error, "param", None), getattr(error, "code", None)
     else:
-        status, message = 500, "the server failed on this request; its log says why"
+        status, message = 500, "the server failed on this request; see its log for the cause"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     headers = {"retry-after": str(retry_after)} if retry_after is not None else {}
     if status == 401:

@@ -47,7 +47,9 @@ def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     (runs,), (others,) = ([start["loads"][0]["runs"] for start in one["starts"]] for one in (plain, eight))
     assert [run["failed"] for run in runs + others] == [0] * 4
     hashes = [run["requests_hash"] for run in runs]
-    assert hashes == [run["requests_hash"] for run in others] and len(set(hashes)) == 2, "paired, and each of its own"
+    assert hashes == [run["requests_hash"] for run in others] and len(set(hashes)) == 2, (
+        "paired, with different requests per round"
+    )
     (one,) = result["comparisons"]
     assert (one["variant"], one["baseline"]) == ("eight bits", "plain")
     speed = one["changes"]["output_tokens_per_s"]
@@ -174,7 +176,7 @@ def test_mistakes_that_only_the_host_can_find(fake: type[FakeChild], capsys: pyt
     assert "kv_cache=radix: no such folder" in told and fake.asked == []
     fake.tricks.update({(kv, -1): {"mistake": "no such text"} for kv in ("prefix_hash", "paged", "radix")})
     assert main(list(VARY)) == 2
-    assert capsys.readouterr().err == "dovetail: no such text\n", "what is wrong with all of them is asked once"
+    assert capsys.readouterr().err == "dovetail: no such text\n", "a mistake of all variants is reported once"
     fake.tricks.clear()
     fake.tricks["paged", -1] = fake.tricks["radix", -1] = {"unfit": "needs a GPU", "requests": None}
     assert main(list(VARY)) == 2, "with nothing to compare"

@@ -30,7 +30,7 @@ class Strict(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        assert len(keys) == len(set(keys)), f"a key stands twice: {sorted(map(str, keys))}{node.start_mark}"
+        assert len(keys) == len(set(keys)), f"duplicate key: {sorted(map(str, keys))}{node.start_mark}"
         return super().construct_mapping(node, deep)
 
 

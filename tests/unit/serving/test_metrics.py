@@ -126,7 +126,7 @@ def test_steps_are_read_over_http() -> None:
     samples = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples if not s.labels}
     assert samples["dovetail:step_tokens_sum"] == 20
     assert samples["dovetail:step_rows_count"] == 2
-    assert samples["dovetail:step_device_seconds_count"] == 1, "a time that nobody knows was counted"
+    assert samples["dovetail:step_device_seconds_count"] == 1, "an unknown time was counted"
     assert samples["dovetail:step_running"] == 0
 
 

@@ -80,4 +80,4 @@ def test_each_phase_is_logged_once_as_it_begins_with_the_duration_of_the_previou
         "started (warm up took 0.1 s)",
     ]
     assert (told[1].phase, told[1].previous, told[1].seconds) == ("warm up", "load weights", 2.5)
-    assert changes.count("load weights") == 2, "what has not changed is told to nobody"
+    assert changes.count("load weights") == 2, "an unchanged phase is not reported"

@@ -36,7 +36,7 @@ SECONDS = 60
 
 
 class FakeEngine:
-    """Fake EngineProcess. Opens its end of each announced link; receives messages only when the test says so."""
+    """Fake EngineProcess. Opens its end of each announced link; receives messages only on a call of the test."""
 
     lives: list[FakeEngine] = []
 
@@ -253,4 +253,6 @@ def test_the_board() -> None:
     assert [board.load(i).samples for i in (0, 1)] == [2, 0]
     board.clear(2)
     assert board.turns(2) == 0
-    assert next(Board(3, 2, own=1, fd=board.fd).numbers()) == 10, "who takes a place goes on where it was left"
+    assert next(Board(3, 2, own=1, fd=board.fd).numbers()) == 10, (
+        "a successor continues the counters of its predecessor"
+    )

@@ -15,7 +15,7 @@ LOOKS = 4
 
 
 class Clock:
-    """Fake threading.Event: time advances in `wait`, by more than requested where the script says so."""
+    """Fake threading.Event: time advances in `wait`, by more than requested if the script yields a delay."""
 
     def __init__(self, script: Iterator[float]) -> None:
         self.now, self._script = 1000.0, script
