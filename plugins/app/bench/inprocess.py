@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from dovetail.core.engine.counters import Counters
     from dovetail.core.engine.engine import Engine
     from dovetail.core.engine.results import SequenceEvent
-    from dovetail.core.serving.protocol import EngineStats
-    from dovetail.core.serving.replicated import ReplicatedEngine
+    from dovetail.core.frontend.messages import EngineStats
+    from dovetail.core.frontend.replicated import ReplicatedEngine
 
 KV_EVERY = 16
 """Steps between samples of KV cache usage, whose cost grows with the number of sequences."""
@@ -40,7 +40,7 @@ class EngineTarget(Target):
         return loaded
 
     def start(self, progress: Progress) -> dict[str, Any]:
-        from dovetail.core.engine.llm import make_engine
+        from dovetail.core.frontend.llm import make_engine
 
         began = time.perf_counter()
         self.engine = make_engine(self.composition)
@@ -70,7 +70,7 @@ class EngineTarget(Target):
         return drive.timelines, drive.figures() | ({} if reset else {"prefix_cache_kept": True})
 
     def _run_in_thread(self, drive: Drive) -> None:
-        from dovetail.core.engine.llm import STEP_SECONDS
+        from dovetail.core.frontend.llm import STEP_SECONDS
 
         ended: Future[None] = Future()
 
@@ -153,7 +153,7 @@ class Drive:
     def _spare(self) -> float:
         """Return the seconds by which the next step can be delayed for new arrivals, as in a server."""
         engine: Engine = self.engine
-        return engine.spare()
+        return engine.launch_delay()
 
     # The same for any number of replicas.
 

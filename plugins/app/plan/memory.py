@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Composition, EngineConfig, Host
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.errors import ConfigError
@@ -68,7 +69,7 @@ class Plan:
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """Return the time of a decode step of `batch` sequences, on the replica that has the most of them."""
-        return self.cost.decode_seconds(-(-batch // self.engine.dp), context)
+        return self.cost.decode_seconds(ceil_div(batch, self.engine.dp), context)
 
     @property
     def missing(self) -> float:

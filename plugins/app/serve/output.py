@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.core.engine.output import Delta
+from dovetail.core.frontend.outputs import Delta
 from dovetail.core.interfaces import TokenLogprobs
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.service import Job

@@ -47,9 +47,7 @@ def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     (runs,), (others,) = ([start["loads"][0]["runs"] for start in one["starts"]] for one in (plain, eight))
     assert [run["failed"] for run in runs + others] == [0] * 4
     hashes = [run["requests_hash"] for run in runs]
-    assert hashes == [run["requests_hash"] for run in others] and len(set(hashes)) == 2, (
-        "paired, with different requests per round"
-    )
+    assert hashes == [run["requests_hash"] for run in others] and len(set(hashes)) == 2, "paired; rounds differ"
     (one,) = result["comparisons"]
     assert (one["variant"], one["baseline"]) == ("eight bits", "plain")
     speed = one["changes"]["output_tokens_per_s"]
