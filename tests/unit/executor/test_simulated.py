@@ -11,7 +11,7 @@ import pytest
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import FinishReason, Grammar, SamplingParams, SchedulerContext, StepPlan
+from dovetail.core.interfaces import FinishReason, Grammar, RequestOptions, SamplingParams, SchedulerContext, StepPlan
 from dovetail.core.tokenizer import Tokenizer
 
 SHAPES = ("app=generate", "executor=simulated", "model=llama3_8b", "engine.max_len=256", "engine.max_seqs=4")
