@@ -71,7 +71,7 @@ def test_a_list_is_lengthened(composed, conf, words, names):
 
 def test_a_list_is_not_lengthened_by_what_is_in_it(composed):
     with pytest.raises(
-        ConfigError, match=r"\+logits=penalties: it is chosen already: logits=\[penalties,logit_bias,min"
+        ConfigError, match=r"\+logits=penalties: already chosen: logits=\[penalties,logit_bias,min"
     ):
         composed("+logits=penalties")
     with pytest.raises(ConfigError, match="logits=pen: no such logits"):
@@ -158,7 +158,7 @@ class TestPresets:
 
     def test_what_a_preset_adds_is_not_added_twice(self, composed, conf):
         folder = conf("preset/more.yaml", "# @package _global_\ndefaults:\n  - /observer: trace\n")
-        with pytest.raises(ConfigError, match=r"\+observer=trace: it is chosen already: observer=\[trace\]"):
+        with pytest.raises(ConfigError, match=r"\+observer=trace: already chosen: observer=\[trace\]"):
             composed("+preset=more", "+observer=trace", config_dirs=[folder])
 
     def test_a_missing_plus_is_explained(self, composed):
@@ -230,7 +230,7 @@ class TestVariants:
     def test_a_folder_that_is_no_kind_is_listed(self, composed, conf):
         folder = conf("schedulers/x.yaml", self.VARIANT)
         reasons = [p.reason for p in composed(config_dirs=[folder]).registry.problems]
-        assert reasons == ["its config folder `schedulers` is no kind. Did you mean `scheduler`?"]
+        assert reasons == ["its config folder `schedulers` is not a kind. Did you mean `scheduler`?"]
 
     def test_a_missing_folder_is_a_mistake(self, composed, tmp_path):
         with pytest.raises(ConfigError, match="no such folder"):
