@@ -27,7 +27,7 @@ _SIGPIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
-        sys.stdout.flush()  # # flush here, where a closed pipe can be distinguished from a bug
+        sys.stdout.flush()  # flush here, where a closed pipe can be distinguished from a bug
         return code
     except DovetailError as error:
         if os.environ.get(DEBUG):
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _SIGPIPE
     except SystemExit as error:
-        # # Rich, which prints tables, has already replaced stdout by /dev/null.
+        # Rich, which prints tables, has already replaced stdout by /dev/null.
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         return _SIGPIPE
@@ -54,7 +54,7 @@ def _reader_is_gone() -> bool:
     try:
         out = sys.stdout.fileno()
     except OSError:
-        return False  # # a caller replaced it
+        return False  # a caller replaced it
     poll = select.poll()
     poll.register(out, select.POLLOUT)
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -64,7 +64,7 @@ def _reader_is_gone() -> bool:
 
 
 def _run(argv: list[str]) -> int:
-    # # Words after `--` are text for the app. They may contain quotes, commas and equals signs, so Hydra never sees
+    # Words after `--` are text for the app. They may contain quotes, commas and equals signs, so Hydra never sees
     # them.
     cut = argv.index("--") if "--" in argv else len(argv)
     words, prompts = argv[:cut], argv[cut + 1 :]

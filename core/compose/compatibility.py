@@ -52,7 +52,7 @@ class _Check:
         parts = [(path, part, part.capabilities(host)) for path, part in _walk(composition.parts)]
         self.lacking = [(path, part, what) for path, part, stated in parts for what in stated.lacks]
         self.demands = [(path, part, demand) for path, part, stated in parts for demand in stated.requires]
-        # # Only top-level parts can meet requirements: the model inside a drafter is not *the* model.
+        # Only top-level parts can meet requirements: the model inside a drafter is not *the* model.
         self.provided = {path: stated.provides for path, _, stated in parts}
 
     def run(self) -> Iterator[str]:

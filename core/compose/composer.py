@@ -55,7 +55,7 @@ def compose(
         repository = Repository(sources)
         checked = check_overrides(texts, repository, full)
         if checked.faults and {"app", PRESET} & checked.unsettled:
-            # # An invalid app or preset hides further mistakes.
+            # An invalid app or preset hides further mistakes.
             raise ConfigError("\n".join(checked.faults))
         composed = _with_config_errors(_compose, repository, checked, full)
     nodes = validate(composed, full)
@@ -99,7 +99,7 @@ def _compose(repository: Repository, checked: CheckedOverrides, registry: Regist
         defaults = _defaults_list(repository, [*kept, *OverridesParser.create().parse_overrides(longer)])
     loader = ConfigLoaderImpl(ConfigSearchPathImpl())
     config = loader._compose_config_from_defaults_list(defaults=defaults.defaults, repo=repository)
-    # # The config stays open: validation reports unknown keys together with all other mistakes.
+    # The config stays open: validation reports unknown keys together with all other mistakes.
     loader._apply_overrides_to_config(defaults.config_overrides, config)
     placements, broken = _placements(defaults, registry)
     return ComposedConfig(
@@ -134,7 +134,7 @@ def _added(repository: Repository, checked: CheckedOverrides) -> dict[str, list[
 
 def _lengthened(kind: str, names: Sequence[str], defaults: DefaultsList) -> str:
     """Return the override that selects the items of a kind in `defaults`, followed by `names`."""
-    # # Entries with another parent are bases of variants or nested parts.
+    # Entries with another parent are bases of variants or nested parts.
     paths = [str(entry.config_path) for entry in defaults.defaults if entry.parent == PRIMARY]
     chosen = [path.removeprefix(f"{kind}/") for path in paths if path.startswith(f"{kind}/")]
     for name in names:

@@ -52,10 +52,10 @@ def discover(switch: str = "") -> Registry:
             problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}"))
             continue
         try:
-            # # Output that a package prints while loading must not mix with the run's output.
+            # Output that a package prints while loading must not mix with the run's output.
             with redirect_stdout(sys.stderr):
                 components, folders = _load(entry, f"{package.name}:{entry.name}")
-        except (Exception, SystemExit) as error:  # # third-party code may raise anything; list it
+        except (Exception, SystemExit) as error:  # third-party code may raise anything; list it
             what = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
             problems.append(Problem(str(package), f"entry point {entry.name}: {what}"))
             continue
@@ -63,7 +63,7 @@ def discover(switch: str = "") -> Registry:
         for component in components:
             try:
                 reason = _fault(component)
-            except Exception as error:  # # a component with invalid field types is the package's problem too
+            except Exception as error:  # a component with invalid field types is the package's problem too
                 reason = f"the component cannot be read: {type(error).__name__}: {error}"
             if reason:
                 kind, name = getattr(component, "kind", ""), getattr(component, "name", "")
@@ -158,7 +158,7 @@ def _wrong_api(component: Component) -> str:
     if kind != component.kind or not re.fullmatch(r"\d+\.\d+", version):
         return f"its api {component.api!r} is not of the form {component.kind}/<major>.<minor>, such as {ours}"
     (major, minor), (our_major, our_minor) = (map(int, v.split(".")) for v in (version, ours.partition("/")[2]))
-    # # Below 1.0 a minor version may change anything; from 1.0 on it only adds.
+    # Below 1.0 a minor version may change anything; from 1.0 on it only adds.
     fits = major == our_major and (minor == our_minor if major == 0 else minor <= our_minor)
     return "" if fits else f"it is made for {component.api}, and this Dovetail implements {ours}"
 

@@ -19,7 +19,7 @@ def component_node(component: Component) -> dict[str, Any]:
     """Return the content of config `<kind>/<name>`. An app's is placed at the root, all others under their kind."""
     node = {"name": component.name, **plain_defaults(component.config)}
     at_root = component.kind == "app"
-    # # Apps and list items are nested one level deeper: an app's options are under its own name, and two items of a
+    # Apps and list items are nested one level deeper: an app's options are under its own name, and two items of a
     # list would otherwise merge into one node.
     nested = at_root or KINDS[component.kind].cardinality != "one"
     below = f"{component.name}." if nested else ""

@@ -110,7 +110,7 @@ class Registry:
         by_key = {(r.component.kind, r.component.name): r for r in registered}
         self.registered: Mapping[tuple[str, str], Registered] = MappingProxyType(dict(sorted(by_key.items())))
         self.problems = tuple(sorted(set(problems), key=lambda p: (p.package, p.kind, p.name, p.reason)))
-        # # Dovetail's own folder comes first: it holds the primary config.
+        # Dovetail's own folder comes first: it holds the primary config.
         self.config_dirs = tuple(sorted(config_dirs, key=lambda entry: (not entry[0].is_builtin, entry)))
 
         self.files = tuple(sorted(files))
@@ -145,7 +145,7 @@ class Registry:
         message = f"{kind}={name}: no such {kind}.{did_you_mean(name, options)} Options: {listing(options)}."
         if kind == "model" and "/" in name:
             message += f" A folder is given as model=llama model.path={name}"
-        # # The name may be in a package that failed before it registered components.
+        # The name may be in a package that failed before it registered components.
         whole = [f"{p.package} ({p.reason})" for p in self.problems if not p.kind]
         return message + (f" Packages that could not be used: {'; '.join(whole)}." if whole else "")
 

@@ -114,7 +114,7 @@ def _select(value: object, info: ValidationInfo) -> Selected:
     if not (isinstance(value, dict) and value.keys() == _PLACED):
         raise PydanticCustomError(NOT_CHOSEN, "is not chosen")
     registered = registry.get(value["kind"], value["name"])
-    # # Strict, from JSON: true is not 1, "3" is not 3, and a JSON list is still a tuple where the config has one. A
+    # Strict, from JSON: true is not 1, "3" is not 3, and a JSON list is still a tuple where the config has one. A
     # validation error raised here is joined to the root model's, with its path.
     options = json.dumps(value["options"])
     config = registered.component.config.model_validate_json(options, strict=True, context=info.context)

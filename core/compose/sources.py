@@ -100,7 +100,7 @@ class Repository(ConfigRepository):
         if config_path not in self._loaded:
             result = super().load_config(config_path)
             if result is not None:
-                # # Otherwise Hydra would look for a schema of that name in its ConfigStore.
+                # Otherwise Hydra would look for a schema of that name in its ConfigStore.
                 result.is_schema_source = True
                 if config_path.startswith(f"{PRESET}/"):
                     self._take_additions(result)
@@ -124,7 +124,7 @@ Opened = tuple[Registry, tuple[ConfigSource, ...]]
 
 def open_sources(registry: Registry, folders: tuple[str, ...]) -> Opened:
     """Return all sources, and the registry extended by their presets, variants and problems."""
-    # # The user's own files may change between two compositions; those of packages do not.
+    # The user's own files may change between two compositions; those of packages do not.
     return _open(registry, folders) if folders else _open_packages(registry)
 
 
@@ -202,7 +202,7 @@ def _read(known: Repository, source: ConfigSource, owner: str, group: str, name:
     path = f"{group}/{name}"
     try:
         result = source.load_config(path)
-    except Exception as error:  # # YAML errors have many types; report each with the file's name
+    except Exception as error:  # YAML errors have many types; report each with the file's name
         raise ConfigError(f"{path}.yaml cannot be read: {error}") from error
     if not isinstance(result.config, DictConfig):
         raise ConfigError(f"{path}.yaml is not a mapping")

@@ -80,7 +80,7 @@ class _Validation:
         assert validated is not None
         return {name: getattr(validated, name) for name in type(validated).model_fields}
 
-    # # Input of the root model.
+    # Input of the root model.
 
     def _reads(self, root: str) -> bool:
         return root in self.needs or root in (self.composed.app, "app")
@@ -155,7 +155,7 @@ class _Validation:
                 fields[need] = (Selected if KINDS[need].cardinality == "one" else dict[str, Selected], Field())
         return create_model("Composition", __config__=ConfigDict(extra="forbid", frozen=True), **fields)
 
-    # # Messages for its errors.
+    # Messages for its errors.
 
     def _words(self, error: ErrorDetails) -> str:
         loc = tuple(str(part) for part in error["loc"])

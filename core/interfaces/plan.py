@@ -39,7 +39,7 @@ class Row(NamedTuple):
     slot: int
     uid: int
     epoch: int
-    count: int  # # type: ignore[assignment] # hides tuple.count, which rows do not need
+    count: int  # type: ignore[assignment]  # hides tuple.count, which rows do not need
     """Tokens fed: exact for a prefill chunk, at most 1 + draft for a decode row."""
     bound: int
     """Upper bound of the KV length after this step."""

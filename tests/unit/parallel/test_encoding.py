@@ -251,7 +251,7 @@ def test_a_sealed_plan_with_wrong_counts_is_refused(numbers: list[int], message:
 def test_another_version_is_named() -> None:
     data = bytearray(encode_plan(PLAN))
     data[4] = 1
-    with pytest.raises(ValueError, match=f"encoding 1 meets a build that reads {VERSION}"):
+    with pytest.raises(ValueError, match=f"encoding 1 differs from this build's {VERSION}"):
         decode_plan(bytes(data))
 
 
