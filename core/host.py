@@ -1,4 +1,4 @@
-"""What this machine is, for the capability check."""
+"""Describes the machine for the capability check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.core.interfaces import ModelSpec
 
 
 def detect_host(device: str) -> Host:
-    """device: engine.device; "auto" is CUDA where there is a GPU."""
+    """Detect the host. `device` is engine.device; "auto" selects CUDA if a GPU is available."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return Host(device="cpu", memory_bytes=memory, platform=sys.platform)
@@ -30,7 +30,7 @@ def detect_host(device: str) -> Host:
 
 
 def model_facts(spec: ModelSpec) -> Mapping[str, object]:
-    """What other parts may require of the checkpoint."""
+    """Facts about the checkpoint that other parts may require."""
     return {
         "architecture": spec.architecture,
         "heads": spec.heads,

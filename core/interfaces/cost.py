@@ -113,5 +113,7 @@ class CostModel(ABC):
     @property
     def _parameters(self) -> Parameters:
         if self.spec.parameters is None:
-            raise ConfigError(f"{self.spec.architecture} does not state its number of parameters: its cost cannot be predicted")
+            raise ConfigError(
+                f"{self.spec.architecture} does not state its number of parameters: its cost cannot be predicted"
+            )
         return self.spec.parameters
