@@ -1,4 +1,4 @@
-"""Two replicas in processes of their own give the tokens of one engine, and end together."""
+"""Two replicas in separate processes give the tokens of one engine, and end together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def two() -> Iterator[LLM]:
 
 
 def everything(llm: LLM) -> tuple[list[object], list[float]]:
-    """What is the same in any batch, and log-probabilities, whose last bits are not."""
+    """Return the results that are equal in any batch, and the log-probabilities, whose last bits may differ."""
     params = [PARAMS[i % len(PARAMS)] for i in range(3 * len(PARAMS))]
     found = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(params))], params)
     outputs = [[(c.text, c.token_ids, c.finish_reason) for c in g.completions] for g in found]
@@ -60,7 +60,7 @@ def assert_same(llm: LLM, expected: tuple[list[object], list[float]]) -> None:
 
 
 def test_they_equal_one(two: LLM) -> None:
-    """What is drawn without a seed, too: requests are numbered over both."""
+    """Includes draws without a seed: requests are numbered over both replicas."""
     with LLM("tiny", overrides=BASE) as one:
         expected, vectors = everything(one), one.embed(PROMPTS, pooling="mean")
         counted = one.counters
@@ -99,7 +99,7 @@ def test_an_adapter_is_on_both_or_on_none(two: LLM, save_lora: Callable[..., str
     folder = save_lora("mine", seed=1)
     two.load_adapter("mine", folder)
     assert two.adapters == {"mine": folder}
-    # Round robin: each prompt runs on both.
+    # Round robin: each prompt runs on both replicas.
     base, *adapted = (
         [g.token_ids for g in two.generate([PROMPTS[0]] * 2, PARAMS[0], adapter=name)] for name in ("", "mine", "mine")
     )
@@ -130,7 +130,7 @@ def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:
 
 
 def test_a_death_ends_all_with_its_name(two: LLM) -> None:
-    """The last test of this engine."""
+    """Must be the last test that uses this engine."""
     engine = two.engine
     assert isinstance(engine, ReplicatedEngine)
     pids = [replica.process.pid for replica in engine._replicas]

@@ -1,4 +1,5 @@
-"""A package that is broken in five ways: reported, harmless, refused only when chosen, and blocked by one word."""
+"""A package that is broken in five ways: its problems are listed, it does no harm, it is refused only if selected, and
+one word blocks it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def word(kind: str, name: str) -> str:
 
 
 def test_all_of_it_is_listed(listed, dovetail, wreck):
-    """With reason and package, for programs and for people."""
+    """Problems are listed with reason and package, as JSON and as text."""
     problems = [p for p in listed(wreck)["problems"] if p["package"] == PACKAGE]
     left = list(problems)
     for (kind, name, *_), reason in REASONS.items():

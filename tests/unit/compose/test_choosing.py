@@ -1,4 +1,4 @@
-"""Presets, variants, nested parts and lists: what is chosen, and what stays as it was."""
+"""Presets, variants, nested parts and lists: what gets selected, and what stays unchanged."""
 
 import itertools
 
@@ -64,15 +64,13 @@ def test_items_of_a_list_keep_their_own_options(composed):
     ],
 )
 def test_a_list_is_lengthened(composed, conf, words, names):
-    """Whatever chose it: a preset or another word."""
+    """The list may be selected by a preset or by another word."""
     folder = conf("preset/short.yaml", "# @package _global_\ndefaults:\n  - override /logits: [logit_bias]\n")
     assert list(composed(*words, config_dirs=[folder]).many("logits")) == names
 
 
 def test_a_list_is_not_lengthened_by_what_is_in_it(composed):
-    with pytest.raises(
-        ConfigError, match=r"\+logits=penalties: already chosen: logits=\[penalties,logit_bias,min"
-    ):
+    with pytest.raises(ConfigError, match=r"\+logits=penalties: already chosen: logits=\[penalties,logit_bias,min"):
         composed("+logits=penalties")
     with pytest.raises(ConfigError, match="logits=pen: no such logits"):
         composed("+logits=[pen]")
@@ -146,7 +144,7 @@ class TestPresets:
         ],
     )
     def test_a_preset_adds_to_a_list(self, composed, conf, words, observers):
-        """As `+observer=trace` does; a word that chooses the list wins over it."""
+        """Same as `+observer=trace`; a word that selects the list takes precedence."""
         text = "# @package _global_\ndefaults:\n  - override /logits: [penalties]\n"
         folder = conf("preset/more.yaml", text + "  - /observer: trace\n  - /logits: [min_tokens, logit_bias]\n")
         found = composed("+preset=more", *words, app="generate", config_dirs=[folder])

@@ -1,4 +1,4 @@
-"""What composing leaves alone: the user's Hydra app, torch, and the names `core` and `plugins`."""
+"""Composing must not affect the user's Hydra app, import torch or claim the top-level names `core` and `plugins`."""
 
 import copy
 import subprocess

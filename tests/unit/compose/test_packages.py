@@ -1,4 +1,4 @@
-"""Third-party packages: found by entry point, each on its own, and a broken one fails only when it is chosen."""
+"""Third-party packages: found by entry point and loaded independently; a broken one fails only when it is selected."""
 
 import json
 
@@ -16,7 +16,7 @@ PRESET = "# @package _global_\n# Everything.\ndefaults:\n"
 
 
 def merged(registry: Registry, found: Registry) -> Registry:
-    """The stand-ins beside what was discovered from outside."""
+    """The stand-ins plus the discovered third-party components."""
     return Registry(
         [*registry.registered.values(), *(r for r in found.registered.values() if not r.package.is_builtin)],
         [p for p in found.problems if not p.package.startswith("dovetail ")],

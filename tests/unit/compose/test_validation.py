@@ -1,4 +1,4 @@
-"""Values: every mistake at once, in words, and no type that slips into another."""
+"""Validation of values: every mistake at once, in readable messages, and no implicit type conversion."""
 
 import enum
 from pathlib import Path
@@ -83,7 +83,7 @@ class Rope(Config):
 
 
 class Rich(Config):
-    """Every sort of default that OmegaConf itself would refuse or change."""
+    """All kinds of default values that OmegaConf would refuse or change."""
 
     mode: Literal["a", "b"] = "a"
     names: set[str] = Field(default_factory=lambda: {"x"})

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files say, and what is refused in them: they come from strangers."""
+"""Reading of sentence-transformers files, and refusal of invalid ones: the files are untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config.json says, and what it may not say."""
+"""Accepted and refused values of config.json."""
 
 import json
 
@@ -167,7 +167,7 @@ ROPES = st.fixed_dictionaries(
 @given(OF_ANY_FAMILY, st.dictionaries(KEYS, VALUES, max_size=3), st.none() | ROPES)
 @settings(max_examples=500, deadline=None)
 def test_any_config_is_read_or_refused_in_words(hf, changes, rope):
-    """No other error, whatever the file says; and a rotary table of what was read is finite."""
+    """No other error for any file contents, and the rotary table of an accepted config is finite."""
     try:
         spec, layout = read_model({**hf, "rope_scaling": rope, **changes}, "here")
     except ConfigError as error:
@@ -178,7 +178,7 @@ def test_any_config_is_read_or_refused_in_words(hf, changes, rope):
 
 
 def test_code_that_a_folder_brings_is_never_run(tmp_path):
-    """auto_map is how transformers finds custom code (trust_remote_code)."""
+    """transformers finds custom code through auto_map (trust_remote_code)."""
     (tmp_path / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
     custom = {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     (tmp_path / "config.json").write_text(json.dumps({**HF, "auto_map": custom, "trust_remote_code": True}))

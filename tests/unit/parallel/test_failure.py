@@ -1,4 +1,4 @@
-"""Who died first."""
+"""Selection of the first failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The mirror refuses plans that do not fit what went before, and its digest tells two histories apart."""
+"""The slot ledger refuses plans that do not fit the preceding ones, and its digest distinguishes different
+histories."""
 
 from __future__ import annotations
 
