@@ -28,8 +28,8 @@ class ChatTemplate:
                 return cls(file.read_text(encoding="utf-8"), special)
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat template {file}: cannot be read ({error})") from None
-        if (beside := folder / "chat_template.jinja").is_file():
-            return cls(beside.read_text(encoding="utf-8"), special)
+        if (template := folder / "chat_template.jinja").is_file():
+            return cls(template.read_text(encoding="utf-8"), special)
         stated = config.get("chat_template")
         if isinstance(stated, list):
             named = {entry["name"]: entry["template"] for entry in stated}

@@ -65,7 +65,7 @@ class LayerAdapters(ABC):
 
 
 class Adapters(ABC):
-    """One per rank. Lifecycle: attach (once per layer, while the model is built) -> allocate -> other calls in any
+    """Adapters of one rank. Lifecycle: attach (once per layer, while the model is built) -> allocate -> other calls in any
     order."""
 
     slots_T: torch.Tensor | None = None

@@ -44,7 +44,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class HostBounds:
-    """What the host knows of a step before it runs. Lengths are upper bounds; the device has the exact ones.
+    """Facts about a step that the host knows before it runs. Lengths are upper bounds; the device has the exact ones.
 
     During capture of a mixed-step graph (capability `graphs`: "mixed") counts are upper bounds too, and their sum
     exceeds the number of tokens: rows may have fewer tokens or none, and tokens after the last row's belong to no row.

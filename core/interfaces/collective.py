@@ -23,7 +23,7 @@ through `Collective.whole`."""
 
 
 class Collective(ABC):
-    """One per rank. Every method is a collective call: all ranks make the same calls in the same order. Identity at
+    """Communication of one rank. Every method is a collective call: all ranks make the same calls in the same order. Identity at
     size 1.
 
     On CUDA a call enqueues work on the current stream. If that stream differs from the previous call's, the previous

@@ -43,7 +43,7 @@ def no_tokenizer(text: str) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadContext:
-    """What the requests must fit."""
+    """Limits and inputs for the requests of a run."""
 
     vocab: int
     """Prompt ids are in [0, vocab)."""

@@ -1,4 +1,4 @@
-"""In float32 the tokens do not depend on the selected parts, with greedy and seeded sampling, logprobs included.
+"""Float32 tokens and logprobs do not depend on the selected parts, with greedy and with seeded sampling.
 
 The reference runs one sequence at a time with one plan in flight. The variants change the scheduler, allocator, chunk
 size, depth, batch size, number of pages (so that sequences are preempted), drafter, and the executor (so that plans run

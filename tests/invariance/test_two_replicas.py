@@ -168,6 +168,6 @@ def test_ctrl_c_while_they_load_ends_everything_soon() -> None:
 
 def test_a_replica_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["+preset=tiny_cpu", "engine.dp=2", "attention=triton"]) == 2
-    told = capfd.readouterr().err.partition("dovetail: ")[2]
-    assert told.startswith("replica ") and "attention=triton requires host with device" in told
-    assert "Traceback" not in told
+    message = capfd.readouterr().err.partition("dovetail: ")[2]
+    assert message.startswith("replica ") and "attention=triton requires host with device" in message
+    assert "Traceback" not in message

@@ -112,7 +112,7 @@ def test_installed_and_removed(listed, composed, refused, lighthouse, tmp_path):
     assert {c["version"] for c in mine} == {"1.0.0"} and there["problems"] == []
     assert all(option["doc"] for c in mine for option in c["options"])
     assert there["fingerprint"] != bare["fingerprint"]
-    assert composed(path=path) == default, "it is installed and nobody chose it"
+    assert composed(path=path) == default, "it is installed but not selected"
     assert "Did you mean `lighthouse`?" in refused("scheduler=lighthous", path=path)
     assert "Did you mean `segmented`?" in refused("kv_cache=segmnted", path=path)
 

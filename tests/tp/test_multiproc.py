@@ -147,7 +147,7 @@ def test_a_rank_that_never_connects_is_named(gone: Gone, capfd: pytest.CaptureFi
     pids = executor.worker_pids
     executor.shutdown()
     assert len(pids) == 2 and all(map(gone, pids))
-    assert "in start" in capfd.readouterr().err, "where rank 0 waited is told"
+    assert "in start" in capfd.readouterr().err, "the stack of rank 0 must show where it waits"
 
 
 def test_a_slow_rank_is_a_sign_of_life_of_all() -> None:
@@ -170,7 +170,7 @@ def test_a_slow_rank_is_a_sign_of_life_of_all() -> None:
 def test_a_rank_that_fails_in_a_step_is_the_one_named(
     runner: type[rank_runners.Runner], cause: str, gone: Gone
 ) -> None:
-    """With three ranks the other two fail as well, and at least one of them reports a closed connection."""
+    """Three ranks: the other two fail as well, and at least one of them reports a closed connection."""
     with running(runner, 3) as executor:
         pids = executor.worker_pids
         with five_seconds(), pytest.raises(RankError, match=cause) as raised:

@@ -289,6 +289,6 @@ def test_the_yaml_shows_what_the_app_reads(composed):
 def test_a_choice_is_known_by_its_name_whoever_made_it():
     chosen = compose(["app=bench", "+preset=ladder_h200", "quant=int8"]).choices
     assert chosen["workload"] == "system_prompt" and chosen["model"] == "llama3_8b", "by a preset"
-    assert (chosen["quant"], chosen["scheduler"], chosen["app"]) == ("int8", "fcfs", "bench"), "by a word, or by nobody"
+    assert (chosen["quant"], chosen["scheduler"], chosen["app"]) == ("int8", "fcfs", "bench"), "a word or the default"
     assert chosen.keys().isdisjoint({"logits", "observer", "preset"})
     assert compose(["app=bench", "workload=batch64"]).choices["workload"] == "batch64"

@@ -36,11 +36,11 @@ def check(model, tp):
 
 
 @pytest.mark.parametrize(
-    ("model", "tp", "told"),
+    ("model", "tp", "expected"),
     [("tiny", 3, BUNDLED), ("tiny", 16, BUNDLED), ("llama3_70b", 6, LLAMA3_70B), ("llama3_70b", 128, LLAMA3_70B)],
 )
-def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(model, tp, told):
-    shapes, ranks = told
+def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(model, tp, expected):
+    shapes, ranks = expected
     with pytest.raises(CapabilityError) as caught:
         check(model, tp)
     (conflict,) = caught.value.conflicts
@@ -79,10 +79,10 @@ def test_a_quantizer_refuses_shares_with_what_would_work(kind, options, works):
             continue
         with pytest.raises(CapabilityError) as caught:
             build(kind(options(skip=("layers.9.*",))), tp)
-        (told,) = caught.value.conflicts
+        (message,) = caught.value.conflicts
         ranks = " or ".join(f"engine.tp={n}" for n in works)
-        assert ": layers.0.mlp." in told
-        assert told.endswith(f"Would work: {ranks}, quant.skip=['layers.9.*', 'layers.*.mlp.*'], quant=none")
+        assert ": layers.0.mlp." in message
+        assert message.endswith(f"Would work: {ranks}, quant.skip=['layers.9.*', 'layers.*.mlp.*'], quant=none")
         build(kind(options(skip=("layers.9.*", "layers.*.mlp.*"))), tp)
 
 
@@ -143,8 +143,8 @@ def test_a_block_of_scales_that_is_cut_is_told_with_the_ranks_that_would_not_cut
         layer.method.load = lambda params, name, part, tensor: None
         (weight,) = layer.weights()
         if cut:
-            told = r"up\.weight has an entry for each block of 12 channels.*0 to 6 of 48.*one of 1, 2, 4$"
-            with pytest.raises(ConfigError, match=told):
+            message = r"up\.weight has an entry for each block of 12 channels.*0 to 6 of 48.*one of 1, 2, 4$"
+            with pytest.raises(ConfigError, match=message):
                 weight.take(Lazy(whole))
         else:
             weight.take(Lazy(whole))
