@@ -65,8 +65,8 @@ class LayerAdapters(ABC):
 
 
 class Adapters(ABC):
-    """Adapters of one rank. Lifecycle: attach (once per layer, while the model is built) -> allocate -> other calls in any
-    order."""
+    """Adapters of one rank. Lifecycle: attach (once per layer, while the model is built) -> allocate -> other calls in
+    any order."""
 
     slots_T: torch.Tensor | None = None
     """int32: adapter slot of each token, -1 = none; None = no row of this step has an adapter, and layers skip `apply`.

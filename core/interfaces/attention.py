@@ -177,7 +177,7 @@ class AttentionBackend(ABC):
 
         A kernel launched with PDL may run before its predecessor ends. Before its grid-dependency wait it may read only
         data written before this step (KV of earlier steps, `rope`, `qk_norm`, the layer's scales) and the inputs of
-        `plan_device`, which are ready when this is called. None of them is written until the kernel ends.
+        `plan_device`, which are ready when this is called. None of them is written until the step ends.
         """
         return self.attend(layer, ctx, self.write(layer, ctx, qkv, rope, qk_norm), emit)
 

@@ -23,8 +23,8 @@ through `Collective.whole`."""
 
 
 class Collective(ABC):
-    """Communication of one rank. Every method is a collective call: all ranks make the same calls in the same order. Identity at
-    size 1.
+    """Communication of one rank with the others. Every method is a collective call: all ranks make the same calls in
+    the same order. Identity at size 1.
 
     On CUDA a call enqueues work on the current stream. If that stream differs from the previous call's, the previous
     call is complete before this one begins on the device.

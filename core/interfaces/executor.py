@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.records import Request, StepResult
 
 Progress = Callable[[str, float | None], None]
-"""progress(phase, fraction done in 0..1 or None) reports start-up phases. Each call proves that start-up is alive.
-Calls may repeat the previous one and may come from any thread."""
+"""progress(phase, fraction done in 0..1 or None) reports start-up phases. Each call is a sign of progress,
+may repeat the previous one and may come from any thread."""
 
 
 @dataclass(frozen=True, slots=True)

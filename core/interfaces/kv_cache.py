@@ -142,7 +142,7 @@ class KVAllocator(ABC):
     them or changes nothing. Calls cost O(pages touched), never O(pages cached). seq.tokens only grows, except past the
     length given to trim.
 
-    In a window group a sequence owns no page that every token still to be fed has left behind its window: publish(upto)
+    In a window group a sequence owns no page that is outside the window of every token still to be fed: publish(upto)
     gives back the first group.pages_behind(upto - 1) pages of its table, and a hit of n tokens has entries only from
     group.pages_behind(n) on. Plans in flight may still read these pages; their next owner writes to them in a later
     plan. An allocator that has to keep them may treat a window group like any other, and pages_needed must then count
@@ -182,8 +182,8 @@ class KVAllocator(ABC):
         """Declare tokens [0, upto) written, so that other sequences may share their pages. The plan that writes them
         must be enqueued and their ids must be in seq.tokens.
 
-        Ordering contract: every plan launched later sees these pages written. It may feed the last of these tokens once
-        more (if a grammar mask was late), but none before it.
+        Ordering contract: every plan launched later sees these pages written. Such a plan may feed the last of these
+        tokens once more (if a grammar mask was late), but none before it.
         """
 
     @abstractmethod

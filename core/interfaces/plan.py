@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RowFlag(IntFlag):
-    """Bits of Row.flags. A row without SAMPLE is a prefill chunk that does not complete its prompt."""
+    """Bits of Row.flags. A row without SAMPLE yields no token: an unfinished prefill, or an embedding."""
 
     SAMPLE = 1
     """Sample after this row's last token."""
