@@ -182,7 +182,7 @@ class Interpreted(SymmMemCollective):
 
     def __init__(self, algorithm: str, reducer: Reducer, copies: CopiedRows | None = None) -> None:
         super().__init__(SymmMemConfig.model_validate({"algorithm": algorithm}))
-        self.given, self.copies, self.beside = reducer, copies, copies is not None
+        self.given, self.copies, self.overlapped = reducer, copies, copies is not None
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         NcclCollective.connect(self, rank, size, address, device)
