@@ -45,6 +45,10 @@ class EngineStopped(DovetailError, RuntimeError):
     """The engine has ended for the reason in the message, for instance a dead rank. It runs no more requests."""
 
 
+class EngineDown(DovetailError):
+    """No engine is available, or the engine died while the request ran. A retry may succeed."""
+
+
 class RequestError(DovetailError):
     """One request is refused; others continue. `status` is the HTTP status, 400 to 499."""
 

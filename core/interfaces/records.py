@@ -111,9 +111,34 @@ class SamplingParams(BaseModel):
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options of a request in addition to its prompt and sampling parameters."""
+
+    priority: int = 0
+    """Lower values run first, with a scheduler that uses priorities."""
+    deadline: float | None = None
+    """Time by which the request should be complete, in seconds of this process's `time.perf_counter()`."""
+    user: str = ""
+    """Name by which fair schedulers and routers group requests."""
+    cache_salt: str = ""
+    """Only requests with equal salts share prefix pages."""
+    hints: Mapping[str, float] = field(default_factory=dict)
+    """Numbers from the client or an annotator (for instance the expected output length), for schedulers."""
+    pooling: Pooling | None = None
+    """How the prompt is embedded; None = the request generates text."""
+    adapter: str = ""
+    """Name of the adapter to run with; "" = the base model."""
+
+
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One accepted prompt. Immutable."""
+class Request(RequestOptions):
+    """One accepted prompt. Immutable.
+
+    The engine rewrites two of the caller's options: `adapter` becomes the adapter's name and load count, such as
+    "sql@2", and `cache_salt` includes the adapter. With `pooling` the engine clears SAMPLE in the request's rows, and
+    the ranks return pooled states instead of tokens. For the scheduler it is a request for one token.
+    """
 
     uid: int
     """Unique in the engine, ascending with arrival."""
@@ -123,24 +148,9 @@ class Request:
     """The model's end-of-sequence ids (empty when ignore_eos)."""
     arrival: float = 0.0
     """Engine clock in seconds."""
-    priority: int = 0
-    """Lower values run first."""
-    deadline: float | None = None
-    """Engine clock in seconds by which the request should be complete."""
-    user: str = ""
-    cache_salt: str = ""
-    """Only requests with equal salts share prefix pages."""
-    hints: Mapping[str, float] = field(default_factory=dict)
-    """Numbers from the client or an annotator (for instance the expected output length), for schedulers."""
-    adapter: str = ""
-    """Name and load count of its adapter, such as "sql@2"; "" = the base model. Written by the engine."""
     processors: tuple[str, ...] = ()
     """Names of the logits processors that it uses. Written by the engine, which asks each processor when the request
     arrives."""
-    pooling: Pooling | None = None
-    """How the prompt is embedded; None = the request generates text. The engine clears SAMPLE in the rows of an
-    embedding request, and the ranks return pooled states instead of tokens. For the scheduler it is a request for one
-    token."""
 
     @property
     def feeds_all(self) -> bool:
@@ -232,8 +242,7 @@ class Sequence:
         return self.max_len - self.computed
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probability of one token and of the most likely tokens, best first."""
 
     logprob: float

@@ -4,23 +4,20 @@ engine."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dovetail.core.interfaces.records import RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that is not assigned to a replica yet."""
+class Arrival(RequestOptions):
+    """A request that is not assigned to a replica yet. Its `cache_salt` includes the adapter, since prefixes are cached
+    per adapter."""
 
     prompt_ids: Sequence[int]
     samples: int = 1
     """Completions of this prompt. All of them run on one replica and share its pages."""
-    cache_salt: str = ""
-    """Only requests with equal salts share prefixes."""
-    user: str = ""
-    priority: int = 0
-    """Lower values run first, with a scheduler that uses priorities."""
-    hints: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +35,8 @@ class ReplicaLoad:
 
 
 class Router(ABC):
-    """Built as `Class(config, replicas)` if there are at least two replicas, and called from one thread. Deterministic:
-    equal calls in equal order give equal choices."""
+    """Built as `Class(config, replicas)` if there are at least two replicas. Calls do not overlap. Deterministic: equal
+    calls in equal order give equal choices."""
 
     def __init__(self, config: object, replicas: int) -> None:
         self.config, self.replicas = config, replicas
