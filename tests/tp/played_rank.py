@@ -1,4 +1,4 @@
-"""One of two processes that play many ranks (benchmarks/played.py), with kernels in Triton's interpreter.
+"""One of two processes that emulate many ranks (benchmarks/played.py), with kernels in Triton's interpreter.
 
 python played_rank.py <rank> <ranks> <folder>
 """
@@ -42,7 +42,7 @@ from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 
 class Interpreted(played.Collective):
-    """Mailboxes and memory in files, gloo in place of NCCL."""
+    """Keeps mailboxes and memory in files and uses gloo instead of NCCL."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(SymmMemConfig())
@@ -119,5 +119,5 @@ def main(rank: int, ranks: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    # gloo's threads may wait for the interpreter while it waits for them.
+    # gloo's threads may wait for the GIL while the interpreter waits for them.
     os._exit(0)

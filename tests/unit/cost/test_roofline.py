@@ -195,7 +195,7 @@ def test_a_quantizer_that_states_nothing_is_refused(cost_of):
 def test_a_model_that_does_not_know_its_size_is_refused():
     spec = ModelSpec("Odd", 100, 2, 64, 4, 2, 16, 96, 512, "bfloat16")
     cost = Roofline(RooflineConfig(bandwidth=1, tflops={"bfloat16": 100}))
-    with pytest.raises(ConfigError, match="Odd does not say how many parameters"):
+    with pytest.raises(ConfigError, match="Odd does not state its number of parameters"):
         cost.bind(spec, EngineConfig(), Formats("bfloat16", 2, 16, "bfloat16", 2))
 
 

@@ -1,4 +1,4 @@
-"""What a config.json says, and what it may not say."""
+"""Accepted and refused values of config.json."""
 
 import json
 
@@ -87,7 +87,7 @@ SHAPES_OF_GPTJ = {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512}
         ({"architectures": None}, "architectures is None"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; model=llama runs"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures is .*; model=llama runs"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; there are silu"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the options are silu"),
         ({"hidden_act": ["silu"]}, "hidden_act is "),
         ({"num_key_value_heads": 3}, "8 query heads.*3 kv heads"),
         ({"num_key_value_heads": 9}, "num_key_value_heads is 9; it must be from 1 to 8"),
@@ -107,7 +107,7 @@ SHAPES_OF_GPTJ = {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512}
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes'; it must be true or false"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
-        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; there are bfloat16"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; the options are bfloat16"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
         ({"eos_token_id": [2, 100]}, "eos_token_id is .2, 100.; it must be a whole number from 0 to 99"),
         ({"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}"),
@@ -167,7 +167,7 @@ ROPES = st.fixed_dictionaries(
 @given(OF_ANY_FAMILY, st.dictionaries(KEYS, VALUES, max_size=3), st.none() | ROPES)
 @settings(max_examples=500, deadline=None)
 def test_any_config_is_read_or_refused_in_words(hf, changes, rope):
-    """No other error, whatever the file says; and a rotary table of what was read is finite."""
+    """No other error for any file contents, and the rotary table of an accepted config is finite."""
     try:
         spec, layout = read_model({**hf, "rope_scaling": rope, **changes}, "here")
     except ConfigError as error:
@@ -178,7 +178,7 @@ def test_any_config_is_read_or_refused_in_words(hf, changes, rope):
 
 
 def test_code_that_a_folder_brings_is_never_run(tmp_path):
-    """auto_map is how transformers finds custom code (trust_remote_code)."""
+    """transformers finds custom code through auto_map (trust_remote_code)."""
     (tmp_path / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
     custom = {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     (tmp_path / "config.json").write_text(json.dumps({**HF, "auto_map": custom, "trust_remote_code": True}))

@@ -1,4 +1,4 @@
-"""What the contract suites leave to each format, and the tools that parsers are made of."""
+"""Format-specific behaviour that the contract suites do not cover, and the building blocks of parsers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def accepted(text: str) -> bool:
     if not all(not scanner.done and scanner.feed(char) for char in text):
         return False
     if not scanner.done:
-        scanner.feed("x")  # A number ends with the character after it.
+        scanner.feed("x")  # A number ends only at the next character.
     return scanner.done
 
 

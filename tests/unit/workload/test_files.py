@@ -126,8 +126,8 @@ def test_prompts_of_shared_prefix_share_it_and_nothing_else() -> None:
 
 
 def test_every_variant_is_tried_here() -> None:
-    from dovetail.core.compose.sources import Repository, hydra_as_we_know_it
+    from dovetail.core.compose.sources import Repository, hydra_1_3
 
-    with hydra_as_we_know_it():
+    with hydra_1_3():
         options = Repository(open_sources(installed(), ())[1]).get_group_options("workload")
     assert set(options) == {*SIZES, *RANGES, "online", "fixed", "poisson", "sharegpt", "trace"}
