@@ -305,7 +305,7 @@ def halves_of_a_pass(reducer: Reducer, copies: CopiedRows, rank: int, size: int,
                 if wanted.scale is not None:
                     torch.testing.assert_close(got.scale, wanted.scale, rtol=1e-2, atol=1e-6, msg=what)
                     assert fmt.scale_layout != "column" or rows == 1 or got.scale.stride(0) == 1, what
-    collective._dead = True
+    collective._aborted = True
     try:
         collective.boundary(Partial(each[rank]), residual, norm, (PLAIN,))
     except RuntimeError as error:
