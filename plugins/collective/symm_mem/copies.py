@@ -224,7 +224,7 @@ _SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, 
 
 @dataclass(frozen=True, slots=True)
 class _GatherLayout:
-    """Where one call gathers."""
+    """Memory of one gather call."""
 
     every: list[torch.Tensor]
     """Rows of all ranks."""

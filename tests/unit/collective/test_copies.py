@@ -115,7 +115,7 @@ class Threads:
             time.sleep(0.01)
 
     def __getitem__(self, grid: object) -> Any:
-        """In place of the kernel `sum_copies`, with an identity for the norm."""
+        """Replace the kernel `sum_copies`, with an identity for the norm."""
 
         def run(
             inbox: Any, own: Any, out: Any, residual: object, *, rank: int, rows: int, plain_ptr: Any, **_: Any
