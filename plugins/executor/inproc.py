@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, LateInputs, Progress, StepPlan, StepResult
+from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.parallel.worker import load_class
 from dovetail.plugins.executor.config import InprocConfig
 
@@ -30,12 +30,12 @@ class _DelayedPlan:
 class InprocExecutor(Executor):
     """Runs each plan on submission, or `delay` plans later. Submitted plans and blobs must not change."""
 
-    runner_class: ClassVar[str] = "dovetail.core.engine.runner:Runner"
+    runner_class: ClassVar[str] = "dovetail.core.worker.runner:Runner"
 
     def __init__(self, config: InprocConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
         self._runner: Any = None
-        self._mirror = PlanMirror()
+        self._ledger = SlotLedger()
         self._delayed: deque[_DelayedPlan] = deque()
         self._executed = 0
         """Number of plans that have run and were not collected."""
@@ -49,13 +49,13 @@ class InprocExecutor(Executor):
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         if self._runner is None:
             raise RuntimeError("the executor is not running: call start() first (after shutdown, create a new one)")
-        self._mirror.apply(plan)
+        self._ledger.apply(plan)
         self._delayed.append(_DelayedPlan(plan, blobs))
         if len(self._delayed) > self.config.delay:
             self._execute_oldest()
 
     def complete(self, late: LateInputs) -> None:
-        self._mirror.complete(late)
+        self._ledger.complete(late)
         if self._delayed:
             self._delayed[-1].late = late
         else:
@@ -71,7 +71,7 @@ class InprocExecutor(Executor):
         self._executed += 1
 
     def collect(self) -> StepResult:
-        self._mirror.check_collect(self.pending)
+        self._ledger.check_collect(self.pending)
         if not self._executed:
             self._execute_oldest()
         result: StepResult = self._runner.collect()

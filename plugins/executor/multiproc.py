@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from dovetail.core.engine.dtypes import resolve_device
-from dovetail.core.engine.encoding import encode_blob, encode_late, encode_plan
-from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     Blobs,
@@ -31,11 +28,14 @@ from dovetail.core.interfaces import (
     StepResult,
 )
 from dovetail.core.parallel.channel import ChannelClosed
+from dovetail.core.parallel.encoding import encode_blob, encode_late, encode_plan
 from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.process import order_for
 from dovetail.core.parallel.ring import RingWriter
+from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.parallel.worker import CONTROL, answer, load_class
 from dovetail.core.parallel.workers import Workers, threads_of_a_rank
+from dovetail.core.worker.dtypes import resolve_device
 from dovetail.plugins.executor.config import MultiprocConfig
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ class MultiprocExecutor(Executor):
     """A step costs rank 0 one encoding and one copy, whatever the number of ranks. When a rank dies, the next call
     raises RankError, which names the first dead rank; only `shutdown` may follow."""
 
-    runner_class: ClassVar[str] = "dovetail.core.engine.runner:Runner"
+    runner_class: ClassVar[str] = "dovetail.core.worker.runner:Runner"
 
     def __init__(self, config: MultiprocConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
         self._runner: Any = None
         self._workers: Workers | None = None
-        self._mirror = PlanMirror()
+        self._ledger = SlotLedger()
         self._pending = 0
         self._loading: dict[str, _AdapterLoad] = {}
         self._answering = threading.Lock()
@@ -156,8 +156,8 @@ class MultiprocExecutor(Executor):
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         workers = self._workers
         assert workers is not None, "start comes first"
-        data = encode_plan(plan, self._mirror.digest)
-        self._mirror.apply(plan)
+        data = encode_plan(plan, self._ledger.digest)
+        self._ledger.apply(plan)
         with workers.blamed():
             self._plans.send(data, workers.idle)
             # After the plan: workers read blobs when they reach its joins, so a long prompt may be sent in pieces.
@@ -172,13 +172,13 @@ class MultiprocExecutor(Executor):
         self._complete(self._workers, late)
 
     def _complete(self, workers: Workers, late: LateInputs) -> None:
-        self._mirror.complete(late)
+        self._ledger.complete(late)
         with workers.blamed():
             self._blobs.send(encode_late(late), workers.idle)
             self._runner.complete(late)
 
     def collect(self) -> StepResult:
-        self._mirror.check_collect(self._pending)
+        self._ledger.check_collect(self._pending)
         assert self._workers is not None
         with self._workers.blamed():
             result: StepResult = self._runner.collect()
@@ -243,7 +243,7 @@ class MultiprocExecutor(Executor):
             return
         try:
             if not workers.broken:
-                if (waiting := self._mirror.waiting) is not None:
+                if (waiting := self._ledger.waiting) is not None:
                     # The workers wait for this plan's late inputs and would not read the message.
                     self._complete(workers, LateInputs(waiting.step, (), np.zeros((0, 0), np.uint32)))
                 workers.dismiss()

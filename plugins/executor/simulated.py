@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.engine.cost import bind_cost
-from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
@@ -23,18 +23,17 @@ from dovetail.core.interfaces import (
     Progress,
     Request,
     Row,
-    RowFlag,
     RowResult,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
+from dovetail.core.interfaces.plan import DECODE, LATE, SAMPLE
+from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.plugins.executor.config import SimulatedConfig
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
-
-SAMPLE, DECODE, LATE = int(RowFlag.SAMPLE), int(RowFlag.DECODE), int(RowFlag.LATE)
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ class SimulatedExecutor(Executor):
 
     def __init__(self, config: SimulatedConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
-        self._mirror = PlanMirror()
+        self._ledger = SlotLedger()
         self._steps: deque[_SimulatedStep] = deque()
         self._slots: dict[int, _Slot] = {}
         self._free_at = 0.0
@@ -78,7 +77,9 @@ class SimulatedExecutor(Executor):
         budget = {group.id: engine.token_budget if group.window else 0 for group in groups}
         pages = {
             group.id: engine.kv_pages
-            or -(-(engine.max_seqs * group.tokens_held(max_len, engine.depth) + budget[group.id]) // group.page_tokens)
+            or ceil_div(
+                engine.max_seqs * group.tokens_held(max_len, engine.depth) + budget[group.id], group.page_tokens
+            )
             + engine.max_seqs
             for group in groups
         }
@@ -95,7 +96,7 @@ class SimulatedExecutor(Executor):
         )
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        self._mirror.apply(plan)
+        self._ledger.apply(plan)
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
             self._slots[join.slot] = _Slot(blob.request, blob.tokens[-1])
@@ -108,7 +109,7 @@ class SimulatedExecutor(Executor):
             self._run({})
 
     def complete(self, late: LateInputs) -> None:
-        self._mirror.complete(late)
+        self._ledger.complete(late)
         self._run(dict(zip(late.rows, late.masks_MW, strict=True)))
 
     def _run(self, masks: Mapping[int, np.ndarray]) -> None:
@@ -117,7 +118,7 @@ class SimulatedExecutor(Executor):
         step.rows = tuple(self._answer(i, row, masks.get(i)) for i, row in enumerate(step.plan.rows))
 
     def collect(self) -> StepResult:
-        self._mirror.check_collect(len(self._steps))
+        self._ledger.check_collect(len(self._steps))
         step = self._steps.popleft()
         if (left := step.ready - time.perf_counter()) > 0:
             time.sleep(left)

@@ -117,22 +117,22 @@ class RadixPages(CachedPages):
         pages: list[int] = []
         node, at = self._descend(root, 0, data, limit, pages)
         if at % self.page_tokens:
-            # It goes on in this node, or else in any below: they part later in the same page.
+            # The page ends in this node, or else in any descendant: these branch later within the same page.
             while at // self.page_tokens - node.start // self.page_tokens >= len(node.pages):
                 node = next(iter(node.children.values()))
             pages.append(node.pages[at // self.page_tokens - node.start // self.page_tokens])
         return at, pages
 
     def own(self, table: list[int], known: int) -> int:
-        """Leading pages of a table that are the tree's, once `known` were: none, if the last of them was forgotten
-        together with something before it."""
+        """Return the number of leading pages of a table that are in the tree, given that `known` were: 0 if the last of
+        them was withdrawn together with a page before it."""
         return known if known and self._published[table[known - 1]] else 0
 
     def follow(
         self, salt: bytes, table: list[int], known: int, data: bytearray, full: int
     ) -> tuple[Node, int, list[int]]:
-        """From behind the `known` pages that are the table's own towards page `full`: the last node and token that
-        agree, and the cached pages from number `known` on."""
+        """Follow data from page `known`, up to which the table's pages are in the tree, to page `full`. Return the last
+        node and token that agree, and the cached pages from number `known` on."""
         node = self.node_of[table[known - 1]] if known else self.roots.get(salt)
         if node is None:
             node = Node(None, salt, 0)

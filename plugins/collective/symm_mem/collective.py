@@ -170,7 +170,7 @@ class SymmMemCollective(NcclCollective):
     def _overlap_transport(self) -> bool:
         """Whether the transport for overlapped calls applies. While waiting, our kernels occupy every SM and NCCL's
         sharded boundaries do not overlap with matmuls. An algorithm selected by name is used in any case."""
-        return self.beside and self.config.algorithm == "measured"
+        return self.overlapped and self.config.algorithm == "measured"
 
     def _shards_residual(self, x: torch.Tensor | Partial) -> bool:
         """Whether boundaries of norms that the kernels do not support shard the residual through NCCL."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle
 from dovetail.core.ops.formats import plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import Target, warps
@@ -181,7 +182,7 @@ class CopiedRows:
         starts, end = [], 0
         for columns, dtype in shapes:
             starts.append(end)
-            end += -(-self.size * rows * columns * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            end += ceil_div(self.size * rows * columns * dtype.itemsize, ALIGNMENT) * ALIGNMENT
         buffer = self._gather_buffers[0].resized(end)
 
         def make(buffer: _ReceiveBuffer, key: object) -> _GatherLayout:
@@ -248,7 +249,7 @@ class _ReceiveBuffer:
     def resized(self, nbytes: int) -> _ReceiveBuffer:
         """Return the buffer, with at least `nbytes`."""
         if len(self.memory) < nbytes:
-            words = -(-int(nbytes * HEADROOM) // ALIGNMENT) * ALIGNMENT // 4
+            words = ceil_div(int(nbytes * HEADROOM), ALIGNMENT) * ALIGNMENT // 4
             # Synchronizes the device. Tensors in the former block keep it alive.
             self._block = self._shared.allocate(words, 0)
             self.memory, self.addresses = self._block.words.view(torch.uint8), self._block.addresses

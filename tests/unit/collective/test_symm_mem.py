@@ -70,7 +70,7 @@ def test_steps_of_many_rows_may_take_another_table() -> None:
     for rows, emit, name in picks:
         assert collective._boundary_algorithm(torch.ones(rows, 8), emit) == name
     # Overlapped boundaries do not use the tables: without copies, NCCL keeps the residual whole.
-    collective.beside = True
+    collective.overlapped = True
     assert [collective._boundary_algorithm(torch.ones(rows, 8), emit) for rows, emit, _ in picks] == ["nccl"] * 4
 
 
@@ -98,7 +98,7 @@ def test_abort_ends_our_kernels_then_copies_then_nccl(copies: str, monkeypatch: 
 
 def test_an_algorithm_selected_by_name_serves_overlapped_calls() -> None:
     collective = SymmMemCollective(SymmMemConfig(algorithm="two_shot"))
-    collective.boundaries, collective.beside = SizeTable((0,), ("two_shot",)), True
+    collective.boundaries, collective.overlapped = SizeTable((0,), ("two_shot",)), True
     for rows in (8, 4096):
         assert collective._boundary_algorithm(torch.ones(rows, 8), (FP8_TOKEN,)) == "two_shot"
 
