@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -107,7 +106,9 @@ class Threads:
             word = ctypes.c_int32.from_address(address)
             if kind == driver.WRITE:
                 word.value = value
+            until = time.monotonic() + 30
             while word.value < value:
+                assert time.monotonic() < until, "a rank waits for ever"
                 time.sleep(1e-4)
 
     def late(self, rank: int) -> None:
@@ -130,47 +131,31 @@ class Threads:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_no_rank_overwrites_what_another_has_not_read(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums, and gathered rows until the second call after theirs, in every order of calls."""
-    threads = Threads(slow)
+    """Calls of reduce_rows, gather_rows and boundary in any order. Gathered rows stay until the second call after."""
+    threads, order = Threads(slow), "rgrrggrbbgbrgg"
     monkeypatch.setattr(copies_module, "sum_copies", threads)
-    order = "rgrrggrbbgbrgg"
 
-    def calls(rank: int) -> list[list[float]]:
+    def wrong(rank: int) -> list[int]:
         copies, found, last = CopiedRows(threads.of(rank), threads.of(rank), rank, 2), [], []
-        copies._gather_buffers[0].resized(256), copies._gather_buffers[1].resized(256)
         for number, kind in enumerate(order):
-            x = torch.full((4, 8), float(number + 100 * rank))
+            each = [torch.full((4, 8), float(number + 100 * other)) for other in range(2)]
             if kind == "r":
-                found.append(copies.reduce_rows(x)[:, 0].tolist())
+                found += [number] * bool((copies.reduce_rows(each[rank]) != sum(each)[:2]).any())
                 continue
-            bundle = copies.boundary(x, None, x[0], 1e-5, (PLAIN,))[0] if kind == "b" else None
-            gathered = copies.gather_rows([x])[0] if bundle is None else bundle[PLAIN].values
+            if kind == "g":
+                now = number, copies.gather_rows([each[rank]])[0], torch.cat(each)
+            else:
+                bundle, _ = copies.boundary(each[rank], None, each[0][0], 1e-5, (PLAIN,))
+                now = number, bundle[PLAIN].values, sum(each)
             threads.late(rank)
-            found += [each[:, 0].tolist() for each in last]
-            last = [gathered]
-        return [*found, last[0][:, 0].tolist()]
+            found += [at for at, got, expected in last if not torch.equal(got, expected)]
+            last = [now]
+        return found
 
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(calls, range(2)))
-    expected, last = [], []
-    for number, kind in enumerate(order):
-        total = float(2 * number + 100)
-        if kind == "r":
-            expected.append([total] * 2)
-            continue
-        expected += last
-        last = [[total] * 4 if kind == "b" else [float(number)] * 4 + [number + 100.0] * 4]
-    assert results == [expected + last] * 2
-
-
-def test_a_boundary_has_two_barriers_where_calls_come_in_pairs() -> None:
-    ranks, x = mock.Mock(wraps=Ranks()), torch.zeros(4, 8)
-    with mock.patch.object(copies_module, "sum_copies", mock.MagicMock()):
-        copies = CopiedRows(ranks, ranks, 0, 2)
-        for _ in range(5):
-            copies.gather_rows([copies.reduce_rows(x)])
-            copies.boundary(x, None, x[0], 1e-5, (PLAIN,))
-    assert ranks.operate.call_count == 20
+        assert list(pool.map(wrong, range(2))) == [[], []]
+    # One for each reduce and gather, and one more where two follow each other.
+    assert threads.barriers == 2 * 22
 
 
 def stopped(epoch: int) -> tuple[CopiedRows, Ranks]:
