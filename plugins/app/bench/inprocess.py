@@ -47,14 +47,13 @@ class EngineTarget(Target):
         return loaded
 
     def start(self, progress: Progress) -> dict[str, Any]:
-        from dovetail.core.engine.engine import Engine
-        from dovetail.core.frontend.engines import make_engines
+        from dovetail.core.engine.engine import start_engine
+        from dovetail.core.frontend.engines import start_engines
 
         began = time.perf_counter()
         engine = self.composition.engine
-        self.engine: Any = Engine(self.composition) if engine.dp == 1 else make_engines(self.composition)
-        """An Engine, or Engines where there are replicas."""
-        self.engine.start(progress)
+        self.engine: Any = (start_engine if engine.dp == 1 else start_engines)(self.composition, progress)
+        """An Engine, or Engines if there are replicas."""
         # As in a server: what was loaded stays, so the collector need not traverse it again and again.
         gc.collect()
         gc.freeze()

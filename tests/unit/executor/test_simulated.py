@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from dovetail.core.compose import compose
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import FinishReason, Grammar, RequestOptions, SamplingParams, SchedulerContext, StepPlan
 from dovetail.core.tokenizer import Tokenizer
@@ -19,8 +19,7 @@ SHAPES = ("app=generate", "executor=simulated", "model=llama3_8b", "engine.max_l
 
 @contextmanager
 def engine(*overrides: str) -> Iterator[Engine]:
-    made = Engine(compose([*SHAPES, *overrides]))
-    made.start()
+    made = start_engine(compose([*SHAPES, *overrides]))
     try:
         yield made
     finally:
