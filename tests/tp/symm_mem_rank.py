@@ -33,14 +33,14 @@ from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.sharded import RowShard, own_rows
 from dovetail.plugins.collective.symm_mem import kernels, reduce, sharded_kernels
-from dovetail.plugins.collective.symm_mem.choice import SizeTable
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
 from dovetail.plugins.collective.symm_mem.driver import WRITE
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
 from dovetail.plugins.collective.symm_mem.mailbox import TWO_SHOT_PROGRAMS
-from dovetail.plugins.collective.symm_mem.memory import Block
+from dovetail.plugins.collective.symm_mem.memory import SharedBlock
 from dovetail.plugins.collective.symm_mem.reduce import LARGE_ROW, SMALL_ROW, Reducer
+from dovetail.plugins.collective.symm_mem.size_table import SizeTable
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -87,8 +87,8 @@ class MappedMail:
     two_shot: torch.Tensor
     one_shot_peers: torch.Tensor
     two_shot_peers: torch.Tensor
-    one_shot_turns: torch.Tensor
-    two_shot_turns: torch.Tensor
+    one_shot_halves: torch.Tensor
+    two_shot_halves: torch.Tensor
     stopped: torch.Tensor
     told: torch.Tensor
     gather: torch.Tensor
@@ -132,7 +132,7 @@ class MappedMemory:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.folder, self.rank, self.size, self.count = folder, rank, size, 0
 
-    def allocate(self, words: int, fill: int) -> Block:
+    def allocate(self, words: int, fill: int) -> SharedBlock:
         names = [str(self.folder / f"shared{self.count}of{rank}") for rank in range(self.size)]
         mine = torch.from_file(names[self.rank], shared=True, size=words, dtype=torch.int32).fill_(fill)
         together(f"allocated{self.count}by", self.rank, self.size, self.folder)
@@ -141,7 +141,7 @@ class MappedMemory:
             for rank, name in enumerate(names)
         ]
         self.count += 1
-        return Block(mine, tuple(memory.data_ptr() for memory in every), every)
+        return SharedBlock(mine, tuple(memory.data_ptr() for memory in every), every)
 
 
 class CopiesOfTheCpu:
@@ -186,8 +186,8 @@ class Interpreted(SymmMemCollective):
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         NcclCollective.connect(self, rank, size, address, device)
-        self.reducer, self.sharded_edges = self.given, {}
-        self.sums, self.edges = SizeTable((0,), ("nccl",)), SizeTable((0,), ("sharded",))
+        self.reducer, self.sharded_boundaries = self.given, {}
+        self.sums, self.boundaries = SizeTable((0,), ("nccl",)), SizeTable((0,), ("sharded",))
 
 
 class Suite(CollectiveContract):
@@ -305,7 +305,7 @@ def halves_of_a_pass(reducer: Reducer, copies: CopiedRows, rank: int, size: int,
                 if wanted.scale is not None:
                     torch.testing.assert_close(got.scale, wanted.scale, rtol=1e-2, atol=1e-6, msg=what)
                     assert fmt.scale_layout != "column" or rows == 1 or got.scale.stride(0) == 1, what
-    collective._dead = True
+    collective._aborted = True
     try:
         collective.boundary(Partial(each[rank]), residual, norm, (PLAIN,))
     except RuntimeError as error:
@@ -361,10 +361,10 @@ def main(rank: int, size: int, folder: Path) -> None:
                 continue
             x, residual = summand(rank, (rows, COLUMNS), dtype), summand(91, (rows, COLUMNS), dtype)
             own = None if rows == 1 else own_rows(reducer, residual)
-            assert reducer.shares(x, emit)
+            assert reducer.serves_sharded(x, emit)
             # Wide rows need several polls. Narrow rows do too when a thread may read only the minimum.
             reduce.MOST_WORDS = most if rows > size else 0
-            bundle, after = reducer.share(x, own, weight, EPS, emit)
+            bundle, after = reducer.sharded_boundary(x, own, weight, EPS, emit)
             out["sharded", dtype, rows, name, "own rows"] = after
             for fmt in emit:
                 out["sharded", dtype, rows, name, fmt.name] = bundle[fmt].values.view(torch.uint8)
@@ -390,9 +390,9 @@ def main(rank: int, size: int, folder: Path) -> None:
         weight = summand(90, (COLUMNS,), dtype)
         for rows, (name, emit) in product(SHARED_ROWS, EMITS.items()):
             x, residual = summand(rank, (rows, COLUMNS), dtype), summand(91, (rows, COLUMNS), dtype)
-            assert copies.shares(emit) == (name != "three")
+            assert copies.serves(emit) == (name != "three")
             one = emit[:2]
-            bundle, after = copies.share(x, None if rows == 1 else own_rows(copies, residual), weight, EPS, one)
+            bundle, after = copies.boundary(x, None if rows == 1 else own_rows(copies, residual), weight, EPS, one)
             out["copied", dtype, rows, name, "own rows"] = after
             for fmt in one:
                 out["copied", dtype, rows, name, fmt.name] = bundle[fmt].values.clone().view(torch.uint8)
@@ -414,7 +414,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     if rank == 0:
         reducer.reduce(torch.ones(8), "one_shot")
         reducer.reduce(torch.ones(8), "two_shot")
-        reducer.share(torch.ones(2, COLUMNS), None, torch.ones(COLUMNS), EPS, (PLAIN,))
+        reducer.sharded_boundary(torch.ones(2, COLUMNS), None, torch.ones(COLUMNS), EPS, (PLAIN,))
         reducer.argmax(torch.ones(1), torch.ones(1, dtype=torch.int64))
         assert mail.stopped[0] == 1, "the rank that sees the host's stop word must stop the others"
 

@@ -155,15 +155,15 @@ class ShiftsMasks(Sound):
     """Applies each mask to the next row."""
 
     def complete(self, late: LateInputs) -> None:
-        rows = self._mirror.waiting.rows
+        rows = self._ledger.waiting.rows
         rows[1] = rows[1]._replace(flags=rows[1].flags | RowFlag.LATE)
         super().complete(replace(late, rows=tuple(row + 1 for row in late.rows)))
 
 
 class DoesNotWait(Sound):
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        if self._mirror.waiting is not None:
-            self.complete(LateInputs(self._mirror.waiting.step, (), np.zeros((0, 0), np.uint32)))
+        if self._ledger.waiting is not None:
+            self.complete(LateInputs(self._ledger.waiting.step, (), np.zeros((0, 0), np.uint32)))
         super().submit(plan, blobs)
 
 

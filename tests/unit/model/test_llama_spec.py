@@ -1,4 +1,4 @@
-"""Accepted and refused values of config.json."""
+"""config.json of supported models, and the errors in them."""
 
 import json
 
@@ -87,7 +87,7 @@ SHAPES_OF_GPTJ = {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512}
         ({"architectures": None}, "architectures is None"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; model=llama runs"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures is .*; model=llama runs"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the options are silu"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; there are silu"),
         ({"hidden_act": ["silu"]}, "hidden_act is "),
         ({"num_key_value_heads": 3}, "8 query heads.*3 kv heads"),
         ({"num_key_value_heads": 9}, "num_key_value_heads is 9; it must be from 1 to 8"),
@@ -107,13 +107,13 @@ SHAPES_OF_GPTJ = {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512}
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes'; it must be true or false"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
-        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; the options are bfloat16"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; there are bfloat16"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
         ({"eos_token_id": [2, 100]}, "eos_token_id is .2, 100.; it must be a whole number from 0 to 99"),
         ({"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}"),
         ({"bos_token_id": 2.5}, "bos_token_id is 2.5"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
-        ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, "yarn stretches to 512000000000 positions"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, "yarn scales to 512000000000 positions"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -4}, "sliding_window is -4"),
         ({**QWEN, "layer_types": KINDS}, "layer_types is .*; sliding_attention needs use_sliding_window"),
         ({**QWEN, "layer_types": KINDS[:2]}, "layer_types is .*; it must be a list of 3 kinds"),
@@ -125,7 +125,7 @@ SHAPES_OF_GPTJ = {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512}
         ({**GPTJ, **SHAPES_OF_GPTJ, "rotary_dim": 5}, "take 5 of 8 dimensions"),
     ],
 )
-def test_what_it_cannot_read_is_said(change, message):
+def test_values_that_are_refused(change, message):
     with pytest.raises(ConfigError, match=f"^here: .*{message}"):
         read_spec({**HF, **change}, "here")
 
@@ -166,8 +166,8 @@ ROPES = st.fixed_dictionaries(
 
 @given(OF_ANY_FAMILY, st.dictionaries(KEYS, VALUES, max_size=3), st.none() | ROPES)
 @settings(max_examples=500, deadline=None)
-def test_any_config_is_read_or_refused_in_words(hf, changes, rope):
-    """No other error for any file contents, and the rotary table of an accepted config is finite."""
+def test_any_config_is_read_or_raises_config_error(hf, changes, rope):
+    """No other error, whatever the content; and the rotary table is finite."""
     try:
         spec, layout = read_model({**hf, "rope_scaling": rope, **changes}, "here")
     except ConfigError as error:
@@ -178,7 +178,7 @@ def test_any_config_is_read_or_refused_in_words(hf, changes, rope):
 
 
 def test_code_that_a_folder_brings_is_never_run(tmp_path):
-    """transformers finds custom code through auto_map (trust_remote_code)."""
+    """auto_map is how transformers finds custom code (trust_remote_code)."""
     (tmp_path / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
     custom = {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     (tmp_path / "config.json").write_text(json.dumps({**HF, "auto_map": custom, "trust_remote_code": True}))
@@ -197,9 +197,9 @@ def test_a_file_of_endless_nesting_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("variant", "lacks"), [("mixtral_8x7b", "no experts"), ("deepseek_v3", "no experts and no compressed attention")]
 )
-def test_what_cannot_run_says_what_can(variant, lacks):
+def test_models_for_planning_only_are_refused(variant, lacks):
     config = compose([f"model={variant}"], app="generate").part("model").config
-    with pytest.raises(ConfigError, match=f"{lacks}.*only be planned for.*It runs LlamaForCausalLM, Mistral"):
+    with pytest.raises(ConfigError, match=f"{lacks}.*works with app=plan only.*It runs LlamaForCausalLM, Mistral"):
         Llama(config, build_context(Llama.spec(config)))
 
 

@@ -1,4 +1,4 @@
-"""Which numbers of ranks can share a model, and the message if a number cannot."""
+"""Numbers of ranks that can share a model, and the errors for the others."""
 
 import math
 from collections import Counter
@@ -30,17 +30,17 @@ class Rank(Alone):
 
 
 def check(model, tp):
-    """Check as at engine start."""
+    """Check a composition as at start-up."""
     composition = compose([f"model={model}", f"engine.tp={tp}", "executor=multiproc"], app="generate")
     composition.check(Host(), model_facts(spec_of(composition.part("model").config)))
 
 
 @pytest.mark.parametrize(
-    ("model", "tp", "expected"),
+    ("model", "tp", "told"),
     [("tiny", 3, BUNDLED), ("tiny", 16, BUNDLED), ("llama3_70b", 6, LLAMA3_70B), ("llama3_70b", 128, LLAMA3_70B)],
 )
-def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(model, tp, expected):
-    shapes, ranks = expected
+def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(model, tp, told):
+    shapes, ranks = told
     with pytest.raises(CapabilityError) as caught:
         check(model, tp)
     (conflict,) = caught.value.conflicts
@@ -53,7 +53,7 @@ def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(model
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "intermediate", "ranks"),
     [
-        (12, 6, 48, [1, 2, 3, 6, 12]),  # not 4: it neither divides 6 kv heads nor is a multiple of them
+        (12, 6, 48, [1, 2, 3, 6, 12]),  # 4 divides heads and channels, and 6 kv heads go neither into it nor it into 6
         (12, 1, 48, [1, 2, 3, 4, 6, 12]),
         (12, 12, 50, [1, 2]),
         (71, 1, 18176, [1, 71]),
@@ -79,15 +79,15 @@ def test_a_quantizer_refuses_shares_with_what_would_work(kind, options, works):
             continue
         with pytest.raises(CapabilityError) as caught:
             build(kind(options(skip=("layers.9.*",))), tp)
-        (message,) = caught.value.conflicts
+        (told,) = caught.value.conflicts
         ranks = " or ".join(f"engine.tp={n}" for n in works)
-        assert ": layers.0.mlp." in message
-        assert message.endswith(f"Would work: {ranks}, quant.skip=['layers.9.*', 'layers.*.mlp.*'], quant=none")
+        assert ": layers.0.mlp." in told
+        assert told.endswith(f"Would work: {ranks}, quant.skip=['layers.9.*', 'layers.*.mlp.*'], quant=none")
         build(kind(options(skip=("layers.9.*", "layers.*.mlp.*"))), tp)
 
 
 class Read:
-    """A checkpoint tensor that records which of its elements were read."""
+    """A checkpoint's tensor that records which elements were read."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -126,7 +126,7 @@ def test_ranks_read_a_matrix_once_between_them_and_a_kv_head_once_for_each_that_
 
 
 SPEC = ModelSpec("any", 10, 1, 6, 8, 8, 4, 48, 16, "float32")
-"""8 heads and 48 channels: 1, 2, 4 or 8 ranks."""
+"""8 heads and 48 channels allow 1, 2, 4 and 8 ranks."""
 
 
 def test_channels_that_do_not_divide_are_told_with_the_ranks_that_would():
@@ -136,15 +136,15 @@ def test_channels_that_do_not_divide_are_told_with_the_ranks_that_would():
 
 
 def test_a_block_of_scales_that_is_cut_is_told_with_the_ranks_that_would_not_cut():
-    """48 rows in 4 blocks of 12 rows; with 8 ranks each has 6 rows."""
+    """48 rows in 4 blocks of 12: 8 ranks have 6 each."""
     whole = torch.zeros(4, 6)
     for tp, cut in ((1, False), (2, False), (4, False), (8, True)):
         layer = ColumnParallel("layers.0.mlp.up", ("up",), build_context(SPEC, collective=Rank(tp)), 6, (48,))
         layer.method.load = lambda params, name, part, tensor: None
         (weight,) = layer.weights()
         if cut:
-            message = r"up\.weight has an entry for each block of 12 channels.*0 to 6 of 48.*one of 1, 2, 4$"
-            with pytest.raises(ConfigError, match=message):
+            told = r"up\.weight has an entry for each block of 12 channels.*0 to 6 of 48.*one of 1, 2, 4$"
+            with pytest.raises(ConfigError, match=told):
                 weight.take(Lazy(whole))
         else:
             weight.take(Lazy(whole))

@@ -1,4 +1,4 @@
-"""The variants of conf/model: common model sizes with their published numbers of parameters."""
+"""The variants of conf/model against published shapes and numbers of parameters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_shapes_and_sizes(variant):
 
 @pytest.mark.parametrize(
     ("variant", "active", "tolerance"),
-    # DeepSeek states 37 billion. The number is 36.6 without the embedding table and 37.6 with it.
+    # DeepSeek states 37 billion; that is 36.6 without the embedding table and 37.6 with it.
     [
         ("mixtral_8x7b", 12.9e9, 0.01),
         ("mixtral_8x22b", 39e9, 0.01),
