@@ -1,6 +1,7 @@
 """Rules of English that a program can check, over docstrings, comments and pages of the whole repository.
 
-CONTRIBUTING.md has the rules. `python tests/docs/test_english.py [PATH ...]` lists the offences, in all or in the given files and folders.
+CONTRIBUTING.md has the rules. `python tests/docs/test_english.py [PATH ...]` lists the offences in the given files and
+folders, or in all.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ def offences(file: Path) -> list[str]:
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return [f"{n}: {found[0]}" for n, line in enumerate(text.splitlines(), 1) for found in PEOPLE.finditer(line)]
-    found = [f"{line}: {what}" for line, doc in docstrings(text) for what in in_docstring(doc)]
+    found = [f"{line + below}: {what}" for line, doc in docstrings(text) for below, what in in_docstring(doc)]
     if COMMENT.search(text):
         found += [f"{line}: {m[0]}" for line, comment in comments(text) for m in PEOPLE.finditer(comment)]
     return found
 
 
-def in_docstring(doc: str) -> Iterator[str]:
+def in_docstring(doc: str) -> Iterator[tuple[int, str]]:
+    """Yield (lines below the first, offence)."""
     if opening := OPENING.match(doc.lstrip()):
-        yield f"a docstring begins with {opening[0]!r}"
-    yield from (found[0] for found in PEOPLE.finditer(doc))
+        yield 0, f"a docstring begins with {opening[0]!r}"
+    yield from ((doc.count("\n", 0, found.start()), found[0]) for found in PEOPLE.finditer(doc))
 
 
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
