@@ -27,10 +27,8 @@ COMMENT = re.compile(r"#.*(?:nobody|somebody|whoever)", re.I)
 
 def files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
-        if path.is_file():
-            yield path
-        else:
-            yield from (file for file in sorted(path.rglob("*")) if file.suffix in (".py", ".md"))
+        found = [path] if path.is_file() else sorted(path.rglob("*"))
+        yield from (file for file in found if file.suffix in (".py", ".md"))
 
 
 def offences(file: Path) -> list[str]:
