@@ -1,4 +1,4 @@
-"""benchmarks/played.py: two processes play eight ranks, with the kernels of collective=symm_mem interpreted."""
+"""benchmarks/emulated_ranks.py: two processes play eight ranks, with the kernels of collective=symm_mem interpreted."""
 
 from __future__ import annotations
 
