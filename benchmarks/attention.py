@@ -7,8 +7,8 @@ Times are medians over replays of a CUDA graph of several layers, each with its 
 L2 cache (except much of a single row's few keys). A decode layer also applies rope to the new keys and writes them, as
 a step does. It runs after a kernel that stands in for the preceding matmul, whose time is subtracted. Decode counts
 bytes of K and V, prefill counts the operations of visible pairs. On Hopper, the kernel for all GPUs is timed as well.
-sdpa gets dense tensors and no pages. attention=flashinfer is timed where its package is installed; it plans once, which
-is not timed. --tune tries block sizes and prints the best.
+attention=flashinfer is timed where its package is installed; it plans once, which is not timed. --tune tries block
+sizes and prints the best.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 import timing
 import torch
-import torch.nn.functional as F
 
 from dovetail.core.interfaces import (
     PLAIN,
@@ -176,28 +175,6 @@ class Bench:
             out = backend.attend(layer, ctx, self.q)[PLAIN].values
         return out
 
-    def sdpa(self) -> Callable[[], torch.Tensor]:
-        k, v = zip(*(self.dense(layer.index) for layer in self.layers), strict=True)
-        q = self.q.view(self.work.rows, self.work.count, self.heads.query, self.heads.dim).transpose(1, 2)
-        causal = self.work.count == self.work.length
-
-        def run() -> torch.Tensor:
-            for one_k, one_v in zip(k, v, strict=True):
-                out = F.scaled_dot_product_attention(q, one_k, one_v, is_causal=causal, enable_gqa=True)
-            return out
-
-        return run
-
-    def dense(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of every row, [B, K, L, D] bf16."""
-        scale = self.layers[layer].k_scale
-        found = []
-        for name in ("k", "v"):
-            pages = self.pool.layer(layer, name)[self.table.long()]
-            rows = pages.flatten(1, 2)[:, : self.work.length].transpose(1, 2)
-            found.append((rows.to(torch.bfloat16) * scale).contiguous())
-        return found[0], found[1]
-
     def us(self, run: Callable[[], object]) -> float:
         """Median microseconds of a layer."""
         return timing.microseconds(run, repeats=12) / len(self.layers)
@@ -210,7 +187,7 @@ class Bench:
         programs = torch.zeros(PROGRAMS, dtype=torch.int32, device=GPU)
 
         def preceding() -> None:
-            timing.delay(programs, PRECEDING_US, small=False)
+            timing.delay(programs, PRECEDING_US)
 
         def run() -> None:
             ctx = self.plan(backend)
@@ -278,9 +255,6 @@ def compare(heads: Heads, pages: list[int], only: str, quick: bool) -> list[str]
         line = f"{work.name:24s} {work.kv:5s} page {work.page:3d} {us:9.1f} us {heads.rate(work, us)}  off {off:.0e}"
         if hopper:
             line += f"  for all GPUs {bench.step(gluon=False):9.1f} us"
-        if work.page == pages[0] and work.kv == "bf16":
-            if work.rows * work.length <= 64 * 4096 and (work.decode or work.count == work.length):
-                line += f"  sdpa {heads.rate(work, bench.us(bench.sdpa()))}"
         if importlib.util.find_spec("flashinfer"):
             bench.check(bench.flashinfer(), "flashinfer")
             us = bench.us(bench.flashinfer())

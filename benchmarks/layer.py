@@ -3,13 +3,12 @@
     python benchmarks/layer.py --ranks 8 --rows 1,16,64 --dtypes fp8,bf16 --out FILE
     python benchmarks/layer.py --ranks 1 --model 8b --rows 1,16,64 --dtypes fp8,bf16 --out FILE
 
-matmul.py times a matmul after a kernel that only waits, or after another matmul. In a step the preceding kernel is an
-all-reduce, a norm or attention, and weights that are prefetched at that time delay the data that it waits for. So this
-script times a layer: edge, qkv, attention, o, edge, gate and up, activation, down. One matmul after another gets the
-tile with which the layer is fastest; --products names those to tune. The edge of one rank, on one GPU, is the norm;
-that of several ranks is two_shot, on two GPUs, which emulate more ranks than two (emulated_ranks.py). Times are us a
-layer, from CUDA graphs of several layers, each with its own weights and keys. FILE, for matmul.py --table, has the
-format of matmul.py's.
+matmul.py times a matmul after another matmul. In a step the preceding kernel is an all-reduce, a norm or attention, and
+weights that are prefetched while it runs delay the data that it waits for. So this script times a layer: edge, qkv,
+attention, o, edge, gate and up, activation, down. One matmul after another gets the tile with which the layer is
+fastest; --products names those to tune. The edge of one rank, on one GPU, is the norm; that of several ranks is
+two_shot, on two GPUs, which emulate more ranks than two (emulated_ranks.py). Times are us a layer, from CUDA graphs of
+several layers, each with its own weights and keys. FILE, for matmul.py --table, has the format of matmul.py's.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python benchmarks/matmul.py --table FILE [FILE ...]
 
 Each candidate is first compared with the same matmul in float32, and with itself. Times are per matmul, from CUDA
-graphs of consecutive matmuls, each with its own weight, more of them than the L2 cache holds. The shapes of one rank of
-several ("70b/8") run after a kernel that waits, as an all-reduce or attention does in a step (Product.after_us); its
-time is subtracted. The limit is the weight's bytes at --bandwidth. FILE gets the best candidates of each shape as JSON.
+graphs of consecutive matmuls, each with its own weight, more of them than the L2 cache holds. "70b/8" are the shapes of
+one rank of eight. What a tile that prefetches its weight gains depends on the preceding kernel: for that, layer.py
+times whole layers. The limit is the weight's bytes at --bandwidth. FILE gets the best candidates as JSON.
 
 --table writes core/ops/measured.py from such files, and from those of layer.py. A shape in several files counts as
 measured in the last one; shapes of the table that no file has stay as they are.
@@ -41,8 +41,6 @@ SHARED_BYTES = 227 << 10
 """Shared memory of a multiprocessor that programs may use."""
 IMPRECISE = 128
 """Terms that the FP8 matrix unit sums in its own accumulator before they are added to the float32 sum."""
-WAITING = 64
-"""Programs of the preceding kernel."""
 FINALS = 12
 """Quickest candidates that are timed again, in more replays."""
 KEPT = 4
@@ -61,8 +59,6 @@ class Product:
     name: str
     outputs: int
     inputs: int
-    after_us: float = 0.0
-    """Microseconds that the preceding kernel takes, in which it reads little memory; 0 = it is the previous matmul."""
 
     def bytes(self, dtype: str) -> int:
         return self.outputs * self.inputs * DTYPES[dtype].itemsize
@@ -80,13 +76,12 @@ def products(model: str) -> list[Product]:
     *_, hidden, wide, vocab = MODELS[name]
     query_heads, kv_heads, dim = heads(model)
     share = int(ranks or 1)
-    long, short = (8.0, 2.0) if share > 1 else (0.0, 0.0)
     return [
-        Product(model, "qkv", (query_heads + 2 * kv_heads) * dim, hidden, long),
-        Product(model, "o", hidden, query_heads * dim, long),
-        Product(model, "gate_up", 2 * wide // share, hidden, long),
-        Product(model, "down", hidden, wide // share, short),
-        Product(model, "head", vocab // share, hidden, long),
+        Product(model, "qkv", (query_heads + 2 * kv_heads) * dim, hidden),
+        Product(model, "o", hidden, query_heads * dim),
+        Product(model, "gate_up", 2 * wide // share, hidden),
+        Product(model, "down", hidden, wide // share),
+        Product(model, "head", vocab // share, hidden),
     ]
 
 
@@ -230,8 +225,6 @@ class Bench:
         self.product, self.dtype = product, dtype
         keep_shared_memory(GPU)  # as an engine does
         kind, shape = DTYPES[dtype], (product.outputs, product.inputs)
-        self.programs = torch.zeros(WAITING, dtype=torch.int32, device=GPU)
-        self.delay_us: float | None = None
         self.graph = timing.capture(lambda: torch.zeros(1, device=GPU))
         count = timing.copies(product.bytes(dtype))
         self.weights = [torch.randn(shape, device=GPU, dtype=torch.bfloat16).to(kind) for _ in range(count)]
@@ -276,21 +269,7 @@ class Bench:
         return found is None
 
     def us(self, run: Callable[[torch.Tensor], torch.Tensor], repeats: int) -> float:
-        """Median microseconds of one matmul."""
-        after_us = self.product.after_us
-        if not after_us:
-            return self.chain(run, repeats)
-
-        def after(weight: torch.Tensor) -> None:
-            timing.delay(self.programs, after_us)
-            run(weight)
-
-        if self.delay_us is None:
-            self.delay_us = self.chain(lambda weight: timing.delay(self.programs, after_us), 15)
-        return self.chain(after, repeats) - self.delay_us
-
-    def chain(self, run: Callable[[torch.Tensor], object], repeats: int) -> float:
-        """Median microseconds of one of a chain of calls, one for each weight."""
+        """Median microseconds of one of a chain of matmuls, one for each weight."""
         run(self.weights[0])
         # The previous graph lives until the next one exists: it holds the memory pool of both.
         self.graph = timing.capture(lambda: [run(weight) for weight in self.weights], self.graph.pool())

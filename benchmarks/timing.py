@@ -76,10 +76,9 @@ def _cycles(after):
 
 
 @triton.jit
-def _delay(out_ptr, cycles, SMALL: tl.constexpr, PDL: tl.constexpr):
-    announce(PDL and SMALL)
+def _delay(out_ptr, cycles, PDL: tl.constexpr):
     wait(PDL)
-    announce(PDL and not SMALL)
+    announce(PDL)
     program = tl.program_id(0)
     began = _cycles(program)
     while _cycles(program) - began < cycles:
@@ -87,13 +86,10 @@ def _delay(out_ptr, cycles, SMALL: tl.constexpr, PDL: tl.constexpr):
     tl.store(out_ptr + program, program)
 
 
-def delay(programs: torch.Tensor, us: float, small: bool = True) -> None:
-    """Stand-in for the preceding kernel: one program for each element of `programs` spins for `us` microseconds.
-
-    `small`: like a small kernel that waits for other ranks, it lets the next kernel start at once; otherwise, like a
-    matmul, only once the kernel before it has ended.
-    """
-    _delay[(len(programs),)](programs, int(us * CYCLES), SMALL=small, num_warps=8, **dependent(programs))
+def delay(programs: torch.Tensor, us: float) -> None:
+    """Stand-in for a preceding matmul: one program for each element of `programs` spins for `us` microseconds. Like a
+    matmul, it lets the next kernel start only once its own predecessor has ended."""
+    _delay[(len(programs),)](programs, int(us * CYCLES), num_warps=8, **dependent(programs))
 
 
 def in_processes(work: Callable[..., None], *args: object) -> None:
