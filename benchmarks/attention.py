@@ -5,7 +5,7 @@
 
 Times are medians over replays of a CUDA graph of several layers, each with its own KV, so that nothing is found in the
 L2 cache (except much of a single row's few keys). A decode layer also applies rope to the new keys and writes them, as
-a step does. It runs after a kernel that stands in for the preceding matmul, whose time is subtracted. Decode counts
+a step does. It runs after a stand-in for the preceding matmul, whose time is subtracted. Decode counts
 bytes of K and V, prefill counts the operations of visible pairs. On Hopper, the kernel for all GPUs is timed as well.
 attention=flashinfer is timed where its package is installed; it plans once, which is not timed. --tune tries block
 sizes and prints the best.
@@ -47,7 +47,7 @@ plan do not count."""
 CHAIN = 32
 """Decode layers of a graph, so that the plan hardly counts: some run more than once."""
 PRECEDING_US, PROGRAMS = 4.0, 120
-"""Time and programs of the kernel that stands in for the preceding matmul. Keys are prefetched while it runs."""
+"""Time and programs of the stand-in for the preceding matmul. Keys are prefetched while it runs."""
 SEVERAL_PROMPTS = ((16, 512), (8, 1024))
 """(rows, tokens of each) of steps that feed several prompts."""
 

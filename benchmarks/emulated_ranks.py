@@ -152,7 +152,7 @@ class Collective(SymmMemCollective):
 
 
 class Memory:
-    """SharedMemory of `ranks`, in which the other process's memory stands for that of all other ranks."""
+    """SharedMemory of `ranks`, in which the other process's memory replaces that of all other ranks."""
 
     def __init__(self, memory: SharedMemory, rank: int, ranks: int) -> None:
         self._memory, self._rank, self._ranks = memory, rank, ranks

@@ -7,7 +7,7 @@
 rows: kernels in which a program takes one row of an activation. `norm` adds the residual and writes E4M3 by token,
 alone or with the scales of a matmul that left them to it; `silu` is silu(gate) * up, in E4M3 as well; `encode` follows
 attention backends that do not encode. The limit is what each reads and writes once, at --bandwidth; below about 50 MB
-the cache may be quicker.
+the cache may be faster.
 
 lora: what LoRA adapters add to the four matmuls of a Llama 3 8B layer, with every row on one adapter and with rows
 spread over all slots. Results are first compared with torch. Each layer of a graph has its own weights.

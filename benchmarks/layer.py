@@ -58,7 +58,7 @@ EPS = 1e-5
 
 
 class Edges:
-    """What separates a layer's blocks: sum over the ranks if there are several, add the residual, norm, emit."""
+    """Boundary between a layer's blocks: sum over the ranks if there are several, add the residual, norm, emit."""
 
     def __init__(self, collective: SymmMemCollective | None = None) -> None:
         self.collective = collective

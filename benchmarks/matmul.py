@@ -42,7 +42,7 @@ SHARED_BYTES = 227 << 10
 IMPRECISE = 128
 """Terms that the FP8 matrix unit sums in its own accumulator before they are added to the float32 sum."""
 FINALS = 12
-"""Quickest candidates that are timed again, in more replays."""
+"""Fastest candidates that are timed again, in more replays."""
 KEPT = 4
 """Candidates of a shape that are written."""
 
@@ -101,7 +101,7 @@ def multiply(
 
 
 def fault(run: Callable[[], torch.Tensor], exact: torch.Tensor, counts: torch.Tensor) -> str | None:
-    """What is wrong with a candidate's results, None if nothing. Resets the counters to zero."""
+    """Return the fault in a candidate's results, None if there is none. Resets the counters to zero."""
     first, second = run(), run()
     error = float((first.float() - exact).norm() / exact.norm())
     left = bool(counts.any())
@@ -277,7 +277,7 @@ class Bench:
 
 
 def measure(bench: Bench, processors: int) -> dict:
-    """Time all candidates in a few replays, then the quickest again in many."""
+    """Time all candidates in a few replays, then the fastest again in many."""
     product, rows, dtype = bench.product, bench.rows, bench.dtype
     library = {}
     for name, run in bench.library().items():
@@ -310,7 +310,7 @@ def record(
     library: dict[str, float],
     best: list[tuple[float, MatmulTile]],
 ) -> dict:
-    """Result of one shape, as `written` takes it. `best`: quickest first."""
+    """Result of one shape, as `written` takes it. `best`: fastest first."""
     return {
         "model": product.model,
         "product": product.name,
@@ -379,9 +379,9 @@ Rows = dict[int, MatmulTile | None]
 
 
 def chosen(record: dict) -> MatmulTile | None:
-    """The quickest tile that does not need too many counters; None where the library is quicker.
+    """Return the fastest tile that does not need too many counters; None where the library is faster.
 
-    No margin is asked for: our kernel overlaps with its neighbours, which the library's cannot. The library's variants
+    No margin is required: our kernel overlaps with its neighbours, which the library's cannot. The library's variants
     with one scale for the whole tensor do not compute the same.
     """
     library = min(us for name, us in record["library"].items() if not name.startswith("tensor"))

@@ -1,4 +1,4 @@
-"""Where a step's time goes: kernels by name, and how long the device idles between them.
+"""Profile of a step: kernels by name, and how long the device idles between them.
 
     python benchmarks/profile_step.py 1 64 256 -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --prefill -- +preset=h200_bf16_tp1 engine.max_len=1024

@@ -117,7 +117,7 @@ class Engine:
     """An engine in a separate process, which runs while the context is open."""
 
     about: dict[str, Any] | None = None
-    """What the engine reports of itself once it is loaded."""
+    """Description that the engine reports once it is loaded."""
 
     def __init__(self, name: str, command: Sequence[str], env: dict[str, str]) -> None:
         """`env`: added to our own environment."""

@@ -35,7 +35,7 @@ FIGURES = {
 POLL = 0.1
 """Seconds between two checks whether a server is ready."""
 STDERR = 2
-"""Where the output of subprocesses goes, together with our own progress."""
+"""Stream for the output of subprocesses and for our own progress."""
 LATEST = 900.0
 """Seconds within which a server must be ready."""
 

@@ -79,7 +79,7 @@ RUNS = {
 }
 """The longest first."""
 MODELS = ("8b_bf16", "8b_fp8", "70b_fp8", "70b_bf16_tp8", "70b_fp8_tp8")
-"""In the order of the tables."""
+"""The order of the tables."""
 ON_ONE = tuple(model for model in MODELS if RUNS[model].gpus == 1)
 
 

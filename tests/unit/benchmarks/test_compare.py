@@ -34,7 +34,7 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def results_page(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """What the docs make of a result."""
+    """Text and table that the docs show for a result."""
     monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "docs"))
     return importlib.import_module("hooks")._comparison(result)
 
