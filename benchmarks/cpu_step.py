@@ -44,11 +44,7 @@ from typing import Any
 import torch
 
 from dovetail.core.compose import EngineConfig
-from dovetail.core.engine.encoding import decode_plan, encode_blob, encode_plan
 from dovetail.core.engine.engine import Engine
-from dovetail.core.engine.graphs import StepGraphs
-from dovetail.core.engine.mirror import PlanMirror
-from dovetail.core.engine.runner import Runner
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
@@ -67,10 +63,14 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepResult,
 )
+from dovetail.core.parallel.encoding import decode_plan, encode_blob, encode_plan
 from dovetail.core.parallel.ring import RingReader, RingWriter
+from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.testing.executor import small_composition
 from dovetail.core.testing.reference import build
 from dovetail.core.testing.toy import SPEC, VOCAB, ToyComposition
+from dovetail.core.worker.graphs import StepGraphs
+from dovetail.core.worker.runner import Runner
 from dovetail.plugins.executor.config import MultiprocConfig
 
 PAGE = 16
@@ -89,7 +89,7 @@ class InstantDevice(Executor):
 
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running
-        self._mirror = PlanMirror()
+        self._ledger = SlotLedger()
         self._plans: deque[StepPlan] = deque()
 
     def start(self, progress: Progress) -> ExecutorInfo:
@@ -97,8 +97,8 @@ class InstantDevice(Executor):
         return ExecutorInfo(SPEC, groups, {0: self.pages}, self.max_len, 0, "instant", {})
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        encode_plan(plan, self._mirror.digest)
-        self._mirror.apply(plan)
+        encode_plan(plan, self._ledger.digest)
+        self._ledger.apply(plan)
         for key, blob in blobs.items():
             encode_blob(*key, blob)
         self._plans.append(plan)
@@ -127,7 +127,7 @@ class OneRank(Executor):
 
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running
-        self._mirror = PlanMirror()
+        self._ledger = SlotLedger()
         self._in_flight = 0
 
     def start(self, progress: Progress) -> ExecutorInfo:
@@ -152,7 +152,7 @@ class OneRank(Executor):
         return replace(info, num_pages=dict.fromkeys(info.num_pages, self.pages))
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        self._mirror.apply(plan)
+        self._ledger.apply(plan)
         self._runner.execute(plan, blobs)
         self._in_flight += 1
 
@@ -343,13 +343,13 @@ def time_plan(rows: int, readers: Sequence[int], plans: int, gaps: Sequence[floa
     plan = StepPlan(1, [Row(slot, (70_000 + slot) << 8, 1, 1, 900 + 17 * slot, 0, flags) for slot in range(rows)])
     data = encode_plan(plan)
     assert decode_plan(data) == (plan, 0)
-    mirror = PlanMirror()
-    mirror.apply(StepPlan(0, [], joins=[Join(row.slot, row.uid, row.epoch, 0) for row in plan.rows]))
+    ledger = SlotLedger()
+    ledger.apply(StepPlan(0, [], joins=[Join(row.slot, row.uid, row.epoch, 0) for row in plan.rows]))
     print(f"{rows} decode rows, {len(data)} bytes, us; ring: median (p99)")
     for name, call in {
         "encode": lambda: encode_plan(plan),
         "decode": lambda: decode_plan(data),
-        "check": lambda: mirror._check_rows(plan),
+        "check": lambda: ledger._check_rows(plan),
     }.items():
         print(f"  {name:6}  {min(timeit.repeat(call, number=2000, repeat=9)) / 2000 * 1e6:7.1f}")
     for count in readers:

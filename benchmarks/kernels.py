@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 import torch
 from timing import microseconds
 
-from dovetail.core.engine.sampler import SampleParams, sample
 from dovetail.core.ops import encode, matmul, rms_norm, silu_and_mul
+from dovetail.core.worker.sampler import SampleParams, sample
 from dovetail.plugins.adapter.lora.kernel import lora_triton, output_blocks
 from dovetail.plugins.adapter.lora.reference import lora_reference
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN

@@ -51,7 +51,7 @@ class Server:
         self._printed(r"(ready:)")
         tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        (self.engine,) = (pid for pid in children if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        (self.engine,) = (pid for pid in children if b"engine_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
         children.remove(self.engine)
         self.fronts = children or [self._process.pid]
         self.supervisor = self._process.pid if children else None

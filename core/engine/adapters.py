@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.core.errors import ConfigError, RequestError
-from dovetail.core.interfaces import Adapters, Executor, Resource, Sequence
+from dovetail.core.interfaces import Executor, Resource, Sequence
 
 if TYPE_CHECKING:
-    import torch
-
     from dovetail.core.compose import Composition
 
 log = logging.getLogger(__name__)
-
-
-@contextmanager
-def adapting(adapters: Adapters | None, adapter_S: torch.Tensor, slots_T: torch.Tensor) -> Iterator[None]:
-    """Around the layers of a step: each token's adapter is that of its sequence's slot. None = no row has one."""
-    if adapters is None:
-        yield
-        return
-    adapters.slots_T = adapter_S[slots_T]
-    try:
-        yield
-    finally:
-        adapters.slots_T = None
 
 
 _LONGEST_NAME = 256
@@ -217,7 +201,7 @@ class AdapterTable:
 
     def _check_served(self) -> None:
         if not self._served:
-            raise RequestError("adapter: this engine has none (adapter=none); adapter=lora serves some", status=404)
+            raise unknown_adapter("", (), served=False)
 
     def _purge(self) -> None:
         """What could not be loaded; some ranks may have read it."""
@@ -227,8 +211,14 @@ class AdapterTable:
                 self._executor.unload_adapter(entry.key)
 
     def _unknown(self, name: str) -> RequestError:
-        there = ", ".join(self.names) or "none"
-        return RequestError(f"adapter: {name!r} is not loaded; there is {there}", status=404)
+        return unknown_adapter(name, self.names, served=True)
+
+
+def unknown_adapter(name: str, names: Iterable[str], *, served: bool) -> RequestError:
+    """The refusal of an adapter that is not among `names`. `served`: the engine has adapters at all."""
+    if not served:
+        return RequestError("adapter: this engine has none (adapter=none); adapter=lora serves some", status=404)
+    return RequestError(f"adapter: {name!r} is not loaded; there is {', '.join(names) or 'none'}", status=404)
 
 
 def _failed(entry: _Loaded) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, PageOpKind, Reservation
 from dovetail.core.testing.kv_machine import make_kv_state_machine
 from dovetail.core.testing.kv_model import (
@@ -125,7 +126,7 @@ class KVAllocatorContract:
         kv = self._make(layout)
         pages = owned_pages(reserve(kv, sequence(1, 1), layout.capacity))
         for group in layout.groups:
-            count = -(-layout.capacity // group.page_tokens)
+            count = ceil_div(layout.capacity, group.page_tokens)
             assert len(set(pages[group.id])) == len(pages[group.id]) == count
             assert set(pages[group.id]) <= set(range(1, layout.num_pages[group.id] + 1))
 
@@ -153,7 +154,7 @@ class KVAllocatorContract:
             so_far = [entry for reservation in made[: number + 1] for entry in reservation.entries]
             for group in layout.groups:
                 indices = [index for group_id, index, _ in so_far if group_id == group.id]
-                assert indices == list(range(-(-upto // group.page_tokens)))
+                assert indices == list(range(ceil_div(upto, group.page_tokens)))
         assert made[2] == made[3] == Reservation()
         before = kv.stats()
         for _ in range(layout.stride):
@@ -353,7 +354,7 @@ class KVAllocatorContract:
         mine = owned_pages(reserve(kv, parent, 3 * layout.stride))
         shared = owned_pages(kv.fork(parent, child, layout.stride + 1))
         for group in layout.groups:
-            assert shared[group.id] == mine[group.id][: -(-(layout.stride + 1) // group.page_tokens)]
+            assert shared[group.id] == mine[group.id][: ceil_div(layout.stride + 1, group.page_tokens)]
         start = 0 if self.contiguous else -1
         copied = {(group, page) for group, pages in shared.items() for page in pages[start:]}
         assert {(op.group, op.src) for op in reserve(kv, child, layout.stride + 2).ops} <= copied
@@ -405,7 +406,7 @@ class KVAllocatorContract:
         kv, seq = self._make(layout), sequence(1, 12 * layout.stride)
         limits = {group.id: kv.pages_needed(len(seq.tokens), ahead=3)[group.id] for group in layout.groups}
         for group in layout.groups:
-            assert limits[group.id] <= -(-(group.window + 3 + 2 * group.page_tokens) // group.page_tokens) or (
+            assert limits[group.id] <= ceil_div(group.window + 3 + 2 * group.page_tokens, group.page_tokens) or (
                 not group.window and limits[group.id] == len(seq.tokens) // group.page_tokens
             )
         kv = self.make(layout.groups, limits)
@@ -414,7 +415,7 @@ class KVAllocatorContract:
             upto = min(start + 3, len(seq.tokens))
             assert kv.reserve(seq, upto) is not None, f"{upto} tokens do not fit into {limits} pages: {kv.stats()}"
             kv.publish(seq, upto)
-            held = sum(-(-upto // group.page_tokens) - group.pages_behind(upto - 1) for group in layout.groups)
+            held = sum(ceil_div(upto, group.page_tokens) - group.pages_behind(upto - 1) for group in layout.groups)
             assert kv.stats().owned == held, f"{kv.stats().owned} pages owned at {upto} tokens, {held} needed"
             kv.check()
         with pytest.raises(ValueError):
@@ -429,7 +430,7 @@ class KVAllocatorContract:
         pages = owned_pages(reserve(kv, sequence(1, 20), 3, ahead=20))
         for group in layout.groups:
             upto = 3 if group.window and self.slides else 20
-            assert len(pages[group.id]) == -(-upto // group.page_tokens)
+            assert len(pages[group.id]) == ceil_div(upto, group.page_tokens)
         kv.check()
 
     @each_sliding

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
     PLAIN,
@@ -225,7 +226,7 @@ class QuantizerContract:
                 assert x.scale is not None and fmt.scale_layout != "none", f"{fmt.name} declares scales"
                 assert x.scale.dtype == torch.float32, f"{fmt.name}: scales are {x.scale.dtype}; kernels write float32"
                 if fmt.group != "tensor":
-                    groups = 1 if fmt.group == "token" else -(-inp // fmt.group)
+                    groups = 1 if fmt.group == "token" else ceil_div(inp, fmt.group)
                     assert tuple(x.scale.shape) == (5, groups), f"{fmt.name}: scales {tuple(x.scale.shape)}"
                     by_row = x.scale if fmt.scale_layout == "row" else x.scale.t()
                     assert by_row.is_contiguous(), f"{fmt.name}: scales are not {fmt.scale_layout}-major"

@@ -46,7 +46,7 @@ def test_candidates_fit_into_a_multiprocessor_and_leave_no_program_idle(scripts,
 
 
 def test_results_become_the_table(scripts, tmp_path, monkeypatch):
-    matmul, path, table = scripts.matmul, tmp_path / "found.json", tmp_path / "measured.py"
+    matmul, path, table = scripts.matmul, tmp_path / "found.json", tmp_path / "tuned_tiles.py"
     original = matmul.TABLE.read_text()
     table.write_text(original)
     monkeypatch.setattr(matmul, "TABLE", table)

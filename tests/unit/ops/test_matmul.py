@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dovetail.core.ops.choose import MOST_ROWS, choose
 from dovetail.core.ops.matmul import matmul, scaled_matmul
-from dovetail.core.ops.measured import MEASURED
+from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.ops.tuned_tiles import MEASURED
 
 
 @pytest.mark.parametrize("outputs", [64, 4096, 6144, 8192, 28672, 57344])

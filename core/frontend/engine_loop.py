@@ -1,0 +1,332 @@
+"""The loop around one engine: it takes commands between two steps and sends what each step brought.
+
+The same loop runs in an engine's own process, over sockets, and in a thread of the user's process, over a queue. One
+thread runs it and alone uses the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.results import SequenceEvent
+from dovetail.core.errors import RequestError
+from dovetail.core.frontend.messages import (
+    Abort,
+    Add,
+    Attach,
+    Command,
+    Control,
+    Detach,
+    EngineInfo,
+    EngineStats,
+    Finish,
+    Reply,
+    SampleUpdate,
+)
+from dovetail.core.frontend.outputs import REASONS
+from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+_STATS_SECONDS = 0.25
+_LOADING_SECONDS = 0.02
+"""How long an idle loop sleeps while adapters are being read."""
+
+
+class Port(Protocol):
+    """The engine's end of the connection to one user."""
+
+    updates: list[SampleUpdate]
+    """Sent by the next `tell`."""
+
+    @property
+    def up_to_date(self) -> bool:
+        """The user knows of every command that was carried out."""
+
+    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+        """Send the updates as one StepMessage."""
+
+    def send(self, reply: Reply) -> None: ...
+
+
+class Mailbox(Protocol):
+    """Brings the commands of all users."""
+
+    stopped: bool
+    """The loop is to end."""
+    delays_launches: bool
+    """Commands may come at any time, so that a launch may wait for them (engine.late_launch)."""
+
+    @property
+    def ports(self) -> Collection[Port]: ...
+
+    def receive(self, seconds: float | None) -> Iterator[tuple[Port, Command | Attach | Detach]]:
+        """Yield what has arrived, waiting at most this long for the first; None = without limit. A command counts as
+        carried out when the next one is asked for."""
+
+
+class EngineLoop:
+    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+        self._engine, self._mailbox = engine, mailbox
+        self._requests = EngineRequests(engine)
+        self._stats_due = 0.0
+        self._loading: list[tuple[Port, int, Future[None]]] = []
+        """Controls that are answered when their future is done."""
+
+    def run(self) -> None:
+        """Run until the mailbox has stopped."""
+        engine, requests = self._engine, self._requests
+        while self._take_commands():
+            if engine.has_work:
+                for event in engine.step():
+                    requests.note(event)
+            self._publish()
+
+    def _take_commands(self) -> bool:
+        """Carry out what has arrived. Sleeps while the engine has nothing to do, or while its next launch may wait.
+        False = the loop ends."""
+        engine, mailbox = self._engine, self._mailbox
+        idle = not engine.has_work
+        if idle and (self._stats_due or not all(port.up_to_date for port in mailbox.ports)):
+            # The last message before silence, so that gauges do not stay where they were.
+            stats, self._stats_due = engine_stats(engine), 0.0
+            for port in mailbox.ports:
+                port.tell(stats, idle=True)
+        patience = (_LOADING_SECONDS if self._loading else None) if idle else 0.0
+        while True:
+            for port, command in mailbox.receive(patience):
+                self._carry_out(port, command)
+            if mailbox.stopped:
+                return False
+            if self._loading:
+                self._answer_loaded()
+            patience = engine.launch_delay() if mailbox.delays_launches else 0.0
+            if not patience:
+                return True
+
+    def _carry_out(self, port: Port, command: Command | Attach | Detach) -> None:
+        match command:
+            case Add():
+                self._requests.add(port, command)
+            case Abort():
+                self._requests.abort(command.id)
+            case Finish():
+                self._requests.finish(command)
+            case Control():
+                reply = perform(self._engine, command)
+                if isinstance(reply.value, Future):
+                    self._loading.append((port, command.id, reply.value))
+                else:
+                    port.send(reply)
+            case Attach():
+                # The first message says that commands may come.
+                port.tell(engine_stats(self._engine), idle=not self._engine.has_work)
+            case Detach():
+                self._requests.abort_all(port)
+                self._loading = [entry for entry in self._loading if entry[0] is not port]
+
+    def _answer_loaded(self) -> None:
+        done = [entry for entry in self._loading if entry[2].done()]
+        self._loading = [entry for entry in self._loading if entry not in done]
+        for port, id, future in done:
+            port.send(answer(id, future.result))
+
+    def _publish(self) -> None:
+        now = time.perf_counter()
+        stats = None
+        if now >= self._stats_due:
+            # Also without updates: a long prompt has none for many steps, and silence would look like death.
+            stats, self._stats_due = engine_stats(self._engine), now + _STATS_SECONDS
+        for port in self._mailbox.ports:
+            if stats is not None or port.updates:
+                port.tell(stats)
+
+
+@dataclass(slots=True)
+class _EngineRequest:
+    """One request of a user in the engine."""
+
+    port: Port
+    id: int
+    sequences: list[Sequence]
+    left: int
+    """Samples that still run."""
+
+
+class EngineRequests:
+    """Requests of all users in one engine: commands become sequences, and events of steps become updates, which gather
+    on the port of the request."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._requests: dict[int, _EngineRequest] = {}
+        """By number."""
+        self._by_uid: dict[int, _EngineRequest] = {}
+
+    def add(self, port: Port, command: Add) -> None:
+        try:
+            params = SamplingParams.model_validate(command.params)
+            sequences = self._engine.add(command.prompt_ids, params, command.options, number=command.id)
+        except (RequestError, TypeError, ValueError) as error:
+            self._reject(port, command.id, str(error), getattr(error, "status", 400))
+            return
+        request = self._requests[command.id] = _EngineRequest(port, command.id, sequences, len(sequences))
+        for seq in sequences:
+            self._by_uid[seq.uid] = request
+
+    def abort(self, id: int) -> None:
+        """The user has dropped the request."""
+        if request := self._requests.pop(id, None):
+            self._drop(request)
+
+    def finish(self, command: Finish) -> None:
+        """A stop string ended a sample."""
+        if (request := self._requests.get(command.id)) is not None:
+            seq = request.sequences[command.sample]
+            self._engine.finish(seq.uid, seq.prompt_len + command.tokens, FinishReason.STOP)
+            self._ended(request, seq.uid)
+
+    def abort_all(self, port: Port) -> None:
+        for request in [request for request in self._requests.values() if request.port is port]:
+            self.abort(request.id)
+
+    def note(self, event: SequenceEvent) -> None:
+        """Turn an event of a step into an update of its user."""
+        request = self._by_uid.get(event.uid)
+        if request is None:
+            return
+        if event.reason is FinishReason.REJECTED:
+            del self._requests[request.id]
+            self._drop(request)
+            self._reject(request.port, request.id, event.detail, 400)
+            return
+        request.port.updates.append(
+            SampleUpdate(
+                request.id,
+                event.uid & 0xFF,
+                event.tokens,
+                REASONS[event.reason] if event.reason else None,
+                event.hidden,
+                event.logprobs,
+                event.prompt_logprobs,
+                request.sequences[0].cached,
+                pooled=event.pooled_C,
+            )
+        )
+        if event.reason is not None:
+            self._ended(request, event.uid)
+
+    def _reject(self, port: Port, id: int, detail: str, status: int) -> None:
+        port.updates.append(SampleUpdate(id, 0, (), REASONS[FinishReason.REJECTED], detail=detail, status=status))
+
+    def _drop(self, request: _EngineRequest) -> None:
+        for seq in request.sequences:
+            if self._by_uid.pop(seq.uid, None) is not None:
+                self._engine.abort(seq.uid)
+
+    def _ended(self, request: _EngineRequest, uid: int) -> None:
+        if self._by_uid.pop(uid, None) is None:
+            return
+        request.left -= 1
+        if not request.left:
+            self._requests.pop(request.id, None)
+
+
+def engine_stats(engine: Engine) -> EngineStats:
+    scheduler, kv, counters = engine.scheduler.stats(), engine.kv.stats(), engine.counters
+    return EngineStats(
+        running=scheduler.running,
+        waiting=scheduler.waiting,
+        preemptions=scheduler.preemptions,
+        steps=counters.steps,
+        prompt_tokens=counters.prompt_tokens,
+        output_tokens=counters.output_tokens,
+        drafted=counters.drafted,
+        accepted=counters.accepted,
+        decode_rows=counters.decode_rows,
+        pages=kv.pages,
+        pages_owned=kv.owned,
+        pages_cached=kv.cached,
+        prefix_queries=counters.entered_tokens,
+        prefix_hits=counters.cached_tokens,
+        evictions=kv.evictions,
+        tokens_owned=kv.owned_tokens,
+        tokens_used=kv.used_tokens,
+    )
+
+
+def perform(engine: Engine, command: Control) -> Reply:
+    """The value is a Future where it takes longer: `answer` with its result when it is done."""
+    operation = _OPERATIONS.get(command.op)
+    if operation is None:
+        return Reply(command.id, error=f"no operation {command.op!r}; there are {', '.join(_OPERATIONS)}")
+    return answer(command.id, lambda: operation(engine, **command.arguments))
+
+
+def answer(id: int, call: Callable[[], Any]) -> Reply:
+    """What it returns, or why it fails."""
+    try:
+        return Reply(id, call())
+    except RequestError as error:
+        return Reply(id, error=str(error), status=error.status)
+    except Exception as error:
+        return Reply(id, error=f"{type(error).__name__}: {error}")
+
+
+def _check(engine: Engine) -> dict[str, Any]:
+    engine.kv.check()
+    return msgspec.to_builtins(msgspec.structs.asdict(engine_stats(engine)))
+
+
+def _figures(engine: Engine) -> dict[str, Any]:
+    return {"counters": dataclasses.asdict(engine.counters), "stats": msgspec.structs.asdict(engine_stats(engine))}
+
+
+def _load_adapter(engine: Engine, name: str, folder: str) -> Future[None]:
+    return engine.load_adapter(name, folder)
+
+
+def _unload_adapter(engine: Engine, name: str) -> None:
+    engine.unload_adapter(name)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "check": _check,
+    "reset_cache": Engine.reset_cache,
+    "figures": _figures,
+    "load_adapter": _load_adapter,
+    "unload_adapter": _unload_adapter,
+}
+
+
+def describe_engine(composition: Composition, engine: Engine, seconds: float) -> EngineInfo:
+    """Describe an engine that has started in `seconds`."""
+    model = composition.part("model")
+    folder = model.target().source(model.config).folder
+    info = engine.info
+    return EngineInfo(
+        model=model.name if folder is None else folder.resolve().name,
+        folder=None if folder is None else str(folder.resolve()),
+        vocab=info.spec.vocab,
+        max_len=info.max_len,
+        max_seqs=composition.engine.max_seqs,
+        device=str(info.device),
+        start_seconds=seconds,
+        embedding=info.spec.embedding,
+        hidden=info.spec.hidden,
+        head=info.spec.head,
+        adapters=dict(engine.adapters),
+        num_pages=dict(info.num_pages),
+        lookahead=info.lookahead,
+        phases=dict(info.phases),
+        notes=list(info.notes),
+    )

@@ -1,0 +1,306 @@
+"""LLM: the Python API. Callers submit from threads or from asyncio; engines deliver from threads of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dovetail.core.compose import compose
+from dovetail.core.compose.wording import words
+from dovetail.core.engine.counters import Counters
+from dovetail.core.errors import RequestError
+from dovetail.core.frontend.client import tokenizer_of
+from dovetail.core.frontend.engines import OneLocalEngine, make_engines
+from dovetail.core.frontend.outputs import Completion, Delta, Generation, Timing, truncate_and_normalize
+from dovetail.core.frontend.request_table import Deliver, NewRequest, OpenRequest
+from dovetail.core.interfaces import EmbeddingSpec, Pooling, Progress, RequestOptions, SamplingParams
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from dovetail.core.compose import Composition
+    from dovetail.core.engine.engine import Engine
+    from dovetail.core.frontend.messages import EngineInfo
+    from dovetail.core.tokenizer import Tokenizer
+
+Prompt = str | Seq[int]
+"""Text, or token ids."""
+
+
+class _Inbox:
+    """Hands what a request brings to the thread that waits for it."""
+
+    def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
+        self._queue: queue.SimpleQueue[tuple[list[Delta], Exception | None, bool]] = queue.SimpleQueue()
+        self._on_done = on_done
+
+    def deliver(self, request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
+        if request.ended and error is None:
+            self._on_done()
+        self._queue.put((deltas, error, request.ended))
+
+    def deltas(self) -> Iterator[Delta]:
+        """Yield deltas until the request is complete. Raises what ended it."""
+        ended = False
+        while not ended:
+            deltas, error, ended = self._queue.get()
+            if error is not None:
+                raise error
+            yield from deltas
+
+
+class LLM:
+    """A running engine.
+
+    `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any override of the command
+    line. A model path that is a folder is read as `model=llama model.path=...`. Use it as a context manager, or
+    `close` it.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        overrides: Seq[str] = (),
+        composition: Composition | None = None,
+        progress: Progress = lambda phase, share: None,
+    ) -> None:
+        if composition is None:
+            chosen = [] if model is None else _model_overrides(model)
+            composition = compose([*chosen, *words(overrides)])
+        self.composition = composition
+        self._engines = make_engines(composition)
+        began = time.perf_counter()
+        self._engines.start(progress)
+        self.start_seconds = time.perf_counter() - began
+        self._table = self._engines.table
+        try:
+            self._tokenizer = self._table.tokenizer = tokenizer_of(self.info)
+        except BaseException:
+            self._engines.close()
+            raise
+
+    @property
+    def info(self) -> EngineInfo:
+        """What has started: device, phases and notes of the start-up, sizes."""
+        return self._engines.info
+
+    @property
+    def engine(self) -> Engine:
+        """The engine in this process. With `engine.dp` > 1 there is none: engines run in processes of their own."""
+        if not isinstance(self._engines, OneLocalEngine) or self._engines.local is None:
+            raise AttributeError(f"engine.dp={self.composition.engine.dp}: no engine runs in this process")
+        return self._engines.local.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer (model.load=dummy without a folder): give token ids")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        on_done: Callable[[], None] = lambda: None,
+        **request: Any,
+    ) -> list[Generation]:
+        """Complete one prompt or many; results in the order of prompts. `on_done` is called as each one completes,
+        from the engine's thread. `request`: priority, user, cache_salt, hints, adapter."""
+        pairs = self._pairs(prompts, params)
+        generations = [
+            _blank(prompt if isinstance(prompt, str) else None, self._encode(prompt), p.n) for prompt, p in pairs
+        ]
+        inboxes = [_Inbox(on_done) for _ in pairs]
+        options = RequestOptions(**request)
+        # Every prompt is checked before the first one runs.
+        opened = self._submit(
+            [
+                NewRequest(generation.prompt_ids, p, options, inbox.deliver)
+                for generation, (_, p), inbox in zip(generations, pairs, inboxes, strict=True)
+            ]
+        )
+        try:
+            for generation, inbox, one in zip(generations, inboxes, opened, strict=True):
+                for delta in inbox.deltas():
+                    _merge(generation, delta)
+                generation.timing, generation.cached_tokens = one.timing, one.cached
+            return generations
+        except BaseException:
+            self._abort(opened)
+            raise
+
+    def embed(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        **request: Any,
+    ) -> NDArray[np.float32]:
+        """One vector a prompt, of the final hidden states: [prompts, dimensions]. What is None is as the checkpoint
+        states it; one that states nothing needs a `pooling`, "last" or "mean". `dimensions` cuts the vectors. `request`
+        as for generate."""
+        stated = self.info.embedding or EmbeddingSpec("last")
+        if pooling is None and self.info.embedding is None:
+            raise RequestError('this checkpoint does not say how it embeds: give pooling="last" or pooling="mean"')
+        size = self.info.hidden
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise ValueError(f"dimensions={dimensions}: this model's embeddings have {size}")
+        pairs = self._pairs(prompts, None)
+        inboxes = [_Inbox() for _ in pairs]
+        options = RequestOptions(**request, pooling=pooling or stated.pooling)
+        opened = self._submit(
+            [
+                NewRequest(self._encode(prompt), params, options, inbox.deliver)
+                for (prompt, params), inbox in zip(pairs, inboxes, strict=True)
+            ]
+        )
+        try:
+            found = [delta.pooled_C for inbox in inboxes for delta in inbox.deltas()]
+        except BaseException:
+            self._abort(opened)
+            raise
+        vectors = np.array(found, np.float32).reshape(len(pairs), size)
+        normalize = stated.normalize if normalize is None else normalize
+        return truncate_and_normalize(vectors, normalize=normalize, dimensions=dimensions)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[Delta]:
+        """Yield deltas as they come. Leaving the iteration early aborts the request."""
+        inbox = _Inbox()
+        opened = self._submit([self._new(prompt, params, request, inbox.deliver)])
+        try:
+            yield from inbox.deltas()
+        finally:
+            self._abort(opened)
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **request: Any
+    ) -> AsyncIterator[Delta]:
+        """The asyncio form of `stream`."""
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[tuple[list[Delta], Exception | None, bool]] = asyncio.Queue()
+
+        def deliver(one: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, (deltas, error, one.ended))
+
+        new = self._new(prompt, params, request, deliver)
+        opened = await asyncio.to_thread(self._submit, [new])
+        try:
+            ended = False
+            while not ended:
+                deltas, error, ended = await inbox.get()
+                if error is not None:
+                    raise error
+                for delta in deltas:
+                    yield delta
+        finally:
+            self._abort(opened)
+
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Generation:
+        """The asyncio form of `generate`, for one prompt."""
+        params = params or SamplingParams()
+        text, ids = (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, tuple(prompt))
+        generation = _blank(text, ids, params.n)
+        async for delta in self.astream(ids, params, **request):
+            _merge(generation, delta)
+        generation.timing.finished = time.perf_counter()
+        return generation
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Read an adapter that requests can then choose (`adapter=name`), while others run. Raises RequestError."""
+        self._engines.load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that run with it go on to their end. Raises RequestError."""
+        self._engines.unload_adapter(name)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Adapters that requests may choose: name -> folder."""
+        return dict(self._engines.adapters)
+
+    @property
+    def counters(self) -> Counters:
+        """Figures since the start, summed over all replicas."""
+        return self._engines.counters
+
+    def close(self) -> None:
+        """Abort what runs, stop the engine, free its memory. Idempotent."""
+        self._engines.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+
+    def _new(
+        self, prompt: Prompt, params: SamplingParams | None, request: Mapping[str, Any], deliver: Deliver
+    ) -> NewRequest:
+        return NewRequest(self._encode(prompt), params or SamplingParams(), RequestOptions(**request), deliver)
+
+    def _pairs(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[tuple[Prompt, SamplingParams]]:
+        many: list[Prompt]
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            many = [prompts]  # type: ignore[list-item]
+        else:
+            many = list(prompts)  # type: ignore[arg-type]
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, Mapping):
+            raise TypeError("params is a SamplingParams or a list of them, not a dict: write SamplingParams(**params)")
+        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise ValueError(f"{len(many)} prompts and {len(each)} SamplingParams: give one for all, or one each")
+        return list(zip(many, each, strict=True))
+
+    def _submit(self, new: Seq[NewRequest]) -> list[OpenRequest]:
+        """Queue all requests between the same two steps of an engine, or none: raises RequestError."""
+        if self._tokenizer is None and any(one.params.stop for one in new):
+            raise RequestError("stop strings need a tokenizer; this model has none (use stop_token_ids)")
+        if self._engines.closed:
+            raise RuntimeError("this LLM is closed")
+        return self._table.submit(*new)
+
+    def _abort(self, opened: Seq[OpenRequest]) -> None:
+        for request in opened:
+            self._table.abort(request)
+
+
+def _blank(prompt: str | None, ids: Seq[int], n: int) -> Generation:
+    return Generation(prompt, tuple(ids), [Completion() for _ in range(n)], Timing(time.perf_counter()))
+
+
+def _merge(generation: Generation, delta: Delta) -> None:
+    if delta.token_ids and not generation.timing.first_token:
+        generation.timing.first_token = time.perf_counter()
+    completion = generation.completions[delta.sample]
+    completion.text += delta.text
+    completion.token_ids += delta.token_ids
+    completion.logprobs += delta.logprobs
+    completion.finish_reason = delta.finish_reason or completion.finish_reason
+    if delta.sample == 0:
+        generation.prompt_logprobs += delta.prompt_logprobs
+
+
+def _model_overrides(model: str) -> list[str]:
+    """A folder becomes a path of the llama component; anything else is the name of a `model` option."""
+    from pathlib import Path
+
+    if Path(model).expanduser().is_dir() or "/" in model:
+        return ["model=llama", f"model.path={Path(model).expanduser()}"]
+    return [f"model={model}"]

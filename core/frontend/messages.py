@@ -1,0 +1,225 @@
+"""What the front-end and the engine process say to each other: msgpack, typed, without pickle.
+
+Both ends come from one installation and are compared before they speak (`identity`), so the messages carry no version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.core.errors import RequestError
+from dovetail.core.interfaces import EmbeddingSpec, RequestOptions, SamplingParams, TokenLogprobs
+
+
+class Add(msgspec.Struct, array_like=True, tag=0):
+    """Queue a request."""
+
+    id: int
+    """Number of the request. Numbers of all requests of an engine rise with their order."""
+    prompt_ids: Sequence[int]
+    params: Any
+    """SamplingParams; on the wire a dict of the fields that were set."""
+    options: RequestOptions
+    """On the wire, `deadline` is in seconds from now."""
+
+
+class Abort(msgspec.Struct, array_like=True, tag=1):
+    """The client is gone."""
+
+    id: int
+
+
+class Finish(msgspec.Struct, array_like=True, tag=2):
+    """A stop string ended one sample after so many output tokens."""
+
+    id: int
+    sample: int
+    tokens: int
+
+
+class Control(msgspec.Struct, array_like=True, tag=3):
+    """Anything rare; answered by a Reply."""
+
+    id: int
+    op: str
+    arguments: dict[str, Any] = {}
+
+
+Command = Add | Abort | Finish | Control
+
+
+class Attach:
+    """Not sent: a user has connected, and its port brings this first."""
+
+
+class Detach:
+    """Not sent: the user of a port is gone."""
+
+
+class SampleUpdate(msgspec.Struct, array_like=True):
+    """What one step brought for one sample."""
+
+    id: int
+    """Number of the request."""
+    sample: int
+    tokens: tuple[int, ...]
+    reason: str | None = None
+    """"stop", "length", "abort" or "rejected"; None while the sample runs."""
+    hidden: bool = False
+    """The last token ended the output and is not part of its text."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached: int = 0
+    """Prompt tokens found in the prefix cache."""
+    detail: str = ""
+    """Why the request was rejected."""
+    status: int = 0
+    """HTTP status of a rejection."""
+    pooled: NDArray[np.float32] | None = None
+    """Embedding of the prompt, not normalized; on the wire float32, little-endian."""
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Counters since the engine started, and the state of the moment."""
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    decode_rows: int = 0
+    pages: int = 0
+    pages_owned: int = 0
+    """By running sequences."""
+    pages_cached: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens of requests that entered."""
+    prefix_hits: int = 0
+    """Of those, found in the prefix cache."""
+    evictions: int = 0
+    tokens_owned: int = 0
+    """Slots of the pages that running sequences own."""
+    tokens_used: int = 0
+    """Of those slots, the ones that hold a key and a value."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV pages that running sequences own."""
+        return self.pages_owned / self.pages if self.pages else 0.0
+
+
+def total(stats: Iterable[EngineStats]) -> EngineStats:
+    """Of several engines together."""
+    return EngineStats(*map(sum, zip(*map(msgspec.structs.astuple, (EngineStats(), *stats)), strict=True)))
+
+
+class StepMessage(msgspec.Struct, array_like=True, tag=0):
+    """The updates of one step. `stats` comes along a few times a second, also with a step that has no updates."""
+
+    updates: list[SampleUpdate]
+    stats: EngineStats | None = None
+    taken: int = 0
+    """Commands of this link that have been carried out."""
+    idle: bool = False
+    """The engine has nothing left to do; silence may follow."""
+
+
+class Reply(msgspec.Struct, array_like=True, tag=1):
+    id: int
+    value: Any = None
+    error: str = ""
+    status: int = 400
+    """HTTP status of an error."""
+
+
+Output = StepMessage | Reply
+
+
+def encode_command(command: Command) -> bytes:
+    """Raises RequestError for values that no message can hold."""
+    if isinstance(command, Add) and command.options.deadline is not None:
+        command = Add(command.id, command.prompt_ids, command.params, _shifted(command.options, -time.perf_counter()))
+    try:
+        return _encoder.encode(command)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        # Integers past 64 bits, half of a surrogate pair or deep nesting: JSON has them, a message does not.
+        raise RequestError(f"a value cannot be sent to the engine: {error}") from None
+
+
+def decode_command(data: bytes) -> Command:
+    command = _command_decoder.decode(data)
+    if isinstance(command, Add) and command.options.deadline is not None:
+        command.options = _shifted(command.options, time.perf_counter())
+    return command
+
+
+def encode_output(message: Output) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_output(data: bytes) -> Output:
+    return _output_decoder.decode(data)
+
+
+def _shifted(options: RequestOptions, seconds: float) -> RequestOptions:
+    assert options.deadline is not None
+    return replace(options, deadline=options.deadline + seconds)
+
+
+def _to_wire(value: object) -> object:
+    if isinstance(value, SamplingParams):
+        return value.model_dump(exclude_unset=True)
+    if isinstance(value, np.ndarray):
+        return value.astype("<f4", copy=False).tobytes()
+    raise TypeError(f"{type(value).__name__} has no form in messages")
+
+
+def _from_wire(kind: type, value: Any) -> object:
+    # The only type of a message that msgspec does not know is the embedding.
+    return np.frombuffer(value, "<f4")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_output_decoder = msgspec.msgpack.Decoder(Output, dec_hook=_from_wire)
+
+
+class EngineInfo(msgspec.Struct):
+    """What a front-end needs to know of an engine that is ready to serve."""
+
+    model: str
+    """The name of the model's folder, or of its component where it has none."""
+    folder: str | None
+    """Where tokenizer and chat template lie."""
+    vocab: int
+    max_len: int
+    """Tokens of a sequence, prompt and output."""
+    max_seqs: int
+    device: str
+    start_seconds: float
+    embedding: EmbeddingSpec | None
+    """What the checkpoint says of its embeddings."""
+    hidden: int
+    """Numbers in one."""
+    head: bool
+    """It can generate."""
+    notes: list[str]
+    """Slower paths that were chosen."""
+    adapters: dict[str, str] = {}
+    """Loaded at start-up: name -> folder."""
+    num_pages: dict[int, int] = {}
+    """KV pages by group."""
+    lookahead: int = 0
+    """Draft tokens per step."""
+    phases: dict[str, float] = {}
+    """Start-up seconds by phase."""
