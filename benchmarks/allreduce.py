@@ -168,19 +168,30 @@ def time_argmax(collective: SymmMemCollective, name: str, rows: int) -> float:
     return seconds
 
 
-@torch.inference_mode()
 def run_rank(rank: int, address: str, args: argparse.Namespace) -> None:
-    """Time all cases. The first rank prints and writes the results."""
     began = time.perf_counter()
     ranks = args.emulate or args.ranks
     collective = emulated_ranks.connect(rank, ranks, address, emulated=bool(args.emulate), algorithm="sharded")
     collective.barrier()
+    with torch.inference_mode():
+        time_cases(collective, args, round(time.perf_counter() - began, 2))
+    if args.emulate:
+        # Emulated ranks are fewer than the collective expects, and would not end together.
+        sys.stdout.flush()
+        os._exit(0)
+    collective.barrier()
+    collective.close()
+
+
+def time_cases(collective: SymmMemCollective, args: argparse.Namespace, connected: float) -> None:
+    """Time all cases. The first rank prints and writes the results."""
+    rank = collective.rank
     record: dict[str, Any] = {
-        "ranks": ranks,
+        "ranks": collective.size,
         "gpus": args.ranks,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "connected": round(time.perf_counter() - began, 2),
+        "connected": connected,
         "cases": [],
     }
     for columns, kind, name, rows in emulated_cases(args.emulate) if args.emulate else cases(args.columns):
@@ -204,12 +215,6 @@ def run_rank(rank: int, address: str, args: argparse.Namespace) -> None:
         print(f"\nalgorithms that start-up would choose, measured in {record['seconds']} s: {tables}", flush=True)
         if args.out is not None:
             args.out.write_text(json.dumps(record, indent=1) + "\n")
-    if args.emulate:
-        # Emulated ranks are fewer than the collective expects, and would not end together.
-        sys.stdout.flush()
-        os._exit(0)
-    collective.barrier()
-    collective.close()
 
 
 def tables_of(found: list[dict[str, Any]]) -> Iterator[str]:
