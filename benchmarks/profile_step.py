@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dovetail import SamplingParams
 from dovetail.core.compose import compose
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import Sequence
 
 STEPS = 40
@@ -199,8 +199,7 @@ def main(argv: list[str]) -> None:
         from emulated_ranks import emulate
 
         composition = emulate(composition)
-    engine = Engine(composition)
-    engine.start()
+    engine = start_engine(composition)
     for rows in args.rows:
         if args.clock:
             seconds, steps = clocked(engine, rows, args.context)
