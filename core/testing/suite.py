@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -36,6 +37,13 @@ def _parameters(test: Callable[..., object]) -> Iterator[dict[str, Any]]:
     axes = [[{mark.args[0]: value} for value in mark.args[1]] for mark in marks]
     for choice in itertools.product(*axes):
         yield {name: value for part in choice for name, value in part.items()}
+
+
+def assert_torch_free(module: str) -> None:
+    """Assert that importing a module does not import torch."""
+    code = f"import sys, {module}; raise SystemExit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr or f"importing {module} must not import torch"
 
 
 def lines_run(call: Callable[[], object]) -> int:
