@@ -26,8 +26,8 @@ import torch
 import triton
 
 from dovetail.core.compose import compose
-from dovetail.core.engine.runner import Runner
 from dovetail.core.testing.no_gpu import no_gpu
+from dovetail.core.worker.runner import Runner
 
 
 @dataclass

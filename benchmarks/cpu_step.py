@@ -34,11 +34,7 @@ from typing import Any
 import torch
 
 from dovetail.core.compose import EngineConfig
-from dovetail.core.engine.encoding import encode_blob, encode_plan
 from dovetail.core.engine.engine import Engine
-from dovetail.core.engine.graphs import StepGraphs
-from dovetail.core.engine.mirror import PlanMirror
-from dovetail.core.engine.runner import Runner
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
@@ -55,9 +51,13 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepResult,
 )
+from dovetail.core.parallel.encoding import encode_blob, encode_plan
+from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.testing.executor import small_composition
 from dovetail.core.testing.reference import build
 from dovetail.core.testing.toy import SPEC, VOCAB, ToyComposition
+from dovetail.core.worker.graphs import StepGraphs
+from dovetail.core.worker.runner import Runner
 
 PAGE = 16
 PROMPT, SHARED, OUTPUT = 512, 256, 256
@@ -75,7 +75,7 @@ class InstantDevice(Executor):
 
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running
-        self._mirror = PlanMirror()
+        self._mirror = SlotLedger()
         self._plans: deque[StepPlan] = deque()
 
     def start(self, progress: Progress) -> ExecutorInfo:
@@ -113,7 +113,7 @@ class OneRank(Executor):
 
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running
-        self._mirror = PlanMirror()
+        self._mirror = SlotLedger()
         self._in_flight = 0
 
     def start(self, progress: Progress) -> ExecutorInfo:

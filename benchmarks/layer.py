@@ -35,11 +35,11 @@ import torch.nn.functional as F
 
 from dovetail.core.interfaces import PLAIN
 from dovetail.core.ops import rms_norm, silu_and_mul
-from dovetail.core.ops.choose import MOST_ROWS, choose
 from dovetail.core.ops.kernels.launch import keep_shared_memory
 from dovetail.core.ops.matmul import MOST_UNSCALED
-from dovetail.core.ops.measured import MEASURED
+from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MatmulTile
+from dovetail.core.ops.tuned_tiles import MEASURED
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.symm_mem.collective import COLUMNS, SymmMemCollective
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN

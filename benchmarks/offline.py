@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail import Composition, ConfigError, DovetailError, compose
-from dovetail.core.engine.host import detect_host
+from dovetail.core.host import detect_host
 from dovetail.core.interfaces import ModelSpec, TimedRequest, WorkloadContext
 from dovetail.plugins.app.bench.metrics import per_token_of_run
 from dovetail.plugins.app.plan.memory import CONTEXT_BYTES, make_plan

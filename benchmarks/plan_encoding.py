@@ -19,10 +19,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
-from dovetail.core.engine.encoding import decode_plan, encode_plan
-from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.interfaces import Join, Row, RowFlag, StepPlan
+from dovetail.core.parallel.encoding import decode_plan, encode_plan
 from dovetail.core.parallel.ring import RingReader, RingWriter
+from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.plugins.executor.config import MultiprocConfig
 
 WARM_UP = 50
@@ -89,7 +89,7 @@ def measure(rows: int, readers: Sequence[int], plans: int, gaps: Sequence[float]
     plan = decode_step(rows)
     data = encode_plan(plan)
     assert decode_plan(data) == (plan, 0)
-    mirror = PlanMirror()
+    mirror = SlotLedger()
     mirror.apply(StepPlan(0, [], joins=[Join(row.slot, row.uid, row.epoch, 0) for row in plan.rows]))
     print(f"{rows} decode rows, {len(data)} bytes, us; of the ring median (p99)")
     print(f"  encode  {best_us(lambda: encode_plan(plan)):7.1f}")

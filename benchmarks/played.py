@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from dovetail.core.compose import Composition
 from dovetail.core.compose.selected import Selected
-from dovetail.core.engine.runner import Runner as OneRank
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import ActFormat
+from dovetail.core.worker.runner import Runner as OneRank
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import kernels, mailbox, reduce, sharded_kernels
 from dovetail.plugins.collective.symm_mem.collective import COLUMNS, SymmMemCollective

@@ -10,7 +10,7 @@ import argparse
 import torch
 import triton
 
-from dovetail.core.engine.sampler import SampleParams, sample
+from dovetail.core.worker.sampler import SampleParams, sample
 
 WAYS = {
     "greedy": {},

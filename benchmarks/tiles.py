@@ -1,4 +1,4 @@
-"""Makes core/ops/measured.py of what products.py and layer.py measured.
+"""Makes core/ops/tuned_tiles.py of what products.py and layer.py measured.
 
 python benchmarks/tiles.py products.json [more.json ...]
 
@@ -13,12 +13,12 @@ from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 
-from dovetail.core.ops.measured import MEASURED
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tuned_tiles import MEASURED
 
 Key = tuple[str, str, int, int]
 
-TABLE = Path(__file__).parents[1] / "core/ops/measured.py"
+TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.py"
 HEAD = '''"""The quickest cuts of products, from benchmarks/products.py and layer.py; tiles.py wrote this file."""
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class Choice:
         self._stated: dict[str, Capabilities] = {}
         self.facts: dict[str, object] = {}
         if part is not None and kind == "model":
-            from dovetail.core.engine.host import model_facts
+            from dovetail.core.host import model_facts
 
             self.facts = dict(model_facts(part.target().spec(part.config)))
 

@@ -20,7 +20,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
 
 
-CLOCKED = ("server", "tp", "contract/collective", "contract/executor", "unit/serving", "unit/executor", "unit/parallel")
+CLOCKED = (
+    "server",
+    "tp",
+    "contract/collective",
+    "contract/executor",
+    "unit/serving",
+    "unit/frontend",
+    "unit/executor",
+    "unit/parallel",
+)
 """Folders whose tests wait for other processes, which a machine that others use can hold up for longer than any
 deadline worth having. A failure there is tried once more, and both tries are reported."""
 

@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.core.errors import ConfigError, RequestError
-from dovetail.core.interfaces import Adapters, Executor, Resource, Sequence
+from dovetail.core.interfaces import Executor, Resource, Sequence
 
 if TYPE_CHECKING:
-    import torch
-
     from dovetail.core.compose import Composition
 
 log = logging.getLogger(__name__)
-
-
-@contextmanager
-def adapting(adapters: Adapters | None, adapter_S: torch.Tensor, slots_T: torch.Tensor) -> Iterator[None]:
-    """Around the layers of a step: each token's adapter is that of its sequence's slot. None = no row has one."""
-    if adapters is None:
-        yield
-        return
-    adapters.slots_T = adapter_S[slots_T]
-    try:
-        yield
-    finally:
-        adapters.slots_T = None
 
 
 _LONGEST_NAME = 256

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from dovetail.core.interfaces import Row, RowFlag, RowResult, StepPlan, StepResult
+from dovetail.core.interfaces import Observer, Row, RowResult, StepPlan, StepRecord, StepResult
+from dovetail.core.interfaces.plan import DECODE
 
-_DECODE = int(RowFlag.DECODE)
-"""A plain number: `&` of an enum costs half a microsecond, and a step asks every row."""
 _DRAFT, _TOKENS = itemgetter(Row._fields.index("draft")), itemgetter(RowResult._fields.index("tokens"))
 
 
@@ -56,7 +56,7 @@ class Counters:
     def finish_step(self, plan: StepPlan, result: StepResult, lookahead: int) -> StepCounts:
         """`lookahead`: most drafts of a row; 0 = speculation off."""
         # Decode rows come first. What follows is one pass in C each: a step asks every row.
-        decodes = bisect_left(plan.rows, True, key=lambda row: not row.flags & _DECODE)
+        decodes = bisect_left(plan.rows, True, key=lambda row: not row.flags & DECODE)
         drafted = sum(map(_DRAFT, plan.rows)) if lookahead else 0
         accepted = sum(max(len(row.tokens) - 1, 0) for row in result.rows[:decodes]) if drafted else 0
         sampled = sum(map(len, map(_TOKENS, result.rows)))
@@ -67,3 +67,29 @@ class Counters:
         self.decode_rows += decodes
         self.device_seconds += result.device_seconds
         return StepCounts(sampled, drafted, accepted)
+
+
+log = logging.getLogger(__name__)
+
+
+class Observers(dict[str, Observer]):
+    """By name."""
+
+    def step(self, record: StepRecord) -> None:
+        for name, observer in list(self.items()):
+            try:
+                observer.step(record)
+            except Exception:
+                log.exception("observer %s failed and was removed", name)
+                _close(name, self.pop(name))
+
+    def close(self) -> None:
+        for name, observer in self.items():
+            _close(name, observer)
+
+
+def _close(name: str, observer: Observer) -> None:
+    try:
+        observer.close()
+    except Exception:
+        log.exception("observer %s failed to close", name)

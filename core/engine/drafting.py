@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from dovetail.core.interfaces import CostModel, RowFlag, RowWork, StepPlan, StepResult
-
-DECODE = int(RowFlag.DECODE)
+from dovetail.core.interfaces import CostModel, RowWork, StepPlan, StepResult
+from dovetail.core.interfaces.plan import DECODE
 
 MEMORY = 64
 """Rows after which what was counted before weighs half."""

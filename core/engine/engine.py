@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.core.engine.adapters import AdapterTable
+from dovetail.core.engine.checks import check_fit, exact_lengths
 from dovetail.core.engine.cost import bind_cost
-from dovetail.core.engine.counters import Counters
-from dovetail.core.engine.fit import check_fit, exact_lengths
+from dovetail.core.engine.counters import Counters, Observers
 from dovetail.core.engine.grammars import Grammars, build_grammars
-from dovetail.core.engine.intake import Intake
-from dovetail.core.engine.observers import Observers
-from dovetail.core.engine.pace import Pace
+from dovetail.core.engine.launch_timer import LaunchTimer
 from dovetail.core.engine.pooling import Pooler
+from dovetail.core.engine.requests import RequestBuilder
 from dovetail.core.engine.results import Results, SequenceEvent, ended_event
 from dovetail.core.interfaces import (
     Blobs,
@@ -31,7 +30,6 @@ from dovetail.core.interfaces import (
     LateInputs,
     Pooling,
     Progress,
-    RowFlag,
     SamplingParams,
     SchedulerContext,
     SchedulerLimits,
@@ -40,12 +38,10 @@ from dovetail.core.interfaces import (
     StepRecord,
     StepResult,
 )
+from dovetail.core.interfaces.plan import LATE, SAMPLE
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
-
-SAMPLE, LATE = int(RowFlag.SAMPLE), int(RowFlag.LATE)
-"""Plain numbers: `&` of an enum costs half a microsecond, and a step asks every row."""
 
 
 @dataclass(slots=True)
@@ -59,7 +55,7 @@ class _Launched:
     follows: bool = False
     """There was work ever since the plan before: if the device was idle between them, it waited for the host."""
     put_off: bool = False
-    """It was launched later than it could have been (Engine.spare)."""
+    """It was launched later than it could have been (Engine.launch_delay)."""
 
 
 class Engine:
@@ -73,7 +69,7 @@ class Engine:
         self._grammars: Grammars | None = None
         self._pooler = Pooler()
         self.observers = Observers()
-        self._pace = Pace() if composition.engine.late_launch else None
+        self._launch_timer = LaunchTimer() if composition.engine.late_launch else None
         self._steps = 0
         self._had_work = False
         """Since the plan launched last."""
@@ -104,7 +100,7 @@ class Engine:
             self.cost = bind_cost(composition, info.spec, info.device)
             drafter = composition.build("spec_decode")
             self._host_drafter = drafter if drafter.needs_host_tokens else None
-            self._intake = Intake(composition, info.spec, info.max_len)
+            self._intake = RequestBuilder(composition, info.spec, info.max_len)
             observers = composition.many("observer") if "observer" in composition.parts else {}
             self.observers.update({name: part.build() for name, part in observers.items()})
             # A row that sits a step out is shorter than plans in flight count on: no good where that count decides.
@@ -225,13 +221,13 @@ class Engine:
 
     # Steps.
 
-    def spare(self) -> float:
+    def launch_delay(self) -> float:
         """Seconds for which the next call of `step` is to wait, while the device has enough to do: requests that come
         meanwhile are in the plan that it launches. 0 where nobody who came could be in it, where the time is not known,
         and without `engine.late_launch`."""
-        if self._pace is None or len(self._launched) != 1 or self._grammars:
+        if self._launch_timer is None or len(self._launched) != 1 or self._grammars:
             return 0.0
-        return self._pace.spare(time.perf_counter()) if len(self._sequences) < self.limits.max_seqs else 0.0
+        return self._launch_timer.delay(time.perf_counter()) if len(self._sequences) < self.limits.max_seqs else 0.0
 
     def step(self) -> list[SequenceEvent]:
         """Launch one plan. Or take one result: when `depth` are in flight, nothing can be launched, or the newest plan
@@ -282,7 +278,7 @@ class Engine:
         self.counters.schedule_seconds += decided - began
         submitted = time.perf_counter()
         self.counters.submit_seconds += submitted - decided
-        put_off = self._pace is not None and self._pace.launched(plan, submitted - began)
+        put_off = self._launch_timer is not None and self._launch_timer.launched(plan, submitted - began)
         self._launched.append(_Launched(plan, decided - began, late, bool(late), self._had_work, put_off))
         self._had_work = True
         return True
@@ -352,10 +348,10 @@ class Engine:
         for uid, keep_len, reason in ended:
             self.finish(uid, keep_len, reason)
         self._record(launched, result)
-        if self._pace is not None:
+        if self._launch_timer is not None:
             left = self._launched[0].plan if self._launched else None
             put_off = launched.put_off and launched.follows
-            self._pace.took(launched.plan, result, put_off, came - began, came, left)
+            self._launch_timer.observe(launched.plan, result, put_off, came - began, came, left)
         self.counters.update_seconds += time.perf_counter() - came
         return events
 

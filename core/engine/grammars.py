@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     FinishReason,
@@ -105,7 +106,7 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler, vocabulary: Vocabulary, patience: float) -> None:
         """`patience`: seconds that a step waits for a mask when others could go on without it."""
         self._compiler, self._patience = compiler, patience
-        self._words = -(-vocabulary.size // 32)
+        self._words = ceil_div(vocabulary.size, 32)
         self._not_eos_W = ~self._bits(vocabulary.eos_ids)
         self._compiled: OrderedDict[Grammar, Future[_Compiled]] = OrderedDict()
         self._compiling: list[_Compiling] = []

@@ -23,7 +23,6 @@ from dovetail.core.interfaces import (
     PageOp,
     Reservation,
     Row,
-    RowFlag,
     RowResult,
     Scheduler,
     SchedulerContext,
@@ -34,9 +33,7 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepResult,
 )
-
-SAMPLE = int(RowFlag.SAMPLE)
-DECODE = int(RowFlag.SAMPLE | RowFlag.DECODE)
+from dovetail.core.interfaces.plan import DECODE_AND_SAMPLE, SAMPLE
 
 _new = tuple.__new__
 _COMPUTED = attrgetter("computed")
@@ -242,7 +239,7 @@ class PolicyScheduler(Scheduler):
             seq.max_len += count
             seq.inflight += 1
             # tuple.__new__ skips the Python frame that NamedTuple's constructor costs for each row.
-            append(_new(Row, (seq.slot, seq.uid, seq.epoch, count, upto, draft, DECODE)))
+            append(_new(Row, (seq.slot, seq.uid, seq.epoch, count, upto, draft, DECODE_AND_SAMPLE)))
             budget -= count
         step.budget = budget
 

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from dovetail.core.engine.batch import SAMPLE, Rows
 from dovetail.core.interfaces import Row, RowResult, Sequence, StepPlan
+from dovetail.core.interfaces.plan import SAMPLE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from dovetail.core.engine.device_state import DeviceState
-
-
-def pooled_states(
-    rows: Rows, starts: Seq[int], state: DeviceState, states_TC: torch.Tensor
-) -> tuple[list[int], torch.Tensor] | None:
-    """Which rows have a RowResult.pooled_C, and those, float32. `starts`: index of each row's first token."""
-    if state.unusual.pooling.isdisjoint(rows.slots):
-        return None
-    places, found = [], []
-    for i, slot in enumerate(rows.slots):
-        if slot not in state.unusual.pooling:
-            continue
-        request, end = state.slots[slot].blob.request, starts[i] + rows.counts[i]
-        if request.pooling == "mean":
-            found.append(states_TC[starts[i] : end].sum(0, dtype=torch.float32))
-        elif rows.bounds[i] == len(request.prompt_ids):
-            found.append(states_TC[end - 1].float())
-        else:
-            continue
-        places.append(i)
-    return (places, torch.stack(found)) if found else None
 
 
 class Pooler:

@@ -28,7 +28,7 @@ class Collective(ABC):
     On CUDA a call enqueues on the current stream. That may be another one than the last call's, which is done before
     anything of this one begins there."""
 
-    beside = False
+    overlapped = False
     """Set by the engine, on every rank alike, while products of other tokens run beside the calls
     (`engine.overlap_tokens`): a component does well to take few multiprocessors from them. Meanwhile the
     bundle that `boundary` makes of a Partial may be overwritten by the second such call from there."""

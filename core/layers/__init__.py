@@ -1,12 +1,12 @@
 """Parallel layers as plain objects: each owns its tensors, lists the checkpoint tensors it takes, and is called."""
 
 from dovetail.core.layers.embedding import LMHead, VocabParallelEmbedding, VocabTable
-from dovetail.core.layers.interleave import run_layers
 from dovetail.core.layers.kv_scales import KVScales
 from dovetail.core.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel, local_heads
 from dovetail.core.layers.norm import LayerNorm, RMSNorm
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.rotary import build_rope
+from dovetail.core.layers.run import run_layers
 from dovetail.core.layers.weights import Weight, dummy_weights, load_weights
 
 __all__ = [

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.interfaces import BuildContext
 from dovetail.core.layers.weights import Weight
@@ -22,7 +23,7 @@ class VocabTable:
 
     def __init__(self, name: str, build: BuildContext, vocab: int, channels: int) -> None:
         self.name, self.vocab, self.collective = name, vocab, build.collective
-        rows = -(-vocab // build.collective.size)
+        rows = ceil_div(vocab, build.collective.size)
         self.start = min(build.collective.rank * rows, vocab)
         self.stop = min(self.start + rows, vocab)
         self.weight_VC = torch.zeros(rows, channels, dtype=build.dtype, device=build.device)

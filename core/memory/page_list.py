@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import KVGroup
 
 
@@ -48,7 +49,7 @@ class PageList:
 
     def count(self, tokens: int) -> int:
         """Pages that so many tokens fill, the last one perhaps partly."""
-        return -(-tokens // self.page_tokens)
+        return ceil_div(tokens, self.page_tokens)
 
     def private(self, page: int) -> bool:
         """Whether its one owner may write to it."""

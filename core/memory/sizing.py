@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import CapacityError
 from dovetail.core.interfaces import KVGroup
 
 
 def page_count(group: KVGroup, tokens: int) -> int:
     """Pages of one sequence of so many tokens."""
-    return -(-tokens // group.page_tokens)
+    return ceil_div(tokens, group.page_tokens)
 
 
 def wanted_tokens(

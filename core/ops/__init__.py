@@ -1,6 +1,6 @@
 """Fused operations between matrix products: one function each, with a torch reference and a Triton kernel.
 
-CPU tensors take the reference, CUDA tensors the kernel. `notes()` lists what had to run unfused.
+CPU tensors take the reference, CUDA tensors the kernel. Start-up notes name what runs unfused.
 """
 
 from dovetail.core.ops.activations import gelu
@@ -11,7 +11,6 @@ from dovetail.core.ops.kv_write import rope_kv_write
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.matmul import matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.norm import rms_norm
-from dovetail.core.ops.unfused import notes
 
 __all__ = [
     "apply_bitmask",
@@ -19,7 +18,6 @@ __all__ = [
     "gelu",
     "layer_norm",
     "matmul",
-    "notes",
     "rms_norm",
     "rope_kv_write",
     "scaled_matmul",

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
-from dovetail.core.ops.unfused import note
+from dovetail.core.startup_notes import note
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def why_unfused(fmt: ActFormat) -> str | None:
 
 def scales_of_row(fmt: ActFormat, columns: int) -> int:
     """That its encoding finds; 0 = none, or one that is known before."""
-    return -(-columns // fmt.group) if isinstance(fmt.group, int) else int(fmt.group == "token")
+    return ceil_div(columns, fmt.group) if isinstance(fmt.group, int) else int(fmt.group == "token")
 
 
 def plan_emit(emit: tuple[ActFormat, ...]) -> EmitPlan:

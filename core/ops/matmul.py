@@ -13,7 +13,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.ops.choose import MOST_ROWS, choose
+from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MatmulTile
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def _begins_early(*capability: int) -> bool:
     if capability != HOPPER:
         return False
     try:
-        from dovetail.core.ops.kernels import early  # noqa: F401
+        from dovetail.core.ops.kernels import prefetch_matmul  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning(
             "products of few rows go to the library or to the kernel for all GPUs, and a step takes up "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dovetail.core.arithmetic import ceil_div
+
 MOST_SHARED_TILES = 512
 """Tiles whose blocks several programs share, at most: each needs a counter."""
 
@@ -40,9 +42,9 @@ class MatmulTile:
 
     def launch(self, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int, int]:
         """(tiles along tokens, tiles, blocks of a tile, programs)."""
-        t_tiles = -(-tokens // self.tokens)
-        tiles = t_tiles * -(-outputs // self.outputs)
-        blocks = -(-inputs // self.inputs)
+        t_tiles = ceil_div(tokens, self.tokens)
+        tiles = t_tiles * ceil_div(outputs, self.outputs)
+        blocks = ceil_div(inputs, self.inputs)
         programs = min(self.programs, tiles * blocks) or tiles * min(self.split, blocks)
         return t_tiles, tiles, blocks, programs
 

@@ -10,12 +10,12 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from dovetail.core.engine.encoding import decode_blob, decode_late, decode_plan
-from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.interfaces import JoinBlob
 from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.encoding import decode_blob, decode_late, decode_plan
 from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.core.parallel.ring import RingReader
+from dovetail.core.parallel.slot_ledger import SlotLedger
 
 _TELL_SECONDS = 1.0
 """Between two words that a phase goes on."""
@@ -63,7 +63,7 @@ class _Worker:
         runner.close()
 
     def _serve(self) -> None:
-        mirror = PlanMirror()
+        mirror = SlotLedger()
         while True:
             message = self.plans.recv(self._idle)
             if message == CONTROL:

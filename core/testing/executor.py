@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Composition, compose
-from dovetail.core.engine.runner import Runner
 from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import (
     Executor,
@@ -37,6 +37,7 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepResult,
 )
+from dovetail.core.worker.runner import Runner
 
 SLOTS, MAX_LEN, PAGE, VOCAB = 4, 64, 16, 97
 PAGES_PER_SLOT = MAX_LEN // PAGE
@@ -113,7 +114,7 @@ class Script:
             blobs[join.uid, join.epoch] = JoinBlob(request.prompt_ids, request, 0, 0 if key else -1)
         self.steps.append((plan, blobs))
         if masks is not None:
-            bits = np.zeros((len(masks), -(-VOCAB // 32)), np.uint32)
+            bits = np.zeros((len(masks), ceil_div(VOCAB, 32)), np.uint32)
             for m, tokens in enumerate(masks.values()):
                 for token in tokens:
                     bits[m, token // 32] |= np.uint32(1 << token % 32)

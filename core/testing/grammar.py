@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher, Vocabulary
 
@@ -170,7 +171,7 @@ class GrammarContract:
     def allowed(self, matcher: Matcher, poison: int = 0) -> set[int]:
         """Return the tokens that the mask allows, without end-of-sequence tokens."""
         size = vocabulary()[0].size
-        mask_W = np.full(-(-size // 32), poison, np.uint32)
+        mask_W = np.full(ceil_div(size, 32), poison, np.uint32)
         matcher.mask(mask_W)
         flags = np.unpackbits(mask_W.astype("<u4").view(np.uint8), bitorder="little")[:size]
         return set(np.flatnonzero(flags).tolist()) - {EOS, OTHER_EOS}

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, PageOpKind, Reservation
 from dovetail.core.testing.kv_machine import make_kv_state_machine
 from dovetail.core.testing.kv_model import (
@@ -126,7 +127,8 @@ class KVAllocatorContract:
         kv = self._make(layout)
         pages = owned_pages(reserve(kv, sequence(1, 1), layout.capacity))
         for group in layout.groups:
-            given, count, last = pages[group.id], -(-layout.capacity // group.page_tokens), layout.num_pages[group.id]
+            count, last = ceil_div(layout.capacity, group.page_tokens), layout.num_pages[group.id]
+            given = pages[group.id]
             assert len(set(given)) == len(given) == count, f"group {group.id}: expected {count} pages, got {given}"
             assert set(given) <= set(range(1, last + 1)), f"group {group.id} has pages 1 to {last}, got {given}"
 
@@ -155,7 +157,7 @@ class KVAllocatorContract:
             so_far = [entry for reservation in made[: number + 1] for entry in reservation.entries]
             for group in layout.groups:
                 indices = [index for group_id, index, _ in so_far if group_id == group.id]
-                assert indices == list(range(-(-upto // group.page_tokens))), f"table indices up to token {upto}"
+                assert indices == list(range(ceil_div(upto, group.page_tokens))), f"table indices up to token {upto}"
         assert made[2] == made[3] == Reservation(), "reserving what is reserved must return an empty Reservation"
         before = kv.stats()
         for _ in range(layout.stride):
@@ -357,7 +359,7 @@ class KVAllocatorContract:
         mine = owned_pages(reserve(kv, parent, 3 * layout.stride))
         shared = owned_pages(kv.fork(parent, child, layout.stride + 1))
         for group in layout.groups:
-            expected = mine[group.id][: -(-(layout.stride + 1) // group.page_tokens)]
+            expected = mine[group.id][: ceil_div(layout.stride + 1, group.page_tokens)]
             assert shared[group.id] == expected, f"group {group.id}: pages that fork shares"
         start = 0 if self.contiguous else -1
         copied = {(group, page) for group, pages in shared.items() for page in pages[start:]}
@@ -412,7 +414,7 @@ class KVAllocatorContract:
         kv, seq = self._make(layout), sequence(1, 12 * layout.stride)
         limits = {group.id: kv.pages_needed(len(seq.tokens), ahead=3)[group.id] for group in layout.groups}
         for group in layout.groups:
-            enough = -(-(group.window + 3 + 2 * group.page_tokens) // group.page_tokens)
+            enough = ceil_div(group.window + 3 + 2 * group.page_tokens, group.page_tokens)
             whole = 0 if group.window else len(seq.tokens) // group.page_tokens
             assert limits[group.id] <= enough or limits[group.id] == whole, f"pages_needed is too large for {group}"
         kv = self.make(layout.groups, limits)
@@ -422,7 +424,7 @@ class KVAllocatorContract:
             fits = kv.reserve(seq, upto) is not None
             assert fits, f"reserve({upto}) failed with the pages that pages_needed gave, {limits}: {kv.stats()}"
             kv.publish(seq, upto)
-            held = sum(-(-upto // group.page_tokens) - group.pages_behind(upto - 1) for group in layout.groups)
+            held = sum(ceil_div(upto, group.page_tokens) - group.pages_behind(upto - 1) for group in layout.groups)
             owned = kv.stats().owned
             assert owned == held, f"{upto} tokens are published: expected {held} owned pages, got {owned}"
             kv.check()
@@ -438,7 +440,7 @@ class KVAllocatorContract:
         pages = owned_pages(reserve(kv, sequence(1, 20), 3, ahead=20))
         for group in layout.groups:
             upto = 3 if group.window and self.slides else 20
-            expected = -(-upto // group.page_tokens)
+            expected = ceil_div(upto, group.page_tokens)
             assert len(pages[group.id]) == expected, f"group {group.id}: pages of reserve(3, ahead=20)"
         kv.check()
 

@@ -15,6 +15,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import Hit, KVAllocator, KVGroup
 from dovetail.core.testing.kv_model import GARBAGE, LAYOUTS, SLIDING, Layout, Prefixes, ShadowMemory, TokenSequence
 
@@ -340,11 +341,11 @@ class KVMachine(RuleBasedStateMachine):
         """Whether some group lacks pages, copies of shared pages that may be written included."""
         for group in self.layout.groups:
             owners, table = self.memory.owners(group.id), self.memory.tables[run.seq.uid][group.id]
-            wanted = -(-upto // group.page_tokens)
+            wanted = ceil_div(upto, group.page_tokens)
             if self.contiguous:
                 free = (page not in owners for page in range(1, self.layout.num_pages[group.id] + 1))
                 longest = max((len(list(same)) for is_free, same in groupby(free) if is_free), default=0)
-                if longest < -(-max(upto, run.seq.limit) // group.page_tokens):
+                if longest < ceil_div(max(upto, run.seq.limit), group.page_tokens):
                     return True
                 continue
             shared = sum(owners[page] > 1 for page in table[run.written // group.page_tokens : wanted])
@@ -356,7 +357,7 @@ class KVMachine(RuleBasedStateMachine):
         contents = self.prefixes.of(run.seq.salt, tokens)[start:] + [GARBAGE] * garbage
         for group in self.layout.groups:
             table, owners = self.memory.tables[run.seq.uid][group.id], self.memory.owners(group.id)
-            end = -(-(start + len(contents)) // group.page_tokens)
+            end = ceil_div(start + len(contents), group.page_tokens)
             assert end <= len(table), f"group {group.id}: no page is reserved for position {start + len(contents) - 1}"
             shared = [page for page in table[start // group.page_tokens : end] if owners[page] > 1]
             assert not shared, f"group {group.id}: sequence {run.seq.uid} would write to shared pages {shared}"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, PageEntry, PageOp, PageOpKind, Reservation
 
 
@@ -131,7 +132,7 @@ class ShadowMemory:
         for group in self.layout.groups:
             table, size = self.tables[uid][group.id], group.page_tokens
             read: list[int | None] = []
-            for page in table[: -(-len(contents) // size)]:
+            for page in table[: ceil_div(len(contents), size)]:
                 read += self._device.get((group.id, page), [None] * size)
             first = max(len(contents) - group.window + 1, 0) if group.window else 0
             bad = next((p for p in range(first, len(contents)) if p >= len(read) or read[p] != contents[p]), None)
@@ -153,7 +154,7 @@ class ShadowMemory:
 
     def trim(self, uid: int, length: int) -> None:
         for group in self.layout.groups:
-            del self.tables[uid][group.id][-(-length // group.page_tokens) :]
+            del self.tables[uid][group.id][ceil_div(length, group.page_tokens) :]
 
     def drop(self, uid: int) -> None:
         self.tables.pop(uid, None)

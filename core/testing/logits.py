@@ -11,8 +11,8 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
-from dovetail.core.engine.encoding import decode_blob, encode_blob
 from dovetail.core.interfaces import JoinBlob, LogitsContext, LogitsProcessor, Request, SamplingParams
+from dovetail.core.parallel.encoding import decode_blob, encode_blob
 from dovetail.core.testing.host_sync import NoHostSync
 
 Row = tuple[int, list[int]]

@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.core.engine.overlap import OverlappedForward
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
@@ -51,6 +50,7 @@ from dovetail.core.testing.model_driver import Alone, Driver, Lazy, build_contex
 from dovetail.core.testing.numeric import assert_near, fresh, poisoned_memory, same_bits, seed_note
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.core.testing.reference import build as build_component
+from dovetail.core.worker.two_batch_overlap import OverlappedForward
 
 __all__ = ["ModelContract"]
 
@@ -554,18 +554,18 @@ class Handed(Alone):
 
 
 class TwoPlaces(Alone):
-    """Single rank that overwrites a boundary's output at the second next call, as permitted by `Collective.beside`."""
+    """Single rank that overwrites a boundary's output at the second next call, as `Collective.overlapped` permits."""
 
     def __init__(self, config: object) -> None:
         super().__init__(config)
         self.given: list[Bundle] = []
 
     def boundary(self, x: torch.Tensor | Partial, *args: Any) -> tuple[Bundle, torch.Tensor]:
-        if self.beside and isinstance(x, Partial):
+        if self.overlapped and isinstance(x, Partial):
             for item in self.given[-2].items if len(self.given) > 1 else ():
                 item.values.fill_(float("nan"))
         bundle, residual = super().boundary(x, *args)
-        if not self.beside:
+        if not self.overlapped:
             self.given = []
         elif isinstance(x, Partial):
             self.given = [*self.given[-1:], bundle]

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dovetail.core.compose import Host
-from dovetail.core.engine import runner as engine_runner
-from dovetail.core.engine.step_clock import StepClock
 from dovetail.core.layers.weights import DummyTensor
 from dovetail.core.testing.compiling import Compiled, compiled_for_hopper
+from dovetail.core.worker import runner as engine_runner
+from dovetail.core.worker.result_copies import StepClock
 
 HOST = Host(device="cuda", device_count=1, compute_capability=(9, 0), memory_bytes=140 << 30, platform="linux")
 IN_PLACE = {torch.Tensor.__setitem__, torch.Tensor.copy_}
@@ -50,7 +50,7 @@ def no_gpu(machine_code: bool = True) -> Iterator[Compiled]:
         swap(engine_runner, "reason_against_graphs", lambda *given: None)
         swap(engine_runner, "compile_ahead", _one_after_another)
         swap(engine_runner, "Recorder", _NoGraphs)
-        swap(engine_runner.Outcomes, "send", lambda *given, **named: None)
+        swap(engine_runner.ResultCopies, "send", lambda *given, **named: None)
         yield compiled
 
 

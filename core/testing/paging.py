@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import BatchMeta, HostBounds, KVGroup
 from dovetail.core.memory.pools import make_pools
 
@@ -84,7 +85,7 @@ class Paging:
         for group in self.groups:
             size = group.page_tokens
             tables = [self.table(group, name, self.lengths[name]) for name, _ in rows]
-            width = max(*(-(-bound // size) for bound in bounds), *map(len, tables)) + 2
+            width = max(*(ceil_div(bound, size) for bound in bounds), *map(len, tables)) + 2
             write = [tables[row][at // size] * size + at % size for row, at in zip(row_of, places, strict=True)]
             padded = [table + [self.rng.randint(0, self.pages) for _ in range(width - len(table))] for table in tables]
             metas[group.id] = BatchMeta(

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
     PLAIN,
@@ -226,7 +227,7 @@ class QuantizerContract:
                 assert scaled, f"{fmt.name}: group is {fmt.group}, so there must be scales and a scale_layout"
                 assert x.scale.dtype == torch.float32, f"{fmt.name}: scales must be float32, not {x.scale.dtype}"
                 if fmt.group != "tensor":
-                    groups = 1 if fmt.group == "token" else -(-inp // fmt.group)
+                    groups = 1 if fmt.group == "token" else ceil_div(inp, fmt.group)
                     shape = tuple(x.scale.shape)
                     assert shape == (5, groups), f"{fmt.name}: expected scales of shape {(5, groups)}, got {shape}"
                     by_row = x.scale if fmt.scale_layout == "row" else x.scale.t()

@@ -1,4 +1,4 @@
-"""Built-in components that a suite uses beside the one under test, chosen by name through the registry."""
+"""Built-in components that a suite needs besides the one under test, chosen by name through the registry."""
 
 from __future__ import annotations
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dovetail.core.engine.sampler import SampleParams, sample
-from dovetail.core.engine.verify import Verdict, verify_rejection
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, ModelSpec, TargetView
 from dovetail.core.ops.step import accept
 from dovetail.core.testing.host_sync import NoHostSync
+from dovetail.core.worker.sampler import SampleParams, Verdict, sample, verify_rejection
 
 HIDDEN = 8
 Histories = Mapping[int, Seq[int]]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Capabilities, EngineConfig
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
@@ -95,7 +96,7 @@ class ToyCompiler(GrammarCompiler):
 
 def bits(tokens: set[int]) -> Any:
     """Return the tokens as a uint32 mask."""
-    flags = np.array([t in tokens for t in range(-(-VOCAB // 32) * 32)])
+    flags = np.array([t in tokens for t in range(ceil_div(VOCAB, 32) * 32)])
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
 
 

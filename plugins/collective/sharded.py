@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn.functional import pad
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle, Partial, Residual
 from dovetail.core.ops.formats import encode
 
@@ -71,7 +72,7 @@ def whole(ranks: Ranks, shard: RowShard) -> torch.Tensor:
 
 
 def shard_rows(tokens: int, size: int) -> int:
-    return -(-tokens // size)
+    return ceil_div(tokens, size)
 
 
 def own_rows(ranks: Ranks, x: torch.Tensor | RowShard) -> torch.Tensor:

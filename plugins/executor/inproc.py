@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, LateInputs, Progress, StepPlan, StepResult
+from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.parallel.worker import load_class
 from dovetail.plugins.executor.config import InprocConfig
 
@@ -30,12 +30,12 @@ class _Held:
 class InprocExecutor(Executor):
     """Runs each plan when it is submitted, or `delay` plans later. Submitted plans and blobs must not change."""
 
-    runner_class: ClassVar[str] = "dovetail.core.engine.runner:Runner"
+    runner_class: ClassVar[str] = "dovetail.core.worker.runner:Runner"
 
     def __init__(self, config: InprocConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
         self._runner: Any = None
-        self._mirror = PlanMirror()
+        self._mirror = SlotLedger()
         self._held: deque[_Held] = deque()
         self._executed = 0
         """Plans that ran and whose results were not collected."""

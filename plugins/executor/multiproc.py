@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from dovetail.core.engine.dtypes import resolve_device
-from dovetail.core.engine.encoding import encode_blob, encode_late, encode_plan
-from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     Blobs,
@@ -31,11 +28,14 @@ from dovetail.core.interfaces import (
     StepResult,
 )
 from dovetail.core.parallel.channel import ChannelClosed
+from dovetail.core.parallel.encoding import encode_blob, encode_late, encode_plan
 from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.process import order_for
 from dovetail.core.parallel.ring import RingWriter
+from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.parallel.worker import CONTROL, answer, load_class
 from dovetail.core.parallel.workers import Workers, threads_of_a_rank
+from dovetail.core.worker.dtypes import resolve_device
 from dovetail.plugins.executor.config import MultiprocConfig
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ class MultiprocExecutor(Executor):
     """A step costs rank 0 one encoding and one copy, however many ranks there are. When a rank dies, the next call
     raises RankError, which names the first that died; only `shutdown` may follow."""
 
-    runner_class: ClassVar[str] = "dovetail.core.engine.runner:Runner"
+    runner_class: ClassVar[str] = "dovetail.core.worker.runner:Runner"
 
     def __init__(self, config: MultiprocConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
         self._runner: Any = None
         self._workers: Workers | None = None
-        self._mirror = PlanMirror()
+        self._mirror = SlotLedger()
         self._pending = 0
         self._loading: dict[str, _Loading] = {}
         self._answering = threading.Lock()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.engine.cost import bind_cost
-from dovetail.core.engine.mirror import PlanMirror
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
@@ -23,18 +23,17 @@ from dovetail.core.interfaces import (
     Progress,
     Request,
     Row,
-    RowFlag,
     RowResult,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
+from dovetail.core.interfaces.plan import DECODE, LATE, SAMPLE
+from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.plugins.executor.config import SimulatedConfig
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
-
-SAMPLE, DECODE, LATE = int(RowFlag.SAMPLE), int(RowFlag.DECODE), int(RowFlag.LATE)
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ class SimulatedExecutor(Executor):
 
     def __init__(self, config: SimulatedConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
-        self._mirror = PlanMirror()
+        self._mirror = SlotLedger()
         self._steps: deque[_Step] = deque()
         self._slots: dict[int, _Slot] = {}
         self._free_at = 0.0
@@ -78,7 +77,9 @@ class SimulatedExecutor(Executor):
         budget = {group.id: engine.token_budget if group.window else 0 for group in groups}
         pages = {
             group.id: engine.kv_pages
-            or -(-(engine.max_seqs * group.tokens_held(max_len, engine.depth) + budget[group.id]) // group.page_tokens)
+            or ceil_div(
+                engine.max_seqs * group.tokens_held(max_len, engine.depth) + budget[group.id], group.page_tokens
+            )
             + engine.max_seqs
             for group in groups
         }

@@ -10,6 +10,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher, Vocabulary
 from dovetail.plugins.grammar.config import LLGuidanceConfig
@@ -47,7 +48,7 @@ class LLGuidance(GrammarCompiler):
             )
         tokenizer = self._tokens()
         inner = LLMatcher(tokenizer, self._text(grammar), log_level=0, limits=self._limits)
-        matcher = _LLMatcher(grammar.kind, inner, -(-tokenizer.vocab_size // 32))
+        matcher = _LLMatcher(grammar.kind, inner, ceil_div(tokenizer.vocab_size, 32))
         matcher.check()
         return matcher
 

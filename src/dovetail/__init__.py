@@ -26,8 +26,6 @@ if TYPE_CHECKING:
         compose,
         hookimpl,
     )
-    from dovetail.core.engine.llm import LLM
-    from dovetail.core.engine.output import Completion, Delta, Generation
     from dovetail.core.engine.policy import PolicyScheduler
     from dovetail.core.errors import (
         CapabilityError,
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
         PluginError,
         RequestError,
     )
+    from dovetail.core.frontend.llm import LLM
+    from dovetail.core.frontend.outputs import Completion, Delta, Generation
     from dovetail.core.interfaces import Grammar, SamplingParams
     from dovetail.core.memory.eviction import EvictionPolicy
 
@@ -66,8 +66,8 @@ _MODULES = {
         "compose",
         "hookimpl",
     ),
-    "dovetail.core.engine.llm": ("LLM",),
-    "dovetail.core.engine.output": ("Completion", "Delta", "Generation"),
+    "dovetail.core.frontend.llm": ("LLM",),
+    "dovetail.core.frontend.outputs": ("Completion", "Delta", "Generation"),
     "dovetail.core.engine.policy": ("PolicyScheduler",),
     "dovetail.core.interfaces": ("Grammar", "SamplingParams"),
     "dovetail.core.memory.eviction": ("EvictionPolicy",),

@@ -18,9 +18,9 @@ import torch
 from dovetail import LLM, SamplingParams
 from dovetail.core.interfaces import PLAIN, Collective, Partial
 from dovetail.core.layers import RMSNorm
-from dovetail.core.layers.interleave import Side, SideStream, interleave
 from dovetail.core.testing.collective import CollectiveContract
 from dovetail.core.testing.ranks import on_ranks
+from dovetail.core.worker.two_batch_overlap import Side, SideStream, interleave
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
@@ -42,7 +42,7 @@ class TestCopies(CollectiveContract):
 
     def make(self) -> Collective:
         collective = SymmMemCollective(SymmMemConfig())
-        collective.beside = True
+        collective.overlapped = True
         return collective
 
 
@@ -102,12 +102,12 @@ class Halves:
         build: Any = SimpleNamespace(dtype=torch.bfloat16, device=self.device)
         norm = RMSNorm("norm", build, COLUMNS, 1e-5)
         norm.weight.fill_(1.0)
-        collective.beside = True
+        collective.overlapped = True
         lanes: list[Any] = [lane(collective, norm, seed, index) for index in range(2)]
         try:
             found: Any = interleave(lanes, side)
         finally:
-            collective.beside = False
+            collective.overlapped = False
         torch.cuda.synchronize()
         return [
             (index, call)

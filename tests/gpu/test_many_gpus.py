@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.serving.replicated import ReplicatedEngine
+from dovetail.core.frontend.replicated import ReplicatedEngine
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 
 GPUS = torch.cuda.device_count()

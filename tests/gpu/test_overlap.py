@@ -19,11 +19,10 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.engine.overlap import OverlappedForward
 from dovetail.core.interfaces import Hidden
-from dovetail.core.layers.interleave import Inline, Side, SideStream, interleave
 from dovetail.core.testing.model_driver import Driver, build_context
 from dovetail.core.testing.reference import build
+from dovetail.core.worker.two_batch_overlap import Inline, OverlappedForward, Side, SideStream, interleave
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 

@@ -12,7 +12,7 @@ import torch
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.compose.cli import main
-from dovetail.core.serving.replicated import ReplicatedEngine
+from dovetail.core.frontend.replicated import ReplicatedEngine
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROMPTS = ["def fibonacci(n):\n", "import os\n\nclass Path:\n", "for i in range(10):\n    "]

@@ -15,8 +15,8 @@ import pytest
 
 from dovetail import LLM, RequestError, SamplingParams
 from dovetail.core.compose.cli import main
+from dovetail.core.frontend.replicated import ReplicatedEngine
 from dovetail.core.interfaces import Grammar
-from dovetail.core.serving.replicated import ReplicatedEngine
 
 ROOT = Path(__file__).parents[2]
 BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=256", "router=round_robin"]

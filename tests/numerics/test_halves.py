@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dovetail.core.engine.overlap import OverlappedForward
 from dovetail.core.interfaces import Quantizer
 from dovetail.core.testing.rank_threads import on_threads
+from dovetail.core.worker.two_batch_overlap import OverlappedForward
 from dovetail.plugins.adapter.config import LoRAConfig
 from dovetail.plugins.adapter.lora.adapters import LoRA
 from dovetail.plugins.quant.config import FP8Config
@@ -40,7 +40,7 @@ def run(model, halves: bool, lora: LoRA | None = None) -> tuple[list[torch.Tenso
     if halves:
         forward = OverlappedForward(model, model.build.attention, lora, CPU, least=1)
         start = forward.side.start
-        forward.side.start = lambda call: turns.append(collective.beside) or start(call)
+        forward.side.start = lambda call: turns.append(collective.overlapped) or start(call)
         driver.forward = forward
     fed = dict.fromkeys(SEQUENCES, 0)
     for counts, num_decode in STEPS:
@@ -52,7 +52,7 @@ def run(model, halves: bool, lora: LoRA | None = None) -> tuple[list[torch.Tenso
         found += [tap.clone() for tap in driver.hidden.taps.values()]
         for name, count in counts.items():
             fed[name] += count
-    assert bool(turns) is halves and all(turns) and not collective.beside
+    assert bool(turns) is halves and all(turns) and not collective.overlapped
     planes = [plane for pool in driver.paging.pools.values() for plane in pool.planes.values()]
     # Page 0 takes what nobody reads.
     return found, [plane[:, 1:].float().nan_to_num(-7.0) for plane in planes]

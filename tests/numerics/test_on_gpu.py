@@ -11,8 +11,8 @@ from dovetail.core.interfaces import PLAIN, LinearShape
 from dovetail.core.ops import encode, rms_norm
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import matmul, matmul_reference
-from dovetail.core.ops.measured import MEASURED
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tuned_tiles import MEASURED
 from dovetail.plugins.quant.config import FP8Config, Int8Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import FP8

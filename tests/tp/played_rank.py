@@ -99,7 +99,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         out[f"argmax {turn}"] = collective.argmax(torch.tensor([1.0, rank]), torch.tensor([7 + rank, 50 + rank]))
     gathered = collective.all_gather(torch.tensor([[rank]]))
     assert gathered.tolist() == [[1 - rank if i != rank else rank for i in range(ranks)]]
-    collective.beside = True
+    collective.overlapped = True
     build: Any = SimpleNamespace(dtype=torch.float16, device=torch.device("cpu"))
     norm = RMSNorm("norm", build, columns, EPS)
     norm.weight.fill_(1)

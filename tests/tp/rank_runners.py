@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from dovetail.core.compose import Composition
-from dovetail.core.engine.encoding import encode_blob, encode_plan
 from dovetail.core.interfaces import Blobs, ExecutorInfo, ModelSpec, Progress, RowResult, StepPlan, StepResult
+from dovetail.core.parallel.encoding import encode_blob, encode_plan
 from dovetail.plugins.executor.config import MultiprocConfig
 from dovetail.plugins.executor.multiproc import MultiprocExecutor
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.engine.llm import STEP_SECONDS
 from dovetail.core.errors import EngineStopped
+from dovetail.core.frontend.llm import STEP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 RANKS = ("executor=multiproc", "engine.tp=2", "engine.device=cpu", "engine.kv_pages=512")

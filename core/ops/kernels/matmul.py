@@ -220,7 +220,7 @@ def matmul_triton(
             raise ValueError(f"{tiles} shared tiles need as many counters, and there are {have}")
         parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
     if tile.early:
-        from dovetail.core.ops.kernels.early import multiply
+        from dovetail.core.ops.kernels.prefetch_matmul import multiply
 
         scales = (x_scale, _step(x_scale), weight_scale, _step(weight_scale))
         multiply(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import Adapters, LayerAdapters, LinearSite
 from dovetail.plugins.adapter.config import LoRAConfig
@@ -82,7 +83,7 @@ class LoRA(Adapters):
         return self.config.slots
 
     def attach(self, site: LinearSite) -> LayerAdapters:
-        start = -(-self._size // _ALIGNED) * _ALIGNED
+        start = ceil_div(self._size, _ALIGNED) * _ALIGNED
         layer = LoRALayer(site, self.config, start, self.device)
         self._layers.append(layer)
         self._size = layer.stop

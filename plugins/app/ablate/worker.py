@@ -54,8 +54,8 @@ def _serve(control_fd: int, parent: int, work: Callable[[Mapping[str, Any], Chan
 
 
 def _check(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
-    from dovetail.core.engine.fit import check_fit
-    from dovetail.core.serving.replicas import replica_compositions
+    from dovetail.core.engine.checks import check_fit
+    from dovetail.core.frontend.replicas import replica_compositions
     from dovetail.plugins.app.bench.record import machine
 
     if order.get("machine"):
@@ -113,7 +113,7 @@ def _load(runs: Runs, name: str, workload: Workload, rate: float | None, first: 
 
 def _computes(composition: Composition) -> bool:
     """A simulated device answers nothing that could be compared."""
-    from dovetail.core.engine.host import detect_host
+    from dovetail.core.host import detect_host
 
     host = detect_host(composition.engine.device)
     return bool(composition.part("executor").capabilities(host).provides.get("holds_weights", True))

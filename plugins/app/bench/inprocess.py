@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dovetail.core.engine.counters import Counters
     from dovetail.core.engine.engine import Engine
     from dovetail.core.engine.results import SequenceEvent
-    from dovetail.core.serving.protocol import EngineStats
-    from dovetail.core.serving.replicated import ReplicatedEngine
+    from dovetail.core.frontend.messages import EngineStats
+    from dovetail.core.frontend.replicated import ReplicatedEngine
 
 KV_EVERY = 16
 """Steps between two looks at the KV cache, which costs time by the number of sequences."""
@@ -38,7 +38,7 @@ class EngineTarget(Target):
         return loaded
 
     def start(self, progress: Progress) -> dict[str, Any]:
-        from dovetail.core.engine.llm import make_engine
+        from dovetail.core.frontend.llm import make_engine
 
         began = time.perf_counter()
         self.engine = make_engine(self.composition)
@@ -68,7 +68,7 @@ class EngineTarget(Target):
         return drive.timelines, drive.figures() | ({} if reset else {"prefix_cache_kept": True})
 
     def _run_in_thread(self, drive: Drive) -> None:
-        from dovetail.core.engine.llm import STEP_SECONDS
+        from dovetail.core.frontend.llm import STEP_SECONDS
 
         ended: Future[None] = Future()
 
@@ -151,7 +151,7 @@ class Drive:
     def _spare(self) -> float:
         """Seconds for which the next step can wait for whoever comes, as it does in a server."""
         engine: Engine = self.engine
-        return engine.spare()
+        return engine.launch_delay()
 
     # Any.
 

@@ -24,8 +24,8 @@ from dovetail.plugins.app.waiting import phases_in_lines
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
-    from dovetail.core.engine.llm import LLM
-    from dovetail.core.engine.output import Generation
+    from dovetail.core.frontend.llm import LLM
+    from dovetail.core.frontend.outputs import Generation
 
 
 class GenerateApp(App):
@@ -68,7 +68,7 @@ class GenerateApp(App):
             raise ConfigError(f"generate: {error}") from None
 
     def _start(self, composition: Composition) -> LLM:
-        from dovetail.core.engine.llm import LLM
+        from dovetail.core.frontend.llm import LLM
 
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with (

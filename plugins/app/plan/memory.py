@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Composition, EngineConfig, Host
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.errors import ConfigError
@@ -69,7 +70,7 @@ class Plan:
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """A step of so many sequences: of the replica that has most of them."""
-        return self.cost.decode_seconds(-(-batch // self.engine.dp), context)
+        return self.cost.decode_seconds(ceil_div(batch, self.engine.dp), context)
 
     @property
     def missing(self) -> float:

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from dovetail.core.compose import Composition, Selected
-from dovetail.core.engine.capacity import MOST_GPUS, model_ranks
+from dovetail.core.engine.checks import MOST_GPUS, model_ranks
 from dovetail.core.errors import DovetailError
 from dovetail.plugins.app.plan.memory import HOST, Plan, make_plan
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from dovetail.core import logs
 from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError
+from dovetail.core.frontend.client import EngineDown
+from dovetail.core.frontend.fleet import Reports
 from dovetail.core.interfaces import App
-from dovetail.core.serving.client import EngineDown
-from dovetail.core.serving.fleet import Reports
 from dovetail.plugins.app.serve import keys, owner, ports
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.front import Front, event_loop, settle

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dovetail.core.engine.output import Delta
+from dovetail.core.frontend.outputs import Delta
 from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import CompletionRequest

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from numpy.typing import NDArray
 from starlette.responses import Response
 
-from dovetail.core.engine.output import cut
+from dovetail.core.frontend.outputs import truncate_and_normalize
 from dovetail.core.interfaces import EmbeddingSpec, SamplingParams
 from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
@@ -32,7 +32,7 @@ def router(service: Service) -> APIRouter:
         try:
             found = await while_connected(request, output.collect(jobs, 1))
             vectors = np.stack([delta.pooled_C for delta in found])
-            vectors = cut(vectors, normalize=how.normalize, dimensions=body.dimensions)
+            vectors = truncate_and_normalize(vectors, normalize=how.normalize, dimensions=body.dimensions)
             data = await service.text.threaded(_data, vectors, body.encoding_format == "base64")
             tokens = sum(map(len, prompts))
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from dovetail.core.errors import RequestError
-from dovetail.core.serving.client import EngineDown
+from dovetail.core.frontend.client import EngineDown
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core import logs
+from dovetail.core.frontend.attached import AttachedFleet
+from dovetail.core.frontend.fleet import Reports
+from dovetail.core.frontend.process_rpc import Peer
+from dovetail.core.frontend.shared_counters import Board
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.process import enter, recompose, report
-from dovetail.core.serving.board import Board
-from dovetail.core.serving.fleet import Reports
-from dovetail.core.serving.peer import Peer
-from dovetail.core.serving.sharing import AttachedFleet
 from dovetail.plugins.app.serve import ports
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.front import Front, event_loop, limit, settle

@@ -17,9 +17,9 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from dovetail.core.frontend.messages import EngineStats, total
+from dovetail.core.frontend.process_rpc import Peer
 from dovetail.core.metrics import SHORT, Metrics, Tally
-from dovetail.core.serving.peer import Peer
-from dovetail.core.serving.protocol import EngineStats, total
 from dovetail.core.traces import Traces
 
 log = logging.getLogger(__name__)

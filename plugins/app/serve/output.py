@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.core.engine.output import Delta
+from dovetail.core.frontend.outputs import Delta
 from dovetail.core.interfaces import TokenLogprobs
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.service import Job
@@ -20,7 +20,7 @@ from dovetail.plugins.app.serve.transport import EventStream, json_response, whi
 _FLOOR = -9999.0
 """What OpenAI writes for a token that cannot come; JSON has no infinity."""
 
-News = list[tuple[int, Delta]]
+SampleUpdate = list[tuple[int, Delta]]
 """(index of the choice, what came for it): one a choice."""
 
 
@@ -28,14 +28,14 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-async def news(jobs: Sequence[Job], n: int) -> AsyncIterator[News]:
+async def news(jobs: Sequence[Job], n: int) -> AsyncIterator[SampleUpdate]:
     """What came, until all is complete; n choices a job. Raises what ended a job."""
     if len(jobs) == 1:
         job = jobs[0]
         while deltas := await job.stream.take():
             yield _merge(0, n, job, deltas)
         return
-    inbox: asyncio.Queue[News | Exception | None] = asyncio.Queue()
+    inbox: asyncio.Queue[SampleUpdate | Exception | None] = asyncio.Queue()
 
     async def follow(at: int, job: Job) -> None:
         try:
@@ -61,7 +61,7 @@ async def news(jobs: Sequence[Job], n: int) -> AsyncIterator[News]:
             task.cancel()
 
 
-def _merge(at: int, n: int, job: Job, deltas: list[Delta]) -> News:
+def _merge(at: int, n: int, job: Job, deltas: list[Delta]) -> SampleUpdate:
     """Several deltas of one choice become one: the client was slower than the engine."""
     by_sample: dict[int, list[Delta]] = {}
     for delta in deltas:

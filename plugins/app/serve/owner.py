@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dovetail.core.errors import DovetailError
-from dovetail.core.serving.board import Board
-from dovetail.core.serving.fleet import Fleet, Reports
-from dovetail.core.serving.owned import OwnedFleet
+from dovetail.core.frontend.fleet import Fleet, Reports
+from dovetail.core.frontend.shared_counters import Board
+from dovetail.core.frontend.supervised import OwnedFleet
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.front import limit
 

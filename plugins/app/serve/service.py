@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from dovetail.core.errors import ConfigError
+from dovetail.core.frontend.client import Stream
+from dovetail.core.frontend.fleet import Fleet
 from dovetail.core.interfaces import Pooling, SamplingParams
-from dovetail.core.serving.client import Stream
-from dovetail.core.serving.fleet import Fleet
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.monitor import Monitor, Reporter, RequestRecord, Tracer

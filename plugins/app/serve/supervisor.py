@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dovetail.core.errors import DovetailError
+from dovetail.core.frontend.attached import Sharing
+from dovetail.core.frontend.client import EngineDown
+from dovetail.core.frontend.fleet import Reports
+from dovetail.core.frontend.process_rpc import Peer
+from dovetail.core.frontend.shared_counters import Board
+from dovetail.core.frontend.supervised import Restarts
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.failure import describe_exit
 from dovetail.core.parallel.process import end_hung, order_for, start_process
-from dovetail.core.serving.board import Board
-from dovetail.core.serving.client import EngineDown
-from dovetail.core.serving.fleet import Reports
-from dovetail.core.serving.peer import Peer
-from dovetail.core.serving.restarts import Restarts
-from dovetail.core.serving.sharing import Sharing
 from dovetail.plugins.app.serve import owner
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.front import LAST_WORDS_SECONDS, limit

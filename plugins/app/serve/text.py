@@ -12,7 +12,7 @@ from typing import Any
 
 from dovetail.core.chat_template import ChatTemplate
 from dovetail.core.errors import ConfigError, RequestError
-from dovetail.core.serving.fleet import Fleet
+from dovetail.core.frontend.fleet import Fleet
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from dovetail.core.serving.board import Board
+from dovetail.core.frontend.shared_counters import Board
 
 
 def _tick(timeout: float) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
     PLAIN,
@@ -155,7 +156,7 @@ def _processors(device: torch.device) -> int:
 def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool) -> Rows:
     device, size = meta.page_table_BP.device, meta.page_tokens
     counts, lengths = host.counts[first:last], host.bounds[first:last]
-    pages = [-(-length // size) for length in lengths]
+    pages = [ceil_div(length, size) for length in lengths]
     start = sum(host.counts[:first])
 
     def on_host(values: Sequence[int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import (
     PLAIN,
     ActFormat,
@@ -109,7 +110,7 @@ def _plan_rows(meta: BatchMeta, host: HostBounds, first: int, last: int) -> RowB
     device, counts = meta.kv_len_B.device, host.counts[first:last]
     tokens = slice(sum(host.counts[:first]), sum(host.counts[:last]))
     longest = max(counts)
-    pages = min(-(-max(host.bounds[first:last]) // meta.page_tokens), meta.page_table_BP.shape[1])
+    pages = min(ceil_div(max(host.bounds[first:last]), meta.page_tokens), meta.page_table_BP.shape[1])
 
     start_B = meta.row_start_B1[first:last].long()
     count_B = meta.row_start_B1[first + 1 : last + 1].long() - start_B

@@ -171,7 +171,7 @@ class SymmMemCollective(NcclCollective):
     def _beside_products(self) -> bool:
         """Kernels of ours hold every multiprocessor while they wait, and NCCL's edges by rows take turns with the
         products: copies run beside them, or NCCL's sums. An algorithm that was asked for by name serves there, too."""
-        return self.beside and self.config.algorithm == "measured"
+        return self.overlapped and self.config.algorithm == "measured"
 
     def _shards(self, x: torch.Tensor | Partial) -> bool:
         """Whether NCCL's edges do, for norms that the kernels do not know."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle
 from dovetail.core.ops.formats import plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import Target, warps
@@ -180,7 +181,7 @@ class CopiedRows:
         starts, end = [], 0
         for columns, dtype in shapes:
             starts.append(end)
-            end += -(-self.size * rows * columns * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            end += ceil_div(self.size * rows * columns * dtype.itemsize, ALIGNMENT) * ALIGNMENT
         inbox = self._gathered[0].of(end)
 
         def made(inbox: _Inbox, key: object) -> _Places:
@@ -242,7 +243,7 @@ class _Inbox:
 
     def of(self, nbytes: int) -> _Inbox:
         if len(self.memory) < nbytes:
-            words = -(-int(nbytes * SLACK) // ALIGNMENT) * ALIGNMENT // 4
+            words = ceil_div(int(nbytes * SLACK), ALIGNMENT) * ALIGNMENT // 4
             # Waits for all that the device was given. Who holds rows of the former block keeps them.
             self._block = self._shared.allocate(words, 0)
             self.memory, self.addresses = self._block.words.view(torch.uint8), self._block.addresses

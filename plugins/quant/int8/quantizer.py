@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Quantizer
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.plugins.quant.config import Int8Config
@@ -58,5 +59,5 @@ def _int8_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     tokens = x_TI.shape[0]
     if not x_TI.is_cuda:
         return torch._int_mm(x_TI, weight_OI.t())
-    rows = max(LEAST_ROWS, -(-tokens // MULTIPLE) * MULTIPLE)
+    rows = max(LEAST_ROWS, ceil_div(tokens, MULTIPLE) * MULTIPLE)
     return torch._int_mm(F.pad(x_TI, (0, 0, 0, rows - tokens)), weight_OI.t())[:tokens]

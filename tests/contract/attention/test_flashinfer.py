@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from dovetail.core import host as engine_host
 from dovetail.core.compose import Host, compose
-from dovetail.core.engine import host as engine_host
 from dovetail.core.engine.engine import Engine
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import AttentionBackend, AttentionLayer, HostBounds
@@ -125,7 +125,7 @@ def test_drafts_in_flight_are_refused(options: list[str], refused: bool, monkeyp
     def stop(*args: object) -> None:
         raise Started
 
-    monkeypatch.setattr("dovetail.core.engine.fit.check_weights_fit", stop)
+    monkeypatch.setattr("dovetail.core.engine.checks.check_weights_fit", stop)
     with pytest.raises(CapabilityError if refused else Started) as caught:
         Engine(compose(["attention=flashinfer", *options])).start()
     if refused:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from dovetail.core.engine.runner import Runner
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, Join, Row, RowFlag, StepResult
 from dovetail.core.testing.executor import Script, prompt, quiet, small_composition
 from dovetail.core.testing.spec_decode import DrafterContract
+from dovetail.core.worker.runner import Runner
 from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
 from dovetail.plugins.spec_decode.ngram import NgramDrafter
 from dovetail.plugins.spec_decode.none import NoDrafter

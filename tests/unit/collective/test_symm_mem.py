@@ -68,7 +68,7 @@ def test_steps_of_many_rows_may_take_another_table() -> None:
     for rows, emit, name in picks:
         assert collective._edge(torch.ones(rows, 8), emit) == name
     # Where halves take turns nothing of this is looked up for edges by copies; without them the residual stays whole.
-    collective.beside = True
+    collective.overlapped = True
     assert [collective._edge(torch.ones(rows, 8), emit) for rows, emit, _ in picks] == ["nccl"] * 4
 
 
@@ -98,7 +98,7 @@ def test_abort_ends_kernels_of_ours_and_of_nccl_whichever_must_be_first(
 
 def test_an_algorithm_asked_for_by_name_serves_beside_products_too() -> None:
     collective = SymmMemCollective(SymmMemConfig(algorithm="two_shot"))
-    collective.edges, collective.beside = SizeTable((0,), ("two_shot",)), True
+    collective.edges, collective.overlapped = SizeTable((0,), ("two_shot",)), True
     for rows in (8, 4096):
         assert collective._edge(torch.ones(rows, 8), (FP8_TOKEN,)) == "two_shot"
 

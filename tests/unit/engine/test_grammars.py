@@ -17,8 +17,6 @@ from dovetail import LLM, Grammar, RequestError, SamplingParams
 from dovetail.core.compose import Capabilities, EngineConfig, Host
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.policy import PolicyScheduler
-from dovetail.core.engine.rehearsal import rehearsal, rehearsed_masks
-from dovetail.core.engine.runner import Runner
 from dovetail.core.interfaces import FinishReason, KVGroup, RowFlag
 from dovetail.core.testing.executor import small_composition
 from dovetail.core.testing.reference import default_allocator
@@ -30,6 +28,8 @@ from dovetail.core.testing.toy import (
     ToyMatcher,
     expected_output,
 )
+from dovetail.core.worker.runner import Runner
+from dovetail.core.worker.warmup import rehearsal, rehearsed_masks
 from dovetail.plugins.attention.config import SDPAConfig
 from dovetail.plugins.attention.sdpa import capabilities as sdpa
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.core import host
 from dovetail.core.compose import Host, compose
-from dovetail.core.engine import host
-from dovetail.core.engine.capacity import check_weights_fit
+from dovetail.core.engine.checks import check_fit, check_weights_fit
 from dovetail.core.engine.engine import Engine
-from dovetail.core.engine.fit import check_fit
 from dovetail.core.errors import CapabilityError, CapacityError
 from dovetail.core.interfaces import Model
 from dovetail.plugins.model.llama.families import spec_of

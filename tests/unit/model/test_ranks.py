@@ -8,8 +8,8 @@ import torch
 
 from dovetail.core.checkpoint import open_weights
 from dovetail.core.compose import Host, compose
-from dovetail.core.engine.host import model_facts
 from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.core.host import model_facts
 from dovetail.core.interfaces import ModelSpec
 from dovetail.core.layers import ColumnParallel
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context

@@ -47,15 +47,15 @@ from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
-from dovetail.core.ops.kernels import early
+from dovetail.core.ops.kernels import prefetch_matmul
 from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.matmul import _begins_early, _device, matmul, scaled_matmul, unscaled_matmul
-from dovetail.core.ops.measured import MEASURED
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tuned_tiles import MEASURED
 from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
@@ -365,7 +365,7 @@ def test_every_kernel_compiles(tmp_path, monkeypatch):
 CONSTANTS = {
     "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr"},
     "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
-    "dovetail.core.ops.kernels.early:matmul_early": {"weight_source", "weight_ptr"},
+    "dovetail.core.ops.kernels.prefetch_matmul:matmul_early": {"weight_source", "weight_ptr"},
     # Where mailboxes lie.
     "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
     "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},
@@ -514,8 +514,8 @@ def test_a_gluon_that_lacks_what_is_imported_is_told(monkeypatch, caplog):
 
 
 def test_products_where_gluon_is_another_keep_the_kernel_for_all_gpus(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "dovetail.core.ops.kernels.early", None)
-    monkeypatch.delattr("dovetail.core.ops.kernels.early", raising=False)
+    monkeypatch.setitem(sys.modules, "dovetail.core.ops.kernels.prefetch_matmul", None)
+    monkeypatch.delattr("dovetail.core.ops.kernels.prefetch_matmul", raising=False)
     assert not _begins_early(9, 0)
     assert "products of few rows go to the library" in caplog.text
     monkeypatch.undo()
@@ -539,7 +539,7 @@ def test_plain_layers_have_the_counters_that_split_products_take():
     with compiled_for_hopper(machine_code=False) as compiled:
         layer, shape = PlainLinear(), LinearShape(8192, 1280, (1280,), dtype=BF16)
         layer.apply(layer.create(shape, torch.device("cuda")), Activation(PLAIN, cuda(1, 8192)))
-    assert [name for name, _ in compiled.variants] == ["dovetail.core.ops.kernels.early:matmul_early"]
+    assert [name for name, _ in compiled.variants] == ["dovetail.core.ops.kernels.prefetch_matmul:matmul_early"]
 
 
 def test_what_the_kernel_is_told_is_in_its_place(monkeypatch):
@@ -550,8 +550,8 @@ def test_what_the_kernel_is_told_is_in_its_place(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **options: told.update(zip(names, args, strict=False), grid=grid, **options)
 
-    names = early.matmul_early.arg_names
-    monkeypatch.setattr(early, "matmul_early", Kernel())
+    names = prefetch_matmul.matmul_early.arg_names
+    monkeypatch.setattr(prefetch_matmul, "matmul_early", Kernel())
     tile = MatmulTile(16, 64, 512, stages=3, split=6, early=5, ahead=4, pace=1000)
     with compiled_for_hopper(machine_code=False):
         scales = cuda(1, 1, dtype=FP32), cuda(1280, dtype=FP32)

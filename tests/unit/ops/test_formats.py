@@ -6,7 +6,7 @@ import torch
 from dovetail.core.interfaces import PLAIN, ActFormat
 from dovetail.core.ops import encode
 from dovetail.core.ops.formats import plan_emit, why_unfused
-from dovetail.core.ops.unfused import note, notes
+from dovetail.core.startup_notes import collect_notes, note
 
 FUSABLE = ActFormat("fusable", group="token", encode=object())
 PERMUTED = ActFormat(
@@ -48,7 +48,11 @@ def test_a_format_without_any_encoder_is_refused():
         encode(torch.ones(1, 2), (ActFormat("bare"),))
 
 
-def test_notes_are_listed_once():
-    note("a slow path of this test")
-    note("a slow path of this test")
-    assert notes().count("a slow path of this test") == 1
+def test_each_start_collects_its_own_notes_once():
+    note("before any start")
+    with collect_notes() as first:
+        note("a slow path")
+        note("a slow path")
+    with collect_notes() as second:
+        note("another slow path")
+    assert (list(first), list(second)) == (["a slow path"], ["another slow path"])

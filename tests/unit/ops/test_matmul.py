@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.core.ops.choose import MOST_ROWS, choose
 from dovetail.core.ops.matmul import matmul, scaled_matmul
-from dovetail.core.ops.measured import MEASURED
+from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.ops.tuned_tiles import MEASURED
 
 
 @pytest.mark.parametrize("outputs", [64, 4096, 6144, 8192, 28672, 57344])
@@ -68,7 +68,7 @@ def test_measured_tiles_can_be_launched(key):
 def test_the_table_is_as_its_script_writes_it():
     root = Path(__file__).parents[3]
     script = runpy.run_path(str(root / "benchmarks/tiles.py"))
-    assert script["source"](script["table"]([])) == (root / "core/ops/measured.py").read_text()
+    assert script["source"](script["table"]([])) == (root / "core/ops/tuned_tiles.py").read_text()
 
 
 def test_reference_on_the_cpu():

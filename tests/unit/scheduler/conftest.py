@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dovetail.core.engine import engine as engine_module
-from dovetail.core.engine import intake
+from dovetail.core.engine import requests as intake
 from dovetail.core.engine.engine import Engine
 from dovetail.core.interfaces import SamplingParams, Sequence, Status
 from dovetail.core.testing.scheduler import SchedulerContract

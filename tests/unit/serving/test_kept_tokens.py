@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from dovetail.core.engine.output import StopWatch
+from dovetail.core.frontend.outputs import StopStringMatcher
 from dovetail.core.interfaces import SamplingParams
 from dovetail.core.tokenizer import Tokenizer as OurTokenizer
 
@@ -28,5 +28,5 @@ def tokenizer(tmp_path: Path) -> OurTokenizer:
 )
 def test_what_is_kept(tokenizer: OurTokenizer, keep: tuple[str, ...], text: str) -> None:
     ids = tokenizer.encode("é [TOOL_CALLS]f{}<eos>")
-    watch = StopWatch(SamplingParams(), tokenizer, keep)
+    watch = StopStringMatcher(SamplingParams(), tokenizer, keep)
     assert "".join(watch.push([token])[0] for token in ids) == text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from dovetail.core.engine.output import Delta
-from dovetail.core.serving.client import Stream
+from dovetail.core.frontend.client import Stream
+from dovetail.core.frontend.outputs import Delta
 from dovetail.plugins.app.serve.output import news
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError, DovetailError
-from dovetail.core.serving import owned
-from dovetail.core.serving.board import Board
+from dovetail.core.frontend import supervised as owned
+from dovetail.core.frontend.shared_counters import Board
 from dovetail.plugins.app.serve import ports, supervisor
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.keys import Keys

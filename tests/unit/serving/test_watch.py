@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail.core.serving.board import Board
+from dovetail.core.frontend.shared_counters import Board
 from dovetail.plugins.app.serve.watch import Watch
 
 LOOKS = 4

@@ -1,0 +1,165 @@
+"""Whether a composition's parts fit each other, its model and this machine: told before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dovetail.core import host
+from dovetail.core.compose import Host, Selected
+from dovetail.core.engine.adapters import check_folders
+from dovetail.core.engine.cost import number_format
+from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
+from dovetail.core.interfaces import Model
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition, Host
+    from dovetail.core.interfaces import ModelSpec
+
+
+def check_fit(composition: Composition) -> None:
+    """CapabilityError, CapacityError where the weights alone are too large, ConfigError where adapters are missing."""
+    model = composition.part("model")
+    spec = model.target().spec(model.config)
+    here = host.detect_host(composition.engine.device)
+    composition.check(here, host.model_facts(spec))
+    if conflicts := [*_late_drafts(composition, here), *_whole_steps(composition), *_no_effect(composition)]:
+        raise CapabilityError(conflicts)
+    check_weights_fit(composition, spec, here)
+    check_folders(composition)
+
+
+def exact_lengths(composition: Composition, here: Host | None = None) -> bool:
+    """Attention plans from lengths that the host knows, and bounds do not do."""
+    here = here or host.detect_host(composition.engine.device)
+    return composition.part("attention").capabilities(here).provides.get("exact_lengths") == "host"
+
+
+def _late_drafts(composition: Composition, here: Host) -> Iterator[str]:
+    """With several plans in flight, the host learns late what was accepted: some parts cannot wait for that."""
+    depth = composition.engine.depth
+    if depth == 1:
+        return
+    drafter, chosen = composition.build("spec_decode"), composition.part("spec_decode")
+    if drafter.needs_host_tokens:
+        yield (
+            f"spec_decode={chosen.name} drafts from tokens on the host, which come late where several plans are in "
+            f"flight (engine.depth={depth}). Would work: engine.depth=1."
+        )
+    if exact_lengths(composition, here) and drafter.lookahead:
+        yield (
+            f"attention={composition.part('attention').name} plans from exact lengths on the host, which come late "
+            f"where drafts are in flight (spec_decode={chosen.name}, engine.depth={depth}). "
+            "Would work: engine.depth=1, spec_decode=none."
+        )
+
+
+def _whole_steps(composition: Composition) -> Iterator[str]:
+    """A step's halves can take turns only where the model hands out its collective calls."""
+    model = composition.part("model")
+    if composition.engine.overlap_tokens and model.target().layers is Model.layers:
+        yield (
+            f"model={model.name} makes its collective calls by itself (it has no `layers`), and "
+            "engine.overlap_tokens runs a step as two halves in turns. Would work: engine.overlap_tokens=0."
+        )
+
+
+def _no_effect(composition: Composition) -> Iterator[str]:
+    """Options of the engine for what others of its options rule out."""
+    engine = composition.engine
+    # With no other step in flight there is nothing to wait for; with more, results would wait.
+    if engine.late_launch and engine.depth != 2:
+        yield (
+            "engine.late_launch puts the launch of a step off while the one before it runs, and "
+            f"engine.depth={engine.depth} has {engine.depth - 1 or 'no'} others in flight. "
+            "Would work: engine.depth=2, engine.late_launch=false."
+        )
+
+
+MOST_GPUS = 16
+
+
+def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> None:
+    """CapacityError if the weights alone exceed what the engine may take of a device. Silent where a model cannot count
+    its parameters or a quantizer does not state its `weight_bits`: then allocating them tells. An executor may hold
+    none."""
+    if spec.parameters is None or not host.memory_bytes:
+        return
+    if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):
+        return
+    weights, quant = _Weights(composition, spec, host), composition.part("quant")
+    bits = 8.0 * weights.size if quant.name == "none" else _weight_bits(quant, host)
+    if bits is None:
+        return
+    missing = weights.missing(bits, composition.engine.tp, composition.engine.memory_fraction)
+    if missing > 0:
+        size = weights.bytes(bits, composition.engine.tp)
+        what = f"{spec.architecture} has {size / 2**30:.1f} GiB of weights a device, which has"
+        raise CapacityError(
+            f"{what} {host.memory_bytes / 2**30:.1f} GiB x engine.memory_fraction={composition.engine.memory_fraction}",
+            missing_bytes=int(missing),
+            settings=[words for words, _ in zip(weights.remedies(bits), range(3), strict=False)],
+        )
+
+
+class _Weights:
+    def __init__(self, composition: Composition, spec: ModelSpec, host: Host) -> None:
+        self.composition, self.spec, self.host = composition, spec, host
+        _, self.size = number_format(composition.engine, spec, host.device)
+
+    def bytes(self, bits: float, tp: int) -> float:
+        """On one device. Ranks on a CPU share its memory."""
+        p = self.spec.parameters
+        assert p is not None
+        quantized = (p.attention + p.mlp + p.experts) * bits / 8
+        total = quantized + (p.embedding + p.head + p.rest) * self.size
+        return total / tp if self.host.device == "cuda" else total
+
+    def missing(self, bits: float, tp: int, fraction: float) -> float:
+        return self.bytes(bits, tp) - self.host.memory_bytes * fraction
+
+    def remedies(self, bits: float) -> Iterator[str]:
+        """Single changes first, each one computed."""
+        engine = self.composition.engine
+        if engine.memory_fraction < 0.95 and self.missing(bits, engine.tp, 0.95) <= 0:
+            yield "engine.memory_fraction=0.95"
+        smaller = list(self._smaller(bits))
+        for name, fewer in smaller:
+            if self.missing(fewer, engine.tp, engine.memory_fraction) <= 0:
+                yield f"quant={name}"
+        for words, each in [("", bits), *((f" quant={name}", fewer) for name, fewer in smaller)]:
+            for tp in self._ranks():
+                if self.missing(each, tp, engine.memory_fraction) <= 0:
+                    yield f"engine.tp={tp} executor=multiproc{words}"
+                    break
+
+    def _smaller(self, bits: float) -> Iterator[tuple[str, float]]:
+        registry = self.composition.registry
+        for name in registry.options("quant"):
+            try:
+                registered = registry.get("quant", name)
+                fewer = _weight_bits(Selected(registered, registered.component.config()), self.host)
+            except (DovetailError, ValueError):
+                continue  # one that cannot be used, or not without options, is no remedy
+            if fewer is not None and fewer < bits:
+                yield name, fewer
+
+    def _ranks(self) -> list[int]:
+        if self.host.device != "cuda":
+            return []
+        return [tp for tp in model_ranks(self.composition, self.host, MOST_GPUS) if tp > self.composition.engine.tp]
+
+
+def model_ranks(composition: Composition, host: Host, most: int) -> list[int]:
+    """Values of engine.tp up to `most` that the model takes, by the demands that are checked at start."""
+    stated = composition.part("model").capabilities(host).requires
+    demands = [demand for demand in stated if (demand.kind, demand.key) == ("engine", "tp")]
+    return [tp for tp in range(1, most + 1) if all(demand.admits(tp) for demand in demands)]
+
+
+def _weight_bits(quant: Selected, host: Host) -> float | None:
+    """None = it does not say, or not for this host."""
+    stated = quant.capabilities(host)
+    bits = stated.provides.get("weight_bits")
+    runs = all(d.admits(getattr(host, d.key)) for d in stated.requires if d.kind == "host")
+    return float(bits) if isinstance(bits, int | float) and runs else None

@@ -1,0 +1,172 @@
+"""What a caller asks for becomes a request's sequences, or a RequestError says why it cannot run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from pydantic import ValidationError
+
+from dovetail.core.compose import Selected
+from dovetail.core.compose.wording import did_you_mean, listing
+from dovetail.core.errors import CapabilityError, PluginError, RequestError
+from dovetail.core.interfaces import LogitsProcessor, ModelSpec, Pooling, Request, SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+_EMBED = SamplingParams(max_tokens=1, temperature=0.0)
+"""Of a prompt that is embedded: to the scheduler it ends with its first token, which is never drawn."""
+
+
+class RequestBuilder:
+    def __init__(self, composition: Composition, spec: ModelSpec, max_len: int) -> None:
+        self._composition, self._spec, self._max_len = composition, spec, max_len
+        processors = composition.many("logits") if "logits" in composition.parts else {}
+        self._admission = Admission(processors, spec.vocab)
+        self._next = 0
+
+    def sequences(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        hints: Mapping[str, float] | None = None,
+        pooling: Pooling | None = None,
+        number: int | None = None,
+        **request: Any,
+    ) -> list[Sequence]:
+        """Of a new request, one a sample. `number`: rises from 0 unless given. `request`: fields of Request. Raises
+        RequestError, and PluginError where a logits processor fails on it."""
+        if pooling is not None:
+            if pooling not in get_args(Pooling):
+                raise RequestError(f"pooling={pooling!r}: there are {', '.join(get_args(Pooling))}")
+            params = _EMBED
+        self._validate(prompt_ids, params, pooling)
+        _check_hints(hints or {})
+        made = self._admission.admit(
+            Request(
+                uid=self._next if number is None else number,
+                prompt_ids=tuple(prompt_ids),
+                params=params,
+                eos_ids=() if params.ignore_eos else self._spec.eos_ids,
+                arrival=time.perf_counter(),
+                hints=hints or {},
+                pooling=pooling,
+                **request,
+            )
+        )
+        self._next = max(self._next, made.uid + 1)
+        limit = self._max_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(made.prompt_ids) + params.max_tokens)
+        found: list[Sequence] = []
+        for sample in range(params.n):
+            found.append(Sequence(made.uid << 8 | sample, made, sample, found[0] if sample else None, limit=limit))
+        return found
+
+    def _validate(self, prompt_ids: Seq[int], params: SamplingParams, pooling: Pooling | None) -> None:
+        spec, vocab, limit = self._spec, self._spec.vocab, self._max_len
+        if not prompt_ids:
+            raise RequestError("the prompt is empty: give at least one token (most models take their BOS token)")
+        if len(prompt_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens and the context is {limit} (engine.max_len): shorten it"
+            )
+        outside = [t for t in prompt_ids if not 0 <= t < vocab]
+        if outside:
+            raise RequestError(f"prompt token id {outside[0]} is not in the model's vocabulary of {vocab}")
+        if pooling is None and not spec.head:
+            raise RequestError(f"this {spec.architecture} has no head: it embeds text and generates none")
+        if params.grammar is not None and "grammar" not in self._composition.parts:
+            raise RequestError(f"grammar: app={self._composition.app} was composed without the part `grammar`")
+        for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            wrong = [t for t in ids if t >= vocab]
+            if wrong:
+                raise RequestError(f"{what}: token id {wrong[0]} is not in the model's vocabulary of {vocab}")
+
+
+def _check_hints(hints: object) -> None:
+    """They come from clients, and plugins compute with them: a wrong one must end here, not in a step."""
+    if not isinstance(hints, Mapping):
+        raise RequestError(f"hints: {hints!r} is not a mapping of names to numbers")
+    for name, value in hints.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not isinstance(name, str) or not number:
+            raise RequestError(f"hints: {name!r}: {value!r} is not a name with a finite number")
+
+
+PROCESSED = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"}
+"""Fields of SamplingParams that logits processors carry out."""
+
+
+class Admission:
+    def __init__(self, parts: Mapping[str, Selected], vocab: int) -> None:
+        self._parts, self._vocab = parts, vocab
+        self._processors: dict[str, LogitsProcessor] = {name: part.build() for name, part in parts.items()}
+        self._served = {field for processor in self._processors.values() for field in processor.serves}
+        self._owners = self._parameter_owners()
+        for name, processor in self._processors.items():
+            with parts[name].registered.blamed("could not allocate a slot"):
+                processor.allocate(1, vocab, torch.device("cpu"))
+
+    def _parameter_owners(self) -> dict[str, str]:
+        """Name of a parameter in SamplingParams.extra -> the processor that has it."""
+        owners: dict[str, str] = {}
+        for name, processor in self._processors.items():
+            if processor.params is None:
+                continue
+            with self._parts[name].registered.blamed("has request parameters without defaults"):
+                processor.params()
+            for field in processor.params.model_fields:
+                if field in SamplingParams.model_fields:
+                    reason = f"logits={name}: its request parameter `{field}` has the name of a sampling parameter"
+                    raise PluginError(str(self._parts[name].package), reason)
+                if (other := owners.setdefault(field, name)) != name:
+                    raise CapabilityError(
+                        [f"logits={other} and logits={name} both have a request parameter `{field}`: leave one out"]
+                    )
+        return owners
+
+    def admit(self, request: Request) -> Request:
+        """The request, with the processors that it wants. RequestError where it asks for what they cannot do;
+        PluginError where one of them fails on it."""
+        self._check_served(request.params)
+        self._check_names(request.params)
+        wanted = []
+        for name, processor in self._processors.items():
+            with self._parts[name].registered.blamed("failed on a request"):
+                self._check_values(processor, request)
+                processor.validate(request, self._vocab)
+                if processor.wants(request):
+                    processor.join(0, request)  # rehearsed: every rank does the same when the request enters
+                    wanted.append(name)
+        return replace(request, processors=tuple(wanted))
+
+    def _check_served(self, params: SamplingParams) -> None:
+        for field in sorted(PROCESSED - self._served):
+            value = getattr(params, field)
+            if value != SamplingParams.model_fields[field].get_default(call_default_factory=True):
+                raise RequestError(f"{field}={value}: no chosen logits processor serves it; add one to logits=[...]")
+
+    def _check_names(self, params: SamplingParams) -> None:
+        for name in params.extra:
+            if name not in self._owners:
+                there = f"There are: {listing(self._owners)}." if self._owners else "None of them has any."
+                meant = did_you_mean(name, self._owners)
+                raise RequestError(f"extra: no chosen logits processor has a parameter `{name}`.{meant} {there}")
+
+    @staticmethod
+    def _check_values(processor: LogitsProcessor, request: Request) -> None:
+        if processor.params is None:
+            return
+        try:
+            processor.parameters(request)
+        except ValidationError as error:
+            faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+            raise RequestError(f"extra: {'; '.join(faults)}") from error

@@ -1,0 +1,119 @@
+"""The engine's process, from its start to its end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dovetail.core.engine.counters import Counters
+from dovetail.core.engine.engine import Engine
+from dovetail.core.errors import RequestError
+from dovetail.core.frontend.engine_loop import StepLoop
+from dovetail.core.frontend.messages import EngineInfo
+from dovetail.core.interfaces import SamplingParams
+from dovetail.core.parallel.channel import ChannelClosed
+from dovetail.core.parallel.process import enter, recompose, report
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+log = logging.getLogger(__name__)
+
+
+def main(control_fd: int, parent: int) -> None:
+    """Entry of the process, which runs until it is told to stop, or the front-end is gone."""
+    control = enter(control_fd, parent, signal.SIGINT, signal.SIGTERM)
+    engine = None
+    try:
+        order, _ = control.recv()
+        composition = recompose(order)
+        engine = Engine(composition)
+        began = time.perf_counter()
+
+        def progress(phase: str, share: float | None = None) -> None:
+            control.send({"op": "progress", "phase": phase, "share": share})
+
+        engine.start(progress)
+        if order["adapters"] is not None:
+            _restore_adapters(engine, order["adapters"])
+        progress("warm up")
+        _warm_up(engine)
+        loop = StepLoop(engine, control, order["link"])
+        info = _describe(composition, engine, time.perf_counter() - began)
+        control.send({"op": "ready", "info": msgspec.to_builtins(info)})
+        # What was loaded stays: the collector need not walk it again and again.
+        gc.collect()
+        gc.freeze()
+        loop.run()
+    except ChannelClosed:
+        # The front-end is gone: nobody is left to tell.
+        _end(engine, 1)
+    except BaseException as error:
+        report(control, error)
+        _end(engine, 1)
+    _end(engine, 0)
+
+
+def _end(engine: Engine | None, status: int) -> None:
+    try:
+        if engine is not None:
+            engine.shutdown()
+        sys.stdout.flush()
+    finally:
+        # Threads of collectives and allocators have nothing left to do, and some of them take seconds to say so.
+        os._exit(status)
+
+
+def _restore_adapters(engine: Engine, wanted: dict[str, str]) -> None:
+    """What was loaded and unloaded while the engine before this one ran. A folder that is gone ends nothing but its own
+    adapter."""
+    for name, folder in dict(engine.adapters).items():
+        if wanted.get(name) != folder:
+            engine.unload_adapter(name)
+    for name, folder in wanted.items():
+        if name not in engine.adapters:
+            try:
+                engine.load_adapter(name, folder).result()
+            except RequestError as error:
+                log.error("adapter %s was not loaded again: %s", name, error)
+
+
+def _warm_up(engine: Engine) -> None:
+    """A request of our own before the first user's: kernels and libraries load when they are first used."""
+    spec = engine.info.spec
+    token = next(iter(spec.eos_ids), 0)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    engine.add([token] * 2, params, pooling=None if spec.head else "last")
+    while engine.has_work:
+        engine.step()
+    engine.counters = Counters()
+
+
+def _describe(composition: Composition, engine: Engine, seconds: float) -> EngineInfo:
+    model = composition.part("model")
+    folder = model.target().source(model.config).folder
+    info = engine.info
+    return EngineInfo(
+        model=model.name if folder is None else folder.resolve().name,
+        folder=None if folder is None else str(folder.resolve()),
+        vocab=info.spec.vocab,
+        max_len=info.max_len,
+        max_seqs=composition.engine.max_seqs,
+        device=str(info.device),
+        start_seconds=seconds,
+        embedding=info.spec.embedding,
+        hidden=info.spec.hidden,
+        head=info.spec.head,
+        adapters=dict(engine.adapters),
+        num_pages=dict(info.num_pages),
+        lookahead=info.lookahead,
+        phases=dict(info.phases),
+        notes=list(info.notes),
+    )

@@ -1,0 +1,138 @@
+"""What users get back, and how tokens become text: incremental detokenization and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from dovetail.core.interfaces import FinishReason, SamplingParams, TokenLogprobs
+from dovetail.core.tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Delta(NamedTuple):
+    """SampleUpdate of one sample."""
+
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    """"stop", "length" or "abort"; None while it runs."""
+    pooled_C: NDArray[np.float32] | None = None
+    """Of a prompt that is embedded, not yet of length 1."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished sample."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds on time.perf_counter's clock."""
+
+    arrival: float
+    first_token: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        """Arrival to first token."""
+        return self.first_token - self.arrival
+
+
+@dataclass(slots=True)
+class Generation:
+    """One request's result: n completions of one prompt."""
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    completions: list[Completion]
+    timing: Timing
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of prompt tokens 1, 2, ... (the first has none)."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+
+    @property
+    def text(self) -> str:
+        """Of the first completion."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+
+class StopStringMatcher:
+    """One sample's text so far. Finds stop strings and holds back text that may become one."""
+
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None, keep: Collection[str] = ()) -> None:
+        """keep: special tokens whose text is part of the output."""
+        self.stop, self.include = params.stop, params.include_stop
+        self._detokenizer: Detokenizer | None = tokenizer.stream(keep) if tokenizer else None
+        self._held = ""
+        self.tokens = 0
+        """Output tokens pushed."""
+
+    def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
+        """New text that may be shown, and whether a stop string came; `tokens` then counts up to the token that
+        completed it."""
+        if self._detokenizer is None:
+            self.tokens += len(tokens)
+            return "", False
+        shown = ""
+        for token in tokens:
+            self.tokens += 1
+            piece = self._detokenizer.push(token)
+            if not self.stop:
+                shown += piece
+                continue
+            self._held += piece
+            found = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
+            if found:
+                at, stop = min(found)
+                return shown + self._held[: at + len(stop) * self.include], True
+            safe = len(self._held) - self._tail()
+            shown, self._held = shown + self._held[:safe], self._held[safe:]
+        return shown, False
+
+    def _tail(self) -> int:
+        """Length of the longest ending of the held text that begins some stop string."""
+        longest = min(len(self._held), max(len(s) for s in self.stop) - 1)
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self.stop)), 0)
+
+    def flush(self) -> str:
+        """Text still held, when the output ended otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+
+REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.REJECTED: "rejected",
+}
+
+
+def truncate_and_normalize(
+    vectors: NDArray[np.float32], *, normalize: bool, dimensions: int | None
+) -> NDArray[np.float32]:
+    """The first `dimensions` of each (Matryoshka, Kusupati et al. 2022), then scaled to length 1."""
+    vectors = vectors[..., :dimensions]
+    if not normalize:
+        return vectors
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)

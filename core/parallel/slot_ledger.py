@@ -1,0 +1,114 @@
+"""What every rank's host side remembers of plans, so that a rank that drifts is found at the next one."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from operator import itemgetter
+
+from dovetail.core.interfaces import LateInputs, RowFlag, StepPlan
+
+_STEP_MIX = 0x9E3779B97F4A7C15
+_MASK = 2**63 - 1
+
+
+class SlotLedger:
+    """Slots and who holds them, and whether the newest plan lacks its late inputs. Sender and receivers each keep one
+    per lane and apply every plan to it.
+
+    Valid until `apply` raises for what is in a plan: the run is then over.
+    """
+
+    def __init__(self) -> None:
+        self.slots: dict[int, tuple[int, int]] = {}
+        """slot -> (uid, epoch)"""
+        self.waiting: StepPlan | None = None
+        """The newest plan, while it lacks its late inputs."""
+        self._held = 0
+        self._step = -1
+
+    @property
+    def digest(self) -> int:
+        """Of the slots' holders and the last step: 63 bits that travel with each plan."""
+        return self._held ^ (self._step * _STEP_MIX & _MASK)
+
+    def verify(self, state: int, step: int) -> None:
+        """Compare with the digest that came with the plan of `step`, before applying it."""
+        if state != self.digest:
+            raise ValueError(
+                f"before step {step} this rank's slots differ from the sender's (digest {self.digest:#x}, expected "
+                f"{state:#x}): a plan was lost, repeated or misread after step {self._step}"
+            )
+
+    def apply(self, plan: StepPlan) -> None:
+        """Leaves, then joins; then every row and page must refer to a sequence that holds its slot. The plan before
+        must be complete."""
+        if self.waiting is not None:
+            raise ValueError(f"step {plan.step} cannot begin: step {self.waiting.step} lacks its late inputs")
+        if plan.step <= self._step:
+            raise ValueError(f"step {plan.step} comes after step {self._step}: plans run in rising order")
+        for slot in plan.leaves:
+            if slot not in self.slots:
+                raise ValueError(f"step {plan.step}: slot {slot} leaves, and nobody holds it")
+            self._held ^= _holder(slot, *self.slots.pop(slot))
+        for slot, uid, epoch, _ in plan.joins:
+            if slot in self.slots:
+                raise ValueError(f"step {plan.step}: uid {uid} joins slot {slot}, which {self._who(slot)} holds")
+            self.slots[slot] = uid, epoch
+            self._held ^= _holder(slot, uid, epoch)
+        self._check_rows(plan)
+        for page in plan.pages:
+            if page.slot not in self.slots:
+                raise ValueError(f"step {plan.step}: {page} is for a slot that nobody holds")
+        self._step = plan.step
+        self.waiting = plan if plan.late else None
+
+    def complete(self, late: LateInputs) -> None:
+        """They must be those of the newest plan."""
+        if self.waiting is None or self.waiting.step != late.step:
+            now = "no step" if self.waiting is None else f"step {self.waiting.step}"
+            raise ValueError(f"late inputs of step {late.step} came, and {now} waits for some")
+        rows = self.waiting.rows
+        for row in late.rows:
+            if not (0 <= row < len(rows) and rows[row].flags & RowFlag.LATE):
+                raise ValueError(f"step {late.step}: row {row} of {len(rows)} takes no late inputs")
+        self.waiting = None
+
+    def check_collect(self, pending: int) -> None:
+        """Before waiting for the oldest of so many results: whether it can come."""
+        if not pending:
+            raise ValueError("nothing to collect: every submitted plan's result was taken")
+        if self.waiting is not None and pending == 1:
+            raise ValueError(f"step {self.waiting.step} cannot be collected: it lacks its late inputs")
+
+    def _check_rows(self, plan: StepPlan) -> None:
+        # The happy path stays in C: a few microseconds for a full batch.
+        named = list(map(_SLOT, plan.rows))
+        holders = list(map(self.slots.get, named))
+        if holders == list(map(_UID_EPOCH, plan.rows)) and len(set(named)) == len(named):
+            return
+        seen: set[int] = set()
+        for row in plan.rows:
+            if self.slots.get(row.slot) != (row.uid, row.epoch):
+                raise ValueError(
+                    f"step {plan.step}: a row is for uid {row.uid}, epoch {row.epoch} in slot {row.slot}, which "
+                    f"{self._who(row.slot)} holds"
+                )
+            if row.slot in seen:
+                raise ValueError(f"step {plan.step}: slot {row.slot} has two rows; a sequence has one row a step")
+            seen.add(row.slot)
+
+    def _who(self, slot: int) -> str:
+        if slot not in self.slots:
+            return "nobody"
+        uid, epoch = self.slots[slot]
+        return f"uid {uid}, epoch {epoch}"
+
+
+_SLOT = itemgetter(0)
+_UID_EPOCH = itemgetter(1, 2)
+
+
+def _holder(slot: int, uid: int, epoch: int) -> int:
+    record = struct.pack("<3q", slot, uid, epoch)
+    return (zlib.crc32(record) << 31 | zlib.crc32(record, 1) >> 1) & _MASK

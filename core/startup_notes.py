@@ -1,0 +1,26 @@
+"""Notes of one engine's start-up: slower paths that were taken, and options that give less than was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_notes: ContextVar[dict[str, None] | None] = ContextVar("startup_notes", default=None)
+
+
+@contextmanager
+def collect_notes() -> Iterator[dict[str, None]]:
+    """Collect the notes of one rank's start-up. The keys of the result are the notes, oldest first."""
+    found: dict[str, None] = {}
+    token = _notes.set(found)
+    try:
+        yield found
+    finally:
+        _notes.reset(token)
+
+
+def note(text: str) -> None:
+    """Record a note once. Outside `collect_notes` it is dropped: start-up is over, or no engine starts."""
+    if (found := _notes.get()) is not None:
+        found[text] = None

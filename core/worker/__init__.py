@@ -1,0 +1,1 @@
+"""One rank: what every rank does with a plan, device included."""

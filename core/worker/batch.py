@@ -1,0 +1,117 @@
+"""One step's rows as device tensors. T tokens, B rows, R rows that sample, S slots."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from dovetail.core.interfaces import Adapters, AttentionBackend, AttnCtx, BatchMeta, HostBounds, KVGroup, Row
+from dovetail.core.interfaces.plan import DECODE, SAMPLE
+from dovetail.core.ops.step import TokenLayout, lay_out_pages, lay_out_tokens
+from dovetail.core.worker.device_state import DeviceState
+
+
+class Rows:
+    """A plan's rows by column: what a step asks of hundreds of rows is then one call each. Of plans in canonical
+    order."""
+
+    def __init__(self, rows: Seq[Row]) -> None:
+        columns: Seq[tuple[int, ...]] = tuple(zip(*rows, strict=True))
+        self.slots, self.uids, self.epochs, self.counts, self.bounds, self.drafts, self.flags = columns
+        self.decodes = bisect_left(self.flags, True, key=lambda flags: not flags & DECODE)
+        """They come first."""
+        self.sampled: Seq[int] = range(len(rows))
+        """Indices of those that sample."""
+        self.sampled_slots: Seq[int] = self.slots
+        if not all(flags & SAMPLE for flags in set(self.flags)):
+            self.sampled = [i for i, flags in enumerate(self.flags) if flags & SAMPLE]
+            self.sampled_slots = [self.slots[i] for i in self.sampled]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def starts(self) -> list[int]:
+        """Index of each row's first token, then their number."""
+        return [0, *accumulate(self.counts)]
+
+    @property
+    def width(self) -> int:
+        """W: 1 + most drafts of any row."""
+        return 1 + max(self.drafts)
+
+    @property
+    def max_len(self) -> int:
+        """Bound of every length in the step, the sampled tokens included."""
+        return max(self.bounds) + 1
+
+
+@dataclass(slots=True)
+class Batch:
+    """Everything forward and sampling need. Host numbers are bounds; device tensors are exact."""
+
+    rows: Rows
+    tokens: TokenLayout
+    attn: dict[int, AttnCtx]
+
+
+def build_batch(
+    rows: Rows,
+    slots_B: torch.Tensor,
+    row_start_B1: torch.Tensor,
+    state: DeviceState,
+    groups: Seq[KVGroup],
+    attention: AttentionBackend,
+) -> Batch:
+    """slots_B and row_start_B1 (int64) are the rows' own, on the device."""
+    host = HostBounds(rows.counts, rows.bounds, rows.decodes)
+    return Batch(rows, *lay_out(slots_B, row_start_B1.int(), sum(rows.counts), host, state, groups, attention))
+
+
+def lay_out(
+    slots_B: torch.Tensor,
+    row_start_B1: torch.Tensor,
+    total: int,
+    host: HostBounds,
+    state: DeviceState,
+    groups: Seq[KVGroup],
+    attention: AttentionBackend,
+) -> tuple[TokenLayout, dict[int, AttnCtx]]:
+    """`total` tokens, and attention metadata by KV group. Positions come from the device's own lengths, so that rows
+    may be built before the previous step has ended. All on the device: capturable."""
+    tokens = lay_out_tokens(slots_B, row_start_B1, state.computed_S, state.tokens_SL, total, max(host.counts))
+    planned = attention.plan_host(host)
+    attn = {}
+    for group in groups:
+        pages = lay_out_pages(slots_B, tokens, state.tables[group.id], group.page_tokens)
+        meta = BatchMeta(
+            row_start_B1=row_start_B1,
+            kv_len_B=tokens.kv_len_B,
+            slots_B=slots_B,
+            positions_T=tokens.positions_T,
+            rows_T=tokens.rows_T,
+            page_table_BP=pages.page_table_BP,
+            write_T=pages.write_T,
+            page_tokens=group.page_tokens,
+        )
+        attn[group.id] = attention.plan_device(meta, host, planned)
+    return tokens, attn
+
+
+@contextmanager
+def adapting(adapters: Adapters | None, adapter_S: torch.Tensor, slots_T: torch.Tensor) -> Iterator[None]:
+    """Around the layers of a step: each token's adapter is that of its sequence's slot. None = no row has one."""
+    if adapters is None:
+        yield
+        return
+    adapters.slots_T = adapter_S[slots_T]
+    try:
+        yield
+    finally:
+        adapters.slots_T = None

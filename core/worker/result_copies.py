@@ -1,0 +1,211 @@
+"""What steps brought, on its way to the host: copied while later steps run, read in their order."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.core.interfaces import Model, RowResult, StepResult, TokenLogprobs
+from dovetail.core.worker.batch import Rows
+from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.sampling import Sampled
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_new = tuple.__new__
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A plan that was launched."""
+
+    step: int
+    rows: Rows
+    logprobs_wanted: dict[int, int]
+    outcome: list[torch.Tensor]
+    prompt: dict[int, list[torch.Tensor]]
+    pooled: tuple[list[int], torch.Tensor] | None
+    began: Mark
+    done: Mark
+
+
+class ResultCopies:
+    def __init__(self, device: torch.device) -> None:
+        self.clock = StepClock(device)
+        self._cuda = device.type == "cuda"
+        self._pending: deque[_Pending] = deque()
+
+    def send(
+        self,
+        step: int,
+        began: Mark,
+        rows: Rows,
+        logprobs_wanted: dict[int, int],
+        sampled: Sampled | None,
+        prompt: dict[int, list[torch.Tensor]],
+        pooled: tuple[list[int], torch.Tensor] | None,
+    ) -> None:
+        """Behind everything enqueued. The keys of `logprobs_wanted`, how many each row wants, and of `prompt` are
+        indices into the rows, and so is the list beside the pooled states."""
+        outcome: list[torch.Tensor] = []
+        if sampled is not None:
+            # Tokens and how many of them count, as one copy.
+            outcome = [torch.cat((sampled.tokens_RW, sampled.accepted_R[:, None]), 1), *(sampled.logprobs or ())]
+        self._pending.append(
+            _Pending(
+                step=step,
+                rows=rows,
+                logprobs_wanted=logprobs_wanted,
+                outcome=[self._to_host(t) for t in outcome],
+                prompt={row: [self._to_host(t) for t in tensors] for row, tensors in prompt.items()},
+                pooled=(pooled[0], self._to_host(pooled[1])) if pooled else None,
+                began=began,
+                done=self.clock.mark(),
+            )
+        )
+
+    def collect(self) -> StepResult:
+        """The oldest plan's result; waits for its copy, not for later plans."""
+        pending = self._pending.popleft()
+        if isinstance(pending.done, torch.cuda.Event):
+            pending.done.synchronize()
+        rows, sampled = pending.rows, pending.rows.sampled
+        tokens: list[tuple[int, ...]] = []
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        if sampled:
+            outcome, *more = pending.outcome
+            tokens = _accepted(outcome.numpy())
+            detail = [t.tolist() for t in more]
+            for r, row in enumerate(sampled) if detail else ():
+                if (wanted := pending.logprobs_wanted.get(row)) is not None:
+                    chosen, best, ids = (values[r][: len(tokens[r])] for values in detail)
+                    logprobs[row] = _logprobs(chosen, best, ids, wanted)
+        if len(sampled) < len(rows):
+            by_row = dict(zip(sampled, tokens, strict=True))
+            tokens = [by_row.get(row, ()) for row in range(len(rows))]
+        prompt = {
+            row: _logprobs([v[0] for v in chosen.tolist()], values.tolist(), ids.tolist(), len(ids[0]))
+            for row, (chosen, values, ids) in pending.prompt.items()
+        }
+        pooled = dict(zip(pending.pooled[0], pending.pooled[1].numpy(), strict=True)) if pending.pooled else {}
+        every = range(len(rows))
+        details = (map(found.get, every, repeat(())) for found in (logprobs, prompt))
+        columns = every, rows.uids, rows.epochs, tokens, *details, map(pooled.get, every)
+        # Without a Python frame for each row.
+        results = tuple(map(_new, repeat(RowResult), zip(*columns, strict=False)))
+        return StepResult(pending.step, results, *self.clock.read(pending.began, pending.done))
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+
+def _accepted(outcome: NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """Of each row as many tokens as its last number says, and one more."""
+    if outcome.shape[1] == 2 and not outcome[:, 1].any():
+        return list(zip(outcome[:, 0].tolist(), strict=True))
+    return [tuple(values[: values[-1] + 1]) for values in outcome.tolist()]
+
+
+def prompt_logprobs(
+    rows: Rows, starts: Seq[int], states_TC: torch.Tensor, state: DeviceState, model: Model, most: int
+) -> dict[int, list[torch.Tensor]]:
+    """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since logits
+    are gathered from all of them. `most`: rows of logits at a time; those of a whole prompt may fill the device."""
+    found: dict[int, list[torch.Tensor]] = {}
+    if state.unusual.prompt_logprobs.isdisjoint(rows.slots):
+        return found
+    for i, (slot, fed, bound, first) in enumerate(zip(rows.slots, rows.counts, rows.bounds, starts, strict=False)):
+        info = state.slots[slot]
+        wanted = info.params.prompt_logprobs
+        start = bound - fed
+        count = min(fed, len(info.blob.request.prompt_ids) - 1 - start)
+        if wanted is not None and count > 0:
+            following = state.tokens_SL[slot, start + 1 : start + 1 + count].long()
+            states = states_TC[first : first + count]
+            pieces = zip(states.split(most), following.split(most), strict=True)
+            best = [_best(model.logits(states_NC), chosen_N, wanted) for states_NC, chosen_N in pieces]
+            found[i] = [torch.cat(parts) for parts in zip(*best, strict=True)]
+    return found
+
+
+def _best(logits_NV: torch.Tensor, chosen_N: torch.Tensor, wanted: int) -> list[torch.Tensor]:
+    """Log-probabilities of the chosen, and of the most likely ones with their ids."""
+    logprobs = logits_NV.float().log_softmax(-1)
+    top = logprobs.topk(max(wanted, 1), dim=-1)
+    return [logprobs.gather(-1, chosen_N[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
+
+
+def _logprobs(
+    chosen: list[float], values: list[list[float]], ids: list[list[int]], wanted: int
+) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(value, tuple(zip(best_ids[:wanted], best[:wanted], strict=True)))
+        for value, best, best_ids in zip(chosen, values, ids, strict=True)
+    )
+
+
+Mark = float | torch.cuda.Event
+"""A moment on the device."""
+
+
+class StepClock:
+    """On CUDA by events between the kernels, else by the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._last: Mark | None = None
+        """When the step read last was done."""
+
+    def mark(self) -> Mark:
+        """The moment at which the device will have done what it was given until now."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, began: Mark, done: Mark) -> tuple[float, float]:
+        """Seconds between the two marks of a step, and before its first one since the step before was done. Steps are
+        read in their order, each when its marks have passed."""
+        last, self._last = self._last, done
+        return _seconds(began, done), 0.0 if last is None else max(_seconds(last, began), 0.0)
+
+
+def _seconds(first: Mark, then: Mark) -> float:
+    if isinstance(first, torch.cuda.Event):
+        assert isinstance(then, torch.cuda.Event)
+        return float(first.elapsed_time(then)) * 1e-3
+    assert isinstance(then, float)
+    return then - first
+
+
+def pooled_states(
+    rows: Rows, starts: Seq[int], state: DeviceState, states_TC: torch.Tensor
+) -> tuple[list[int], torch.Tensor] | None:
+    """Which rows have a RowResult.pooled_C, and those, float32. `starts`: index of each row's first token."""
+    if state.unusual.pooling.isdisjoint(rows.slots):
+        return None
+    places, found = [], []
+    for i, slot in enumerate(rows.slots):
+        if slot not in state.unusual.pooling:
+            continue
+        request, end = state.slots[slot].blob.request, starts[i] + rows.counts[i]
+        if request.pooling == "mean":
+            found.append(states_TC[starts[i] : end].sum(0, dtype=torch.float32))
+        elif rows.bounds[i] == len(request.prompt_ids):
+            found.append(states_TC[end - 1].float())
+        else:
+            continue
+        places.append(i)
+    return (places, torch.stack(found)) if found else None

@@ -1,0 +1,135 @@
+"""From logits to tokens. N rows of logits, V vocabulary.
+
+Greedy rows take the arg-max; random rows the arg-max of filtered logits plus Gumbel noise, so sampling needs neither a
+normalised distribution nor, on a GPU, a sort.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.core.interfaces import Model
+from dovetail.core.ops.random import Purpose, gumbel, uniform
+from dovetail.core.ops.step import best, draw, leading, least_kept, scaled
+
+if TYPE_CHECKING:
+    from dovetail.core.worker.device_state import DeviceState
+
+DRAWS = ((False, False), (True, False), (True, True))
+"""Kinds of drawing: whether some row is random, and whether some row is filtered."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleParams:
+    """Sampling parameters of each row, and what the host knows of all of them."""
+
+    temperature_N: torch.Tensor
+    top_k_N: torch.Tensor
+    top_p_N: torch.Tensor
+    min_p_N: torch.Tensor
+    key_N: torch.Tensor
+    random: bool
+    """Some row is not greedy."""
+    filtered: bool
+    """Some row uses top-k, top-p or min-p."""
+
+    @classmethod
+    def of(cls, state: DeviceState, slots_N: torch.Tensor, *, random: bool, filtered: bool) -> SampleParams:
+        """Parameters of the sequences in these slots. Greedy rows read none of them, so nothing is gathered."""
+        of_slots = state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S, state.key_S
+        temperature_N, top_k_N, top_p_N, min_p_N, key_N = (t_S[slots_N] if random else t_S for t_S in of_slots)
+        return cls(temperature_N, top_k_N, top_p_N, min_p_N, key_N, random, filtered)
+
+
+def least_logit(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor | None:
+    """Of each row, what its filters keep; None = no row has any."""
+    if not params.filtered:
+        return None
+    return least_kept(logits_NV, params.temperature_N, params.top_k_N, params.top_p_N, params.min_p_N)
+
+
+def sample(logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams) -> torch.Tensor:
+    """One token id a row, int64 [N]; position_N counts the tokens before the one drawn."""
+    least_N = least_logit(logits_NV, params)
+    return draw(logits_NV, position_N, params.temperature_N, params.key_N, params.random, least_N)
+
+
+def rehearse_float32(state: DeviceState, vocab: int) -> None:
+    """Draw in each way from what a logits processor returns, so that nobody's first penalty waits for kernels."""
+    logits_NV = torch.zeros(1, vocab, device=state.device)
+    slots_N = torch.tensor([state.scratch], device=state.device)
+    for random, filtered in DRAWS:
+        sample(logits_NV, slots_N, SampleParams.of(state, slots_N, random=random, filtered=filtered))
+
+
+def sample_over_ranks(
+    model: Model, states_NC: torch.Tensor, position_N: torch.Tensor, params: SampleParams
+) -> torch.Tensor:
+    """`sample` of the model's logits, for rows without filters: each rank draws from its part of the vocabulary, and
+    they agree on the best of these. No rank sees all logits."""
+    logits_NV, first = model.local_logits(states_NC)
+    given = position_N, params.temperature_N, params.key_N, params.random
+    if logits_NV.shape[1] == model.build.spec.vocab:
+        return draw(logits_NV, *given)
+    return model.build.collective.argmax(*best(logits_NV, *given, first=first))
+
+
+def probabilities(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor:
+    """The distribution `sample` draws from, float32 [N, V]; a point mass for greedy rows."""
+    scaled_NV = scaled(logits_NV, params.temperature_N)
+    least_N = least_logit(logits_NV, params)
+    if least_N is not None:
+        scaled_NV = scaled_NV.masked_fill(logits_NV.float() < least_N[:, None], float("-inf"))
+    greedy = torch.nn.functional.one_hot(logits_NV.argmax(-1), logits_NV.shape[-1]).float()
+    return torch.where((params.temperature_N > 0)[:, None], scaled_NV.softmax(-1), greedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    tokens_RW: torch.Tensor
+    """int64: accepted drafts, then one token of the target's own; entries past accepted_R are meaningless."""
+    accepted_R: torch.Tensor
+    """int64: drafts accepted, 0 .. K."""
+
+
+def verify_rejection(
+    p_RWV: torch.Tensor,
+    q_RKV: torch.Tensor,
+    draft_RK: torch.Tensor,
+    count_R: torch.Tensor,
+    key_R: torch.Tensor,
+    position_RW: torch.Tensor,
+) -> Verdict:
+    """Lossless rejection (Leviathan et al. 2023, Chen et al. 2023): accept draft x with probability min(1, p(x)/q(x));
+    at the first rejection draw from max(p - q, 0) normalised; when all are accepted draw from p. draft_RK was drawn
+    from q_RKV.
+    """
+    rows, drafts = draft_RK.shape
+    vocab = p_RWV.shape[-1]
+    p_draft = p_RWV[:, :drafts].gather(-1, draft_RK[..., None]).squeeze(-1)
+    q_draft = q_RKV.gather(-1, draft_RK[..., None]).squeeze(-1)
+    keys = key_R[:, None].expand(rows, drafts).reshape(-1)
+    chance = uniform(keys, position_RW[:, :drafts].reshape(-1), Purpose.ACCEPT, 1).view(rows, drafts)
+    accepted = leading(chance * q_draft < p_draft, count_R)
+
+    at = accepted[:, None, None].expand(rows, 1, vocab)
+    p_last = p_RWV.gather(1, at).squeeze(1)
+    q_padded = torch.cat([q_RKV, q_RKV.new_zeros(rows, 1, vocab)], dim=1)
+    q_last = q_padded.gather(1, at).squeeze(1)
+    rejected = accepted < count_R
+    residual = torch.where(rejected[:, None], (p_last - q_last).clamp_min(0), p_last)
+    # Rounding can leave nothing of the residual where p and q agree; p itself is then as good.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_last)
+    position = position_RW.gather(1, accepted[:, None]).squeeze(1)
+    # The bonus token after full acceptance is an ordinary draw and uses plain sampling's noise.
+    noise = torch.where(
+        rejected[:, None],
+        gumbel(key_R, position, Purpose.RESIDUAL, vocab),
+        gumbel(key_R, position, Purpose.SAMPLE, vocab),
+    )
+    own = (residual.log() + noise).argmax(-1)
+    tokens = torch.cat([draft_RK, draft_RK.new_zeros(rows, 1)], dim=1).scatter(1, accepted[:, None], own[:, None])
+    return Verdict(tokens, accepted)

@@ -1,0 +1,194 @@
+"""The sampling half of a step: logits at the sampled positions, processors, verification, new lengths, next drafts.
+
+R rows that sample, W = 1 + most drafts, N = R * W logits rows, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model
+from dovetail.core.interfaces.plan import LATE, SAMPLE
+from dovetail.core.ops import apply_bitmask
+from dovetail.core.ops.step import Accepted, accept, commit
+from dovetail.core.worker.batch import Batch, Rows
+from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.sampler import SampleParams, probabilities, sample, sample_over_ranks, verify_rejection
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Device tensors of a step's outcome."""
+
+    tokens_RW: torch.Tensor
+    accepted_R: torch.Tensor
+    slots_R: torch.Tensor
+    lengths_R: torch.Tensor
+    """Exact lengths, the new tokens included."""
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """(of the token, best values, best ids): [R, W], [R, W, n], [R, W, n]."""
+
+
+@dataclass(slots=True)
+class Positions:
+    """Where the step samples."""
+
+    slots: Seq[int]
+    """Of each row, on the host."""
+    token_RW: torch.Tensor
+    """Index into the step's tokens."""
+    slots_R: torch.Tensor
+    base_R: torch.Tensor
+    """Tokens before the first one to be sampled: where it will stand."""
+    limit_R: torch.Tensor
+    """Drafts to verify at most, 0 .. W-1; there may be fewer."""
+
+
+def sampling_section(rows: Rows, starts: Seq[int]) -> NDArray[np.int64]:
+    """What `locate` needs from the host, to be sent with the plan: (first token sampled, slot, most drafts) of each
+    row that samples. A decode row samples after each of its tokens, a chunk after its last. `starts`: index of each
+    row's first token."""
+    first = [*starts[: rows.decodes], *(starts[i] + rows.counts[i] - 1 for i in range(rows.decodes, len(rows)))]
+    section_R3 = np.empty((len(rows), 3), np.int64)
+    section_R3[:, 0], section_R3[:, 1], section_R3[:, 2] = first, rows.slots, rows.drafts
+    return section_R3 if len(rows.sampled) == len(rows) else section_R3[rows.sampled]
+
+
+def locate(batch: Batch, section: torch.Tensor) -> Positions:
+    first_R, slots_R, limit_R = section.view(-1, 3).t().contiguous().unbind(0)
+    step_W = torch.arange(batch.rows.width, device=section.device)
+    token_RW = first_R[:, None] + torch.minimum(step_W[None, :], limit_R[:, None])
+    base_R = batch.tokens.positions_T[first_R] + 1
+    return Positions(batch.rows.sampled_slots, token_RW, slots_R, base_R, limit_R)
+
+
+@dataclass(slots=True)
+class Masks:
+    """Late inputs of a step. M rows that have a mask, X rows that lack theirs."""
+
+    bits_MW: torch.Tensor
+    """int32, as in LateInputs."""
+    rows_M: torch.Tensor
+    """Index into the N rows of logits."""
+    lacking_X: torch.Tensor | None
+    """Index into the R rows that sample."""
+
+
+def upload_masks(late: LateInputs, batch: Batch, device: torch.device) -> Masks:
+    """As one copy."""
+    given = set(late.rows)
+    place = {row: r for r, row in enumerate(batch.rows.sampled)}
+    masked = [place[row] * batch.rows.width for row in late.rows]
+    lacking = [r for row, r in place.items() if batch.rows.flags[row] & LATE and row not in given]
+    bits = late.masks_MW.view(np.int32)
+    sizes = bits.size, len(masked), len(lacking)
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host.numpy()[: bits.size] = bits.reshape(-1)
+    host.numpy()[bits.size :] = [*masked, *lacking]
+    sent, rows_M, lacking_X = host.to(device, non_blocking=True).split(sizes)
+    return Masks(sent.view(bits.shape), rows_M.long(), lacking_X.long() if lacking else None)
+
+
+def sit_out(lacking_X: torch.Tensor, at: Positions, state: DeviceState) -> None:
+    """These rows sample nothing: as padding they change nothing, and their last token counts as not computed."""
+    state.computed_S[at.slots_R[lacking_X]] = at.base_R[lacking_X] - 1
+    at.slots_R.index_fill_(0, lacking_X, state.scratch)
+
+
+def sample_step(
+    model: Model,
+    states_NC: torch.Tensor,
+    at: Positions,
+    batch: Batch,
+    state: DeviceState,
+    processors: Mapping[str, LogitsProcessor],
+    masks: Masks | None = None,
+) -> Sampled:
+    """Draw and verify, then write the outcome into the device state: this is the next step's input."""
+    rows, width = len(at.slots), batch.rows.width
+    infos = [state.slots[slot] for slot in at.slots]
+    slots_N = at.slots_R.repeat_interleave(width)
+    step_W = torch.arange(width, device=state.device)
+    position_RW = at.base_R[:, None] + step_W
+    position_N = position_RW.reshape(-1)
+
+    best = max((p for p in (info.params.logprobs for info in infos) if p is not None), default=-1)
+    wanted = {name for info in infos for name in info.processors}
+    random, filtered = (not slots.isdisjoint(at.slots) for slots in (state.unusual.random, state.unusual.filtered))
+    params = SampleParams.of(state, slots_N, random=random, filtered=filtered)
+    by_match = width == 1 or state.draft_probs_SKV is None or not params.random
+    if best < 0 and masks is None and not wanted and not params.filtered and by_match:
+        tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(rows, width)
+        accepted = _accept(tokens_RW, at, state)
+        return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
+
+    logits_NV = model.logits(states_NC)
+    raw = logits_NV.float().log_softmax(-1) if best >= 0 else None
+    if masks is not None:
+        apply_bitmask(logits_NV, masks.bits_MW, masks.rows_M)
+
+    if wanted:
+        logits_NV = logits_NV.float()
+        ctx = LogitsContext(slots_N, position_N, state.tokens_SL, state.prompt_len_S, batch.rows.max_len)
+        for name, processor in processors.items():
+            if name in wanted:
+                logits_NV = processor.apply(logits_NV, ctx)
+
+    if masks is not None and masks.lacking_X is not None:
+        sit_out(masks.lacking_X, at, state)
+    if by_match:
+        tokens_RW = sample(logits_NV, position_N, params).view(rows, width)
+        accepted = _accept(tokens_RW, at, state)
+    else:
+        tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, state)
+    if masks is not None and masks.lacking_X is not None:
+        accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
+
+    logprobs = None
+    if raw is not None:
+        raw_RWV = raw.view(rows, width, -1)
+        top = raw_RWV.topk(max(best, 1), dim=-1)
+        logprobs = (raw_RWV.gather(-1, tokens_RW[..., None]).squeeze(-1), top.values, top.indices)
+    return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
+
+
+def _accept(tokens_RW: torch.Tensor, at: Positions, state: DeviceState) -> Accepted:
+    return accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, state.tokens_SL, state.computed_S, state.drafts_S)
+
+
+def _verify(
+    logits_NV: torch.Tensor, at: Positions, position_RW: torch.Tensor, params: SampleParams, state: DeviceState
+) -> tuple[torch.Tensor, Accepted]:
+    """Tokens [R, W], and what was accepted of them, already written to the state."""
+    rows, width = position_RW.shape
+    draft_RK = state.tokens_SL[at.slots_R[:, None], position_RW[:, :-1]].long()
+    count_R = torch.minimum(state.drafts_S[at.slots_R], at.limit_R)
+    p_RWV = probabilities(logits_NV, params).view(rows, width, -1)
+    q_RKV = state.draft_probs_SKV[at.slots_R, : width - 1]
+    verdict = verify_rejection(p_RWV, q_RKV, draft_RK, count_R, state.key_S[at.slots_R], position_RW)
+    lengths = state.tokens_SL, state.computed_S, state.drafts_S
+    commit(verdict.tokens_RW, verdict.accepted_R, at.slots_R, at.base_R, *lengths)
+    return verdict.tokens_RW, Accepted(verdict.accepted_R, at.base_R + verdict.accepted_R + 1)
+
+
+def chunk_section(rows: Rows) -> list[int]:
+    """(slot, tokens) of the rows that do not sample: `advance_chunks` moves their computed length alone."""
+    if len(rows.sampled) == len(rows):
+        return []
+    each = zip(rows.slots, rows.counts, rows.flags, strict=True)
+    return [n for slot, count, flags in each if not flags & SAMPLE for n in (slot, count)]
+
+
+def advance_chunks(section: torch.Tensor, state: DeviceState) -> None:
+    if len(section):
+        slots, counts = section.view(-1, 2).unbind(1)
+        state.computed_S[slots] += counts

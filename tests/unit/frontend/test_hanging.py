@@ -1,0 +1,99 @@
+"""An engine's process that is slow and one that hangs, played by a script."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from dovetail import compose
+from dovetail.core.frontend import engine_process as process
+from dovetail.core.frontend.messages import Abort, Add, StepMessage
+from dovetail.core.parallel.channel import Channel
+from dovetail.core.parallel.process import SHOW_STACKS, start_process
+
+TIMEOUT = 0.6
+INFO = dict(model="m", folder=None, vocab=1, max_len=1, max_seqs=1, device="cpu", start_seconds=0.0)
+INFO |= dict(embedding=None, hidden=1, head=True, notes=[])
+
+
+def played(control_fd: int, parent: int) -> None:
+    """Slow to start. Works on the first command for three times the timeout, then has nothing to do; never carries out
+    the second."""
+    signal.signal(SHOW_STACKS, signal.SIG_IGN)
+    control = Channel(socket.socket(fileno=control_fd))
+    order, _ = control.recv()
+    context = zmq.Context()
+    commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.bind(order["link"]["commands"])
+    outputs.connect(order["link"]["outputs"])
+    time.sleep(2 * TIMEOUT)
+    control.send({"op": "ready", "info": INFO})
+    commands.recv()
+    for _ in range(6):
+        outputs.send(msgspec.msgpack.encode(StepMessage([], None, 1)))
+        time.sleep(TIMEOUT / 2)
+    outputs.send(msgspec.msgpack.encode(StepMessage([], None, 1, idle=True)))
+    time.sleep(60)
+
+
+def never_starts(control_fd: int, parent: int) -> None:
+    signal.signal(SHOW_STACKS, signal.SIG_IGN)
+    control = Channel(socket.socket(fileno=control_fd))
+    control.recv()
+    control.send({"op": "progress", "phase": "compile kernels", "share": None})
+    time.sleep(60)
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def on_progress(self, process, phase):
+        process._link._start_timeout = TIMEOUT
+
+    def on_ready(self, process, info):
+        self.said.put("ready")
+
+    def on_message(self, process, message):
+        if message.idle:
+            self.said.put("idle")
+
+    def on_death(self, process, cause):
+        self.said.put(cause)
+
+
+def playing(script, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> process.EngineProcess:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # where the script's process finds this module
+    entry = f"{__name__}:{script.__name__}"
+    monkeypatch.setattr(process, "start_process", lambda _, environment: start_process(entry))
+    engine = process.EngineProcess(compose(["+preset=tiny_cpu"]), heard, timeout=TIMEOUT)
+    engine.start()
+    return engine
+
+
+def test_a_start_without_progress_is_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    engine = playing(never_starts, heard, monkeypatch)
+    assert "while starting in phase 'compile kernels' (engine.start_timeout)" in str(heard.said.get(timeout=60))
+    assert engine.hung_at_start
+
+
+def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    engine = playing(played, heard, monkeypatch)
+    assert heard.said.get(timeout=90) == "ready"
+    engine.send(msgspec.msgpack.encode(Add(1, [1], {})))
+    assert heard.said.get(timeout=90) == "idle"
+    with pytest.raises(queue.Empty):
+        heard.said.get(timeout=3 * TIMEOUT)
+    began = time.monotonic()
+    engine.send(msgspec.msgpack.encode(Abort(1)))
+    assert str(heard.said.get(timeout=90)).startswith("hangs")
+    assert time.monotonic() - began > TIMEOUT * 0.7

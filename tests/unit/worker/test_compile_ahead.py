@@ -1,0 +1,97 @@
+"""Launches that compile in threads and run nothing; without a GPU, as in tests/unit/ops/test_compiled.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from dovetail.core.ops import rms_norm, silu_and_mul
+from dovetail.core.testing.compiling import compiled_for_hopper
+from dovetail.core.worker.warmup import compile_ahead, report_late_kernels
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[list[str]]:
+    """The threads that compiled something."""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    found: list[str] = []
+    knobs.compilation.listener = lambda **event: found.append(threading.current_thread().name)
+    yield found
+    knobs.compilation.listener = None
+
+
+def test_launches_compile_in_the_pool(compiling: list[str]) -> None:
+    with compiled_for_hopper() as compiled:
+        launch = JITFunction.run
+        with compile_ahead(2):
+            x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 72), (72,)))
+            for _ in range(2):
+                rms_norm(x, None, weight, 1e-5)
+                silu_and_mul(x)
+        assert JITFunction.run is launch
+    assert compiled.launches == 4
+    assert len(compiling) == 2 and all(name.startswith("compile") for name in compiling)
+
+
+def test_a_kernel_is_prepared_once(compiling: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 does not keep what is being compiled; 3.7 does."""
+    start, prepared = JITFunction._do_compile, []
+
+    def forgetful(kernel: Any, key: Any, signature: Any, device: Any, *more: Any) -> Any:
+        made = start(kernel, key, signature, device, *more)
+        prepared.append(kernel.device_caches[device][0].pop(key))
+        return made
+
+    monkeypatch.setattr(JITFunction, "_do_compile", forgetful)
+    with compiled_for_hopper(), compile_ahead(2):
+        for _ in range(5):
+            silu_and_mul(torch.empty(3, 72, dtype=torch.bfloat16, device="cuda"))
+    assert len(prepared) == len(compiling) == 1
+
+
+def test_a_kernel_that_comes_late_is_reported(compiling: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    def launch(columns: int) -> None:
+        silu_and_mul(torch.empty(3, columns, dtype=torch.bfloat16, device="cuda"))
+
+    with compiled_for_hopper():
+        report_late_kernels(True)
+        launch(72)
+        assert len(compiling) == 1 and not caplog.text, "somebody else listens"
+        knobs.compilation.listener = None
+        report_late_kernels(True)
+        launch(72)
+        assert not caplog.text, "it is there already"
+        launch(4096)
+        launch(4096)
+        report_late_kernels(False)
+        launch(8192)
+    assert knobs.compilation.listener is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "silu_and_mul" in record.message and "was compiled" in record.message
+
+
+def test_what_nothing_wrote_reads_as_zeros() -> None:
+    torch.use_deterministic_algorithms(True)  # It fills new memory with NaN.
+    try:
+        with compile_ahead(1):
+            made = torch.empty(4), torch.ones(4).new_empty(3), torch.empty_like(torch.ones(5))
+        assert torch.cat(made).tolist() == [0] * 12
+        assert torch.empty(4).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_mistake_in_the_block_leaves_launches_as_they_were() -> None:
+    launch = JITFunction.run
+    with pytest.raises(RuntimeError, match="mine"), compile_ahead(1):
+        raise RuntimeError("mine")
+    assert JITFunction.run is launch

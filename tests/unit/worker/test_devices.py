@@ -1,0 +1,26 @@
+"""Which GPU a rank takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.core.errors import ConfigError
+from dovetail.core.worker.dtypes import resolve_device
+
+
+def test_ranks_take_gpus_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [resolve_device("cuda", rank, 2) for rank in range(2)] == [torch.device("cuda", 2), torch.device("cuda", 3)]
+    with pytest.raises(ConfigError, match=r"rank 2 needs GPU 4 \(engine.first_gpu=2\), .* has 4.*; .*engine.dp"):
+        resolve_device("cuda", 2, 2)
+    assert resolve_device("cpu", 7, 2) == torch.device("cpu")
+
+
+def test_auto_never_falls_back_to_the_cpu_for_want_of_one_more_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second replica of a host with one GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert resolve_device("auto", 0, 0) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="needs GPU 1"):
+        resolve_device("auto", 0, 1)

@@ -1,0 +1,293 @@
+"""Which steps get a graph, and that its layout and padding change nothing: here each is run again where a GPU would
+replay it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dovetail import LLM, Capabilities, Component, Config, SamplingParams
+from dovetail.core.compose import compose, installed
+from dovetail.core.compose.registry import Package, Registered, Registry
+from dovetail.core.interfaces import PLAIN, AttentionBackend, JoinBlob, Request, Row, RowFlag
+from dovetail.core.ops import encode
+from dovetail.core.testing.host_sync import NoHostSync
+from dovetail.core.worker.batch import Rows
+from dovetail.core.worker.device_state import SlotInfo
+from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs, batch_sizes, token_sizes
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 300, 512, 1000])
+def test_spare_rows_are_few(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for rows in range(1, most + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert (size - rows) / size < (1 / 3 if rows > 8 else 2 / 5), (rows, size)
+        assert size <= 128 or size % 32 == 0 or size == most
+
+
+def test_spare_tokens_fill_no_further_tile() -> None:
+    assert token_sizes(0) == [] and token_sizes(100) == [16, 32, 64, 100]
+    sizes = token_sizes(2048)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 2048
+    for tokens in range(1, 2049):
+        size = next(size for size in sizes if size >= tokens)
+        tile = 128 if tokens > 512 else 64
+        assert -(-size // tile) == -(-tokens // tile), (tokens, size)
+
+
+def bare_graphs(lookahead: int = 0) -> StepGraphs:
+    """Of up to 100 rows and, where they are mixed, 200 tokens; nothing runs."""
+    build = SimpleNamespace(spec=SimpleNamespace(hidden=8), dtype=torch.float32)
+    state = SimpleNamespace(scratch=100, device=torch.device("cpu"))
+    return StepGraphs(
+        SimpleNamespace(build=build),  # type: ignore[arg-type]
+        state,  # type: ignore[arg-type]
+        (),
+        FromDevice(None),
+        taps=(),
+        lookahead=lookahead,
+        most_rows=100,
+        most_tokens=200,
+        max_len=64,
+    )
+
+
+@pytest.mark.parametrize("lookahead", [0, 4])
+def test_some_graph_serves_any_number_of_decode_rows_beside_a_chunk(lookahead: int) -> None:
+    """Each fed as few tokens as one, or as many as it may be."""
+    mixed = [capacity for capacity in bare_graphs(lookahead).capacities if capacity.chunks]
+    for decodes in range(1, 100):
+        for width in (1, 1 + lookahead):
+            tokens = min(decodes * width + 1, 200)
+            assert any(tokens <= capacity.tokens and decodes <= capacity.decodes for capacity in mixed)
+
+
+def test_steps_that_could_have_drafts_and_have_none_take_no_larger_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: (None, None))
+    monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: None)
+    both = [bare_graphs(lookahead) for lookahead in (0, 4)]
+    for graphs in both:
+        graphs.capture(lambda call: (call, call()), lambda phase, share: None)
+    decode, sample = int(RowFlag.DECODE | RowFlag.SAMPLE), int(RowFlag.SAMPLE)
+    for decodes in range(1, 90):
+        for chunk in (0, 20, 64):
+            rows = [Row(n, n, 0, 1, 50, 0, decode) for n in range(decodes)]
+            rows += [Row(90, 90, 0, chunk, chunk, 0, sample)] if chunk else []
+            one, other = (graphs.pick(Rows(rows)) for graphs in both)
+            assert one is not None and other is not None and one.capacity.tokens == other.capacity.tokens
+
+
+def test_chunks_with_long_contexts_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever rows: decode rows may have contexts of any length."""
+    graphs = bare_graphs()
+    monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: (None, None))
+    monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: None)
+    graphs.capture(lambda call: (call, call()), lambda phase, share: None)
+    decode, sample = int(RowFlag.DECODE | RowFlag.SAMPLE), int(RowFlag.SAMPLE)
+
+    def picked(*chunks: tuple[int, int]) -> bool:
+        rows = [Row(0, 0, 0, 1, 1 << 17, 0, decode)]
+        rows += [Row(n, n, 0, count, bound, 0, sample) for n, (count, bound) in enumerate(chunks, 1)]
+        return graphs.pick(Rows(rows)) is not None
+
+    longest = MOST_PAIRS // 64
+    assert picked() and picked((64, longest)) and picked((64, longest // 2), (64, longest // 2))
+    assert not picked((64, longest + 1)) and not picked((64, longest // 2), (65, longest // 2))
+
+
+def test_a_rehearsal_runs_whatever_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a kernel that some size alone needs is compiled while graphs are captured, when nothing runs beside it."""
+    graphs = bare_graphs()
+    ran: list[Any] = []
+    monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: ran.append(capacity) or (None, None))
+    monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: ran.append(kind))
+    graphs.capture(lambda call: (call, call()), lambda phase, share: None)
+    captured, ran[:] = set(ran), []
+    graphs.rehearse()
+    assert len(captured) > 50 and set(ran) == captured and len(ran) == len(captured)
+
+
+@pytest.mark.parametrize(
+    ("options", "processors", "plain"),
+    [
+        ({"temperature": 0.0}, (), True),
+        ({"temperature": 0.7, "seed": 3}, (), True),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, (), True),
+        ({"temperature": 0.7, "top_k": 5}, (), True),
+        ({"temperature": 0.7, "top_p": 0.5}, (), True),
+        ({"temperature": 0.7, "min_p": 0.1}, (), True),
+        ({"temperature": 0.0, "logprobs": 0}, (), False),
+        ({"temperature": 0.0}, ("penalties",), False),
+    ],
+)
+def test_captured_draws_know_logits_and_device_state_alone(
+    options: dict[str, Any], processors: tuple[str, ...], plain: bool
+) -> None:
+    request = Request(1, (1, 2), SamplingParams(**options), processors=processors)
+    info = SlotInfo(1, 0, JoinBlob((1, 2), request, 0))
+    filtered = options["temperature"] > 0 and not options.keys().isdisjoint({"top_k", "top_p", "min_p"})
+    assert (info.plain, info.random, info.filtered) == (plain, options["temperature"] > 0, filtered)
+
+
+# Steps as graphs have them, on any device.
+
+
+class FromDevice(AttentionBackend):
+    """Knows nothing but the metadata's tensors, so one plan of it serves any step of its capacity."""
+
+    def attend(self, layer, ctx, q, emit=(PLAIN,)):
+        meta, pool = ctx.meta, self.pools[layer.group]
+        place_T = torch.arange(len(q))
+        at_T = meta.kv_len_B[meta.rows_T] - (meta.row_start_B1[meta.rows_T + 1] - place_T)
+        at_T = torch.where(place_T < meta.row_start_B1[-1], at_T, -1)
+        key_L = torch.arange(meta.page_table_BP.shape[1] * meta.page_tokens)
+        page_TL = meta.page_table_BP[meta.rows_T][:, key_L // meta.page_tokens].long()
+        slots_TL = page_TL * meta.page_tokens + key_L % meta.page_tokens
+        seen_TL = key_L <= at_T[:, None]
+        k_TKLD, v_TKLD = (
+            torch.where(seen_TL[:, :, None, None], pool.layer(layer.local, name).flatten(0, 1)[slots_TL], 0)
+            .transpose(1, 2)
+            .repeat_interleave(layer.heads // layer.kv_heads, 1)
+            for name in ("k", "v")
+        )
+        mask = seen_TL[:, None, None, :]
+        out = F.scaled_dot_product_attention(q[:, :, None], k_TKLD, v_TKLD, attn_mask=mask, scale=layer.scale)
+        return encode(out.flatten(1), emit)
+
+
+class Options(Config):
+    """None."""
+
+
+def provides(config: object, host: object) -> Capabilities:
+    return Capabilities(provides={"kinds": ("full",), "exact_lengths": "device", "tree": False, "graphs": "mixed"})
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[Registry]:
+    module = ModuleType("acme_attention")
+    module.FromDevice, module.provides = FromDevice, provides  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    component = Component(
+        kind="attention",
+        name="from_device",
+        config=Options,
+        target="acme_attention:FromDevice",
+        capabilities="acme_attention:provides",
+        api="attention/0.1",
+    )
+    own = installed()
+    part = Registered(component, Package("acme", "1.0"))
+    yield Registry([*own.registered.values(), part], own.problems, own.config_dirs)
+    del sys.modules[module.__name__]
+
+
+def tensors(outputs: Any) -> list[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if isinstance(outputs, dict):
+        outputs = tuple(outputs.values())
+    elif not isinstance(outputs, tuple):
+        outputs = tuple(getattr(outputs, name) for name in getattr(outputs, "__slots__", ()))
+    return [tensor for output in outputs for tensor in tensors(output)]
+
+
+def run_again(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """In place of a CUDA graph: the same tensors, written anew."""
+    outputs = call()
+
+    def replay() -> None:
+        with NoHostSync("a step"):
+            again = call()
+        for kept, new in zip(tensors(outputs), tensors(again), strict=True):
+            kept.copy_(new)
+
+    return replay, outputs
+
+
+def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters: str) -> tuple[list[Any], Counter[str]]:
+    """Twice the same prompts, so that some are in the cache; and how many steps had which kind of graph."""
+    words = ["attention=from_device", "engine.device=cpu", "engine.depth=2", "engine.max_seqs=5", "engine.max_len=96"]
+    words += [f"spec_decode={drafter}", f"engine.token_budget={budget}", "engine.kv_pages=64", "kv_cache=prefix_hash"]
+    words += (
+        ["adapter=lora", *(f"+adapter.load.{name}='{path}'" for name, path in adapters.items())] if adapters else []
+    )
+    kinds: Counter[str] = Counter()
+    with LLM(composition=compose(words, registry=registry)) as llm:
+        runner = llm.engine.executor._runner  # type: ignore[attr-defined]
+        if drafter != "none":
+            # Some steps verify drafts, and others, of the same sequences, have none.
+            llm.engine.scheduler.draft_tokens = lambda seq, ctx: 4 if ctx.step % 2 else 0  # type: ignore[attr-defined]
+        for pool in runner.pools.values():
+            for plane in pool.planes.values():
+                plane.fill_(float("nan"))
+        if graphs:
+            runner.graphs = runner.step_graphs()
+            runner.graphs.capture(run_again, lambda phase, share: None)
+            pick, picked = runner.graphs.pick, [None]
+
+            def counted(rows: Any, adapted: bool = False) -> Any:
+                graph = picked[0] = pick(rows, adapted)
+                kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
+                if graph is not None and graph.capacity.width > 1:
+                    kinds[f"wide {kind}"] += 1
+                kinds[f"adapted {kind}" if adapted else kind] += 1
+                return graph
+
+            runner.graphs.pick = counted
+        texts = ["def fib(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "x", "for i in range(10):\n" * 3]
+        texts += ['"""Return the', "class Node:\n"]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+            SamplingParams(temperature=0.9, seed=5, max_tokens=7, n=2),
+            SamplingParams(temperature=0.0, max_tokens=9, logprobs=2, prompt_logprobs=1),
+            SamplingParams(temperature=1.1, seed=1, max_tokens=11),
+            SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=6),
+            SamplingParams(temperature=0.0, max_tokens=10, repetition_penalty=1.3),
+        ]
+        found = [llm.generate(texts, params) for _ in range(2)]
+        if graphs:
+            draw = runner.graphs.draw
+
+            def drawn(width: int, rows: int, random: bool, filtered: bool) -> Any:
+                kinds["filtered draw"] += filtered
+                kinds["narrow draw behind a wide graph"] += picked[0] is not None and picked[0].capacity.width > width
+                return draw(width, rows, random, filtered)
+
+            runner.graphs.draw = drawn
+        filters = [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.5, "seed": 8}, {}]
+        random = [SamplingParams(temperature=0.9, max_tokens=6, **each) for each in filters]
+        found.append(llm.generate(texts[:5], random))
+        found.append(llm.generate([f"# {text}" for text in texts], SamplingParams(temperature=0.0, max_tokens=6)))
+        found += [llm.generate(texts, params, adapter=name) for name in adapters]
+        vectors = llm.embed(texts, pooling="mean")
+    tokens = [[[s.token_ids for s in g.completions] for g in each] for each in found]
+    return [tokens, [vector.round(4).tolist() for vector in vectors]], kinds
+
+
+@pytest.mark.parametrize(("drafter", "budget"), [("none", 128), ("none", 24), ("ngram", 40)])
+def test_the_layout_of_graphs_changes_no_token(registry: Registry, drafter: str, budget: int) -> None:
+    expected, _ = run(registry, False, drafter, budget)
+    got, kinds = run(registry, True, drafter, budget)
+    assert got == expected
+    assert kinds["mixed"] > 3 and kinds["decode"] > 5 and kinds["filtered draw"] > 3, kinds
+    if drafter != "none":
+        assert 3 < kinds["wide decode"] < kinds["decode"] - 3, kinds
+        assert kinds["narrow draw behind a wide graph"] > 2, kinds
+
+
+def test_steps_with_adapters_have_graphs_of_their_own(registry: Registry, save_lora: Callable[..., str]) -> None:
+    folders = {"a": save_lora("a", seed=1), "b": save_lora("b", seed=2)}
+    expected, _ = run(registry, False, "none", 40, **folders)
+    got, kinds = run(registry, True, "none", 40, **folders)
+    assert got == expected
+    assert min(kinds[kind] for kind in ("mixed", "decode", "adapted mixed", "adapted decode")) > 3, kinds

@@ -1,0 +1,167 @@
+"""Start-up compiles every kernel that a step can need: else whoever meets a new one waits for its compilation, and so
+do all who are served beside him.
+
+The plans are those of a real engine, whose device is simulated; a rank on an emulated H200 runs them.
+DOVETAIL_KERNELS=all takes more models, and presets as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+
+import pytest
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton's launcher", allow_module_level=True)
+
+import torch
+import triton
+
+from dovetail.core.compose import Composition, compose
+from dovetail.core.engine.engine import Engine
+from dovetail.core.interfaces import RowFlag, SamplingParams
+from dovetail.core.ops.kernels import launch
+from dovetail.core.testing.no_gpu import no_gpu
+from dovetail.core.worker import two_batch_overlap
+from dovetail.core.worker.runner import Runner
+from dovetail.plugins.collective.nccl import NcclCollective
+from dovetail.plugins.collective.symm_mem import collective as symm_mem
+from dovetail.plugins.collective.symm_mem.choice import SizeTable
+from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
+
+from ..nowhere import lone_copies, lone_reducer
+
+EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
+# Widths are those of the model: what is launched follows from them. Layers are alike. No sequence is as long as a step.
+SHAPES = ["model.load=dummy", "model.hf.num_hidden_layers=2", "engine.kv_pages=4000", "engine.max_len=1900"]
+if not EVERYTHING:
+    SHAPES += ["engine.max_seqs=160", "engine.graph_tokens=64", "engine.token_budget=4096"]
+PRESETS, MODELS = ["h200_fp8_tp1"], ["llama3_8b"]
+if EVERYTHING:
+    PRESETS += ["h200_bf16_tp1"]
+    MODELS += ["llama2_7b", "llama3_70b", "mistral_7b", "qwen25_7b", "qwen3_8b", "falcon_7b", "gptj_6b"]
+CASES = [f"+preset={preset} model={model}" for preset in PRESETS for model in MODELS]
+RANKS = ["+preset=h200_fp8_tp8 engine.max_seqs=24 engine.graph_tokens=32"]
+SIMULATED = ["executor=simulated", "engine.device=cpu", "attention=sdpa", "cost=none", "engine.kv_dtype=auto"]
+KINDS = {
+    "greedy": dict(temperature=0.0),
+    "random": dict(temperature=0.7),
+    "filtered": dict(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01),
+    "logprobs": dict(temperature=0.7, top_p=0.9, logprobs=3),
+    "prompt": dict(prompt_logprobs=2),
+    "penalties": dict(temperature=0.7, presence_penalty=0.5, logit_bias={5: 1.0}, min_tokens=1),
+}
+DECODE = int(RowFlag.DECODE)
+Do = Callable[[Runner], None]
+
+
+def served(rng: random.Random, *overrides: str, drafts: int = 0) -> Iterator[Do]:
+    """What a rank is told while requests come and go: few and many, of all kinds, in chunks and one token a step. In
+    two of three steps decode rows have so many drafts: the simulated device has none."""
+    engine = Engine(compose([*SHAPES, *overrides, *SIMULATED]))
+    engine.start()
+    told: deque[Do] = deque()
+    submit, complete = engine.executor.submit, engine.executor.complete
+
+    def noted_submit(plan, blobs):
+        mine = deepcopy(plan), dict(blobs)
+        if drafts and plan.step % 3:
+            mine[0].rows[:] = [
+                row._replace(count=1 + drafts, bound=row.bound + drafts, draft=drafts) if row.flags & DECODE else row
+                for row in plan.rows
+            ]
+        told.append(lambda runner: runner.execute(*mine))
+        submit(plan, blobs)
+
+    def noted_complete(late):
+        told.append(lambda runner: runner.complete(late))
+        complete(late)
+
+    engine.executor.submit, engine.executor.complete = noted_submit, noted_complete
+    try:
+        # The last crowd stays while it grows, so that chunks have any number of decode rows beside them.
+        for crowd, prompts, outputs, kinds in (
+            (1, (17,), (4,), ["greedy"]),
+            # Rows of which eight ranks have 16 each, though 16 does not divide them.
+            (1, (123,), (2,), ["greedy"]),
+            (3, (1, 500), (4,), ["greedy", "filtered"]),
+            (60, (1, 64, 500, 1800), (1, 4), list(KINDS)),
+            (engine.limits.max_seqs, (100, 200, 500), (60,), ["greedy", "random"]),
+        ):
+            for _ in range(crowd):
+                prompt = [rng.randrange(1000) for _ in range(rng.choice(prompts))]
+                params = SamplingParams(max_tokens=rng.choice(outputs), ignore_eos=True, **KINDS[rng.choice(kinds)])
+                engine.add(prompt[: engine.info.max_len - params.max_tokens - 1], params)
+            while engine.has_work:
+                engine.step()
+                yield from told
+                told.clear()
+    finally:
+        engine.shutdown()
+
+
+class OneOfEight(SymmMemCollective):
+    """A rank whose peers are not there: what it launches, and what NCCL would return."""
+
+    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
+        self.rank, self.size, self._device = rank, size, device
+        self.reducer, self.copies = lone_reducer(rank, size), lone_copies(rank, size)
+        self.sums = self.edges = SizeTable((1 << 18, 1 << 24, 1 << 30), ("one_shot", "two_shot", "nccl"))
+        sharded = SizeTable((1 << 18, 1 << 30), ("two_shot", "sharded"))
+        self.sharded_edges = {False: sharded, True: sharded}
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x] * self.size, dim=-1)
+
+    def barrier(self) -> None: ...
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_no_step_of_several_ranks_does_either(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large steps in halves, sums through symmetric memory."""
+    alone = ["engine.tp=1", "engine.overlap_tokens=0", "collective=nccl"]
+    calls = list(served(random.Random(1), *case.split(), *alone))
+    monkeypatch.setattr(symm_mem, "SymmMemCollective", OneOfEight)
+    monkeypatch.setattr(NcclCollective, "all_reduce", lambda self, x: x)
+    monkeypatch.setattr(two_batch_overlap, "SideStream", lambda device: two_batch_overlap.Inline())
+    kept: list[torch.device] = []
+    monkeypatch.setattr(launch, "keep_shared_memory", kept.append)
+    late = launched_late(compose([*SHAPES, *case.split()]), calls, size=8)
+    assert not late
+    assert [device.type for device in kept] == ["cuda"], "or products find no room behind an edge"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_launches_what_start_up_has_not_compiled(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list(served(random.Random(0), *case.split()))
+    kept: list[torch.device] = []
+    monkeypatch.setattr(launch, "keep_shared_memory", kept.append)
+    assert not launched_late(compose([*SHAPES, *case.split()]), calls)
+    assert [device.type for device in kept] == ["cuda"], "or products find no room behind a norm"
+
+
+def test_no_step_does_either_where_some_have_drafts_and_others_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ["+preset=h200_fp8_tp1", "model=llama3_8b", "engine.max_seqs=24", "engine.graph_tokens=256"]
+    calls = list(served(random.Random(2), *case, drafts=4))
+    monkeypatch.setattr(launch, "keep_shared_memory", lambda device: None)
+    assert not launched_late(compose([*SHAPES, *case, "spec_decode=ngram"]), calls)
+
+
+def launched_late(composition: Composition, calls: Iterable[Do], **place: int) -> list[tuple[str, str]]:
+    """Kernels, and variants of them, that steps launch and start-up did not."""
+    with triton.knobs.compilation.scope(), no_gpu(machine_code=False) as compiled:
+        runner = Runner(composition, **place)  # type: ignore[arg-type]
+        info = runner.load(lambda phase, share: None)
+        runner.bind(info.num_pages)
+        ready = len(compiled.variants)
+        assert triton.knobs.compilation.listener is not None, "a kernel that comes late would be reported"
+        for call in calls:
+            call(runner)
+        late = list(compiled.variants)[ready:]
+    assert ready > 30, "start-up launched the house's kernels"
+    return late

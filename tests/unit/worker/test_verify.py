@@ -1,0 +1,128 @@
+"""Verification leaves the target's distribution alone; the same test rejects verifiers that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy import stats
+
+from dovetail.core.ops.random import Purpose, gumbel
+from dovetail.core.testing.spec_decode import verify_match
+from dovetail.core.worker.sampler import SampleParams, Verdict, sample, verify_rejection
+
+V, K, N = 6, 2, 40_000
+Verify = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Verdict]
+
+
+def p_value(verify: Verify, *, certain: bool, depends: bool = True) -> float:
+    """Chi-square of (first token, second token) against plain sampling from the target, over N independent rows.
+
+    The target's second distribution depends on the first token, so that a draft accepted wrongly shows in the pair.
+    """
+    torch.manual_seed(0)
+    first = torch.randn(V).softmax(0)
+    second = torch.randn(V, V).softmax(-1)
+    third = torch.randn(V, V).softmax(-1)
+    q_first, q_second = torch.randn(V).softmax(0), torch.randn(V, V).softmax(-1)
+    key = torch.randint(1 << 60, (N,))
+    if certain:
+        draft = torch.tensor([1, 4]).expand(N, 2)
+        q = torch.nn.functional.one_hot(draft, V).float()
+    else:
+        d1 = (q_first.log() + gumbel(key, torch.zeros(N), Purpose.DRAFT, V)).argmax(-1)
+        d2 = (q_second[d1].log() + gumbel(key, torch.ones(N), Purpose.DRAFT, V)).argmax(-1)
+        draft = torch.stack([d1, d2], 1)
+        q = torch.stack([q_first.expand(N, V), q_second[d1]], 1)
+    p = torch.stack([first.expand(N, V), second[draft[:, 0]], third[draft[:, 1]]], 1)
+    count = torch.randint(0, K + 1, (N,))  # Some rows have fewer drafts than positions.
+    verdict = verify(p, q, draft, count, key)
+
+    token1 = verdict.tokens_RW[:, 0]
+    # A row that stopped after one token draws its second one plainly in the next step.
+    plain = (second[token1].log() + gumbel(key, torch.full((N,), 99), Purpose.SAMPLE, V)).argmax(-1)
+    token2 = torch.where(verdict.accepted_R > 0, verdict.tokens_RW[:, 1], plain)
+    observed = torch.bincount(token1 * V + token2, minlength=V * V).double()
+    expected = (first[:, None] * second).flatten().double()
+    return float(stats.chisquare(observed, expected / expected.sum() * N).pvalue)
+
+
+def positions(rows: int) -> torch.Tensor:
+    return torch.arange(10, 10 + K + 1).expand(rows, K + 1)
+
+
+def rejection(p, q, draft, count, key):  # type: ignore[no-untyped-def]
+    return verify_rejection(p, q, draft, count, key, positions(len(key)))
+
+
+def match(p, q, draft, count, key):  # type: ignore[no-untyped-def]
+    rows = len(key) * (K + 1)
+    params = SampleParams(
+        torch.ones(rows),
+        torch.zeros(rows, dtype=torch.long),
+        torch.ones(rows),
+        torch.zeros(rows),
+        key.repeat_interleave(K + 1),
+        True,
+        False,
+    )
+    target = sample(p.reshape(rows, V).log(), positions(len(key)).reshape(-1), params).view(-1, K + 1)
+    return verify_match(target, draft, count)
+
+
+def always_accepts(p, q, draft, count, key):  # type: ignore[no-untyped-def]
+    own = p[torch.arange(len(key)), count].log() + gumbel(key, count, Purpose.SAMPLE, V)
+    tokens = torch.cat([draft, draft[:, :1]], 1).scatter(1, count[:, None], own.argmax(-1, keepdim=True))
+    return Verdict(tokens, count.clone())
+
+
+def draws_from_p_after_rejection(p, q, draft, count, key):  # type: ignore[no-untyped-def]
+    verdict = rejection(p, q, draft, count, key)
+    at = verdict.accepted_R
+    own = (p[torch.arange(len(key)), at].log() + gumbel(key, at + 10, Purpose.RESIDUAL, V)).argmax(-1)
+    return Verdict(verdict.tokens_RW.scatter(1, at[:, None], own[:, None]), at)
+
+
+def ignores_q(p, q, draft, count, key):  # type: ignore[no-untyped-def]
+    return rejection(p, torch.full_like(q, 1 / V), draft, count, key)
+
+
+@pytest.mark.parametrize(("verify", "certain"), [(rejection, False), (rejection, True), (match, True)])
+def test_verification_is_lossless(verify: Verify, certain: bool) -> None:
+    assert p_value(verify, certain=certain) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("verify", "certain"),
+    [
+        (always_accepts, False),
+        (always_accepts, True),
+        (draws_from_p_after_rejection, False),
+        (draws_from_p_after_rejection, True),
+        (ignores_q, False),
+    ],
+)
+def test_a_wrong_verifier_is_rejected(verify: Verify, certain: bool) -> None:
+    assert p_value(verify, certain=certain) < 1e-6
+
+
+def test_drafts_past_count_are_never_accepted() -> None:
+    target = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 9, 7]])
+    draft = torch.tensor([[5, 6], [5, 6], [5, 6], [5, 6]])
+    accepted = verify_match(target, draft, torch.tensor([0, 1, 2, 2])).accepted_R
+    assert accepted.tolist() == [0, 1, 2, 1]
+
+
+def test_greedy_targets_make_rejection_exact() -> None:
+    """p a point mass: accepted exactly where the draft is the arg-max, and the own token is the arg-max."""
+    rows = 200
+    best = torch.randint(V, (rows, K + 1))
+    p = torch.nn.functional.one_hot(best, V).float()
+    q = torch.rand(rows, K, V).softmax(-1)
+    draft = torch.where(torch.rand(rows, K) < 0.6, best[:, :K], torch.randint(V, (rows, K)))
+    count = torch.full((rows,), K)
+    verdict = rejection(p, q, draft, count, torch.randint(1 << 60, (rows,)))
+    expected = (draft == best[:, :K]).long().cumprod(-1).sum(-1)
+    assert torch.equal(verdict.accepted_R, expected)
+    assert torch.equal(verdict.tokens_RW.gather(1, expected[:, None]), best.gather(1, expected[:, None]))
