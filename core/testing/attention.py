@@ -465,32 +465,18 @@ class AttentionContract:
 
     # Helpers
 
-    def _arena(
-        self,
-        *,
-        backend: AttentionBackend | None = None,
-        heads: tuple[int, int] | None = None,
-        head_dim: int | None = None,
-        kv_dtype: torch.dtype | None = None,
-        windows: Sequence[int] = (0,),
-        poison: float | None = None,
-        kv_scales: tuple[float | torch.Tensor, float | torch.Tensor] = (1.0, 1.0),
-    ) -> Arena:
+    def _arena(self, *, backend: AttentionBackend | None = None, **options: Any) -> Arena:
         fresh(self)
-        kv_dtype = kv_dtype or self.dtype
-        return Arena(
-            backend or self.make(),
-            device=torch.device(self.device),
-            dtype=self.dtype,
-            kv_dtype=kv_dtype,
-            tolerance=TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance,
-            heads=heads or self.heads[-2 % len(self.heads)],
-            head_dim=head_dim or self.head_dims[0],
-            page_tokens=self.page_tokens,
-            windows=windows,
-            poison=self.poison if poison is None else poison,
-            kv_scales=kv_scales,
-        )
+        defaults: dict[str, Any] = {
+            "kv_dtype": self.dtype,
+            "tolerance": TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance,
+            "heads": self.heads[-2 % len(self.heads)],
+            "head_dim": self.head_dims[0],
+            "page_tokens": self.page_tokens,
+            "poison": self.poison,
+        }
+        device = torch.device(self.device)
+        return Arena(backend or self.make(), device=device, dtype=self.dtype, **{**defaults, **options})
 
     def _windows(self, *windows: int) -> tuple[int, ...]:
         return windows if self.windows else (0,) * len(windows)

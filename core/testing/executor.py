@@ -475,11 +475,6 @@ def _tokens(results: Seq[StepResult]) -> list[list[tuple[int, ...]]]:
     return [[row.tokens for row in result.rows] for result in results]
 
 
-@contextmanager
-def _own_grad_mode() -> Iterator[None]:
+def _own_grad_mode() -> torch.set_grad_enabled:
     """Restore the gradient mode at exit, since a rank in this process may disable gradients permanently."""
-    before = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(before)
+    return torch.set_grad_enabled(torch.is_grad_enabled())

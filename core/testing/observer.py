@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from dovetail.core.compose import EngineConfig
@@ -17,20 +17,7 @@ from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.suite import lines_run
 from dovetail.core.testing.toy import ToyComposition, ToyDevice
 
-EMPTY = StepRecord(
-    step=0,
-    clock=0.0,
-    rows=0,
-    tokens=0,
-    sampled=0,
-    drafted=0,
-    accepted=0,
-    waiting=0,
-    running=0,
-    kv_used=0.0,
-    schedule_seconds=0.0,
-    device_seconds=0.0,
-)
+EMPTY = StepRecord(**dict.fromkeys((field.name for field in fields(StepRecord)), 0))
 
 
 def records(count: int, seed: int = 0, first: int = 0) -> Iterator[StepRecord]:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ from dovetail.core.layers import ColumnParallel, Linear, RowParallel
 from dovetail.core.ops import encode
 from dovetail.core.ops.formats import encode_reference, why_unfused
 from dovetail.core.testing.interpreter import mend_interpreter
-from dovetail.core.testing.model_driver import Alone, Lazy
+from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
 
 __all__ = ["QuantizerContract"]
@@ -212,11 +211,8 @@ class QuantizerContract:
                 assert x.values.dtype == (fmt.dtype or dtype), f"{fmt.name} declares dtype {fmt.dtype}"
                 if fmt.reference is not None:
                     values, _ = fmt.reference(x_TI.float())
-                    held = (
-                        values.is_floating_point()
-                        if fmt.dtype is None
-                        else torch.equal(values.float(), values.to(fmt.dtype).float())
-                    )
+                    kept = None if fmt.dtype is None else values.to(fmt.dtype)
+                    held = values.is_floating_point() if kept is None else torch.equal(values.float(), kept.float())
                     target = fmt.dtype or "the model's dtype"
                     assert held, f"{fmt.name}: `reference` returns {values.dtype} values that {target} cannot hold"
                 if fmt.group == "none":
@@ -371,18 +367,8 @@ class QuantizerContract:
     def _build(self, rank: int, size: int) -> BuildContext:
         collective = Alone(None)
         collective.rank, collective.size = rank, size
-        nothing: Any = None
-        return BuildContext(
-            spec=ModelSpec("none", 1, 1, 1, 1, 1, 1, 1, 1, "float32"),
-            device=torch.device(self.device),
-            dtype=torch.float32,
-            kv_dtype=torch.float32,
-            page_tokens=1,
-            max_len=1,
-            quantizer=self.make(),
-            attention=nothing,
-            collective=collective,
-        )
+        spec = ModelSpec("none", 1, 1, 1, 1, 1, 1, 1, 1, "float32")
+        return build_context(spec, quantizer=self.make(), collective=collective, device=self.device)
 
     def _x(self, tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         fresh(self)

@@ -119,15 +119,8 @@ class SchedulerContract:
         if window_pages:
             groups.append(KVGroup(2, (2,), kind="window", window=7, page_tokens=PAGE))
             num_pages[2] = window_pages
-        device = ToyDevice(
-            groups,
-            num_pages,
-            max_seqs=max_seqs,
-            max_len=max_len,
-            lookahead=lookahead,
-            delay=delay,
-            adapter_slots=adapter_slots,
-        )
+        sizes = {"max_seqs": max_seqs, "max_len": max_len, "lookahead": lookahead}
+        device = ToyDevice(groups, num_pages, delay=delay, adapter_slots=adapter_slots, **sizes)
         config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
         engine = Engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
         engine.start()
@@ -143,13 +136,8 @@ class SchedulerContract:
         for step in range(limit):
             for i, job in enumerate(load):
                 if job.arrival == step:
-                    params = SamplingParams(
-                        max_tokens=job.max_tokens,
-                        temperature=0,
-                        n=job.n,
-                        ignore_eos=job.ignore_eos,
-                        grammar=job.grammar,
-                    )
+                    given = {"max_tokens": job.max_tokens, "n": job.n, "grammar": job.grammar}
+                    params = SamplingParams(temperature=0, ignore_eos=job.ignore_eos, **given)
                     for seq in engine.add(job.prompt, params, **(job.request or {})):
                         sequences[seq.uid] = (i, seq)
                         outputs[i, seq.sample] = []
@@ -278,11 +266,9 @@ class SchedulerContract:
         for seed in range(8):
             rng = random.Random(seed)
             engine = self.engine(pages=40, depth=4, lookahead=2, delay=3)
-            alive = [
-                s
-                for job in random_load(seed, aborts=False)
-                for s in engine.add(job.prompt, SamplingParams(temperature=0, max_tokens=12, n=job.n))
-            ]
+            alive: list[Sequence] = []
+            for job in random_load(seed, aborts=False):
+                alive += engine.add(job.prompt, SamplingParams(temperature=0, max_tokens=12, n=job.n))
             while engine.has_work:
                 engine.step()
                 engine.kv.check()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -335,32 +336,14 @@ SPEC = ModelSpec("toy", VOCAB, 1, 1, 1, 1, 1, 1, 1 << 20, "float32", eos_ids=(EO
 VOCABULARY = Vocabulary(VOCAB, (EOS,), None)
 
 
-class _ToyModelPart:
-    config = None
-
-    @staticmethod
-    def target() -> Any:
-        return _ToyModelPart
-
-    @staticmethod
-    def spec(config: object) -> ModelSpec:
-        return SPEC
-
-    @staticmethod
-    def source(config: object) -> ModelSource:
-        return ModelSource(None, True)
-
-    @staticmethod
-    def capabilities(host: object) -> Capabilities:
-        return Capabilities()
-
-    @staticmethod
-    def initial(config: object) -> dict[str, str]:
-        return {}
-
-
-class _NoHostDrafts:
-    needs_host_tokens = False
+_MODEL_PART = SimpleNamespace(
+    config=None,
+    target=lambda: _MODEL_PART,
+    spec=lambda config: SPEC,
+    source=lambda config: ModelSource(None, True),
+    capabilities=lambda host: Capabilities(),
+    initial=lambda config: {},
+)
 
 
 class ToyComposition:
@@ -379,7 +362,7 @@ class ToyComposition:
         self._scheduler, self._kv, self._device, self._drafter = scheduler, kv, device, drafter
 
     def part(self, kind: str) -> Any:
-        return _ToyModelPart
+        return _MODEL_PART
 
     def check(self, host: object, model_facts: object) -> None:
         """Accept every combination."""
@@ -394,4 +377,4 @@ class ToyComposition:
         if kind == "grammar":
             return ToyCompiler(None, given["vocabulary"])
         assert kind == "spec_decode", f"unexpected component kind {kind}"
-        return self._drafter or _NoHostDrafts()
+        return self._drafter or SimpleNamespace(needs_host_tokens=False)
