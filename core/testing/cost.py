@@ -90,7 +90,7 @@ class CostContract:
             ):
                 _no_less(cost.step_seconds([larger]), cost.step_seconds([row]), f"{larger} instead of {row}")
 
-    def test_times_stands_for_so_many_equal_rows(self) -> None:
+    def test_times_multiplies_a_row(self) -> None:
         cost = self.bound()
         for row in ROWS:
             together = cost.step_seconds([ROWS[0], row._replace(times=5)])
@@ -151,7 +151,7 @@ class CostContract:
         ordered = 0 < cost.step_weight_bytes(1) <= cost.step_weight_bytes() <= cost.weight_bytes()
         assert ordered, "a step must not read more bytes than weight_bytes, nor fewer for more tokens"
         kv_bytes = 1000 * self.spec.kv_bytes_per_token(formats.kv_bytes)
-        assert cost.kv_bytes(1000) == kv_bytes, "kv_bytes must be the KV cache of so many tokens"
+        assert cost.kv_bytes(1000) == kv_bytes, "kv_bytes must be tokens times the model's KV bytes per token"
 
     # Requirements
 

@@ -170,7 +170,7 @@ class LogitsProcessorContract:
         assert same, "apply must keep the shape, dtype and device of the logits"
 
     def test_rows_that_do_not_want_it_come_out_bit_equal(self) -> None:
-        """In a batch with rows that want it, without such rows, and in empty slots (padding uses one)."""
+        """This holds in a batch with or without rows that want it, and in empty slots (padding uses one)."""
         processor = self.joined(self.active(), self.passive(), self.larger(), self.passive())
         rows = [(slot, self.history(slot)) for slot in (1, 0, 3, 2, self.slots, self.slots - 1)]
         logits_NV = self.logits(len(rows))

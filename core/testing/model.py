@@ -288,7 +288,7 @@ class ModelContract:
 
     def test_layers_yield_every_collective_call(self) -> None:
         """Their number does not depend on the number of tokens or sequences."""
-        collective = Handed(None)
+        collective = WatchedCollective(None)
         model = self._halving(collective=collective)
         made: list[int] = []
 
@@ -317,7 +317,7 @@ class ModelContract:
     def test_half_batches_equal_one_step(self) -> None:
         """A step may be cut within a chunk, between rows, or within a running sequence. Taps are equal too. The output
         of a half-batch's boundary is overwritten when its next one begins."""
-        whole, halved = Driver(self._model()), Driver(self._halving(collective=TwoPlaces(None)))
+        whole, halved = Driver(self._model()), Driver(self._halving(collective=OverwritesOutputs(None)))
         build = halved.model.build
         halved.forward = OverlappedForward(halved.model, build.attention, None, build.device, least=2)
         sequences = {name: self._tokens(MAX_LEN) for name in "abc"}
@@ -524,7 +524,7 @@ def opened(weights: Weights) -> Iterator[tuple[str, Callable[[], Lazy]]]:
         yield name, partial(Lazy, tensor)
 
 
-class Handed(Alone):
+class WatchedCollective(Alone):
     """Single rank that fails if it is called while `forbidden`."""
 
     forbidden = False
@@ -553,7 +553,7 @@ class Handed(Alone):
         assert not self.forbidden, "`layers` must yield every collective call instead of making it"
 
 
-class TwoPlaces(Alone):
+class OverwritesOutputs(Alone):
     """Single rank that overwrites a boundary's output at the second next call, as `Collective.overlapped` permits."""
 
     def __init__(self, config: object) -> None:

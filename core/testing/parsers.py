@@ -424,7 +424,7 @@ class ReasoningParserContract(Checks):
             texts.append((prompt, text[: text.index(PROSE.strip()) + 400]))
         for prompt, text in texts:
             stream = self.make().stream(prompt)
-            out = "".join(event.text for char in text for event in stream.feed(char))  # type: ignore[union-attr]
+            out = "".join(event.text for char in text for event in stream.feed(char))
             held = len(text) - len(out)
             assert held <= HELD, f"{held} characters are held back, at most {HELD} may be"
 

@@ -336,7 +336,7 @@ SPEC = ModelSpec("toy", VOCAB, 1, 1, 1, 1, 1, 1, 1 << 20, "float32", eos_ids=(EO
 VOCABULARY = Vocabulary(VOCAB, (EOS,), None)
 
 
-_MODEL_PART = SimpleNamespace(
+_MODEL_PART: Any = SimpleNamespace(
     config=None,
     target=lambda: _MODEL_PART,
     spec=lambda config: SPEC,

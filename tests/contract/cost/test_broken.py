@@ -90,7 +90,7 @@ BROKEN: dict[type[CostModel], str] = {
     ChargesNothingToDo: "test_no_rows_take_no_time",
     ChunksAreFree: "test_every_step_takes_some_time",
     LikesLongContexts: "test_more_work_takes_no_less_time",
-    MissesTimes: "test_times_stands_for_so_many_equal_rows",
+    MissesTimes: "test_times_multiplies_a_row",
     GoesByTheFirst: "test_the_order_of_rows_does_not_matter",
     ReadsTwice: "test_rows_may_come_from_a_generator",
     Learns: "test_predictions_are_pure",
