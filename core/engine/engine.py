@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -28,8 +28,8 @@ from dovetail.core.interfaces import (
     HostDraft,
     JoinBlob,
     LateInputs,
-    Pooling,
     Progress,
+    RequestOptions,
     SamplingParams,
     SchedulerContext,
     SchedulerLimits,
@@ -42,6 +42,9 @@ from dovetail.core.interfaces.plan import LATE, SAMPLE
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+
+
+_PLAIN = RequestOptions()
 
 
 @dataclass(slots=True)
@@ -100,7 +103,7 @@ class Engine:
             self.cost = bind_cost(composition, info.spec, info.device)
             drafter = composition.build("spec_decode")
             self._host_drafter = drafter if drafter.needs_host_tokens else None
-            self._intake = RequestBuilder(composition, info.spec, info.max_len)
+            self._requests = RequestBuilder(composition, info.spec, info.max_len)
             observers = composition.many("observer") if "observer" in composition.parts else {}
             self.observers.update({name: part.build() for name, part in observers.items()})
             # A row that sits a step out is shorter than plans in flight count on: no good where that count decides.
@@ -128,38 +131,26 @@ class Engine:
         self,
         prompt_ids: Seq[int],
         params: SamplingParams,
+        options: RequestOptions = _PLAIN,
         *,
-        priority: int = 0,
-        deadline: float | None = None,
-        user: str = "",
-        cache_salt: str = "",
-        hints: Mapping[str, float] | None = None,
-        pooling: Pooling | None = None,
         number: int | None = None,
-        adapter: str = "",
     ) -> list[Sequence]:
-        """Queue a request; its n sequences. Raises RequestError for what can never run, PluginError where a logits
-        processor fails on it. One with a grammar is queued once that is compiled; if it cannot be, the sequences' next
-        events say why. With `pooling` the prompt is embedded, and nothing of params counts. `number`: rises from 0
-        unless given; random draws depend on it, so who spreads requests over several engines numbers them all."""
-        key = self._adapters.key(adapter) if adapter else ""
-        sequences = self._intake.sequences(
-            prompt_ids,
-            params,
-            priority=priority,
-            deadline=deadline,
-            user=user,
-            cache_salt=_salt(cache_salt, key),
-            adapter=key,
-            hints=hints,
-            pooling=pooling,
-            number=number,
-        )
+        """Queue a request and return its n sequences.
+
+        A request with a grammar is queued once the grammar is compiled; if it cannot be compiled, the next events of
+        its sequences carry the reason. With `options.pooling` the prompt is embedded and `params` is ignored.
+        `number` identifies the request; by default numbers rise from 0. Random draws depend on it, so a caller that
+        spreads requests over several engines numbers them all.
+
+        Raises RequestError for what can never run, PluginError where a logits processor fails on it."""
+        key = self._adapters.key(options.adapter) if options.adapter else ""
+        options = replace(options, adapter=key, cache_salt=_salt(options.cache_salt, key))
+        sequences = self._requests.sequences(prompt_ids, params, options, number=number)
         request = sequences[0].request
         self.counters.prompt_tokens += len(request.prompt_ids)
         for seq in sequences:
             self._sequences[seq.uid] = seq
-            if pooling is not None:
+            if options.pooling is not None:
                 self._pooler.enter(seq.uid)
             if request.params.grammar is None:
                 self.scheduler.add(seq)

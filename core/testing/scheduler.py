@@ -19,6 +19,7 @@ from dovetail.core.interfaces import (
     Grammar,
     KVAllocator,
     KVGroup,
+    RequestOptions,
     RowFlag,
     SamplingParams,
     Scheduler,
@@ -138,7 +139,7 @@ class SchedulerContract:
                 if job.arrival == step:
                     given = {"max_tokens": job.max_tokens, "n": job.n, "grammar": job.grammar}
                     params = SamplingParams(temperature=0, ignore_eos=job.ignore_eos, **given)
-                    for seq in engine.add(job.prompt, params, **(job.request or {})):
+                    for seq in engine.add(job.prompt, params, RequestOptions(**(job.request or {}))):
                         sequences[seq.uid] = (i, seq)
                         outputs[i, seq.sample] = []
                 if job.abort_at is not None and step == max(job.abort_at, job.arrival + 1):
@@ -224,9 +225,9 @@ class SchedulerContract:
         other = None
         for step in range(400):
             if step % 4 == 0:
-                engine.add([1 + step % 40, 2, 3], params, adapter="a")
+                engine.add([1 + step % 40, 2, 3], params, RequestOptions(adapter="a"))
             if step == 10:
-                (other,) = engine.add([7, 7], params, adapter="b")
+                (other,) = engine.add([7, 7], params, RequestOptions(adapter="b"))
             engine.step()
             if other is not None and other.status is Status.FINISHED:
                 return

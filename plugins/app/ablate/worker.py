@@ -89,7 +89,7 @@ def _measure(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
         answers = None
         if order["quality"] is not None and _computes(composition):
             control.send({"op": "phase", "name": "quality", "share": None})
-            answers = probe(target.engine, order["quality"], composition.engine.seed)
+            answers = probe(target, order["quality"], composition.engine.seed)
     return {"startup": startup, "loads": loads, "quality": answers}
 
 

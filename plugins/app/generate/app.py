@@ -82,7 +82,7 @@ class GenerateApp(App):
                 bar.update(task, description=phase, total=None if share is None else 1.0, completed=share or 0.0)
 
             llm = LLM(composition=composition, progress=progress)
-        info = llm.engine.info
+        info = llm.info
         long = [f"{name} {seconds:.1f} s" for name, seconds in info.phases.items() if seconds >= 0.05]
         phases = f" ({', '.join(long)})" if long else ""
         self._console.print(f"[dim]{info.device}, started in {llm.start_seconds:.1f} s{phases}[/]")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.core import logs
 from dovetail.core.compose import Host
-from dovetail.core.errors import ConfigError
-from dovetail.core.frontend.client import EngineDown
+from dovetail.core.errors import ConfigError, EngineDown
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.interfaces import App
 from dovetail.plugins.app.serve import keys, owner, ports

@@ -11,8 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from dovetail.core.errors import RequestError
-from dovetail.core.frontend.client import EngineDown
+from dovetail.core.errors import EngineDown, RequestError
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from dovetail.plugins.app.serve.transport import EventStream, json_response, whi
 _FLOOR = -9999.0
 """What OpenAI writes for a token that cannot come; JSON has no infinity."""
 
-SampleUpdate = list[tuple[int, Delta]]
+ChoiceDeltas = list[tuple[int, Delta]]
 """(index of the choice, what came for it): one a choice."""
 
 
@@ -28,14 +28,14 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-async def news(jobs: Sequence[Job], n: int) -> AsyncIterator[SampleUpdate]:
+async def news(jobs: Sequence[Job], n: int) -> AsyncIterator[ChoiceDeltas]:
     """What came, until all is complete; n choices a job. Raises what ended a job."""
     if len(jobs) == 1:
         job = jobs[0]
         while deltas := await job.stream.take():
             yield _merge(0, n, job, deltas)
         return
-    inbox: asyncio.Queue[SampleUpdate | Exception | None] = asyncio.Queue()
+    inbox: asyncio.Queue[ChoiceDeltas | Exception | None] = asyncio.Queue()
 
     async def follow(at: int, job: Job) -> None:
         try:
@@ -61,7 +61,7 @@ async def news(jobs: Sequence[Job], n: int) -> AsyncIterator[SampleUpdate]:
             task.cancel()
 
 
-def _merge(at: int, n: int, job: Job, deltas: list[Delta]) -> SampleUpdate:
+def _merge(at: int, n: int, job: Job, deltas: list[Delta]) -> ChoiceDeltas:
     """Several deltas of one choice become one: the client was slower than the engine."""
     by_sample: dict[int, list[Delta]] = {}
     for delta in deltas:

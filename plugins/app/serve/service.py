@@ -14,7 +14,7 @@ from starlette.requests import Request
 from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.client import Stream
 from dovetail.core.frontend.fleet import Fleet
-from dovetail.core.interfaces import Pooling, SamplingParams
+from dovetail.core.interfaces import Pooling, RequestOptions, SamplingParams
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.monitor import Monitor, Reporter, RequestRecord, Tracer
@@ -192,21 +192,19 @@ class Service:
             if len(ids) >= limit:
                 raise too_long(str(len(ids)), limit, _PROMPT_FIELD[endpoint])
         seconds = min((s for s in (self.config.timeout, body.timeout) if s is not None), default=None)
+        options = RequestOptions(
+            priority=body.priority or 0,
+            deadline=None if seconds is None else time.perf_counter() + seconds,
+            user=body.user or "",
+            cache_salt=self._salt(request, body),
+            hints=body.hints or {},
+            pooling=pooling,
+            adapter=self.adapter(body.model),
+        )
         jobs: list[Job] = []
         try:
             for ids in prompts:
-                stream = self.client.submit(
-                    ids,
-                    params,
-                    priority=body.priority or 0,
-                    deadline=seconds,
-                    user=body.user or "",
-                    cache_salt=self._salt(request, body),
-                    hints=body.hints,
-                    keep=keep,
-                    pooling=pooling,
-                    adapter=self.adapter(body.model),
-                )
+                stream = self.client.submit(ids, params, options, keep=keep)
                 job = Job(self, stream, endpoint, len(ids), request.headers.get("traceparent", ""))
                 jobs.append(job)
                 if seconds is not None:

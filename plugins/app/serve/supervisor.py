@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dovetail.core.errors import DovetailError
+from dovetail.core.errors import DovetailError, EngineDown
 from dovetail.core.frontend.attached import Sharing
-from dovetail.core.frontend.client import EngineDown
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.frontend.process_rpc import Peer
 from dovetail.core.frontend.shared_counters import Board

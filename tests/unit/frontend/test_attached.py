@@ -9,15 +9,13 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
 from dovetail.core.compose import compose
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import EngineDown, RequestError
 from dovetail.core.frontend import supervised as owned
 from dovetail.core.frontend.attached import AttachedFleet, Sharing
-from dovetail.core.frontend.client import EngineDown
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.frontend.messages import Command, EngineInfo, EngineStats, Reply, SampleUpdate
 from dovetail.core.frontend.process_rpc import Peer
@@ -57,9 +55,9 @@ class PlayedEngine:
             link.close()
         self.links.clear()
 
-    def send(self, data: bytes) -> None:
-        command = msgspec.msgpack.decode(data, type=Command)
-        self.listener.on_message(self, Reply(command.id, "done"))
+    def send(self, *commands: Command) -> None:
+        for command in commands:
+            self.listener.on_message(self, Reply(command.id, "done"))
 
     def order(self, message: dict[str, Any]) -> None:
         self.orders.append(message["op"])
@@ -71,8 +69,8 @@ class PlayedEngine:
     def end_hung(self, seconds: float) -> None:
         self.hung.append(seconds)
 
-    def says(self, link: int, *news: SampleUpdate, stats: EngineStats | None = None) -> None:
-        self.links[link].news += news
+    def says(self, link: int, *updates: SampleUpdate, stats: EngineStats | None = None) -> None:
+        self.links[link].updates += updates
         self.links[link].tell(stats)
 
     def heard(self, link: int) -> Any:
@@ -162,7 +160,7 @@ def test_each_has_its_own_requests_and_sees_the_load_of_all() -> None:
         # Another way than the word that the engine is ready.
         await until(lambda: first.stats.running == 1)
         streams = [first.submit([1, 2], GREEDY), second.submit([3], GREEDY), first.submit([4], GREEDY)]
-        assert [stream.id for stream in streams] == [1, 2, 4], "no number comes twice"
+        assert [stream.request.id for stream in streams] == [1, 2, 4], "no number comes twice"
         assert [fleet.samples for fleet in (first, second, house.owner)] == [3, 3, 3]
         assert first.clients[0].prompt_tokens == 4
         assert [(lives[0].heard(link).id, link) for link in (1, 2, 1)] == [(1, 1), (2, 2), (4, 1)]
@@ -177,12 +175,12 @@ def test_who_dies_leaves_nothing_and_whoever_comes_in_its_place_counts_on() -> N
     async def test(house: House, lives: list[PlayedEngine]) -> None:
         await all_ready(house, lives[0])
         gone = house.users[1]
-        assert [gone.submit([1], GREEDY).id for _ in range(2)] == [1, 4]
+        assert [gone.submit([1], GREEDY).request.id for _ in range(2)] == [1, 4]
         house.leave(1)
         assert lives[0].orders == ["attach", "attach", "detach"] and house.users[2].samples == 0
         again = house.join(1)
         await until(lambda: again.state == "ready")
-        assert again.submit([1], GREEDY).id == 7
+        assert again.submit([1], GREEDY).request.id == 7
         await gone.close()
 
     housed(test)
@@ -199,7 +197,7 @@ def test_a_death_of_the_engine_is_one_for_all() -> None:
         assert house.owner.samples == 0
         await until(lambda: all(user.state == "starting" for user in house.users.values()))
         await all_ready(house, lives[1])
-        assert [user.submit([1], GREEDY).id for user in house.users.values()] == [4, 5]
+        assert [user.submit([1], GREEDY).request.id for user in house.users.values()] == [4, 5]
         assert lives[1].heard(1).prompt_ids == [1]
         # One more than it may: no engine comes back, and all know.
         lives[1].die()

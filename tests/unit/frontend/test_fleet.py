@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from dovetail.core.compose import compose
-from dovetail.core.errors import PluginError, RequestError
+from dovetail.core.errors import EngineDown, PluginError, RequestError
 from dovetail.core.frontend import supervised as owned
-from dovetail.core.frontend.client import EngineDown
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.frontend.messages import (
     Abort,
@@ -27,7 +25,7 @@ from dovetail.core.frontend.messages import (
 )
 from dovetail.core.frontend.replicas import replica_compositions
 from dovetail.core.frontend.supervised import OwnedFleet as Fleet
-from dovetail.core.interfaces import SamplingParams
+from dovetail.core.interfaces import RequestOptions, SamplingParams
 
 INFO = EngineInfo(
     model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
@@ -55,13 +53,13 @@ class FakeProcess:
     def stop(self) -> None:
         self.stopped = True
 
-    def send(self, data: bytes) -> None:
-        command = msgspec.msgpack.decode(data, type=Command)
-        self.heard.append(command)
-        if isinstance(command, Control):
-            value = f"{command.op} {self.composition.engine.first_gpu}"
-            error = "no room" if command.op == self.refuses else ""
-            self.listener.on_message(self, Reply(command.id, value, error, 409))
+    def send(self, *commands: Command) -> None:
+        for command in commands:
+            self.heard.append(command)
+            if isinstance(command, Control):
+                value = f"{command.op} {self.composition.engine.first_gpu}"
+                error = "no room" if command.op == self.refuses else ""
+                self.listener.on_message(self, Reply(command.id, value, error, 409))
 
     def ready(self) -> None:
         self.listener.on_ready(self, INFO)
@@ -274,8 +272,8 @@ def test_adapters_are_on_every_replica_or_on_none() -> None:
         lives[3].ready()
         await settle()
         await fleet.load_adapter("sql", "/sql")
-        assert fleet.submit([1], GREEDY, adapter="sql").replica == 0
-        assert lives[3].heard[-1].adapter == "sql"
+        assert fleet.submit([1], GREEDY, RequestOptions(adapter="sql")).replica == 0
+        assert lives[3].heard[-1].options.adapter == "sql"
 
     with_fleet(test, max_restarts=1)
 

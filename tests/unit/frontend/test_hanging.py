@@ -8,13 +8,13 @@ import socket
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
 from dovetail import compose
 from dovetail.core.frontend import engine_process as process
-from dovetail.core.frontend.messages import Abort, Add, StepMessage
+from dovetail.core.frontend.messages import Abort, Add, StepMessage, encode_output
+from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.parallel.channel import Channel
 from dovetail.core.parallel.process import SHOW_STACKS, start_process
 
@@ -37,9 +37,9 @@ def played(control_fd: int, parent: int) -> None:
     control.send({"op": "ready", "info": INFO})
     commands.recv()
     for _ in range(6):
-        outputs.send(msgspec.msgpack.encode(StepMessage([], None, 1)))
+        outputs.send(encode_output(StepMessage([], None, 1)))
         time.sleep(TIMEOUT / 2)
-    outputs.send(msgspec.msgpack.encode(StepMessage([], None, 1, idle=True)))
+    outputs.send(encode_output(StepMessage([], None, 1, idle=True)))
     time.sleep(60)
 
 
@@ -89,11 +89,11 @@ def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPat
     heard = Heard()
     engine = playing(played, heard, monkeypatch)
     assert heard.said.get(timeout=90) == "ready"
-    engine.send(msgspec.msgpack.encode(Add(1, [1], {})))
+    engine.send(Add(1, [1], SamplingParams(), RequestOptions()))
     assert heard.said.get(timeout=90) == "idle"
     with pytest.raises(queue.Empty):
         heard.said.get(timeout=3 * TIMEOUT)
     began = time.monotonic()
-    engine.send(msgspec.msgpack.encode(Abort(1)))
+    engine.send(Abort(1))
     assert str(heard.said.get(timeout=90)).startswith("hangs")
     assert time.monotonic() - began > TIMEOUT * 0.7
