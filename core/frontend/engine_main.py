@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dovetail.core.engine.counters import Counters
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import RequestError
 from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
 from dovetail.core.frontend.zmq_link import ZmqMailbox
@@ -34,13 +34,12 @@ def main(control_fd: int, parent: int) -> None:
     try:
         order, _ = control.recv()
         composition = recompose(order)
-        engine = Engine(composition)
         began = time.perf_counter()
 
         def progress(phase: str, share: float | None = None) -> None:
             control.send({"op": "progress", "phase": phase, "share": share})
 
-        engine.start(progress)
+        engine = start_engine(composition, progress)
         if order["adapters"] is not None:
             _restore_adapters(engine, order["adapters"])
         progress("warm up")

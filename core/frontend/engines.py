@@ -47,6 +47,7 @@ class Engines(ABC):
     """Set by `start`."""
 
     def __init__(self, composition: Composition) -> None:
+        """Loads nothing: `start_engines` does."""
         self.composition = composition
         self.failure: BaseException | None = None
         self.closed = False
@@ -55,8 +56,8 @@ class Engines(ABC):
         self.adapters: dict[str, str] = {}
         """Adapters that every engine has: name -> folder."""
 
-    def start(self, progress: Progress = lambda phase, share: None) -> None:
-        """Load every engine. Errors are raised here, after what has started was ended."""
+    def start(self, progress: Progress) -> None:
+        """Load every engine."""
         try:
             self._start(progress)
             self.adapters = dict(self.info.adapters)
@@ -229,9 +230,12 @@ class _ProcessListener:
         self._engines._fail(error)
 
 
-def make_engines(composition: Composition) -> Engines:
-    """Not started yet. One replica runs in this process."""
-    return OneLocalEngine(composition) if composition.engine.dp == 1 else EngineProcesses(composition)
+def start_engines(composition: Composition, progress: Progress = lambda phase, share: None) -> Engines:
+    """Load the engines of a composition: one in this process, or engine.dp in processes of their own. Errors are raised
+    here, and nothing is left behind."""
+    engines = OneLocalEngine(composition) if composition.engine.dp == 1 else EngineProcesses(composition)
+    engines.start(progress)
+    return engines
 
 
 def stopped(failure: BaseException) -> RuntimeError:

@@ -16,7 +16,7 @@ from dovetail.core.compose.wording import words
 from dovetail.core.engine.counters import Counters
 from dovetail.core.errors import RequestError
 from dovetail.core.frontend.client import tokenizer_of
-from dovetail.core.frontend.engines import OneLocalEngine, make_engines
+from dovetail.core.frontend.engines import OneLocalEngine, start_engines
 from dovetail.core.frontend.outputs import Completion, Delta, Generation, Timing, truncate_and_normalize
 from dovetail.core.frontend.request_table import Deliver, NewRequest, OpenRequest
 from dovetail.core.interfaces import EmbeddingSpec, Pooling, Progress, RequestOptions, SamplingParams
@@ -75,9 +75,8 @@ class LLM:
             chosen = [] if model is None else _model_overrides(model)
             composition = compose([*chosen, *words(overrides)])
         self.composition = composition
-        self._engines = make_engines(composition)
         began = time.perf_counter()
-        self._engines.start(progress)
+        self._engines = start_engines(composition, progress)
         self.start_seconds = time.perf_counter() - began
         self._table = self._engines.table
         try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
 from dovetail.core.frontend.messages import Command, EngineInfo, EngineStats, Reply, SampleUpdate, StepMessage
 from dovetail.core.interfaces import Progress
@@ -30,27 +30,31 @@ class LocalEngine:
         on_death: Callable[[BaseException], None],
     ) -> None:
         self.composition = composition
-        self.engine = Engine(composition)
         self._on_death = on_death
         self._mailbox = _QueueMailbox(on_message)
         self._ended = threading.Event()
-        self._started = False
+        self._engine: Engine | None = None
 
     def start(self, progress: Progress) -> EngineInfo:
         """Load the engine in the calling thread, then start its loop. Errors of loading are raised here."""
         began = time.perf_counter()
-        self.engine.start(progress)
-        info = describe_engine(self.composition, self.engine, time.perf_counter() - began)
-        threading.Thread(target=self._run, name="dovetail-engine", daemon=True).start()
-        self._started = True
+        engine = self._engine = start_engine(self.composition, progress)
+        info = describe_engine(self.composition, engine, time.perf_counter() - began)
+        threading.Thread(target=self._run, args=(engine,), name="dovetail-engine", daemon=True).start()
         return info
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which its own thread uses."""
+        assert self._engine is not None, "the engine has not started"
+        return self._engine
 
     def send(self, *commands: Command) -> None:
         self._mailbox.put(commands)
 
     def stop(self) -> None:
         """End the loop, drop what runs and free the engine's memory. Blocks."""
-        if not self._started:
+        if self._engine is None:
             return
         self._mailbox.put(None)
         # Not joined: a join that Ctrl-C breaks off marks the thread as ended (Python 3.11).
@@ -59,10 +63,10 @@ class LocalEngine:
             self._ended.wait()
         self.engine.shutdown()
 
-    def _run(self) -> None:
+    def _run(self, engine: Engine) -> None:
         failure: BaseException = RuntimeError("closed while requests ran")
         try:
-            EngineLoop(self.engine, self._mailbox).run()
+            EngineLoop(engine, self._mailbox).run()
         except BaseException as error:
             failure = error
         try:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from dovetail.core.compose import EngineConfig
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import (
     FinishReason,
     Grammar,
@@ -123,8 +123,7 @@ class SchedulerContract:
         sizes = {"max_seqs": max_seqs, "max_len": max_len, "lookahead": lookahead}
         device = ToyDevice(groups, num_pages, delay=delay, adapter_slots=adapter_slots, **sizes)
         config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
-        engine = Engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
-        engine.start()
+        engine = start_engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
         for name in ADAPTERS if adapter_slots else "":
             engine.load_adapter(name, name)
         return engine

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from dovetail.core.frontend.request_table import OpenRequest
 
 KV_EVERY = 16
-"""Steps between two looks at the KV cache, which costs time by the number of sequences."""
+"""Steps between samples of KV cache usage, whose cost grows with the number of sequences."""
 POLL_SECONDS = 0.1
-"""How often a run looks whether it was stopped."""
+"""Seconds between checks whether the run was stopped."""
 
 Answer = tuple[list[int], list[TokenLogprobs]]
 """Output tokens and prompt log-probabilities of one prompt."""
@@ -47,14 +47,13 @@ class EngineTarget(Target):
         return loaded
 
     def start(self, progress: Progress) -> dict[str, Any]:
-        from dovetail.core.engine.engine import Engine
-        from dovetail.core.frontend.engines import make_engines
+        from dovetail.core.engine.engine import start_engine
+        from dovetail.core.frontend.engines import start_engines
 
         began = time.perf_counter()
         engine = self.composition.engine
-        self.engine: Any = Engine(self.composition) if engine.dp == 1 else make_engines(self.composition)
-        """An Engine, or Engines where there are replicas."""
-        self.engine.start(progress)
+        self.engine: Any = (start_engine if engine.dp == 1 else start_engines)(self.composition, progress)
+        """An Engine, or Engines if there are replicas."""
         # As in a server: what was loaded stays, so the collector need not traverse it again and again.
         gc.collect()
         gc.freeze()
@@ -157,8 +156,8 @@ def _submit_and_wait(
     return found
 
 
-class Look(NamedTuple):
-    """At a KV cache that is in use."""
+class KVSample(NamedTuple):
+    """One sample of KV cache usage."""
 
     used: float
     """Share of pages."""
@@ -168,11 +167,11 @@ class Look(NamedTuple):
 
 @dataclass(slots=True)
 class ReplicaRun:
-    """What is known of one replica in a run."""
+    """Measurements of one replica in a run."""
 
     before: tuple[Counters, int]
     """Counters and preemptions when the run began."""
-    kv: list[Look] = field(default_factory=list)
+    kv: list[KVSample] = field(default_factory=list)
     requests: int = 0
     output_tokens: int = 0
 
@@ -273,7 +272,7 @@ class StepDrive(Drive):
         if self._steps % KV_EVERY == 0:
             stats = self.engine.kv.stats()
             if stats.pages:
-                self.replicas[0].kv.append(Look(stats.owned / stats.pages, stats.owned_tokens, stats.used_tokens))
+                self.replicas[0].kv.append(KVSample(stats.owned / stats.pages, stats.owned_tokens, stats.used_tokens))
         return events
 
 
@@ -283,7 +282,7 @@ class TableDrive(Drive):
     def __init__(self, engines: Engines, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
         self.engines = engines
         super().__init__(requests, on_done)
-        engines.table.on_stats = self._look
+        engines.table.on_stats = self._sample
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._cpu = self._wall = 0.0
@@ -328,9 +327,9 @@ class TableDrive(Drive):
         self._added += 1
         self.replicas[request.replica].requests += 1
 
-    def _look(self, replica: int, stats: EngineStats) -> None:
+    def _sample(self, replica: int, stats: EngineStats) -> None:
         if stats.running and stats.pages:
-            self.replicas[replica].kv.append(Look(stats.kv_usage, stats.tokens_owned, stats.tokens_used))
+            self.replicas[replica].kv.append(KVSample(stats.kv_usage, stats.tokens_owned, stats.tokens_used))
 
     def figures(self) -> dict[str, Any]:
         """Of all replicas together, and of each."""
@@ -339,12 +338,12 @@ class TableDrive(Drive):
             {"requests": one.requests, "output_tokens": one.output_tokens} | _figures([one], [after])
             for one, after in zip(self.replicas, now, strict=True)
         ]
-        # Where this process is the bottleneck, replicas wait for it.
+        # client_busy close to 1: this process is the bottleneck and replicas wait for it.
         return _figures(self.replicas, now) | {"client_busy": round(self._cpu / self._wall, 4), "replicas": each}
 
 
 def _figures(replicas: Sequence[ReplicaRun], now: Sequence[tuple[Counters, int]]) -> dict[str, Any]:
-    """Of some replicas together: sums, and means over what they did."""
+    """Return the figures of some replicas together: sums, and means weighted by their work."""
 
     def gained(name: str) -> float:
         pairs = zip(now, replicas, strict=True)
@@ -355,8 +354,8 @@ def _figures(replicas: Sequence[ReplicaRun], now: Sequence[tuple[Counters, int]]
 
     steps, idle, worked = int(gained("steps")), gained("idle_seconds"), gained("device_seconds")
     rows, entered, drafted, accepted = map(gained, ("decode_rows", "entered_tokens", "drafted", "accepted"))
-    looks = [look for one in replicas for look in one.kv]
-    used, slots = [look.used for look in looks], sum(look.owned_tokens for look in looks)
+    samples = [sample for one in replicas for sample in one.kv]
+    used, slots = [sample.used for sample in samples], sum(sample.owned_tokens for sample in samples)
     return {
         "steps": steps,
         "host_ms_per_step": {part: per_step(f"{part}_seconds") for part in ("schedule", "submit", "wait", "update")},
@@ -364,7 +363,7 @@ def _figures(replicas: Sequence[ReplicaRun], now: Sequence[tuple[Counters, int]]
         "device_idle": round(idle / (idle + worked), 4) if worked else None,
         "kv_used_mean": round(sum(used) / len(used), 4) if used else None,
         "kv_used_max": round(max(used), 4) if used else None,
-        "kv_waste": round(1 - sum(look.used_tokens for look in looks) / slots, 4) if slots else None,
+        "kv_waste": round(1 - sum(sample.used_tokens for sample in samples) / slots, 4) if slots else None,
         "prefix_hit_rate": round(gained("cached_tokens") / entered, 4) if entered else None,
         "preemptions": sum(after - one.before[1] for (_, after), one in zip(now, replicas, strict=True)),
         "draft_acceptance": round(accepted / drafted, 4) if drafted else None,
@@ -373,7 +372,7 @@ def _figures(replicas: Sequence[ReplicaRun], now: Sequence[tuple[Counters, int]]
 
 
 def _sleep_until(moment: float) -> None:
-    """The last millisecond is waited for awake: a sleep may last longer than asked for."""
+    """Sleep, and spin for the last millisecond, since a sleep may overrun."""
     while (left := moment - time.perf_counter()) > 0:
         if left > 1e-3:
             time.sleep(left - 1e-3)

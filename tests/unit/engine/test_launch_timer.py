@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dovetail.core.compose import compose
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import start_engine
 from dovetail.core.engine.launch_timer import LEAST_SLACK, MOST_SLACK, LaunchTimer
 from dovetail.core.frontend.engine_loop import EngineLoop
 from dovetail.core.frontend.messages import Add, EngineStats, SampleUpdate
@@ -49,8 +49,7 @@ class Served:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
         self.clock = Clock(monkeypatch)
-        self.engine = Engine(compose([*DEVICE, f"cost.step_us={STEP * 1e6}", "cost.kernel_us=0", *more]))
-        self.engine.start()
+        self.engine = start_engine(compose([*DEVICE, f"cost.step_us={STEP * 1e6}", "cost.kernel_us=0", *more]))
         self.updates: list[SampleUpdate] = []
         self.ports = (self,)
         self.waits: list[float] = []

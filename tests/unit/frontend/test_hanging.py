@@ -1,4 +1,4 @@
-"""An engine's process that is slow and one that hangs, played by a script."""
+"""Detection of a hung engine process, with scripts in place of slow and hung engines."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ INFO = dict(model="m", folder=None, vocab=1, max_len=1, max_seqs=1, device="cpu"
 INFO |= dict(embedding=None, hidden=1, head=True, notes=[])
 
 
-def played(control_fd: int, parent: int) -> None:
-    """Slow to start. Works on the first command for three times the timeout, then has nothing to do; never carries out
-    the second."""
+def scripted(control_fd: int, parent: int) -> None:
+    """Script of an engine process: starts slowly, works on the first command for three times the timeout, is then idle,
+    and never executes the second command."""
     signal.signal(SHOW_STACKS, signal.SIG_IGN)
     control = Channel(socket.socket(fileno=control_fd))
     order, _ = control.recv()
@@ -70,7 +70,7 @@ class Heard:
 
 
 def playing(script, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> process.EngineProcess:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # where the script's process finds this module
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # lets the script's process import this module
     entry = f"{__name__}:{script.__name__}"
     monkeypatch.setattr(process, "start_process", lambda _, environment: start_process(entry))
     engine = process.EngineProcess(compose(["+preset=tiny_cpu"]), heard, timeout=TIMEOUT)
@@ -87,7 +87,7 @@ def test_a_start_without_progress_is_death(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard()
-    engine = playing(played, heard, monkeypatch)
+    engine = playing(scripted, heard, monkeypatch)
     assert heard.said.get(timeout=90) == "ready"
     engine.send(Add(1, [1], SamplingParams(), RequestOptions()))
     assert heard.said.get(timeout=90) == "idle"

@@ -15,7 +15,7 @@ import zmq
 from dovetail.core.compose import compose
 from dovetail.core.errors import EngineDown, RequestError
 from dovetail.core.frontend.client import tokenizer_of
-from dovetail.core.frontend.engines import OneLocalEngine
+from dovetail.core.frontend.engines import OneLocalEngine, start_engines
 from dovetail.core.frontend.local_engine import LocalEngine
 from dovetail.core.frontend.messages import (
     Abort,
@@ -356,8 +356,8 @@ def test_many_threads_submit_and_abort_while_updates_come() -> None:
 
 def test_an_engine_in_this_process_ends_with_what_broke_it() -> None:
     """The real transport: a step that fails ends every request with its cause."""
-    engines = OneLocalEngine(compose(["+preset=tiny_cpu", "engine.max_len=128"], app="generate"))
-    engines.start()
+    engines = start_engines(compose(["+preset=tiny_cpu", "engine.max_len=128"], app="generate"))
+    assert isinstance(engines, OneLocalEngine)
     assert isinstance(engines.local, LocalEngine)
     engines.table.tokenizer = tokenizer_of(engines.info)
 

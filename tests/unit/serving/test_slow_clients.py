@@ -1,4 +1,4 @@
-"""What a slow client gets: everything, in fewer pieces."""
+"""A slow client gets all of the output in fewer pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from dovetail.core.frontend.client import Stream
 from dovetail.core.frontend.outputs import Delta
-from dovetail.plugins.app.serve.output import news
+from dovetail.plugins.app.serve.output import choice_deltas
 
 
 def test_what_came_while_the_client_was_slow_is_one_piece():
@@ -17,10 +17,10 @@ def test_what_came_while_the_client_was_slow_is_one_piece():
         taken = []
         for sample, text, last in ((0, "a", False), (1, "x", False), (0, "b", False)):
             stream.put([Delta(sample, text, (ord(text),))], last=last)
-        async for items in news([job], 2):  # type: ignore[list-item]
+        async for items in choice_deltas([job], 2):  # type: ignore[list-item]
             taken.append(items)
             if len(taken) == 1:
-                # While this piece is being written, the engine goes on.
+                # The engine goes on while this piece is being written.
                 stream.put([Delta(0, "c", (99,))], last=False)
                 stream.put([Delta(0, "d", (100,), finish_reason="length")], last=False)
                 stream.put([Delta(1, "y", (121,), finish_reason="stop")], last=True)

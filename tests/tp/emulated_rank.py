@@ -1,6 +1,6 @@
-"""One of two processes that play many ranks (benchmarks/played.py), with kernels in Triton's interpreter.
+"""One of two processes that emulate many ranks (benchmarks/emulated_ranks.py), with kernels in Triton's interpreter.
 
-python played_rank.py <rank> <ranks> <folder>
+python emulated_rank.py <rank> <ranks> <folder>
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import played
+import emulated_ranks
 from symm_mem_rank import (
     BOXES,
     EPS,
@@ -36,28 +36,28 @@ from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.sharded import RowShard
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
 from dovetail.plugins.collective.symm_mem import kernels, sharded_kernels
-from dovetail.plugins.collective.symm_mem.choice import SizeTable
 from dovetail.plugins.collective.symm_mem.kernels import EMPTY
+from dovetail.plugins.collective.symm_mem.size_table import SizeTable
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 
-class Interpreted(played.Collective):
-    """Mailboxes and memory in files, gloo in place of NCCL."""
+class Interpreted(emulated_ranks.Collective):
+    """Keeps mailboxes and memory in files and uses gloo instead of NCCL."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(SymmMemConfig())
         self.folder = folder
 
-    def _of_both(self) -> Any:
-        return MappedMemory(self.folder, self.rank, played.PLAYERS)
+    def _shared_memory(self) -> Any:
+        return MappedMemory(self.folder, self.rank, emulated_ranks.GPUS)
 
     def _choose(self) -> None:
-        self.sums = self.edges = SizeTable((0,), ("two_shot",))
-        self.sharded_edges = {}
+        self.sums = self.boundaries = SizeTable((0,), ("two_shot",))
+        self.sharded_boundaries = {}
 
 
-def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool) -> MappedMail:
-    one_shot, two_shot = BOXES * 2 * size * played.ROW, PROGRAMS * 2 * 2 * played.ROW
+def mailbox(memory: emulated_ranks.Memory, size: int, device: torch.device, gathers: bool) -> MappedMail:
+    one_shot, two_shot = BOXES * 2 * size * emulated_ranks.ROW, PROGRAMS * 2 * 2 * emulated_ranks.ROW
     block = memory.allocate(2 * one_shot + two_shot, EMPTY)
     parts, addresses = block.words.split((one_shot, two_shot, one_shot)), torch.tensor(block.addresses)
     stopped, told = unstopped()
@@ -68,8 +68,8 @@ def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool
         one_shot_peers=addresses,
         two_shot_peers=addresses + 4 * one_shot,
         gather_peers=addresses + 4 * (one_shot + two_shot),
-        one_shot_turns=torch.zeros(BOXES, dtype=torch.int32),
-        two_shot_turns=torch.zeros(PROGRAMS, dtype=torch.int32),
+        one_shot_halves=torch.zeros(BOXES, dtype=torch.int32),
+        two_shot_halves=torch.zeros(PROGRAMS, dtype=torch.int32),
         stopped=stopped,
         told=told,
     )
@@ -81,13 +81,13 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     mend_interpreter()
     quicken()
     kernels.fence = sharded_kernels.fence = lambda: None
-    played.shorten_boxes()
+    emulated_ranks.shorten_boxes()
     symm_mem.Driver = lambda *_: CopiesOfTheCpu(rank)  # type: ignore[misc,assignment]
     symm_mem.Mailbox = mailbox  # type: ignore[misc,assignment]
     collective = Interpreted(folder)
     collective.connect(rank, ranks, meeting(rank, folder), torch.device("cpu"))
     out: dict[str, torch.Tensor] = {}
-    reducer, columns = collective.reducer, played.COLUMNS
+    reducer, columns = collective.reducer, emulated_ranks.COLUMNS
     weight, whole = torch.ones(columns).half(), summand(91, (3, columns), torch.float16) * 0
     for turn in range(2):
         for algorithm in ("one_shot", "two_shot"):
@@ -95,7 +95,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
             _, out[f"{algorithm} {turn}"] = reducer.boundary(x, whole, weight, EPS, (PLAIN,), algorithm)
             out[f"{algorithm} flat {turn}"] = reducer.reduce(summand(rank, (4, columns), torch.float16), algorithm)
         x = summand(rank, (2 * ranks, columns), torch.float16)
-        out[f"sharded {turn}"] = reducer.share(x, None, weight, EPS, (FP8_TOKEN,))[1]
+        out[f"sharded {turn}"] = reducer.sharded_boundary(x, None, weight, EPS, (FP8_TOKEN,))[1]
         out[f"argmax {turn}"] = collective.argmax(torch.tensor([1.0, rank]), torch.tensor([7 + rank, 50 + rank]))
     gathered = collective.all_gather(torch.tensor([[rank]]))
     assert gathered.tolist() == [[1 - rank if i != rank else rank for i in range(ranks)]]
@@ -111,7 +111,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         assert isinstance(residual, RowShard)
         assert bundle[PLAIN].values.shape == (rows, columns)
     torch.save(out, folder / f"{rank}.pt")
-    together("done", rank, played.PLAYERS, folder)
+    together("done", rank, emulated_ranks.GPUS, folder)
     mail: Any = collective.reducer.mail
     left = [name for name in ("one_shot", "two_shot", "gather") if bool((getattr(mail, name) != EMPTY).any())]
     assert not left, f"player {rank} has words left in {left}"
@@ -119,5 +119,5 @@ def main(rank: int, ranks: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    # gloo's threads may wait for the interpreter while it waits for them.
+    # gloo's threads may wait for the GIL while the interpreter waits for them.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""benchmarks/played.py: two processes play eight ranks, with the kernels of collective=symm_mem interpreted."""
+"""benchmarks/emulated_ranks.py: two processes emulate eight ranks, with interpreted kernels of collective=symm_mem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("players")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("played_rank.py")
+    script = Path(__file__).with_name("emulated_rank.py")
     players = [
         subprocess.Popen([sys.executable, str(script), str(rank), str(RANKS), str(folder)], env=environment)
         for rank in range(2)
