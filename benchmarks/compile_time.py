@@ -27,7 +27,8 @@ import triton
 
 from dovetail.core.compose import compose
 from dovetail.core.testing.no_gpu import no_gpu
-from dovetail.core.worker.runner import Runner
+from dovetail.core.worker.loader import load_rank
+from dovetail.core.worker.warmup import run_warmup_steps
 
 
 @dataclass
@@ -58,14 +59,12 @@ def compiled(overrides: Sequence[str]) -> list[Variant]:
 
     with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope(), triton.knobs.compilation.scope(), no_gpu():
         triton.knobs.cache.dir, triton.knobs.compilation.listener = cache, listener
-        runner = Runner(composition)
-        runner.load(quiet)
-        when, runner._why_no_graphs = "measured", "they are captured here, below"
+        rank = load_rank(composition, quiet)
+        when = "measured"
         with torch.inference_mode():
-            runner._rehearse()
+            run_warmup_steps(rank.parts)
         when = "captured"
-        runner._why_no_graphs = None
-        runner.bind({group.id: 256 for group in runner.groups})
+        rank.bind(rank.info.num_pages)
     return found
 
 

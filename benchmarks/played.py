@@ -23,8 +23,8 @@ import torch.distributed as dist
 from dovetail.core.compose import Composition
 from dovetail.core.compose.selected import Selected
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import ActFormat
-from dovetail.core.worker.runner import Runner as OneRank
+from dovetail.core.interfaces import ActFormat, Progress
+from dovetail.core.worker.loader import LoadedRank, load_rank
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import kernels, mailbox, reduce, sharded_kernels
 from dovetail.plugins.collective.symm_mem.collective import COLUMNS, SymmMemCollective
@@ -51,15 +51,15 @@ def play(composition: Composition) -> Composition:
 
 
 class Executor(MultiprocExecutor):
-    runner_class = "played:Runner"
+    loader = "played:load"
     size = PLAYERS  # type: ignore[assignment]
 
 
-class Runner(OneRank):
-    def __init__(self, composition: Composition, *, rank: int, size: int, address: str) -> None:
-        shorten_boxes()
-        with_ours = _with(composition, "collective", "played:Collective")
-        super().__init__(with_ours, rank=rank, size=composition.engine.tp, address=address)
+def load(composition: Composition, progress: Progress, *, size: int, **place: Any) -> LoadedRank:
+    """One of engine.tp ranks, of which `size` are there."""
+    shorten_boxes()
+    with_ours = _with(composition, "collective", "played:Collective")
+    return load_rank(with_ours, progress, size=composition.engine.tp, **place)
 
 
 class Collective(SymmMemCollective):
