@@ -18,7 +18,7 @@ from dovetail.core.compose import Capabilities, EngineConfig, Host
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.interfaces import FinishReason, KVGroup, RowFlag
-from dovetail.core.testing.executor import small_composition
+from dovetail.core.testing.executor import VOCAB, small_runner
 from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.toy import (
     VOCABULARY,
