@@ -1,5 +1,5 @@
 """Persistent state of every slot on the device. Plans change it by diffs. Steps read lengths, tokens and drafts from
-it, so the host does not need to know them. S slots (plus a scratch slot for padding), L token capacity, P pages per
+it, so the host does not need them. S slots (plus a scratch slot for padding), L token capacity, P pages per
 table.
 """
 

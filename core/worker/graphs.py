@@ -3,7 +3,7 @@ mixed steps, which also feed prompts, one per number of tokens; and drawing, one
 any layers. With adapters, layers have a second set of graphs for steps in which some row has an adapter, so that other
 steps do not pay for adapters. With drafts, decode steps and drawing have a second set for steps that verify no drafts.
 
-The rows are the only input of a replay. A graph reads all else (lengths, tokens, page tables) from the device state.
+The rows are the only input of a replay. A graph reads the rest (lengths, tokens, page tables) from the device state.
 Unused capacity is padding: rows of the scratch slot, which is never written, rows without tokens, and tokens without a
 row.
 
@@ -92,7 +92,7 @@ class Recorder:
 
 MOST_PAIRS = 1 << 24
 """Limit for a step that runs as a graph: tokens of chunks times the keys of their rows. In larger steps attention takes
-much of the time, and a backend is faster if it knows the lengths; the device is then busy for longer than launches
+much of the time, and a backend is faster with exact lengths; the device is then busy for longer than launches
 take."""
 
 
@@ -188,7 +188,7 @@ class StepGraphs:
         self._forward: list[ForwardGraph] = []
         """Smallest first within a kind: decode steps of one width or mixed steps, with or without adapters."""
         self._draws: dict[tuple[int, int, bool, bool], tuple[Replay, SampledRows]] = {}
-        """By width, rows and kind (DRAWS)."""
+        """Keys are width, rows and kind (DRAWS)."""
 
     def _mixed(self, tokens: int) -> Capacity:
         """Return the capacity of a mixed step. Padding rows cost a little in every layer, so a graph has only as many

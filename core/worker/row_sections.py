@@ -57,7 +57,7 @@ def view_samples(samples_N: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class SamplePositions:
-    """Where a step samples."""
+    """Positions that a step samples."""
 
     token_RW: torch.Tensor
     """Index into the step's tokens. Positions past a row's drafts repeat its last one."""

@@ -72,7 +72,7 @@ class Connection:
 
 @dataclass(slots=True)
 class RankParts:
-    """What a rank has before the number of its KV pages is known. Built by `load_rank`."""
+    """Parts of a rank that exist before the number of its KV pages is known. Built by `load_rank`."""
 
     engine: EngineConfig
     connection: Connection
@@ -177,7 +177,7 @@ class Runner:
         return self.results.collect()
 
     def _use_device(self) -> None:
-        """Make this rank's device current in the calling thread: each thread has a current device of its own."""
+        """Make this rank's device current in the calling thread: torch keeps the current device per thread."""
         device = self.parts.connection.device
         if device.type == "cuda" and self._thread != threading.get_ident():
             torch.cuda.set_device(device)

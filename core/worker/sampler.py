@@ -1,4 +1,4 @@
-"""From logits to tokens. N rows of logits, V vocabulary.
+"""Sampling: draw tokens from logits. N rows of logits, V vocabulary.
 
 Greedy rows take the arg-max. Random rows take the arg-max of filtered logits plus Gumbel noise, so sampling needs
 neither a normalised distribution nor, on a GPU, a sort.
@@ -24,7 +24,7 @@ DRAWS = ((False, False), (True, False), (True, True))
 
 @dataclass(frozen=True, slots=True)
 class SampleParams:
-    """Sampling parameters of each row, and what the host knows about all rows."""
+    """Sampling parameters of each row on the device, and facts about all rows on the host."""
 
     temperature_N: torch.Tensor
     top_k_N: torch.Tensor

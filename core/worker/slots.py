@@ -9,7 +9,7 @@ from dovetail.core.interfaces import JoinBlob, SamplingParams
 
 @dataclass(slots=True)
 class SlotInfo:
-    """What a step needs to know on the host about the sequence in a slot. Written when the sequence joins."""
+    """Host-side record of the sequence in a slot, for steps. Written when the sequence joins."""
 
     blob: JoinBlob
     affected: tuple[str, ...] = ()

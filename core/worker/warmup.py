@@ -186,7 +186,7 @@ class _Pool(ThreadPoolExecutor):
         kernel = call(*args, **kwargs)
         if self._device is not None:
             torch.cuda.set_device(self._device)
-            # Compiles the C code that passes the arguments, and loads the kernel: else the first launch does that.
+            # Compiles the C code that passes the arguments and loads the kernel, so that the first launch need not.
             with suppress(Exception):  # A launch raises it again. Some kernels are never launched.
                 _ = kernel.run
         return kernel

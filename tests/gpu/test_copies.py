@@ -1,4 +1,4 @@
-"""Boundaries of half-batches through copy engines: contract, ranks of unequal speed, tokens of an engine, a dead rank."""
+"""Boundaries of half-batches through copy engines: contract, ranks of unequal speed, engine tokens, a dead rank."""
 
 from __future__ import annotations
 

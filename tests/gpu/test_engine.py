@@ -110,7 +110,7 @@ def test_chunks_and_preemption_change_nothing(reference: list[list[int]]) -> Non
 
 
 def test_bfloat16_stays_close(reference: list[list[int]]) -> None:
-    """16-bit near-ties fall either way, so tokens are not equal. But the first tokens, before paths part, mostly agree."""
+    """16-bit near-ties fall either way, so tokens are not equal. But the first tokens mostly agree."""
     got = tokens("engine.device=cuda", "engine.dtype=bfloat16")
     agree = sum(
         a == b for ours, theirs in zip(got, reference, strict=True) for a, b in zip(ours[:8], theirs[:8], strict=True)

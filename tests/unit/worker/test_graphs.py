@@ -86,7 +86,7 @@ def bare_graphs(lookahead: int = 0, model: CountedModel | None = None) -> StepGr
 
 
 def run_nothing(call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-    """Stand in for a recorder where graphs are picked and not run."""
+    """Replace the recorder where graphs are picked and not run."""
     return call, (None, None)
 
 
@@ -201,7 +201,7 @@ def tensors(outputs: Any) -> list[torch.Tensor]:
 
 
 def run_again(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """Stand in for a CUDA graph: a replay runs the call again and writes its outputs into the same tensors."""
+    """Replace a CUDA graph: a replay runs the call again and writes its outputs into the same tensors."""
     outputs = call()
 
     def replay() -> None:

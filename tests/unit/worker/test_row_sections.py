@@ -21,7 +21,7 @@ SCRATCH = 40
 
 
 def some_rows(rng: random.Random, decodes: int, chunks: int) -> list[Row]:
-    """In canonical order."""
+    """Return random rows in canonical order."""
     rows = []
     for slot in rng.sample(range(20), decodes):
         draft = rng.randrange(3)

@@ -1,4 +1,4 @@
-"""Where a step is cut, in which order halves and their collective calls run, and when the memory of a call is free."""
+"""Two-batch overlap: position of the cut, order of halves and their collective calls, lifetime of a call's memory."""
 
 from __future__ import annotations
 
