@@ -1,4 +1,4 @@
-"""Two replicas in processes of their own give the tokens of one engine, and end together."""
+"""Two replicas in separate processes give the tokens of one engine, and end together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from dovetail import LLM, RequestError, SamplingParams
 from dovetail.core.compose.cli import main
-from dovetail.core.frontend.replicated import ReplicatedEngine
+from dovetail.core.frontend.engines import EngineProcesses
 from dovetail.core.interfaces import Grammar
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +37,13 @@ def two() -> Iterator[LLM]:
         yield llm
 
 
+def replicas(llm: LLM) -> EngineProcesses:
+    assert isinstance(llm._engines, EngineProcesses)
+    return llm._engines
+
+
 def everything(llm: LLM) -> tuple[list[object], list[float]]:
-    """What is the same in any batch, and log-probabilities, whose last bits are not."""
+    """Return the results that are equal in any batch, and the log-probabilities, whose last bits may differ."""
     params = [PARAMS[i % len(PARAMS)] for i in range(3 * len(PARAMS))]
     found = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(params))], params)
     outputs = [[(c.text, c.token_ids, c.finish_reason) for c in g.completions] for g in found]
@@ -60,7 +65,7 @@ def assert_same(llm: LLM, expected: tuple[list[object], list[float]]) -> None:
 
 
 def test_they_equal_one(two: LLM) -> None:
-    """What is drawn without a seed, too: requests are numbered over both."""
+    """Includes draws without a seed: requests are numbered over both replicas."""
     with LLM("tiny", overrides=BASE) as one:
         expected, vectors = everything(one), one.embed(PROMPTS, pooling="mean")
         counted = one.counters
@@ -69,9 +74,8 @@ def test_they_equal_one(two: LLM) -> None:
     both = two.counters
     assert (both.prompt_tokens, both.entered_tokens) == (counted.prompt_tokens, counted.entered_tokens)
     assert both.output_tokens >= counted.output_tokens > 400, "of a stop string a replica learns a step later"
-    assert isinstance(two.engine, ReplicatedEngine)
-    assert two._call(two.engine.reset_cache) is True
-    each = two._call(two.engine.check)
+    assert replicas(two).reset_cache() is True
+    each = replicas(two).check()
     assert all(one["steps"] > 20 and one["pages_owned"] == one["pages_cached"] == 0 for one in each)
 
 
@@ -92,14 +96,14 @@ def test_a_wrong_request_is_refused_and_none_runs(two: LLM) -> None:
     for call in (lambda: two.generate("x", adapter="mine"), lambda: two.load_adapter("mine", "/nowhere")):
         with pytest.raises(RequestError, match="adapter"):
             call()
-    assert not two.engine.has_work and two.adapters == {}
+    assert not replicas(two).table.busy and two.adapters == {}
 
 
 def test_an_adapter_is_on_both_or_on_none(two: LLM, save_lora: Callable[..., str]) -> None:
     folder = save_lora("mine", seed=1)
     two.load_adapter("mine", folder)
     assert two.adapters == {"mine": folder}
-    # Round robin: each prompt runs on both.
+    # Round robin: each prompt runs on both replicas.
     base, *adapted = (
         [g.token_ids for g in two.generate([PROMPTS[0]] * 2, PARAMS[0], adapter=name)] for name in ("", "mine", "mine")
     )
@@ -120,20 +124,17 @@ def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:
         next(stream)
     for stream in streams:
         stream.close()  # type: ignore[attr-defined]
-    engine = two.engine
-    assert isinstance(engine, ReplicatedEngine)
+    engines = replicas(two)
     deadline = time.monotonic() + 60
-    while any(one["pages_owned"] for one in two._call(engine.check)):
+    while any(one["pages_owned"] for one in engines.check()):
         assert time.monotonic() < deadline
-    assert not engine.has_work and [replica.samples for replica in engine._replicas] == [0, 0]
-    assert [replica.prompt_tokens for replica in engine._replicas] == [0, 0]
+    loads = [engines.table.load(replica) for replica in range(2)]
+    assert not engines.table.busy and [(load.samples, load.prompt_tokens) for load in loads] == [(0, 0), (0, 0)]
 
 
 def test_a_death_ends_all_with_its_name(two: LLM) -> None:
-    """The last test of this engine."""
-    engine = two.engine
-    assert isinstance(engine, ReplicatedEngine)
-    pids = [replica.process.pid for replica in engine._replicas]
+    """Must be the last test that uses this engine."""
+    pids = [process.pid for process in replicas(two).processes]
     stream = two.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
     next(stream)
     os.kill(pids[1] or 0, signal.SIGKILL)
@@ -168,6 +169,6 @@ def test_ctrl_c_while_they_load_ends_everything_soon() -> None:
 
 def test_a_replica_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["+preset=tiny_cpu", "engine.dp=2", "attention=triton"]) == 2
-    told = capfd.readouterr().err.partition("dovetail: ")[2]
-    assert told.startswith("replica ") and "attention=triton requires host with device" in told
-    assert "Traceback" not in told
+    message = capfd.readouterr().err.partition("dovetail: ")[2]
+    assert message.startswith("replica ") and "attention=triton requires host with device" in message
+    assert "Traceback" not in message

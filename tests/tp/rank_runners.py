@@ -1,4 +1,4 @@
-"""Stand-ins for a loaded rank and its runner: ranks that add numbers, and ranks that fail in every way a rank can."""
+"""Stand-ins for a loaded rank and its runner: ranks that add numbers, and ranks that fail in every possible way."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SPEC = ModelSpec("Sums", 10, 1, 1, 1, 1, 1, 1, 100, "float32")
 
 
 class Runner:
-    """Each step sums over ranks a checksum of the plan and blobs that the rank received. Uses no torch unless
-    `connected`. The class is the loader: an instance is the loaded rank, and then the runner."""
+    """Each step sums a checksum of the rank's inputs over all ranks; without torch if `connected` is false. The class
+    is its own loader: an instance is the loaded rank, and then the runner."""
 
     connected: ClassVar[bool] = False
 
@@ -85,7 +85,7 @@ class Connected(Runner):
 
 
 class Threads(Connected):
-    """A step's tokens are the threads that each rank computes with."""
+    """The tokens of a step are the numbers of threads that each rank computes with."""
 
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         import torch
@@ -98,7 +98,7 @@ class Threads(Connected):
 
 
 class SlowRankZero(Runner):
-    """Rank 0 loads for a minute, telling its progress as it goes."""
+    """Rank 0 loads for a minute and reports progress."""
 
     def load(self, progress: Progress) -> ExecutorInfo:
         if self.rank == 0:
@@ -133,7 +133,7 @@ class RaisesInLoad(SlowRankZero):
 
 
 class KilledBeforeConnecting(Connected):
-    """Rank 0 waits for a rank that never comes."""
+    """Rank 0 waits for a rank that never connects."""
 
     def load(self, progress: Progress) -> ExecutorInfo:
         if self.rank == 1:
@@ -143,7 +143,7 @@ class KilledBeforeConnecting(Connected):
 
 
 class StoppedBeforeConnecting(Connected):
-    """As a machine that swaps, or a disk that does not answer, would stop it."""
+    """Stops like a rank whose machine swaps or whose disk hangs."""
 
     def load(self, progress: Progress) -> ExecutorInfo:
         if self.rank == 2:
@@ -153,7 +153,7 @@ class StoppedBeforeConnecting(Connected):
 
 
 class KilledInCapture(Connected):
-    """Where the engine captures graphs, ranks 0 and 1 wait in a sum for rank 2."""
+    """Ranks 0 and 1 wait for rank 2 in a sum, in the phase that captures graphs."""
 
     def load(self, progress: Progress) -> ExecutorInfo:
         self.progress = progress
@@ -177,7 +177,7 @@ class RaisesInCapture(KilledInCapture):
 
 
 class KilledInStep(Connected):
-    """Ranks 0 and 1 are in the sum, and complain of a closed connection; rank 2 is the cause."""
+    """Rank 2 dies while ranks 0 and 1 are in the sum; they report a closed connection."""
 
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         if plan.step == 2 and self.rank == 2:
@@ -201,7 +201,7 @@ class RankZeroRaisesInStep(Connected):
 
 
 class SlowToClose(Runner):
-    """Rank 1 has ended long before the others have closed what they share."""
+    """Rank 1 ends long before the other ranks have closed their shared resources."""
 
     def close(self) -> None:
         if self.rank != 1:
@@ -209,7 +209,7 @@ class SlowToClose(Runner):
 
 
 class WaitsInClose(Runner):
-    """Rank 0 closes something together with the others, one of whom does not come."""
+    """Rank 0 waits in close for another rank, which never takes part."""
 
     def load(self, progress: Progress) -> ExecutorInfo:
         self.aborted = threading.Event()
@@ -222,7 +222,7 @@ class WaitsInClose(Runner):
 
 
 class DeafInStep(Runner):
-    """Workers never come back from the first step."""
+    """Workers never return from the first step."""
 
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         if self.rank > 0:

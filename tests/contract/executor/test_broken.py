@@ -1,4 +1,4 @@
-"""The suite must reject executors that are wrong in one way each."""
+"""Executors with one fault each; the suite must reject them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class NumbersRowsBySlot(Sound):
 
 
 class CountsWhatRan(Sound):
-    """pending leaves out plans that are held back."""
+    """Omits delayed plans from `pending`."""
 
     delay = 2
 
@@ -95,7 +95,7 @@ class RunsTwice(Sound):
 
 
 class MixesPages(Sound):
-    """Loses the page tables of all sequences but the first."""
+    """Loses the page tables of all joining sequences but the first."""
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         super().submit(replace(plan, pages=[page for page in plan.pages if page.slot == 0]), blobs)
@@ -197,7 +197,7 @@ class DoesNotWait(Sound):
 
 
 class UnloadsAtOnce(Sound):
-    """Plans that use the adapter are held back and run later."""
+    """Unloads before the plans that use the adapter have run."""
 
     def __init__(self, composition: Composition) -> None:
         super().__init__(composition)
@@ -253,14 +253,10 @@ def suite_of(executor: type[Executor]) -> ExecutorContract:
     return Suite()
 
 
-def others(test: str) -> tuple[str, ...]:
-    """Each starts an executor."""
-    return tuple(name for name in dir(ExecutorContract) if name != test)
-
-
 @pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
 def test_the_suite_rejects(broken: type[Executor], test: str) -> None:
-    assert test in failures(suite_of(broken), skip=others(test)), f"the suite accepts it: {broken.__doc__}"
+    others = tuple(name for name in dir(ExecutorContract) if name != test)
+    assert test in failures(suite_of(broken), skip=others), f"the suite accepts it: {broken.__doc__}"
 
 
 def test_the_unbroken_one_passes() -> None:

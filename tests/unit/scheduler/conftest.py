@@ -10,7 +10,7 @@ import pytest
 from dovetail.core.engine import engine as engine_module
 from dovetail.core.engine import requests as intake
 from dovetail.core.engine.engine import Engine
-from dovetail.core.interfaces import SamplingParams, Sequence, Status
+from dovetail.core.interfaces import RequestOptions, SamplingParams, Sequence, Status
 from dovetail.core.testing.scheduler import SchedulerContract
 from dovetail.core.testing.toy import expected_output
 
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Bench:
-    """An engine and what became of its requests; a step takes one second."""
+    """An engine and the outcome of its requests; a step takes one second."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine, self.clock = engine, clock
@@ -33,12 +33,12 @@ class Bench:
 
     def add(self, prompt: list[int], max_tokens: int = 4, **request: object) -> Sequence:
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        (seq,) = self.engine.add(prompt, params, **request)  # type: ignore[arg-type]
+        (seq,) = self.engine.add(prompt, params, RequestOptions(**request))  # type: ignore[arg-type]
         self.sequences[seq.uid] = seq
         return seq
 
     def step(self, times: int = 1) -> None:
-        """Each launches a plan or takes a result."""
+        """Run engine steps; each launches a plan or collects a result."""
         for _ in range(times):
             self.clock.now += 1
             for event in self.engine.step():
@@ -49,7 +49,7 @@ class Bench:
             self.engine.kv.check()
 
     def run(self, limit: int = 5000) -> None:
-        """To the end; every output must be what the model says."""
+        """Run to the end and compare every output with the toy model's."""
         for _ in range(limit):
             if not self.engine.has_work:
                 break
@@ -64,7 +64,7 @@ class Bench:
 
     @property
     def entries(self) -> list[int]:
-        """Uids in the order they entered, again and again if they were preempted."""
+        """Uids in order of admission, repeated after preemption."""
         return [join.uid for plan in self.engine.executor.plans for join in plan.joins]  # type: ignore[attr-defined]
 
     @property

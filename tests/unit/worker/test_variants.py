@@ -22,7 +22,7 @@ import torch
 import triton
 
 from dovetail.core.compose import Composition, compose
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import start_engine
 from dovetail.core.interfaces import RowFlag, SamplingParams
 from dovetail.core.ops.kernels import launch
 from dovetail.core.testing.executor import quiet
@@ -32,8 +32,8 @@ from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
-from dovetail.plugins.collective.symm_mem.choice import SizeTable
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
+from dovetail.plugins.collective.symm_mem.size_table import SizeTable
 
 from ..nowhere import lone_copies, lone_reducer
 
@@ -64,8 +64,7 @@ Do = Callable[[Runner], None]
 def served(rng: random.Random, *overrides: str, drafts: int = 0) -> Iterator[Do]:
     """Yield the calls that a rank receives while requests come and go: few and many, of all kinds, in chunks and one
     token per step. In two of three steps decode rows get `drafts` drafts, since the simulated device has none."""
-    engine = Engine(compose([*SHAPES, *overrides, *SIMULATED]))
-    engine.start()
+    engine = start_engine(compose([*SHAPES, *overrides, *SIMULATED]))
     calls: deque[Do] = deque()
     submit, complete = engine.executor.submit, engine.executor.complete
 
@@ -112,9 +111,9 @@ class OneOfEight(SymmMemCollective):
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         self.rank, self.size, self._device = rank, size, device
         self.reducer, self.copies = lone_reducer(rank, size), lone_copies(rank, size)
-        self.sums = self.edges = SizeTable((1 << 18, 1 << 24, 1 << 30), ("one_shot", "two_shot", "nccl"))
+        self.sums = self.boundaries = SizeTable((1 << 18, 1 << 24, 1 << 30), ("one_shot", "two_shot", "nccl"))
         sharded = SizeTable((1 << 18, 1 << 30), ("two_shot", "sharded"))
-        self.sharded_edges = {False: sharded, True: sharded}
+        self.sharded_boundaries = {False: sharded, True: sharded}
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x] * self.size, dim=-1)
