@@ -37,6 +37,7 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepResult,
 )
+from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 
 SLOTS, MAX_LEN, PAGE, VOCAB = 4, 64, 16, 97
@@ -75,6 +76,12 @@ def small_composition(*overrides: str) -> Composition:
 
 def quiet(phase: str, share: float | None) -> None:
     """Progress callback that does nothing."""
+
+
+def small_runner(*overrides: str) -> Runner:
+    """One rank with the small model, ready to run plans."""
+    rank = load_rank(small_composition(*overrides), quiet)
+    return rank.bind(rank.info.num_pages)
 
 
 @dataclass
@@ -236,8 +243,7 @@ class ExecutorContract:
     def reference(self, script: Script) -> list[StepResult]:
         """Run the script on the core's Runner as a single rank."""
         with _own_grad_mode():
-            runner = Runner(small_composition())
-            runner.bind(runner.load(quiet).num_pages)
+            runner = small_runner()
             for plan, blobs in script.steps:
                 runner.execute(plan, blobs)
             results = [runner.collect() for _ in script.steps]
@@ -351,8 +357,7 @@ class ExecutorContract:
             folders = {key: Path(name) / key for key in ("x@1", "y@2", "wide@3")}
             for seed, (key, folder) in enumerate(folders.items()):
                 save_adapter(folder, seed, rank=32 if key == "wide@3" else 4)
-            runner = Runner(small_composition(*overrides))
-            runner.bind(runner.load(quiet).num_pages)
+            runner = small_runner(*overrides)
             for key in ("x@1", "y@2"):
                 runner.load_adapter(key, str(folders[key])).result(TIMEOUT)
             for plan, blobs in script.steps:

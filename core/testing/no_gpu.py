@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dovetail.core.compose import Host
 from dovetail.core.layers.weights import DummyTensor
 from dovetail.core.testing.compiling import Compiled, compiled_for_hopper
-from dovetail.core.worker import runner as engine_runner
-from dovetail.core.worker.result_copies import StepClock
+from dovetail.core.worker import loader, warmup
+from dovetail.core.worker.result_copies import ResultCopies, StepClock
 
 HOST = Host(device="cuda", device_count=1, compute_capability=(9, 0), memory_bytes=140 << 30, platform="linux")
 IN_PLACE = {torch.Tensor.__setitem__, torch.Tensor.copy_}
@@ -46,11 +46,11 @@ def no_gpu(machine_code: bool = True) -> Iterator[Compiled]:
         swap(FakeTensor, "data_ptr", lambda self: 4096 + self.storage_offset() * self.element_size())
         swap(DummyTensor, "__getitem__", _without_values)
         swap(StepClock, "mark", lambda self: 0.0)
-        swap(engine_runner, "detect_host", lambda device: HOST)
-        swap(engine_runner, "reason_against_graphs", lambda *given: None)
-        swap(engine_runner, "compile_ahead", _one_after_another)
-        swap(engine_runner, "Recorder", _NoGraphs)
-        swap(engine_runner.ResultCopies, "send", lambda *given, **named: None)
+        swap(loader, "detect_host", lambda device: HOST)
+        swap(loader, "reason_against_graphs", lambda *given: None)
+        swap(warmup, "compile_ahead", _one_after_another)
+        swap(loader, "Recorder", _NoGraphs)
+        swap(ResultCopies, "send", lambda *given, **named: None)
         yield compiled
 
 

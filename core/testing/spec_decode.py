@@ -17,7 +17,7 @@ import torch
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, ModelSpec, TargetView
 from dovetail.core.ops.step import accept
 from dovetail.core.testing.host_sync import NoHostSync
-from dovetail.core.worker.sampler import SampleParams, Verdict, sample, verify_rejection
+from dovetail.core.worker.sampler import SampleParams, VerifiedDrafts, sample, verify_rejection
 
 HIDDEN = 8
 Histories = Mapping[int, Seq[int]]
@@ -356,7 +356,7 @@ def _assert_same(expected: Seq[Guesses], found: Seq[Guesses], what: str) -> None
         assert a.same(b), f"{what}: row {row} has {a} in one call and {b} in another"
 
 
-def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> Verdict:
+def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> VerifiedDrafts:
     """Verify as the engine does: rejection sampling against q if there is one, else a match with the target's draws."""
     rows, (width, vocab) = len(guesses), p_WV.shape
     draft_RK = torch.tensor([[*g.tokens, *[0] * (width - 1 - len(g.tokens))] for g in guesses])
@@ -376,7 +376,7 @@ def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> V
     return verify_match(target.view(rows, width), draft_RK, count_R)
 
 
-def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor) -> Verdict:
+def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor) -> VerifiedDrafts:
     """Verify with the engine's `accept` over a device state that holds only the drafts."""
     rows, width = target_RW.shape
     tokens_SL = torch.zeros(rows + 1, width, dtype=torch.int32)
@@ -385,4 +385,4 @@ def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch
     drafts_S = torch.nn.functional.pad(count_R, (0, 1))
     slots_R, base_R = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     accepted = accept(target_RW, slots_R, base_R, count_R, tokens_SL, computed_S, drafts_S)
-    return Verdict(target_RW, accepted.accepted_R)
+    return VerifiedDrafts(target_RW, accepted.accepted_R)

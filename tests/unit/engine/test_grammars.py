@@ -18,7 +18,7 @@ from dovetail.core.compose import Capabilities, EngineConfig, Host
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.interfaces import FinishReason, KVGroup, RowFlag
-from dovetail.core.testing.executor import small_composition
+from dovetail.core.testing.executor import VOCAB, small_runner
 from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.toy import (
     VOCABULARY,
@@ -28,8 +28,7 @@ from dovetail.core.testing.toy import (
     ToyMatcher,
     expected_output,
 )
-from dovetail.core.worker.runner import Runner
-from dovetail.core.worker.warmup import rehearsal, rehearsed_masks
+from dovetail.core.worker.warmup import WarmupStep, warmup_masks, warmup_plan
 from dovetail.plugins.attention.config import SDPAConfig
 from dovetail.plugins.attention.sdpa import capabilities as sdpa
 
@@ -374,13 +373,12 @@ def test_a_grammar_that_holds_the_step_loop_up(engine: Engine, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("decodes", [0, 1, 4])
-def test_the_rehearsal_has_masks(decodes: int) -> None:
-    """It runs where memory is measured, on a GPU: here by hand."""
-    runner = Runner(small_composition())
-    runner.bind(runner.load(lambda phase, share: None).num_pages)
-    plan, blobs = rehearsal(30, 4, runner.groups, decodes)
+def test_warm_up_steps_have_masks(decodes: int) -> None:
+    """They run where memory is measured, on a GPU: here by hand."""
+    runner = small_runner()
+    plan, blobs = warmup_plan(WarmupStep(30, 4, decodes, context=2), runner.parts.groups)
     assert plan.num_tokens == 30 and sum(row.flags & RowFlag.DECODE > 0 for row in plan.rows) == min(decodes, 3)
     runner.execute(plan, blobs)
-    runner.complete(rehearsed_masks(plan, runner.spec.vocab))
+    runner.complete(warmup_masks(plan, VOCAB))
     assert all(len(row.tokens) == 1 for row in runner.collect().rows)
     runner.close()
