@@ -151,12 +151,12 @@ def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
         tile = MatmulTile(count, outputs, width // itemsize, outputs // 16, stages)
         places = min(16, (room - count * width * stages) // (outputs * width))
         if places >= 2:
-            yield replace(tile, early=places)
+            yield replace(tile, prefetch=places)
 
 
 def shared_bytes(tile: MatmulTile, itemsize: int) -> int:
-    if tile.early:
-        return (tile.outputs * tile.early + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
+    if tile.prefetch:
+        return (tile.outputs * tile.prefetch + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
     return (tile.outputs + tile.tokens) * tile.inputs * itemsize * tile.stages + (tile.outputs * tile.tokens * 4 + 256)
 
 
@@ -201,19 +201,19 @@ def candidates(product: Product, rows: int, dtype: str, processors: int) -> Iter
         each = min(4, SHARED_BYTES // shared_bytes(tile, itemsize), 2048 // (32 * tile.warps))
         _, tiles, blocks, _ = tile.launch(rows, product.outputs, product.inputs)
         splits = (1, 2, 4, 8, 16)
-        if tile.early:
+        if tile.prefetch:
             splits = sorted({1, 2, 3, 4, *(max(1, each * processors // tiles) for each in (1, 2))})
         for split in splits:
             if split <= blocks // 2 and (split == 1 or tiles * split <= 2 * each * processors):
                 found = replace(tile, split=split)
-                if found.counts(rows, product.outputs, product.inputs):
-                    for ahead in (0, 2, 6) if tile.early else (0,):
-                        if ahead == 0 or tile.early < -(-blocks // split):
-                            yield replace(found, ahead=ahead)
-        if tiles % processors and not tile.early:
+                if found.fits_32_bits(rows, product.outputs, product.inputs):
+                    for ahead in (0, 2, 6) if tile.prefetch else (0,):
+                        if ahead == 0 or tile.prefetch < -(-blocks // split):
+                            yield replace(found, prefetch_l2=ahead)
+        if tiles % processors and not tile.prefetch:
             for programs in {processors, each * processors}:
                 found = replace(tile, programs=programs)
-                if programs <= tiles * blocks // 2 and found.counts(rows, product.outputs, product.inputs):
+                if programs <= tiles * blocks // 2 and found.fits_32_bits(rows, product.outputs, product.inputs):
                     yield found
 
 
@@ -325,7 +325,7 @@ def compile_share(several: Geometries, share: int, of: int) -> None:
         found = geometries[share::of]
         bench = Bench(small, 256, dtype) if found else None
         for tile in found:
-            for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.early else 3]:
+            for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.prefetch else 3]:
                 try:
                     bench.ours(replace(tile, **how))(bench.weights[0])
                 except Exception:  # the timed process reports it
@@ -344,8 +344,8 @@ def compile_all(several: Geometries) -> None:
 
 KINDS: tuple[tuple[int, Callable[[MatmulTile], bool]], ...] = (
     (6, lambda tile: True),
-    (2, lambda tile: tile.early > 0),
-    (2, lambda tile: tile.early == 0),
+    (2, lambda tile: tile.prefetch > 0),
+    (2, lambda tile: tile.prefetch == 0),
     (1, lambda tile: tile.tma),
     (1, lambda tile: not tile.tma),
     (1, lambda tile: tile.programs > 0),
@@ -416,7 +416,7 @@ def describe(tile: MatmulTile) -> str:
     flags = (
         " tma" * tile.tma
         + " unswapped" * (not tile.swap)
-        + f" early {tile.early}+{tile.ahead} pace {tile.pace}" * (tile.early > 0)
+        + f" early {tile.prefetch}+{tile.prefetch_l2} pace {tile.prefetch_cycles}" * (tile.prefetch > 0)
     )
     return f"{tile.tokens}x{tile.outputs}x{tile.inputs} w{tile.warps} s{tile.stages} {how}{flags}"
 

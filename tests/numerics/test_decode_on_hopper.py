@@ -19,7 +19,7 @@ from triton.language.extra.cuda import globaltimer  # noqa: E402
 
 from dovetail.core.ops.kernels.launch import announce, dependent, wait  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton, _has_hopper  # noqa: E402
-from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS, DecodeTile, Shape, Tile, Tiles  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS, DecodeTile, Shape, Tile, Tiles  # noqa: E402
 
 GPU = torch.device("cuda")
 pytestmark = [
@@ -46,7 +46,7 @@ class Given(Tiles):
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
         assert shape.decodes and tokens == 1
         warps, stages, programs, least, slabs = self.cut
-        return DecodeTile(shape.group, LANE_KEYS, warps, stages, programs, least=least, slabs=slabs)
+        return DecodeTile(shape.group, WARP_KEYS, warps, stages, programs, least=least, slabs=slabs)
 
 
 def rows(*lengths: int, padding: int = 0) -> dict:

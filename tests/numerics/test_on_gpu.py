@@ -124,11 +124,11 @@ def test_measured_products_equal_the_reference(key):
 
 
 EARLY = (
-    MatmulTile(16, 64, 128, stages=2, early=3),
-    MatmulTile(16, 64, 256, stages=3, split=3, early=5, ahead=2),
-    MatmulTile(64, 128, 128, warps=8, stages=2, split=2, early=4, ahead=6),
-    MatmulTile(32, 64, 512, stages=2, split=7, early=3),
-    MatmulTile(128, 64, 128, stages=4, early=6, ahead=1),
+    MatmulTile(16, 64, 128, stages=2, prefetch=3),
+    MatmulTile(16, 64, 256, stages=3, split=3, prefetch=5, prefetch_l2=2),
+    MatmulTile(64, 128, 128, warps=8, stages=2, split=2, prefetch=4, prefetch_l2=6),
+    MatmulTile(32, 64, 512, stages=2, split=7, prefetch=3),
+    MatmulTile(128, 64, 128, stages=4, prefetch=6, prefetch_l2=1),
 )
 """Inputs of a block are for FP8; half of them for 16 bits."""
 

@@ -40,7 +40,7 @@ from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
 from dovetail.plugins.attention.triton import backend  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
-from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
 from .attention_cases import Case, error, expected, make_step  # noqa: E402
@@ -77,13 +77,13 @@ class WholeRows(SmallTiles):
         return replace(super().prefill(shape, tokens, rows), least=4096)
 
 
-class LaneTiles(SmallTiles):
+class WarpTiles(SmallTiles):
     """Every warp has keys of its own; some have none, or none that count."""
 
     def decode(self, shape, tokens, programs):
         tile = super().decode(shape, tokens, programs)
         rows = next_power_of_2(max(8, shape.group * tokens))
-        return fit(replace(tile, block_m=rows, lanes=4, warps=4, pairs=rows <= 32), shape)
+        return fit(replace(tile, block_m=rows, key_warps=4, warps=4, pairs=rows <= 32), shape)
 
 
 class GatheringTiles(SmallTiles):
@@ -128,8 +128,8 @@ CUTS = {
     "whole": None,
     "split": SmallTiles(),
     "few splits": SmallTiles(programs=1),
-    "lanes": LaneTiles(programs=1),
-    "lanes, split": LaneTiles(),
+    "keys per warp": WarpTiles(programs=1),
+    "keys per warp, split": WarpTiles(),
 }
 MOST = torch.cuda.is_available() or os.environ.get("DOVETAIL_KERNELS") == "all"
 """The interpreter takes a second for a case: there, combinations of two things that are tested by themselves are a
@@ -143,10 +143,10 @@ FEW = [
     ("mixed", "split"),
     ("window", "split"),
     ("tree and window", "split"),
-    ("drafts", "lanes"),
-    ("mixed", "lanes, split"),
-    ("window", "lanes"),
-    ("tree and window", "lanes, split"),
+    ("drafts", "keys per warp"),
+    ("mixed", "keys per warp, split"),
+    ("window", "keys per warp"),
+    ("tree and window", "keys per warp, split"),
 ]
 
 
@@ -163,7 +163,7 @@ def test_page_sizes(page_tokens, window):
     check(replace(MIXED, page_tokens=page_tokens, window=window), SmallTiles())
     check(replace(MIXED, page_tokens=page_tokens, window=window))
     if MOST:
-        check(replace(MIXED, page_tokens=page_tokens, window=window), LaneTiles())
+        check(replace(MIXED, page_tokens=page_tokens, window=window), WarpTiles())
 
 
 @pytest.mark.parametrize("window", [0, 40] if MOST else [40])
@@ -182,7 +182,7 @@ def test_head_groups(heads):
 @pytest.mark.parametrize("dim", [16, 40, 80, 128, 192] if MOST else [40, 192])
 def test_head_dims(dim):
     check(replace(MIXED, dim=dim), SmallTiles())
-    check(replace(MIXED, dim=dim, dtype=torch.float16), LaneTiles() if dim == 40 else None)
+    check(replace(MIXED, dim=dim, dtype=torch.float16), WarpTiles() if dim == 40 else None)
     if MOST:
         check(replace(MIXED, dim=dim, dtype=torch.float16))
 
@@ -194,7 +194,7 @@ EIGHT_BITS = [(E4M3, True), (E5M2, False), (E4M3, False), (E5M2, True)]
 def test_float8_pages(kv_dtype, head_scales):
     case = replace(MIXED, kv_dtype=kv_dtype, head_scales=head_scales)
     check(case, SmallTiles())
-    check(replace(case, dtype=torch.float16), LaneTiles())
+    check(replace(case, dtype=torch.float16), WarpTiles())
     if MOST:
         check(replace(case, dtype=torch.float16))
 
@@ -363,7 +363,7 @@ def test_numbers_of_a_pool_past_what_32_bits_count(counts, decodes):
 @pytest.mark.parametrize(("programs", "window"), [(0, 0), (64, 0), (64, 40)])
 def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
     """More rows than a program of plan_items looks at together, decode rows and prompts, and tokens of no row."""
-    monkeypatch.setattr(backend, "TOGETHER", 16)
+    monkeypatch.setattr(backend, "ROWS_AT_ONCE", 16)
     random = torch.Generator().manual_seed(3)
     decodes, counts, padding = 35, (1,) * 35 + tuple(torch.randint(1, 90, (20,), generator=random).tolist()), 5
     lengths = tuple(n + int(torch.randint(2500, (), generator=random)) for n in counts)
@@ -402,7 +402,7 @@ def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
 def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
     """Of the blocks that are asked for at once; and ranges no shorter than the longest row's cube root says."""
     lengths = (1, 700, 64, 65, 3000, 333)
-    counts, tile = (1,) * len(lengths), DecodeTile(2, LANE_KEYS, 2, 3, 64, least=32, slabs=1, root=8)
+    counts, tile = (1,) * len(lengths), DecodeTile(2, WARP_KEYS, 2, 3, 64, least=32, slabs=1, root=8)
 
     class Decoding(Tiles):
         def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
@@ -438,7 +438,7 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
     assert all(1 <= found <= keys / (8 * max(work) ** (1 / 3)) + 1 for found, keys in zip(ranges, work, strict=True))
 
 
-@pytest.mark.parametrize(("tile", "words"), [(DecodeTile(2, LANE_KEYS, 2, 3, 2), 1), (Tile(16, 64, 4, 2, 2), 0)])
+@pytest.mark.parametrize(("tile", "words"), [(DecodeTile(2, WARP_KEYS, 2, 3, 2), 1), (Tile(16, 64, 4, 2, 2), 0)])
 def test_mailboxes_are_filled_behind_the_plan_even_where_no_row_is_split(tile, words, monkeypatch):
     """attend_decode does not wait for the kernel in front before it reads the plan: plan_items must not be that one."""
 

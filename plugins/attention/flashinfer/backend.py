@@ -38,7 +38,7 @@ TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSpan:
     """Consecutive rows of a step that one kernel serves, for one KV group. int32; on the host but for pages_N."""
 
     tokens: slice
@@ -56,11 +56,11 @@ class Rows:
 
 
 @dataclass(slots=True)
-class Planned:
+class PlannedWrapper:
     """One of FlashInfer's wrappers, and the rows that it was planned for last."""
 
     wrapper: Any
-    rows: Rows | None = None
+    rows: RowSpan | None = None
     sent: torch.cuda.Event | None = None
     """The copies that the plan began are over."""
 
@@ -71,7 +71,7 @@ class FlashInfer(AttentionBackend):
 
     def __init__(self, config: FlashInferConfig) -> None:
         super().__init__(config)
-        self._planned: dict[tuple[object, ...], Planned] = {}
+        self._planned: dict[tuple[object, ...], PlannedWrapper] = {}
         self._workspace: torch.Tensor | None = None
 
     def plan_device(self, meta: BatchMeta, host: HostBounds, state: object) -> AttnCtx:
@@ -100,13 +100,13 @@ class FlashInfer(AttentionBackend):
             out_THD *= _per_query_head(v_scale, layer)
         return encode(out_THD.flatten(1), emit)
 
-    def _plan(self, layer: AttentionLayer, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> Any:
+    def _plan(self, layer: AttentionLayer, rows: RowSpan, q: torch.Tensor, k: torch.Tensor) -> Any:
         """The wrapper for these rows in layers of this shape, planned by the first of them."""
         page_tokens = k.shape[1]
         heads = (layer.heads, layer.kv_heads, layer.head_dim)
         key = (layer.group, rows.decode, heads, layer.window, layer.scale, q.dtype, k.dtype, page_tokens)
         if key not in self._planned:
-            self._planned[key] = Planned(self._wrapper(rows.decode, layer, q.device))
+            self._planned[key] = PlannedWrapper(self._wrapper(rows.decode, layer, q.device))
         planned = self._planned[key]
         if planned.rows is rows:
             return planned.wrapper
@@ -153,7 +153,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool) -> Rows:
+def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool) -> RowSpan:
     device, size = meta.page_table_BP.device, meta.page_tokens
     counts, lengths = host.counts[first:last], host.bounds[first:last]
     pages = [ceil_div(length, size) for length in lengths]
@@ -167,7 +167,7 @@ def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool
     rows_B = torch.arange(first, last, device=device)
     row_N = torch.repeat_interleave(rows_B, starts_B1.diff(), output_size=sum(pages))
     place_N = torch.arange(sum(pages), device=device) - starts_B1[row_N - first]
-    return Rows(
+    return RowSpan(
         tokens=slice(start, start + sum(counts)),
         decode=decode,
         longest=max(counts),

@@ -147,20 +147,20 @@ def _attend(
 ) -> torch.Tensor:
     batch, count, heads, dim = q_BNHD.shape
     kv_heads = k_BLKD.shape[2]
-    share = heads // kv_heads
+    group = heads // kv_heads
     if rows.whole_prompt and not (layer.window and layer.window < count):
         # No mask to build: flash kernels serve a prompt's first chunk.
         q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BLKD[:, :count], v_BLKD[:, :count]))
-        k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale).transpose(1, 2)
     # The query heads of one kv head become extra query positions, so that keys and values are never copied per head.
-    q_BKGND = q_BNHD.view(batch, count, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
+    q_BKGND = q_BNHD.view(batch, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     mask_BNL = rows.mask_BNL(layer.window)
     out = F.scaled_dot_product_attention(
         q_BKGND.flatten(2, 3),
         k_BLKD.transpose(1, 2),
         v_BLKD.transpose(1, 2),
-        attn_mask=mask_BNL.repeat(1, share, 1).unsqueeze(1),
+        attn_mask=mask_BNL.repeat(1, group, 1).unsqueeze(1),
         scale=layer.scale,
     )
-    return out.view(batch, kv_heads, share, count, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out.view(batch, kv_heads, group, count, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)

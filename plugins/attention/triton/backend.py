@@ -33,6 +33,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import HOPPER, dependent
+from dovetail.core.ops.kv_write import FLOAT8
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
@@ -44,13 +45,12 @@ log = logging.getLogger(__name__)
 Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
 """window, heads, kv heads, head dim, dtype of q, dtype of the pages: layers that share it share their items."""
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-PLENTY = 3
+MANY_PROGRAMS = 3
 """Programs of whole rows for each multiprocessor from which on ..."""
-SHORT = 2048
+SHORT_KEYS = 2048
 """... rows of at most so many keys are left whole: splitting them evens out less than joining them costs."""
-TOGETHER = 256
+ROWS_AT_ONCE = 256
 """Rows that a program of plan_items looks at together."""
 WHOLE = 1 << 30
 """Keys of the shortest range where no row is split: more than any row has."""
@@ -70,13 +70,13 @@ class Items:
     gathered: Gathered | None
     """Where the rows read their pages; None = where they are."""
     first_pages: torch.Tensor
-    """int32 [W * those of a range's first keys], as many keys as tile.ahead"""
+    """int32 [W * those of a range's first keys], as many keys as tile.prefetch_keys"""
     mail: torch.Tensor
     """int32 [W * kv heads * tile.box_words], EMPTY between launches; one word where no row is split."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     lists: tuple[Items, ...]
     part_rows: int
     """Capacity for partial results; 0 = no row is split."""
@@ -140,7 +140,7 @@ class Triton(AttentionBackend):
                 self._attend(layer, ctx.meta, q, items, out_TC, parts, lse, writes)
         return encode(out_TC, emit)
 
-    def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> Plan:
+    def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> LaunchPlan:
         kv_dtype = self.pools[layer.group].planes["k"].dtype
         geometry = (layer.window, layer.heads, layer.kv_heads, layer.head_dim, q.dtype, kv_dtype)
         if geometry not in ctx.state:
@@ -226,7 +226,7 @@ class Triton(AttentionBackend):
             PRECISION="ieee" if compute == torch.float32 else "tf32",
             HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
             ONE_LOOP=tile.block_m <= 32,
-            LANES=tile.lanes,
+            KEY_WARPS=tile.key_warps,
             TMA=tile.tma,
             PAIRS=pairs,
             WRITES=0 if writes is None else writes.tokens,
@@ -246,7 +246,7 @@ def _make_plan(
     tokens: int,
     room: Callable[[], torch.Tensor],
     hopper: bool = False,
-) -> Plan:
+) -> LaunchPlan:
     """`room`: memory for gathered pages. `hopper`: Shape's."""
     window, heads, kv_heads, dim, dtype, kv_dtype = geometry
     shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens, hopper)
@@ -272,12 +272,12 @@ def _make_plan(
         whole = own // queries + count + 1
         target = triton.cdiv(tile.programs * _processors(device), kv_heads)
         longest = max(host.bounds[first_row : first_row + count])
-        plenty = whole * kv_heads >= PLENTY * _processors(device)
-        split = longest > (SHORT if plenty else tile.least)
+        plenty = whole * kv_heads >= MANY_PROGRAMS * _processors(device)
+        split = longest > (SHORT_KEYS if plenty else tile.least)
         capacity = whole + target if split else whole
         items = torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device)
         grain, words = tile.grain(meta.page_tokens), tile.box_words(dim)
-        entries = tile.ahead // grain
+        entries = tile.prefetch_keys // grain
         first_pages = torch.empty(capacity * entries, dtype=torch.int32, device=device)
         plan_items[(count + 2,)](
             meta.row_start_B1,
@@ -301,7 +301,7 @@ def _make_plan(
             meta.page_tokens,
             entries,
             grain,
-            ROWS=TOGETHER,
+            ROWS=ROWS_AT_ONCE,
             BLOCK=64,
             num_warps=1,
         )
@@ -312,7 +312,7 @@ def _make_plan(
         mail = torch.full((boxes,), EMPTY, dtype=torch.int32, device=device)
         lists.append(Items(tile, items, counts, gathered, first_pages, mail))
         part_rows += capacity * queries if split and not words else 0
-    return Plan(tuple(lists), part_rows)
+    return LaunchPlan(tuple(lists), part_rows)
 
 
 def _tensor_map(plane: torch.Tensor, rows: int) -> TensorDescriptor:

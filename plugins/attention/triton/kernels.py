@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.ops.kernels.launch import announce, wait
-from dovetail.plugins.attention.triton.lanes import LOG2_E, LOW, attend_lanes
+from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW, attend_per_warp
 from dovetail.plugins.attention.triton.plan import ITEM
 from dovetail.plugins.attention.triton.visible import visible
 
@@ -139,24 +139,24 @@ def _step(
 
 
 @triton.jit
-def _turn(x_ptr, position, weight_ptr, rope_ptr, eps, dims, ok, D: tl.constexpr, HALF: tl.constexpr):
+def _norm_rotate(x_ptr, position, weight_ptr, rope_ptr, eps, dims, ok, D: tl.constexpr, HALF: tl.constexpr):
     """Norm and rotate heads, as core.ops.kv_write does; x_ptr points at each head's first value. HALF rotary pairs."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     partner = tl.where(dims < HALF, dims + HALF, dims - HALF)
-    turned = dims < 2 * HALF
+    rotated = dims < 2 * HALF
     x = tl.load(x_ptr + dims, mask=ok & (dims < D), other=0.0).to(tl.float32)
-    y = tl.load(x_ptr + partner, mask=ok & turned, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + partner, mask=ok & rotated, other=0.0).to(tl.float32)
     if weight_ptr is not None:
         inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         weight = tl.load(weight_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
-        other = tl.load(weight_ptr + partner, mask=turned, other=0.0).to(tl.float32)
+        other = tl.load(weight_ptr + partner, mask=rotated, other=0.0).to(tl.float32)
         x = (weight * (x * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         y = (other * (y * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     if rope_ptr is not None:
         row = rope_ptr + position.to(tl.int64) * (2 * HALF)
         pair = tl.where(dims < HALF, dims, dims - HALF)
-        cos = tl.load(row + pair, mask=ok & turned, other=1.0)
-        sin = tl.load(row + HALF + pair, mask=ok & turned, other=0.0)
+        cos = tl.load(row + pair, mask=ok & rotated, other=1.0)
+        sin = tl.load(row + HALF + pair, mask=ok & rotated, other=0.0)
         x = x * cos + tl.where(dims < HALF, -y, y) * sin
     return x.to(dtype)
 
@@ -204,7 +204,7 @@ def attend_items(
     PRECISION: tl.constexpr,
     HEAD_SCALES: tl.constexpr,
     ONE_LOOP: tl.constexpr,
-    LANES: tl.constexpr,
+    KEY_WARPS: tl.constexpr,
     TMA: tl.constexpr,
     PAIRS: tl.constexpr,
     WRITES: tl.constexpr,
@@ -213,7 +213,7 @@ def attend_items(
     PDL: tl.constexpr,
 ):
     """Program (kv head, item). ONE_LOOP masks every block; otherwise blocks that all queries see whole are not masked.
-    LANES > 0: so many warps take a block of BLOCK_N keys each, instead of all of them the same one (attend_lanes).
+    KEY_WARPS > 0: so many warps take a block of BLOCK_N keys each, instead of all of them the same one (attend_per_warp).
 
     8-bit K and V are cast to float16, which holds both formats exactly, and so is q, multiplied by `scale` first so
     that it fits; their scales multiply scores and output. PAIRS reads V as 16-bit words of two neighbouring columns and
@@ -257,13 +257,13 @@ def attend_items(
     table = table_ptr + row.to(tl.int64) * table_stride
     if WRITES:
         q_at = q_ptr + ((token.to(tl.int64) * (H + 2 * K) + head) * D)[:, None]
-        q = _turn(q_at, at[:, None], q_weight_ptr, rope_ptr, eps, dims[None, :], exists[:, None], D, HALF)
+        q = _norm_rotate(q_at, at[:, None], q_weight_ptr, rope_ptr, eps, dims[None, :], exists[:, None], D, HALF)
         for i in tl.static_range(WRITES):
             key = first_at + i
             if (i < count) & (key >= lo) & (key < hi):
                 k_at = q_ptr + ((first + i).to(tl.int64) * (H + 2 * K) + H + kv_head) * D
                 v_at = k_at + K * D
-                new_k = _turn(
+                new_k = _norm_rotate(
                     k_at, key + tl.zeros((1, 1), tl.int32), k_weight_ptr, rope_ptr, eps, dims[None, :], True, D, HALF
                 )
                 new_v = tl.load(v_at + dims, mask=dims < D, other=0.0)
@@ -280,10 +280,10 @@ def attend_items(
         qk_scale = LOG2_E * k_scale
     token = tl.where(exists, token, first)
 
-    if LANES:
-        acc, total, m = attend_lanes(
+    if KEY_WARPS:
+        acc, total, m = attend_per_warp(
             q, k_source, v_source, table, tree_ptr, tree_width, token, at, seen_from, lo, hi, length, kv_head, qk_scale,
-            K, D, WINDOW, PAGE, LANES, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION,
+            K, D, WINDOW, PAGE, KEY_WARPS, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION,
         )  # fmt: skip
     else:
         # Blocks from whole_lo to whole_hi are seen whole by every query of the tile.

@@ -20,7 +20,7 @@ DECODE_ROWS = 64
 GATHER, GATHER_16 = 256, 1024
 """Tokens of a prompt, on average, from which on its pages are gathered, and of 16 bits for a kernel that reads them
 nearly as well as they are: tiles then read each key often enough."""
-LANE_KEYS = 16
+WARP_KEYS = 16
 """Keys of a lane in a slab (DecodeTile)."""
 EMPTY = -1
 """The word that stands in a mailbox of attend_decode where nothing has arrived: of float32, one of the NaNs."""
@@ -50,16 +50,16 @@ class Tile:
     """Read K and V through tensor map descriptors where pages allow it."""
     pairs: bool = False
     """Read 8-bit V as words of two columns."""
-    lanes: int = 0
+    key_warps: int = 0
     """Warps that take a block of keys each; 0: all of them work on each block together."""
 
     @property
     def span(self) -> int:
         """Keys that a program works on at a time."""
-        return self.block_n * max(self.lanes, 1)
+        return self.block_n * max(self.key_warps, 1)
 
     @property
-    def ahead(self) -> int:
+    def prefetch_keys(self) -> int:
         """Keys whose pages come with an item."""
         return 0
 
@@ -89,10 +89,10 @@ class DecodeTile(Tile):
 
     @property
     def span(self) -> int:
-        return self.slabs * self.warps * LANE_KEYS
+        return self.slabs * self.warps * WARP_KEYS
 
     @property
-    def ahead(self) -> int:
+    def prefetch_keys(self) -> int:
         return self.stages * self.span
 
     def box_words(self, head_dim: int) -> int:
@@ -162,9 +162,9 @@ class Tiles:
             wide = shape.kv_dtype.itemsize * shape.head_dim > 128
             if wide or programs <= 2:
                 # Three blocks of 32 KB on their way.
-                return DecodeTile(shape.group, LANE_KEYS, 4, 3, 2, least=128, slabs=1 if wide else 2, root=16)
+                return DecodeTile(shape.group, WARP_KEYS, 4, 3, 2, least=128, slabs=1 if wide else 2, root=16)
             # Of more programs than a multiprocessor has room for, several begin and end beside others.
-            return DecodeTile(shape.group, LANE_KEYS, 4, 2, 2, least=128, slabs=1, root=16)
+            return DecodeTile(shape.group, WARP_KEYS, 4, 2, 2, least=128, slabs=1, root=16)
         scarce = programs < 1
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
         if shape.dtype.itemsize == 4:
@@ -179,7 +179,7 @@ class Tiles:
             return fit(Tile(rows, 128, 4, 4, 1, least=128), shape)
         if shape.kv_dtype.itemsize == 1 and shape.page_tokens < 64 and shape.group * tokens <= 16:
             columns = triton.next_power_of_2(max(8, shape.group * tokens))
-            return fit(Tile(columns, 32, 2, 4, 4, pairs=True, lanes=2), shape)
+            return fit(Tile(columns, 32, 2, 4, 4, pairs=True, key_warps=2), shape)
         if shape.kv_dtype.itemsize == 1:
             return fit(Tile(rows, 64, 4, 3, 2, pairs=True), shape)
         return fit(Tile(rows, 32, 2, 4, 4) if rows <= 16 else Tile(rows, 64, 4, 4, 2), shape)
@@ -221,7 +221,7 @@ class Tiles:
 def fit(tile: Tile, shape: Shape) -> Tile:
     """Fewer stages and shorter blocks until they fit in shared memory; no way of reading that the shape rules out."""
     block_n, stages = tile.block_n, tile.stages
-    bytes_per_key = shape.padded_dim * shape.kv_dtype.itemsize * max(tile.lanes, 1)
+    bytes_per_key = shape.padded_dim * shape.kv_dtype.itemsize * max(tile.key_warps, 1)
     while 2 * stages * block_n * bytes_per_key > SHARED_BYTES and block_n > 16:
         stages, block_n = (stages - 1, block_n) if stages > 2 else (stages, block_n // 2)
     tma = tile.tma and shape.reads_tensor_maps and shape.page_tokens % block_n == 0

@@ -21,7 +21,7 @@ import triton
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle
 from dovetail.core.ops.formats import plan_emit, scales_of_row
-from dovetail.core.ops.kernels.formats import Target, warps
+from dovetail.core.ops.kernels.formats import EncodeTarget, warps
 from dovetail.plugins.collective.sharded import padded, shard_rows, with_scale
 from dovetail.plugins.collective.symm_mem.driver import WAIT, WRITE, Driver
 from dovetail.plugins.collective.symm_mem.memory import Block, SharedMemory
@@ -104,7 +104,7 @@ class CopiedRows:
                 shapes["scale"] = groups, torch.float32
         places = self._places(rows, tuple(shapes.values()))
         every = dict(zip(shapes, places.every, strict=True))
-        target = Target(fmt, every.get("values"), every.get("scale"))
+        target = EncodeTarget(fmt, every.get("values"), every.get("scale"))
         if self._reduced:
             self._meet()
         self._reduced = False
@@ -217,7 +217,7 @@ def meeting(words: Sequence[int], rank: int, others: Sequence[int]) -> list[tupl
     return [*said, *((WAIT, words[rank] + 4 * other) for other in others)]
 
 
-_SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **Target(None).arguments(1)}
+_SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **EncodeTarget(None).arguments(1)}
 """Arguments of the kernel."""
 
 

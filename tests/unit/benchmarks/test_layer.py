@@ -38,20 +38,23 @@ def test_candidates_fit_into_a_multiprocessor_and_leave_no_program_idle(scripts,
     for shape in alone.products("70b/8")[:4]:
         for tried in (layer.candidates, alone.candidates):
             found = list(tried(shape, rows, dtype, PROCESSORS))
-            early = [tile for tile in found if tile.early]
+            early = [tile for tile in found if tile.prefetch]
             assert early and len(early) < len(found), "both kernels are tried"
             for tile in early:
                 assert alone.shared_bytes(tile, itemsize) <= 208 << 10
                 assert tile.inputs * itemsize in (128, 256, 512) and tile.warps == tile.outputs // 16
                 _, tiles, blocks, programs = tile.launch(rows, shape.outputs, shape.inputs)
                 assert programs % tiles == 0 and programs // tiles <= blocks
-        assert {tile.pace for tile in layer.candidates(shape, rows, dtype, PROCESSORS)} >= {0, 1000}
+        assert {tile.prefetch_cycles for tile in layer.candidates(shape, rows, dtype, PROCESSORS)} >= {0, 1000}
 
 
 def test_what_is_written_becomes_the_table(scripts, tmp_path):
     alone, tiles = scripts["products"], scripts["tiles"]
     shape = alone.Product("70b/8", "qkv", 1234, 8192, 8.0)
-    quick, slow = MatmulTile(16, 64, 256, stages=3, split=2, early=5, ahead=4, pace=1000), MatmulTile(16, 64, 128)
+    quick, slow = (
+        MatmulTile(16, 64, 256, stages=3, split=2, prefetch=5, prefetch_l2=4, prefetch_cycles=1000),
+        MatmulTile(16, 64, 128),
+    )
     crowded = replace(quick, tokens=8, outputs=1, split=3)
     assert crowded.launch(1, 1234, 8192)[1] > MOST_SHARED_TILES
     records = [
@@ -66,7 +69,7 @@ def test_what_is_written_becomes_the_table(scripts, tmp_path):
     assert len(told["products"][2]["tiles"]) == alone.KEPT
     table = tiles.table([path])
     assert table["a GPU", "bf16", 1234, 8192] == {1: quick, 16: None, 64: replace(slow, stages=2)}
-    assert "early=5, ahead=4, pace=1000" in tiles.source(table)
+    assert "prefetch=5, prefetch_l2=4, prefetch_cycles=1000" in tiles.source(table)
 
 
 def test_what_is_wrong_with_a_candidate(scripts):
@@ -122,7 +125,7 @@ def test_each_product_gets_the_cut_that_the_layer_is_quickest_with(scripts, monk
     def us(name, tile):
         if tile is None:
             return 8.0 if name == "down" else 20.0
-        return 10.0 - (tile.pace == 500) - (tile.early > 5) + (name == "down")
+        return 10.0 - (tile.prefetch_cycles == 500) - (tile.prefetch > 5) + (name == "down")
 
     said: list[str] = []
     remembered = Remembered(alone.products("70b/8")[:4], us)
@@ -130,7 +133,7 @@ def test_each_product_gets_the_cut_that_the_layer_is_quickest_with(scripts, monk
     assert [record["product"] for record in records] == list(layer.ORDER)
     for record in records:
         first = record["tiles"][0]
-        assert first["pace"] == 500 and first["early"] > 5
+        assert first["prefetch_cycles"] == 500 and first["prefetch"] > 5
         assert all(tile["inputs"] != 512 for tile in record["tiles"]), "what gives wrong numbers is no candidate"
     assert records[-1]["library"]["row-wise"] == 3 * 8.0 + 8.0
     assert said[-1].endswith(" to 32.0 us a layer"), "the library's product of down is quickest"
@@ -165,11 +168,11 @@ def test_only_products_that_are_named_are_cut_anew(scripts, monkeypatch):
     monkeypatch.setattr(layer.torch.cuda, "get_device_properties", lambda index: device)
 
     def us(name, tile):
-        return 20.0 if tile is None else 10.0 - tile.early
+        return 20.0 if tile is None else 10.0 - tile.prefetch
 
     said: list[str] = []
     (record,) = layer.search(Remembered(alone.products("70b/8")[:4], us), "70b/8", ["o"], said.append)
-    assert record["product"] == "o" and record["tiles"][0]["early"] > 0
+    assert record["product"] == "o" and record["tiles"][0]["prefetch"] > 0
     assert len(said) == layer.ROUNDS + 1
     monkeypatch.setattr(sys, "argv", ["layer.py", "--products", "o,head"])
     with pytest.raises(SystemExit):

@@ -111,5 +111,5 @@ def test_scales_follow_their_rows():
 
 
 def test_scales_of_blocks_cannot_be_reordered():
-    with pytest.raises(ConfigError, match="q has its rows in blocks of 4, and the layer reorders rows"):
+    with pytest.raises(ConfigError, match="q has one entry per block of 4 rows, but the layer reorders rows"):
         load(layer(("q", "k", "v"), method=Scaled, interleaved=4), q_scale=torch.ones(4, 1))

@@ -56,7 +56,7 @@ def test_page_ops_equal_running_them_one_after_another(ops):
 
 
 def test_pages_that_memory_has_no_addresses_for_are_refused():
-    with pytest.raises(CapacityError, match="the KV cache needs .* bytes and cpu refused them"):
+    with pytest.raises(CapacityError, match="the KV cache needs .* bytes, which could not be allocated on cpu"):
         make_pools(GROUPS, {0: 2**43, 3: 5}, CPU)
 
 

@@ -52,7 +52,7 @@ from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
-from dovetail.core.ops.matmul import _begins_early, _device, matmul, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.matmul import _device, _has_prefetch_kernel, matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.ops.tuned_tiles import MEASURED
@@ -155,7 +155,7 @@ def products() -> None:
         for rows, tile in by_rows.items():
             if tile is None:
                 continue
-            early = tile.early > 0
+            early = tile.prefetch > 0
             ways = {
                 (kind, early, tile.tokens),
                 (kind, tile.tma, tile.swap),
@@ -204,15 +204,15 @@ DECODE, SCARCE, CHUNKS, LONG, MIXED, DRAFTS = (
 )
 
 
-class LaneTiles(Tiles):
+class WarpTiles(Tiles):
     """Every warp has keys of its own."""
 
-    def __init__(self, lanes: int) -> None:
-        self.lanes = lanes
+    def __init__(self, warps: int) -> None:
+        self.warps = warps
 
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
         rows = triton.next_power_of_2(max(8, shape.group * tokens))
-        return fit(Tile(rows, 16, self.lanes, 3, 2, lanes=self.lanes, pairs=True), shape)
+        return fit(Tile(rows, 16, self.warps, 3, 2, key_warps=self.warps, pairs=True), shape)
 
 
 def attention(
@@ -226,7 +226,7 @@ def attention(
     rotary: int = 128,
     norm: bool = False,
     head_scales: bool = False,
-    lanes: int = 0,
+    key_warps: int = 0,
     gluon: bool = True,
 ) -> None:
     query_heads, kv_heads, dim = heads
@@ -244,8 +244,8 @@ def attention(
         tree_mask_TW=cuda(tokens, 8, dtype=torch.bool) if tree else None,
     )
     backend = Triton(TritonConfig(gluon=gluon))
-    if lanes:
-        backend.tiles = LaneTiles(lanes)
+    if key_warps:
+        backend.tiles = WarpTiles(key_warps)
     backend.bind(make_pools([KVGroup(0, (0, 1), planes, page_tokens=page)], {0: 9}, torch.device("cuda")))
     scale = cuda(kv_heads, dtype=FP32) if head_scales else 0.5
     layer = AttentionLayer(1, 0, 1, query_heads, kv_heads, dim, dim**-0.5, window, scale, scale)
@@ -277,15 +277,17 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "prompts, narrow heads": dict(host=LONG, heads=(8, 8, 64), page=64, rotary=64),
         "mixed, e4m3": dict(host=MIXED, kv_dtype=E4M3),
         "mixed, window, head scales": dict(host=MIXED, kv_dtype=E4M3, window=4096, head_scales=True),
-        "lanes": dict(host=DECODE, page=64, lanes=4),
-        "lanes, e4m3, window, head scales": dict(host=SCARCE, kv_dtype=E4M3, window=4096, head_scales=True, lanes=8),
+        "keys per warp": dict(host=DECODE, page=64, key_warps=4),
+        "keys per warp, e4m3, window, head scales": dict(
+            host=SCARCE, kv_dtype=E4M3, window=4096, head_scales=True, key_warps=8
+        ),
         "drafts": dict(host=DRAFTS),
         "tree": dict(host=DRAFTS, tree=True),
         "float32": dict(host=MIXED, dtype=FP32, heads=(8, 8, 64), rotary=64),
         "partly rotated, wide heads": dict(host=MIXED, heads=(16, 16, 256), rotary=64),
         "one kv head, odd dim, no rotary": dict(host=MIXED, dtype=FP16, heads=(71, 1, 80), rotary=0),
     }
-    more = {"decode", "mixed, window, head scales", "lanes", "partly rotated, wide heads"}
+    more = {"decode", "mixed, window, head scales", "keys per warp", "partly rotated, wide heads"}
     for name, case in some.items():
         if name in more and not EVERYTHING:
             continue
@@ -365,7 +367,7 @@ def test_every_kernel_compiles(tmp_path, monkeypatch):
 CONSTANTS = {
     "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr"},
     "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
-    "dovetail.core.ops.kernels.prefetch_matmul:matmul_early": {"weight_source", "weight_ptr"},
+    "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
     # Where mailboxes lie.
     "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
     "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},
@@ -405,7 +407,10 @@ def test_a_kernel_that_writes_before_it_has_waited_is_seen():
 
 def test_of_a_product_that_begins_early_the_weight_alone_is_asked_for(tmp_path):
     """As much of it as there is room for; its input is what the kernel in front writes."""
-    tiles = (MatmulTile(16, 64, 512, stages=2, split=6, early=5, ahead=2), MatmulTile(64, 128, 256, 8, 3, early=4))
+    tiles = (
+        MatmulTile(16, 64, 512, stages=2, split=6, prefetch=5, prefetch_l2=2),
+        MatmulTile(64, 128, 256, 8, 3, prefetch=4),
+    )
     with compiled_for_hopper() as compiled:
         for tile in tiles:
             scales = cuda(64, 1, dtype=FP32), cuda(1280, dtype=FP32)
@@ -419,7 +424,7 @@ def test_of_a_product_that_begins_early_the_weight_alone_is_asked_for(tmp_path):
         )
         boxes = tile.inputs // 128
         (weight_map,) = set(before)
-        assert len(before) == boxes * tile.early
+        assert len(before) == boxes * tile.prefetch
         # Then the input's ring, and in the loop a block of each.
         assert after.count(weight_map) == boxes and len(after) == boxes * (tile.stages + 2)
         # All boxes of a block are multiplied before the first one's sums are added.
@@ -516,16 +521,16 @@ def test_a_gluon_that_lacks_what_is_imported_is_told(monkeypatch, caplog):
 def test_products_where_gluon_is_another_keep_the_kernel_for_all_gpus(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "dovetail.core.ops.kernels.prefetch_matmul", None)
     monkeypatch.delattr("dovetail.core.ops.kernels.prefetch_matmul", raising=False)
-    assert not _begins_early(9, 0)
-    assert "products of few rows go to the library" in caplog.text
+    assert not _has_prefetch_kernel(9, 0)
+    assert "matmuls with few rows use the library" in caplog.text
     monkeypatch.undo()
-    assert _begins_early(9, 0) and not _begins_early(8, 9) and not _begins_early(10, 0)
+    assert _has_prefetch_kernel(9, 0) and not _has_prefetch_kernel(8, 9) and not _has_prefetch_kernel(10, 0)
 
 
 @pytest.mark.parametrize(("early", "counted"), [(True, True), (True, False), (False, True)])
 def test_split_products_of_16_bits_take_the_kernel_where_it_runs_and_has_counters(monkeypatch, early, counted):
     """Else the library's."""
-    monkeypatch.setattr(sys.modules[_device.__module__], "_begins_early", lambda *capability: early)
+    monkeypatch.setattr(sys.modules[_device.__module__], "_has_prefetch_kernel", lambda *capability: early)
     _device.cache_clear()
     with compiled_for_hopper(machine_code=False) as compiled:
         x, weight = cuda(1, 8192), cuda(1280, 8192)
@@ -539,7 +544,7 @@ def test_plain_layers_have_the_counters_that_split_products_take():
     with compiled_for_hopper(machine_code=False) as compiled:
         layer, shape = PlainLinear(), LinearShape(8192, 1280, (1280,), dtype=BF16)
         layer.apply(layer.create(shape, torch.device("cuda")), Activation(PLAIN, cuda(1, 8192)))
-    assert [name for name, _ in compiled.variants] == ["dovetail.core.ops.kernels.prefetch_matmul:matmul_early"]
+    assert [name for name, _ in compiled.variants] == ["dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching"]
 
 
 def test_what_the_kernel_is_told_is_in_its_place(monkeypatch):
@@ -550,15 +555,17 @@ def test_what_the_kernel_is_told_is_in_its_place(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **options: told.update(zip(names, args, strict=False), grid=grid, **options)
 
-    names = prefetch_matmul.matmul_early.arg_names
-    monkeypatch.setattr(prefetch_matmul, "matmul_early", Kernel())
-    tile = MatmulTile(16, 64, 512, stages=3, split=6, early=5, ahead=4, pace=1000)
+    names = prefetch_matmul.matmul_prefetching.arg_names
+    monkeypatch.setattr(prefetch_matmul, "matmul_prefetching", Kernel())
+    tile = MatmulTile(16, 64, 512, stages=3, split=6, prefetch=5, prefetch_l2=4, prefetch_cycles=1000)
     with compiled_for_hopper(machine_code=False):
         scales = cuda(1, 1, dtype=FP32), cuda(1280, dtype=FP32)
         x, weight = cuda(17, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)
         matmul_triton(x, weight, tile, cuda(MOST_SHARED_TILES, dtype=INT32), *scales, None, BF16)
     wanted = dict(tokens=17, outputs=1280, inputs=8192, x_scale_st=0, weight_scale_so=1, t_tiles=2, blocks=16)
-    wanted |= dict(split=6, ahead=4, pace=1000, BLOCK_T=16, BLOCK_O=64, BOXES=4, X_PLACES=3, PLACES=5, grid=(240,))
+    wanted |= dict(
+        split=6, prefetch_l2=4, prefetch_cycles=1000, BLOCK_T=16, BLOCK_O=64, BOXES=4, X_PLACES=3, PLACES=5, grid=(240,)
+    )
     assert {name: told[name] for name in wanted} == wanted
     assert told["weight_ptr"] is weight and told["x_scale_ptr"] is scales[0] and told["weight_scale_ptr"] is scales[1]
 

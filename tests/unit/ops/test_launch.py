@@ -36,7 +36,7 @@ def test_shared_memory_is_kept_once_there_is_a_context(told, caplog):
 def test_a_driver_that_refuses_is_told_of(told, caplog):
     told.answer = 801
     keep_shared_memory(GPU)
-    assert "does not keep shared memory (801)" in caplog.text
+    assert "does not prefer shared memory (801)" in caplog.text
 
 
 @pytest.mark.parametrize("missing", [OSError("libcuda.so.1: cannot open"), AttributeError("cuCtxSetCacheConfig")])

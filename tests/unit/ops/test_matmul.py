@@ -33,15 +33,15 @@ def test_the_rest_is_the_librarys():
 
 
 def test_tiles_that_begin_early_stand_where_their_kernel_runs():
-    early = [(key, most) for key, rows in MEASURED.items() for most, tile in rows.items() if tile and tile.early]
+    early = [(key, most) for key, rows in MEASURED.items() for most, tile in rows.items() if tile and tile.prefetch]
     kinds = {key[1] for key, _ in early}
     assert kinds == {"fp8", "bf16"}
     for (device, kind, outputs, inputs), most in early:
-        tile = choose(most, outputs, inputs, kind, device, 132, early=False)
+        tile = choose(most, outputs, inputs, kind, device, 132, prefetch=False)
         if kind == "bf16" or most > MOST_ROWS:
             assert tile is None
         else:
-            assert tile == choose(most, outputs, inputs, kind, "a GPU", 132) and not tile.early
+            assert tile == choose(most, outputs, inputs, kind, "a GPU", 132) and not tile.prefetch
 
 
 @pytest.mark.parametrize("key", MEASURED, ids=str)
@@ -54,10 +54,10 @@ def test_measured_tiles_can_be_launched(key):
         if tile is None:
             continue
         _, tiles, _, _ = tile.launch(most, outputs, inputs)
-        assert not tile.shares(most, outputs, inputs) or tiles <= MOST_SHARED_TILES
-        assert not (tile.tma or tile.early) or inputs * itemsize % 16 == 0
-        if tile.early:
-            rings = (tile.outputs * tile.early + tile.tokens * tile.stages) * tile.inputs * itemsize
+        assert not tile.splits_tiles(most, outputs, inputs) or tiles <= MOST_SHARED_TILES
+        assert not (tile.tma or tile.prefetch) or inputs * itemsize % 16 == 0
+        if tile.prefetch:
+            rings = (tile.outputs * tile.prefetch + tile.tokens * tile.stages) * tile.inputs * itemsize
             # Beside it an edge's kernel has room.
             assert rings <= 208 << 10 and tile.inputs * itemsize in (128, 256, 512)
             assert tile.warps == tile.outputs // 16, "a warp group multiplies 64 rows of the weight"

@@ -1,16 +1,16 @@
 """Attention of rows that decode one token, for Hopper: few ways to memory and back between a kernel's start and end.
 
 In a step of few rows latency is the time, not bandwidth. So the first pages come with the item; keys and values are on
-their way before the kernel in front has ended, where it is this one that writes the step's; warps are lanes with keys
-of their own, which meet once, at the end (lanes.py); and the new key is not read from its page: it stands beside the
-lanes as one more.
+their way before the kernel in front has ended, where it is this one that writes the step's; warps are per_warp with keys
+of their own, which meet once, at the end (per_warp.py); and the new key is not read from its page: it stands beside the
+per_warp as one more.
 
 The ranges of a long row meet without counters and fences. A mailbox holds EMPTY wherever nothing has arrived, and no
 range sends EMPTY (as NCCL's LL protocol does). The last of a group of ranges reads until no word is EMPTY, empties what
 it has read, and sends what they come to in its turn, for the row's last to read. Programs start in the order of their
 items, so that whoever waits finds those before it at work.
 
-A slab is 16 keys of each lane, side by side; a block is SLABS of them. Shapes: L lanes, M query heads of a kv head (8
+A slab is 16 keys of each warp, side by side; a block is SLABS of them. Shapes: L per_warp, M query heads of a kv head (8
 or 16), D head dim, W words of D: pairs of 8-bit values, or single ones of 16 bits, R ranges that are read together.
 """
 
@@ -23,20 +23,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.ops.kernels.gluon import barrier
 from dovetail.plugins.attention.triton.hopper.fetch import ITEM_FIELDS
-from dovetail.plugins.attention.triton.lanes import LOG2_E, LOW, unpair
-from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS
+from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW, unpair
+from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS
 
-DEEP = gl.constexpr(LANE_KEYS)
-"""Keys of a lane in a slab: what one matrix instruction sums over."""
-TOGETHER = gl.constexpr(4)
+DEEP = gl.constexpr(WARP_KEYS)
+"""Keys of a warp in a slab: what one matrix instruction sums over."""
+AT_ONCE = gl.constexpr(4)
 """Ranges of a row that are asked for at once."""
-MEETING = gl.constexpr(8)
+JOIN_GROUP = gl.constexpr(8)
 """Ranges of a row in a group."""
 _EMPTY = gl.constexpr(EMPTY)
 
 
 @gluon.jit
-def _told(pointers, mask=None, other=None):
+def _load_plan(pointers, mask=None, other=None):
     """Of the plan, past the multiprocessor's cache: before the wait it may still hold the last step's, which had the
     same addresses."""
     return gl.load(pointers, mask=mask, other=other, cache_modifier=".cg")
@@ -52,7 +52,7 @@ def _seen(key, seen_from, end, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _pages(table, key, seen_from, end, WINDOW: gl.constexpr, PAGE: gl.constexpr):
-    return _told(table + key // PAGE, _seen(key, seen_from, end, WINDOW), 0)
+    return _load_plan(table + key // PAGE, _seen(key, seen_from, end, WINDOW), 0)
 
 
 @gluon.jit
@@ -94,7 +94,7 @@ def _with_partners(x_ptr, dims, ok, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _turn(asked, weights, angles, eps, dims, NORM: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):
+def _norm_rotate(asked, weights, angles, eps, dims, NORM: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):
     """Norm and rotate heads, as core.ops.kv_write does."""
     x, y = asked
     dtype: gl.constexpr = x.dtype
@@ -121,12 +121,12 @@ def _stored(x, scale, KV: gl.constexpr, LARGEST: gl.constexpr):
 
 @gluon.jit
 def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW: gl.constexpr,
-           SLABS: gl.constexpr, PLACES: gl.constexpr, LANES: gl.constexpr, M: gl.constexpr,
+           SLABS: gl.constexpr, PLACES: gl.constexpr, WARPS: gl.constexpr, M: gl.constexpr,
            KV: gl.constexpr):  # fmt: skip
     """One block of keys. Where nobody sees one, K and V are zeros."""
-    SLAB: gl.constexpr = LANES * DEEP
-    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1], [16, 8])
-    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, 1], [1, 16, 8])
+    SLAB: gl.constexpr = WARPS * DEEP
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     K_OPERAND: gl.constexpr = gl.DotOperandLayout(0, S, 32 // KV.primitive_bitwidth)
     V_OPERAND: gl.constexpr = gl.DotOperandLayout(0, LSM, 2)
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(1, LSM, 2)
@@ -137,10 +137,10 @@ def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_s
     for j in gl.static_range(SLABS):
         k = k_smem.index(place * SLABS + j).load(K_OPERAND).to(q.dtype)
         s = mma_v2(k, q, gl.zeros([SLAB, M], gl.float32, S)) * qk_scale
-        s = gl.convert_layout(gl.reshape(s, [LANES, DEEP, M]), LSM, assert_trivial=True)
-        lane = gl.arange(0, LANES, gl.SliceLayout(1, gl.SliceLayout(2, LSM)))
+        s = gl.convert_layout(gl.reshape(s, [WARPS, DEEP, M]), LSM, assert_trivial=True)
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LSM)))
         deep = gl.arange(0, DEEP, gl.SliceLayout(0, gl.SliceLayout(2, LSM)))
-        seen = _seen(n + j * SLAB + lane[:, None] * DEEP + deep[None, :], seen_from, end, WINDOW)
+        seen = _seen(n + j * SLAB + warp[:, None] * DEEP + deep[None, :], seen_from, end, WINDOW)
         s = gl.where(seen[:, :, None], s, float("-inf"))
         new_m = gl.maximum(new_m, gl.max(s, axis=1))
         scores = scores + (s,)  # type: ignore[assignment]
@@ -165,26 +165,26 @@ def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_s
 
 
 @gluon.jit
-def _arrived(values_ptr, lse_ptr, TIMES: gl.constexpr):
+def _poll_mailboxes(values_ptr, lse_ptr, TIMES: gl.constexpr):
     """Words [R, D, M] of the mailboxes of R ranges, and of their heads' logarithms, once all of them have arrived.
     TIMES: columns that a thread has. All that is a thread's is asked for at once, and it waits for no other thread."""
-    LOOKING: gl.constexpr = _looking(TIMES)
-    OPERANDS: gl.constexpr = _looked_at(TIMES)
+    ASM: gl.constexpr = _poll_asm(TIMES)
+    CONSTRAINTS: gl.constexpr = _poll_constraints(TIMES)
     return gl.inline_asm_elementwise(
-        LOOKING,
-        OPERANDS,
+        ASM,
+        CONSTRAINTS,
         [values_ptr, lse_ptr],
         dtype=(gl.int32, gl.int32),
         is_pure=False,
-        pack=TOGETHER * 4 * TIMES,
+        pack=AT_ONCE * 4 * TIMES,
     )
 
 
 @gluon.constexpr_function
-def _looking(times):
+def _poll_asm(times):
     """Of a thread's operands: words, and logarithms that all its columns share, then the addresses of both. Four of
     each lie side by side."""
-    count = TOGETHER.value * 4
+    count = AT_ONCE.value * 4
     words, logs = range(count * times), range(count * times, count * (times + 1))
     loads = [
         f"ld.relaxed.gpu.global.v4.b32 {{${at}, ${at + 1}, ${at + 2}, ${at + 3}}}, [${at + 2 * count * times}];"
@@ -199,13 +199,13 @@ def _looking(times):
 
 
 @gluon.constexpr_function
-def _looked_at(times):
-    count = 2 * TOGETHER.value * 4 * times
+def _poll_constraints(times):
+    count = 2 * AT_ONCE.value * 4 * times
     return ",".join(["=&r"] * count + ["l"] * count)
 
 
 @gluon.jit
-def _sent(x):
+def _as_message(x):
     bits = x.to(gl.int32, bitcast=True)
     return gl.where(bits == _EMPTY, 0x7FFFFFFF, bits)
 
@@ -214,7 +214,7 @@ def _sent(x):
 def _join(y, lse, mail_ptr, index, near, far, kv_head, K: gl.constexpr, D: gl.constexpr, M: gl.constexpr):
     """y and lse [D, M] of a range, joined with those in the mailboxes of the `near` items before it, and of the last
     ones of the `far` groups before those, which are empty again then."""
-    RDM: gl.constexpr = gl.BlockedLayout([TOGETHER, 1, 4], [1, 128 // M, M // 4], [1, gl.num_warps(), 1], [2, 1, 0])
+    RDM: gl.constexpr = gl.BlockedLayout([AT_ONCE, 1, 4], [1, 128 // M, M // 4], [1, gl.num_warps(), 1], [2, 1, 0])
     DM: gl.constexpr = gl.SliceLayout(0, RDM)
     BOX: gl.constexpr = (D + 1) * M
     TIMES: gl.constexpr = max(1, D * M // (128 * gl.num_warps()))
@@ -223,23 +223,23 @@ def _join(y, lse, mail_ptr, index, near, far, kv_head, K: gl.constexpr, D: gl.co
     head = gl.expand_dims(head_m[None, :], 0)
     # A thread's four heads lie side by side: the first one's address is that of all.
     four = gl.expand_dims((head_m // 4 * 4)[None, :], 0)
-    range_r = gl.arange(0, TOGETHER, gl.SliceLayout(1, gl.SliceLayout(2, RDM)))
+    range_r = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, RDM)))
     acc = gl.convert_layout(y, DM)
     top = gl.convert_layout(lse, DM)
     # A range without keys, of no weight, has a logarithm of minus infinity.
     total = gl.where(top > LOW, 1.0, 0.0)
     top = gl.maximum(top, LOW)
-    for base in range(0, near + far, TOGETHER):
+    for base in range(0, near + far, AT_ONCE):
         # Those after the last are the last once more, without weight.
         back = gl.minimum(base + range_r, near + far - 1)
-        at = index - 1 - gl.where(back < near, back, near + (back - near) * MEETING)
+        at = index - 1 - gl.where(back < near, back, near + (back - near) * JOIN_GROUP)
         box = mail_ptr + gl.expand_dims(((at.to(gl.int64) * K + kv_head) * BOX)[:, None], 2)
         there = gl.expand_dims((base + range_r < near + far)[:, None], 2)
-        words, logs = _arrived(box + (row + four), box + (row * 0 + four + D * M), TIMES)
+        words, logs = _poll_mailboxes(box + (row + four), box + (row * 0 + four + D * M), TIMES)
         # All threads have read the logarithms.
         barrier()
         gl.store(box + (row + head), gl.full_like(words, _EMPTY), mask=there)
-        gl.store(box + (head + D * M), gl.full([TOGETHER, 1, M], _EMPTY, gl.int32, RDM), mask=there)
+        gl.store(box + (head + D * M), gl.full([AT_ONCE, 1, M], _EMPTY, gl.int32, RDM), mask=there)
         logs = gl.where(there, logs.to(gl.float32, bitcast=True), float("-inf"))
         most = gl.maximum(top, gl.max(logs, axis=0))
         weight = gl.exp2(logs - gl.expand_dims(most, 0))
@@ -290,8 +290,8 @@ def attend_decode(
     it."""
     if PDL:
         gdc_launch_dependents()
-    LANES: gl.constexpr = gl.num_warps()
-    SLAB: gl.constexpr = LANES * DEEP
+    WARPS: gl.constexpr = gl.num_warps()
+    SLAB: gl.constexpr = WARPS * DEEP
     SPAN: gl.constexpr = SLABS * SLAB
     GROUP: gl.constexpr = H // K
     M: gl.constexpr = 8 if GROUP <= 8 else 16
@@ -306,29 +306,29 @@ def attend_decode(
     k_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, D], VALUES)
     v_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, D], VALUES)
     k_smem = k_places._reinterpret(KV, [PLACES * SLABS, SLAB, D], VALUES)
-    v_smem = v_places._reinterpret(word, [PLACES * SLABS, LANES, DEEP, W], WORDS)
-    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1], [16, 8])
-    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, 1], [1, 16, 8])
-    COPY: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [LANES, 1], [1, 0])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [LANES, 1], [1, 0])
+    v_smem = v_places._reinterpret(word, [PLACES * SLABS, WARPS, DEEP, W], WORDS)
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    COPY: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [WARPS, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [WARPS, 1], [1, 0])
     kv_head = gl.program_id(0)
     index = gl.program_id(1)
     offset = gl.arange(0, SPAN, gl.SliceLayout(1, COPY))
     # The plan is older than the kernel in front (backend.py), and pages but for the step's own keys are older yet.
     item = items_ptr + index * ITEM_FIELDS
-    row = _told(item)
-    first = _told(item + 1)
-    first_at = _told(item + 3)
-    seen_from = _told(item + 4)
-    lo = _told(item + 5)
-    hi = _told(item + 6)
-    part = _told(item + 7)
-    splits = _told(item + 9)
-    first_item = _told(item + 10)
+    row = _load_plan(item)
+    first = _load_plan(item + 1)
+    first_at = _load_plan(item + 3)
+    seen_from = _load_plan(item + 4)
+    lo = _load_plan(item + 5)
+    hi = _load_plan(item + 6)
+    part = _load_plan(item + 7)
+    splits = _load_plan(item + 9)
+    first_item = _load_plan(item + 10)
     pages = ()
     for i in gl.static_range(PLACES):
         entry = index * (PLACES * SPAN // GRAIN) + (i * SPAN + offset) // GRAIN
-        pages = pages + (_told(first_pages_ptr + entry),)  # type: ignore[assignment]
+        pages = pages + (_load_plan(first_pages_ptr + entry),)  # type: ignore[assignment]
     table = table_ptr + row.to(gl.int64) * table_stride
     first = first.to(gl.int64)
     # A token of no row, which stands before all keys, has position 0 here.
@@ -343,7 +343,7 @@ def attend_decode(
     if WRITES:
         end = gl.minimum(hi, first_at)
         has_new = (row >= 0) & (first_at >= lo) & (first_at < hi)
-        new_page = _told(table + first_at // PAGE, has_new, 0)
+        new_page = _load_plan(table + first_at // PAGE, has_new, 0)
     elif PDL:
         # The step's own keys are among them.
         gdc_wait()
@@ -366,16 +366,16 @@ def attend_decode(
     if WRITES:
         q_at = q_ptr + (first * (H + 2 * K) + kv_head * GROUP + head) * D
         asked = _with_partners(q_at, dims, head < GROUP, HALF)
-        q = _turn(asked, q_weights, angles, eps, dims, q_weight_ptr is not None, D, HALF)
+        q = _norm_rotate(asked, q_weights, angles, eps, dims, q_weight_ptr is not None, D, HALF)
     else:
         q = gl.load(q_ptr + (first * H + kv_head * GROUP + head) * D + dims, mask=head < GROUP, other=0.0)
     qk_scale = scale * LOG2_E * k_scale
     if PAIRED:
         q = (q.to(gl.float32) * scale).to(gl.float16)
         qk_scale = LOG2_E * k_scale
-    # Lanes meet at the end, where a thread has four heads of a column, of all lanes. The even dims come first there,
+    # Lanes meet at the end, where a thread has four heads of a column, of all per_warp. The even dims come first there,
     # where values are read in pairs. The new key's score and its value stand ready, of no weight in most ranges.
-    OWN: gl.constexpr = gl.BlockedLayout([LANES, 1, 4], [1, 128 // M, M // 4], [1, LANES, 1], [2, 1, 0])
+    OWN: gl.constexpr = gl.BlockedLayout([WARPS, 1, 4], [1, 128 // M, M // 4], [1, WARPS, 1], [2, 1, 0])
     LM: gl.constexpr = gl.SliceLayout(1, OWN)
     DM: gl.constexpr = gl.SliceLayout(0, OWN)
     place_d = gl.arange(0, D, gl.SliceLayout(1, DM))
@@ -390,7 +390,7 @@ def attend_decode(
             to = (new_page.to(gl.int64) * PAGE + first_at % PAGE) * (K * D) + kv_head * D
             new_v = gl.load(from_ptr + K * D + dim_d)
             of_new = _with_partners(from_ptr, dims, dims >= 0, HALF)
-            new_k = _turn(of_new, k_weights, angles, eps, dims, k_weight_ptr is not None, D, HALF)
+            new_k = _norm_rotate(of_new, k_weights, angles, eps, dims, k_weight_ptr is not None, D, HALF)
             new_k = _stored(new_k, k_scale, KV, LARGEST)
             new_v = _stored(new_v, v_scale, KV, LARGEST)
             gl.store(v_ptr + to + dim_d, new_v)
@@ -400,16 +400,16 @@ def attend_decode(
             fresh_value = new_v.to(gl.float32)
     q = gl.convert_layout(gl.permute(q, (1, 0)), gl.DotOperandLayout(1, S, 32 // KV.primitive_bitwidth))
 
-    acc = gl.zeros([LANES, W, M], gl.float32, LSM)
+    acc = gl.zeros([WARPS, W, M], gl.float32, LSM)
     odd = acc
-    total = gl.zeros([LANES, M], gl.float32, gl.SliceLayout(1, LSM))
-    m = gl.full([LANES, M], LOW, gl.float32, gl.SliceLayout(1, LSM))
+    total = gl.zeros([WARPS, M], gl.float32, gl.SliceLayout(1, LSM))
+    m = gl.full([WARPS, M], LOW, gl.float32, gl.SliceLayout(1, LSM))
     place = 0
     for n in range(lo, end, SPAN):
         # Looked up a block ahead: the copies then wait for no page.
         following = _pages(table, key + SPAN, seen_from, end, WINDOW, PAGE)
         acc, odd, total, m = _block(
-            q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW, SLABS, PLACES, LANES, M,
+            q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW, SLABS, PLACES, WARPS, M,
             KV,
         )  # fmt: skip
         wanted = n + PLACES * SPAN < end
@@ -423,9 +423,9 @@ def attend_decode(
     async_copy.wait_group(0)
 
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    outputs = gl.allocate_shared_memory(gl.float32, [LANES, D, M], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    peaks = gl.allocate_shared_memory(gl.float32, [LANES, M], FLAT)
-    sums = gl.allocate_shared_memory(gl.float32, [LANES, M], FLAT)
+    outputs = gl.allocate_shared_memory(gl.float32, [WARPS, D, M], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    peaks = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT)
     outputs.slice(0, W, 1).store(acc)
     if PAIRED:
         outputs.slice(W, W, 1).store(odd)
@@ -448,13 +448,13 @@ def attend_decode(
     # Ranges of a row meet in groups, at the group's last one, and groups at the row's last one.
     place = index - first_item
     last = place == splits - 1
-    if (part >= 0) & (last | (place % MEETING == MEETING - 1)):
-        far = gl.where(last, place // MEETING, 0)
-        y, lse = _join(y, lse, mail_ptr, index, place % MEETING, far, kv_head, K, D, M)
+    if (part >= 0) & (last | (place % JOIN_GROUP == JOIN_GROUP - 1)):
+        far = gl.where(last, place // JOIN_GROUP, 0)
+        y, lse = _join(y, lse, mail_ptr, index, place % JOIN_GROUP, far, kv_head, K, D, M)
     if (part >= 0) & (place < splits - 1):
         box = mail_ptr + (index.to(gl.int64) * K + kv_head) * ((D + 1) * M)
-        gl.store(box + place_d[:, None] * M + head_m[None, :], _sent(y))
-        gl.store(box + place_d[:, None] * 0 + D * M + head_m[None, :], _sent(lse), mask=(place_d == 0)[:, None])
+        gl.store(box + place_d[:, None] * M + head_m[None, :], _as_message(y))
+        gl.store(box + place_d[:, None] * 0 + D * M + head_m[None, :], _as_message(lse), mask=(place_d == 0)[:, None])
     else:
         out = out_ptr + (first * H + kv_head * GROUP + head_m[None, :]) * D + dim_d[:, None]
         gl.store(out, y.to(out_ptr.dtype.element_ty), mask=(head_m < GROUP)[None, :] & (dim_d >= 0)[:, None])

@@ -39,7 +39,7 @@ from dovetail.plugins.attention.triton.hopper.fetch import (
     next_place,
     produce,
 )
-from dovetail.plugins.attention.triton.lanes import LOG2_E, LOW
+from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 """Of a thread. The default partition gets what the others leave: 240 again."""
@@ -70,7 +70,7 @@ def _eighths(x):
 def _weigh(s, m, total, n, at, qk_scale, WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
     """Weights of a block's scores [M, N], not yet divided by their sum; what they change of the running values.
 
-    `total` [M, 8] stays a sum for each of the threads that share a row, until the end. Reducing along the middle first
+    `total` [M, 8] stays a sum for each of the threads that row_alpha a row, until the end. Reducing along the middle first
     also makes four chains of dependent instructions of a thread's two.
     """
     if MASKED:
@@ -84,8 +84,8 @@ def _weigh(s, m, total, n, at, qk_scale, WINDOW: gl.constexpr, MASKED: gl.conste
     p = gl.exp2(s * qk_scale - new_m[:, None])
     alpha = gl.exp2(m - new_m)
     sums = gl.sum(_eighths(p), axis=1)
-    share = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-    total = gl.convert_layout(total, sums.type.layout, assert_trivial=True) * share[:, None] + sums
+    scale = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    total = gl.convert_layout(total, sums.type.layout, assert_trivial=True) * scale[:, None] + sums
     return p, alpha, new_m, gl.convert_layout(total, _eighth_layout(LAYOUT), assert_trivial=True)
 
 
@@ -148,7 +148,7 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
     stage, phase = next_place(stage, phase, STAGES)
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    # The wait also ends a stretch of instructions: what follows is done while the scores are computed, not before.
+    # The wait also work a stretch of instructions: what follows is done while the scores are computed, not before.
     mbarrier.wait(v_full.index(v_stage), v_phase)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     values = _unpack(p, q.dtype, gl.DotOperandLayout(0, OUT, 2))
@@ -171,10 +171,10 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
 
 
 @gluon.jit
-def _consume(q_ring, k_ring, v_ring, ends, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
+def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """A warp group: rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
-    out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale = ends
+    out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale = work
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
@@ -390,11 +390,11 @@ def attend_prompts(
     q_ring = (q_smem, q_full, q_empty)
     k_ring = (k_smem, k_full, k_empty)
     v_ring = (v_smem, v_boxes, v_full, v_empty)
-    ends = (out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale)
+    work = (out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale)
     gl.warp_specialize(
         [
-            (_consume, (q_ring, k_ring, v_ring, ends, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 0)),
-            (_consume, (q_ring, k_ring, v_ring, ends, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 1)),
+            (_consume, (q_ring, k_ring, v_ring, work, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 0)),
+            (_consume, (q_ring, k_ring, v_ring, work, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 1)),
             (
                 produce,
                 (

@@ -25,7 +25,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def attend_lanes(
+def attend_per_warp(
     q,
     k_ptr,
     v_ptr,
@@ -44,7 +44,7 @@ def attend_lanes(
     D: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
-    LANES: tl.constexpr,
+    KEY_WARPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -53,21 +53,21 @@ def attend_lanes(
 ):
     """(weighted sum of values [M, D], sum of weights [M], maximum [M]) over keys [lo, hi), of which those before
     seen_from count for nobody. q [M, D] and at_M, each query's own key."""
-    SPAN: tl.constexpr = LANES * BLOCK_N
+    SPAN: tl.constexpr = KEY_WARPS * BLOCK_N
     V: tl.constexpr = D // 2 if PAIRS else D
     BLOCK_V: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
-    offset = tl.arange(0, LANES)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    offset = tl.arange(0, KEY_WARPS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     dims = tl.arange(0, BLOCK_D)[None, None, :]
     words = tl.arange(0, BLOCK_V)[None, :, None]
-    q_LDM = tl.broadcast_to(tl.trans(q)[None, :, :], (LANES, BLOCK_D, BLOCK_M))
-    acc = tl.zeros((LANES, BLOCK_V, BLOCK_M), tl.float32)
+    q_LDM = tl.broadcast_to(tl.trans(q)[None, :, :], (KEY_WARPS, BLOCK_D, BLOCK_M))
+    acc = tl.zeros((KEY_WARPS, BLOCK_V, BLOCK_M), tl.float32)
     odd = acc if PAIRS else 0.0
-    total = tl.zeros((LANES, BLOCK_M), tl.float32)
-    m = tl.full((LANES, BLOCK_M), LOW, tl.float32)
+    total = tl.zeros((KEY_WARPS, BLOCK_M), tl.float32)
+    m = tl.full((KEY_WARPS, BLOCK_M), LOW, tl.float32)
     # The pages of the next block are looked up one block ahead: its addresses then wait for no load.
-    page = _pages(table, lo, hi, PAGE, LANES, BLOCK_N)
+    page = _pages(table, lo, hi, PAGE, KEY_WARPS, BLOCK_N)
     for n in range(lo, hi, SPAN):
-        following = _pages(table, n + SPAN, hi, PAGE, LANES, BLOCK_N)
+        following = _pages(table, n + SPAN, hi, PAGE, KEY_WARPS, BLOCK_N)
         keys = n + offset
         exists = (keys >= seen_from) & (keys < hi)
         slot = page.to(tl.int64) * PAGE + keys % PAGE
@@ -107,15 +107,15 @@ def attend_lanes(
 
 
 @triton.jit
-def _pages(table, n, hi, PAGE: tl.constexpr, LANES: tl.constexpr, BLOCK_N: tl.constexpr):
+def _pages(table, n, hi, PAGE: tl.constexpr, KEY_WARPS: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page of all lanes' blocks, or of each, or of each of their keys: what fits, to be spread over [L, N]."""
-    if PAGE % (LANES * BLOCK_N) == 0:
+    if PAGE % (KEY_WARPS * BLOCK_N) == 0:
         return tl.load(table + n // PAGE, mask=n < hi, other=0)
     elif PAGE % BLOCK_N == 0:
-        first = n + tl.arange(0, LANES)[:, None] * BLOCK_N
+        first = n + tl.arange(0, KEY_WARPS)[:, None] * BLOCK_N
         return tl.load(table + first // PAGE, mask=first < hi, other=0)
     else:
-        keys = n + tl.arange(0, LANES)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        keys = n + tl.arange(0, KEY_WARPS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         return tl.load(table + keys // PAGE, mask=keys < hi, other=0)
 
 
