@@ -19,7 +19,7 @@ def request(uid: int, prompt: int, limit: int) -> TokenSequence:
     return TokenSequence(uid, list(range(prompt)), limit=limit)
 
 
-def test_the_greatest_length_is_taken_at_once_and_shows_as_waste() -> None:
+def test_the_maximum_length_is_reserved_at_once_and_counts_as_waste() -> None:
     kv, seq = allocator(16), request(1, 6, limit=30)
     assert owned_pages(reserve(kv, seq, 6)) == {0: [1, 2, 3, 4, 5, 6, 7, 8]}
     stats = kv.stats()
@@ -52,7 +52,7 @@ def test_a_fork_copies_its_prompt_into_a_run_of_its_own() -> None:
     assert not reserve(kv, parent, 8).ops, "it owns its run alone again"
 
 
-def test_who_outgrows_its_run_goes_on_behind_it_or_moves() -> None:
+def test_a_sequence_that_outgrows_its_run_extends_it_or_moves() -> None:
     kv, seq, other = allocator(16), request(1, 8, limit=8), request(2, 4, limit=4)
     kv.acquire(seq)
     reserve(kv, seq, 8)
@@ -65,7 +65,7 @@ def test_who_outgrows_its_run_goes_on_behind_it_or_moves() -> None:
 
 
 def test_gaps_are_those_of_a_bitmap() -> None:
-    """Random takes and drops against the obvious model; first fit, and no two gaps touch."""
+    """Random takes and drops against a bitmap model: first fit, and no two gaps are adjacent."""
     rng, runs, free = random.Random(0), PageRuns(GROUP, 60), set(range(1, 61))
     owned: list[int] = []
     for _ in range(2000):

@@ -173,7 +173,7 @@ def test_keys_of_waiting_sequences_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_cost_is_independent_of_100k_cached_pages() -> None:
-    """Equal calls run equal lines of Python, whatever is cached."""
+    """Equal calls execute the same number of Python lines, whatever is cached."""
     lines = []
     for cached in (100, 100_000):
         kv = allocator(pages=cached + 64)
@@ -195,7 +195,7 @@ def test_a_decode_step_within_a_page_runs_a_handful_of_lines() -> None:
 
 
 class Stubborn(LRU):
-    """Chooses page 1 every time, owned or not."""
+    """Policy that always chooses page 1, owned or not."""
 
     def victim(self) -> int:
         return 1

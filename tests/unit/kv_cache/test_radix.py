@@ -19,7 +19,7 @@ def allocator(pages: int = 32, **options: object) -> RadixAllocator:
 
 
 def served(kv: RadixAllocator, uid: int, tokens: list[int], salt: str = "") -> dict[int, list[int]]:
-    """Write, publish, release; the pages that it had."""
+    """Write, publish and release a sequence; return its pages."""
     seq = TokenSequence(uid, tokens, salt)
     pages = write(kv, seq)
     kv.release(seq)
@@ -28,7 +28,7 @@ def served(kv: RadixAllocator, uid: int, tokens: list[int], salt: str = "") -> d
 
 
 def nodes(kv: RadixAllocator) -> int:
-    """Without roots."""
+    """Number of nodes without the roots."""
     found = [node for root in kv._pages[0].roots.values() for node in root.children.values()]
     for node in found:
         found += node.children.values()
@@ -119,7 +119,7 @@ def test_what_a_duplicate_had_written_is_kept_on_release() -> None:
     assert kv.stats().cached == 3, "the duplicates are free"
 
 
-def test_leaves_go_before_what_they_stand_on() -> None:
+def test_leaves_are_evicted_before_their_parents() -> None:
     kv = allocator(pages=8)
     served(kv, 1, [*range(8), 10, 11, 12, 13])
     served(kv, 2, [*range(8), 20, 21, 22, 23])
@@ -131,7 +131,7 @@ def test_leaves_go_before_what_they_stand_on() -> None:
 
 
 class MRU:
-    """A policy that takes the start of a prefix first."""
+    """Policy that evicts the start of a prefix first."""
 
     def __init__(self) -> None:
         self.pages: dict[int, None] = {}
@@ -148,7 +148,7 @@ class MRU:
         return self.pages.popitem()[0]
 
 
-def test_what_stands_on_a_victim_goes_with_it() -> None:
+def test_descendants_of_a_victim_are_evicted_with_it() -> None:
     kv = allocator(pages=6, eviction=f"{__name__}:MRU")
     served(kv, 1, list(range(16)))
     served(kv, 2, list(range(100, 108)))
@@ -188,7 +188,7 @@ def test_token_bytes_of_waiting_sequences_are_bounded(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])
 def test_a_hit_is_the_longest_prefix_ever_served(eviction: str) -> None:
-    """Against the obvious model, without eviction: every prefix of whole pages of every prompt so far."""
+    """Compare with a simple model without eviction: every prefix of whole pages of every earlier prompt."""
     rng, kv = random.Random(1), allocator(pages=4000, eviction=eviction)
     known: set[tuple[int, ...]] = {()}
     prompts: list[list[int]] = [[]]
@@ -204,7 +204,7 @@ def test_a_hit_is_the_longest_prefix_ever_served(eviction: str) -> None:
 
 
 def test_cost_is_independent_of_what_is_cached() -> None:
-    """Equal calls run equal lines of Python; so does a page that is evicted."""
+    """Equal calls, including evictions, execute the same number of Python lines, whatever is cached."""
     lines = []
     for cached in (100, 20_000):
         kv = allocator(pages=cached + 8)
@@ -223,7 +223,7 @@ def served_quietly(kv: RadixAllocator, uid: int, tokens: int, first: int) -> Non
 
 
 def test_a_long_prompt_is_compared_in_runs() -> None:
-    """Some lines a node and a page, none a token."""
+    """The number of executed lines depends on nodes and pages, not on tokens."""
     kv = allocator(pages=2100)
     served_quietly(kv, 1, 8000, first=0)
     seq = sequence(2, 8001)

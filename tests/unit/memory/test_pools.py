@@ -65,6 +65,6 @@ def test_more_host_pages_than_memory_are_refused():
         make_host_pools(GROUPS, {0: 10**12}, CPU)
 
 
-def test_host_pages_are_refused_in_words():
+def test_host_page_errors_are_readable():
     with pytest.raises(CapabilityError, match="LOAD of KV page 7.*no host tier"):
         apply_page_ops(make_pools(GROUPS, PAGES, CPU), [PageOp(PageOpKind.LOAD, 0, 7, 1)])

@@ -1,4 +1,4 @@
-"""How the bytes of the KV cache are shared between groups of layers."""
+"""Division of KV cache bytes between groups of layers."""
 
 from __future__ import annotations
 

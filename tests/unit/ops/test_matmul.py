@@ -1,4 +1,4 @@
-"""Which products go to the kernel, and what the operation gives where there is no GPU."""
+"""Choice between matmul kernel and library, and the result of the operation without a GPU."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_rule_of_unmeasured_shapes(rows, outputs, processors):
     assert tile.split == 1 or (programs <= processors and tiles <= MOST_SHARED_TILES)
 
 
-def test_the_rest_is_the_librarys():
+def test_other_matmuls_go_to_the_library():
     assert choose(MOST_ROWS + 1, 4096, 4096, "fp8", "a GPU", 132) is None
     assert choose(1, 4096, 4096, "bf16", "a GPU", 132) is None
-    # Programs are given their shares by 32-bit products.
+    # The kernel computes program ranges with 32-bit multiplications.
     assert choose(1, 262144, 16384, "fp8", "a GPU", 132) is None
     assert choose(1, 262144, 8192, "fp8", "a GPU", 132) is not None
 
 
-def test_tiles_that_begin_early_stand_where_their_kernel_runs():
+def test_prefetching_tiles_are_used_only_where_their_kernel_runs():
     early = [(key, most) for key, rows in MEASURED.items() for most, tile in rows.items() if tile and tile.prefetch]
     kinds = {key[1] for key, _ in early}
     assert kinds == {"fp8", "bf16"}
@@ -58,7 +58,7 @@ def test_measured_tiles_can_be_launched(key):
         assert not (tile.tma or tile.prefetch) or inputs * itemsize % 16 == 0
         if tile.prefetch:
             rings = (tile.outputs * tile.prefetch + tile.tokens * tile.stages) * tile.inputs * itemsize
-            # Beside it an edge's kernel has room.
+            # The kernel of a boundary must fit on the SM as well.
             assert rings <= 208 << 10 and tile.inputs * itemsize in (128, 256, 512)
             assert tile.warps == tile.outputs // 16, "a warp group multiplies 64 rows of the weight"
     beyond = max(MEASURED[key], default=0) + 1
