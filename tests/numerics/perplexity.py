@@ -39,6 +39,6 @@ TEXTS = [inspect.getsource(module)[:1500] for module in MODULES]
 def perplexity(*overrides: str) -> float:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     with LLM("tiny", overrides=overrides) as llm:
-        said = [entry for g in llm.generate(TEXTS, params) for entry in g.prompt_logprobs]
-    logprobs = [entry.logprob for entry in said]
+        entries = [entry for g in llm.generate(TEXTS, params) for entry in g.prompt_logprobs]
+    logprobs = [entry.logprob for entry in entries]
     return math.exp(-sum(logprobs) / len(logprobs))

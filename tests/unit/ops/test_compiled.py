@@ -549,11 +549,11 @@ def test_plain_layers_have_the_counters_that_split_matmuls_need():
 
 def test_kernel_arguments_are_in_order(monkeypatch):
     """The compiler cannot check the order of integer arguments."""
-    told = {}
+    passed = {}
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **options: told.update(zip(names, args, strict=False), grid=grid, **options)
+            return lambda *args, **options: passed.update(zip(names, args, strict=False), grid=grid, **options)
 
     names = prefetch_matmul.matmul_prefetching.arg_names
     monkeypatch.setattr(prefetch_matmul, "matmul_prefetching", Kernel())
@@ -566,8 +566,8 @@ def test_kernel_arguments_are_in_order(monkeypatch):
     wanted |= dict(
         split=6, prefetch_l2=4, prefetch_cycles=1000, BLOCK_T=16, BLOCK_O=64, BOXES=4, X_PLACES=3, PLACES=5, grid=(240,)
     )
-    assert {name: told[name] for name in wanted} == wanted
-    assert told["weight_ptr"] is weight and told["x_scale_ptr"] is scales[0] and told["weight_scale_ptr"] is scales[1]
+    assert {name: passed[name] for name in wanted} == wanted
+    assert passed["weight_ptr"] is weight and passed["x_scale_ptr"] is scales[0] and passed["weight_scale_ptr"] is scales[1]
 
 
 @pytest.mark.parametrize(("rows", "left"), [(64, False), (65, True), (256, True), (257, False)])
