@@ -416,7 +416,7 @@ def describe(tile: MatmulTile) -> str:
     flags = (
         " tma" * tile.tma
         + " unswapped" * (not tile.swap)
-        + f" early {tile.prefetch}+{tile.prefetch_l2} pace {tile.prefetch_cycles}" * (tile.prefetch > 0)
+        + f" prefetch {tile.prefetch}+{tile.prefetch_l2} every {tile.prefetch_cycles}" * (tile.prefetch > 0)
     )
     return f"{tile.tokens}x{tile.outputs}x{tile.inputs} w{tile.warps} s{tile.stages} {how}{flags}"
 

@@ -128,7 +128,7 @@ def test_pages(page_tokens):
 
 
 def test_steps_whose_bounds_are_capacities():
-    """As in a captured graph: rows shorter than planned for, rows without tokens, then prompts."""
+    """Rows as in a captured graph: shorter than planned for, without tokens, then prompts."""
     case = replace(LLAMA, slack=3000, empty_rows=2, padding=5)
     prompts = replace(case, lengths=(1500, 33, 4097, 800, 2061), counts=(1, 1, 1, 700, 513), num_decode=3)
     for some in (case, prompts, replace(case, kv_dtype=E4M3), replace(prompts, kv_dtype=E4M3)):

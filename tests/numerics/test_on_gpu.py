@@ -104,7 +104,7 @@ def test_fp8_product_equals_the_reference(tokens, inp, out, dtype):
 
 @pytest.mark.parametrize("key", MEASURED, ids=str)
 def test_measured_products_equal_the_reference(key):
-    """On the GPU for which the table was tuned, its tiles are used; on other GPUs the rule or the library."""
+    """Tuned tiles are used on the GPU for which they were measured; other GPUs use the rule or the library."""
     _, kind, out, inp = key
     torch.seed()
     for rows in {n for most in MEASURED[key] for n in (most, most // 2 + 1)}:

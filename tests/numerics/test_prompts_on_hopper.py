@@ -99,7 +99,7 @@ def test_pages(page_tokens):
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_steps_whose_bounds_are_capacities(tile):
-    """As in a captured graph: decode rows first, rows shorter than planned for, rows without tokens."""
+    """Rows as in a captured graph: decode rows first, then shorter than planned for or without tokens."""
     case = replace(LLAMA, lengths=(1500, 33, 4097, 800, 2061), counts=(1, 1, 1, 700, 513), num_decode=3, padding=5)
     for slack in (0, 3000):
         check(replace(case, slack=slack, empty_rows=2), tile)

@@ -57,7 +57,7 @@ def _write(acc, row_o, row_t, epilogue, size, BLOCK_T: tl.constexpr, BLOCK_O: tl
 def _add(acc, x, weight, row_o, row_t, row_i, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
          BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, IMPRECISE: tl.constexpr,
          PRECISION: tl.constexpr):  # fmt: skip
-    """Return acc + weight @ x^T for one input block; without SWAP, acc and the product are transposed."""
+    """Return acc + weight @ x^T for one input block; without SWAP, both operands of the sum are transposed."""
     tokens, outputs, inputs = size
     w_OI = _load(weight, row_o, row_i, outputs, inputs, BLOCK_O, BLOCK_I, EVEN, TMA, "evict_first")
     x_TI = _load(x, row_t, row_i, tokens, inputs, BLOCK_T, BLOCK_I, EVEN, TMA, "evict_last")
@@ -173,7 +173,7 @@ def _matmul(
                    SWAP, IMPRECISE, PRECISION, PDL)  # fmt: skip
     else:
         # The end of a tile begun by another program, whole tiles, and the beginning of a tile that another program
-        # ends. Whole tiles form one loop, so the last products of a tile overlap with the first loads of the next.
+        # ends. Whole tiles form one loop, so the last matmuls of a tile overlap with the first loads of the next.
         whole_lo = tl.minimum(tl.cdiv(lo, blocks) * blocks, hi)
         whole_hi = tl.maximum(hi // blocks * blocks, whole_lo)
         if part_ptr is not None:
