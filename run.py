@@ -1,4 +1,4 @@
-"""Compose a run from its parts, validate it, and do it: `python run.py --help`."""
+"""Compose a run from its parts, validate it and run it: `python run.py --help`."""
 
 import sys
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from dovetail.core.compose import EngineConfig
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import start_engine
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
@@ -215,8 +215,7 @@ class Load:
             device,
             config,
         )
-        self.engine = Engine(composition)  # type: ignore[arg-type]
-        self.engine.start()
+        self.engine = start_engine(composition)  # type: ignore[arg-type]
         self._prefix = [self._rng.randrange(VOCAB) for _ in range(SHARED)]
         self._fill(self.engine.kv, cached)
         for _ in range(running):

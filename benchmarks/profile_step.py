@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dovetail import SamplingParams
 from dovetail.core.compose import compose
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import Sequence
 
 STEPS = 40
@@ -202,8 +202,7 @@ def main() -> None:
         from played import play
 
         composition = play(composition)
-    engine = Engine(composition)
-    engine.start()
+    engine = start_engine(composition)
     for rows in args.rows:
         if args.clock:
             seconds, steps = clocked(engine, rows, args.context)

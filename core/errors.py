@@ -45,6 +45,10 @@ class EngineStopped(DovetailError, RuntimeError):
     """The engine has ended, by what its cause names: a rank that died, for one. No request runs any more."""
 
 
+class EngineDown(DovetailError):
+    """There is no engine to run a request, or the engine died while the request ran. A retry may succeed."""
+
+
 class RequestError(DovetailError):
     """One request is refused; the others go on. `status` is the HTTP status, 400 to 499."""
 

@@ -1,4 +1,4 @@
-"""What this machine is, for the capability check."""
+"""Facts of this machine and of a model, for the capability check. Planning reads them without importing torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import sys
 from collections.abc import Mapping
 
-import torch
-
 from dovetail.core.compose import Host
 from dovetail.core.interfaces import ModelSpec
 
 
 def detect_host(device: str) -> Host:
-    """device: engine.device; "auto" is CUDA where there is a GPU."""
+    """Describe this machine. `device`: engine.device; "auto" is CUDA where there is a GPU."""
+    import torch
+
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return Host(device="cpu", memory_bytes=memory, platform=sys.platform)
@@ -30,7 +30,7 @@ def detect_host(device: str) -> Host:
 
 
 def model_facts(spec: ModelSpec) -> Mapping[str, object]:
-    """What other parts may require of the checkpoint."""
+    """Facts of a checkpoint that other parts may require."""
     return {
         "architecture": spec.architecture,
         "heads": spec.heads,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,7 +201,7 @@ class AdapterTable:
 
     def _check_served(self) -> None:
         if not self._served:
-            raise RequestError("adapter: this engine has none (adapter=none); adapter=lora serves some", status=404)
+            raise unknown_adapter("", (), served=False)
 
     def _purge(self) -> None:
         """What could not be loaded; some ranks may have read it."""
@@ -211,8 +211,14 @@ class AdapterTable:
                 self._executor.unload_adapter(entry.key)
 
     def _unknown(self, name: str) -> RequestError:
-        there = ", ".join(self.names) or "none"
-        return RequestError(f"adapter: {name!r} is not loaded; there is {there}", status=404)
+        return unknown_adapter(name, self.names, served=True)
+
+
+def unknown_adapter(name: str, names: Iterable[str], *, served: bool) -> RequestError:
+    """The refusal of an adapter that is not among `names`. `served`: the engine has adapters at all."""
+    if not served:
+        return RequestError("adapter: this engine has none (adapter=none); adapter=lora serves some", status=404)
+    return RequestError(f"adapter: {name!r} is not loaded; there is {', '.join(names) or 'none'}", status=404)
 
 
 def _failed(entry: _Loaded) -> bool:

@@ -1,4 +1,5 @@
-"""The step loop: schedule, submit, collect, update, with up to `depth` plans in flight. One thread; tokens, no text."""
+"""The step loop: schedule, submit, collect, update, with up to `depth` plans in flight. One thread; tokens only, no
+text."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,20 +18,25 @@ from dovetail.core.engine.adapters import AdapterTable
 from dovetail.core.engine.checks import check_fit, exact_lengths
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.counters import Counters, Observers
-from dovetail.core.engine.grammars import Grammars, build_grammars
+from dovetail.core.engine.grammars import GrammarState, build_grammars
 from dovetail.core.engine.launch_timer import LaunchTimer
-from dovetail.core.engine.pooling import Pooler
+from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.requests import RequestBuilder
 from dovetail.core.engine.results import Results, SequenceEvent, ended_event
+from dovetail.core.engine.tracked import Tracked
 from dovetail.core.interfaces import (
     Blobs,
+    Executor,
+    ExecutorInfo,
     FinishReason,
     HostDraft,
     JoinBlob,
+    KVAllocator,
     LateInputs,
-    Pooling,
     Progress,
+    RequestOptions,
     SamplingParams,
+    Scheduler,
     SchedulerContext,
     SchedulerLimits,
     Sequence,
@@ -44,83 +50,76 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 
+_PLAIN = RequestOptions()
+
+
 @dataclass(slots=True)
 class _Launched:
+    """A plan in flight."""
+
     plan: StepPlan
     schedule_seconds: float
     late: dict[int, int] = field(default_factory=dict)
-    """uid -> row of those that need a mask."""
+    """uid -> row, of rows that need a mask."""
     waits: bool = False
-    """Its late inputs are still to be given."""
+    """The plan's late inputs have not been given."""
     follows: bool = False
-    """There was work ever since the plan before: if the device was idle between them, it waited for the host."""
-    put_off: bool = False
-    """It was launched later than it could have been (Engine.launch_delay)."""
+    """The engine had work since the previous launch, so device idle time before this step was caused by the host."""
+    delayed: bool = False
+    """The launch was delayed (Engine.launch_delay)."""
 
 
 class Engine:
-    """Built from a composition; call `start` before anything else."""
+    """Rank 0's loop over one running executor. Made by `start_engine`."""
 
-    def __init__(self, composition: Composition) -> None:
-        self.composition = composition
+    def __init__(self, composition: Composition, executor: Any, info: ExecutorInfo) -> None:
+        """`executor`: an Executor that has started and described itself by `info`."""
+        engine = composition.engine
+        self.composition, self.executor, self.info = composition, executor, info
         self.counters = Counters()
-        self._sequences: dict[int, Sequence] = {}
+        self.kv: KVAllocator = composition.build("kv_cache", groups=info.groups, num_pages=info.num_pages)
+        self.limits = SchedulerLimits(
+            engine.token_budget,
+            engine.max_seqs,
+            info.max_len,
+            info.lookahead,
+            engine.depth,
+            weighs_drafts=engine.drafts == "paying",
+        )
+        self.scheduler: Scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
+        self.cost = bind_cost(composition, info.spec, info.device)
+        self._requests = RequestBuilder(composition, info.spec, info.max_len)
+        self._adapters = AdapterTable(executor, info.adapter_slots)
+        if info.adapter_slots:
+            self.scheduler.resources = (self._adapters.slots,)
+            self._adapters.load_first(composition)
+        drafter = composition.build("spec_decode")
+        self._host_drafter = drafter if drafter.needs_host_tokens else None
+        parts = composition.many("observer") if "observer" in composition.parts else {}
+        self.observers = Observers({name: part.build() for name, part in parts.items()})
+        self._tracked: dict[int, Tracked] = {}
+        """By uid."""
+        self._embeddings = 0
+        """Number of tracked sequences that are embedded."""
         self._launched: deque[_Launched] = deque()
-        self._grammars: Grammars | None = None
-        self._pooler = Pooler()
-        self.observers = Observers()
-        self._launch_timer = LaunchTimer() if composition.engine.late_launch else None
+        self._launch_timer = LaunchTimer() if engine.late_launch else None
         self._steps = 0
         self._had_work = False
-        """Since the plan launched last."""
-
-    # Start and end.
-
-    def start(self, progress: Progress = lambda phase, share: None) -> None:
-        """Check that the parts fit each other, then load everything; errors surface here."""
-        composition, engine = self.composition, self.composition.engine
-        check_fit(composition)
-        self.executor = composition.build("executor", composition=composition)
-        try:
-            info = self.info = self.executor.start(progress)
-            self.kv = composition.build("kv_cache", groups=info.groups, num_pages=info.num_pages)
-            self.limits = SchedulerLimits(
-                engine.token_budget,
-                engine.max_seqs,
-                info.max_len,
-                info.lookahead,
-                engine.depth,
-                weighs_drafts=engine.drafts == "paying",
-            )
-            self.scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
-            self._adapters = AdapterTable(self.executor, info.adapter_slots)
-            if info.adapter_slots:
-                self.scheduler.resources = (self._adapters.slots,)
-                self._adapters.load_first(composition)
-            self.cost = bind_cost(composition, info.spec, info.device)
-            drafter = composition.build("spec_decode")
-            self._host_drafter = drafter if drafter.needs_host_tokens else None
-            self._intake = RequestBuilder(composition, info.spec, info.max_len)
-            observers = composition.many("observer") if "observer" in composition.parts else {}
-            self.observers.update({name: part.build() for name, part in observers.items()})
-            # A row that sits a step out is shorter than plans in flight count on: no good where that count decides.
-            patient = engine.depth > 1 and exact_lengths(composition)
-            self._grammars = build_grammars(composition, info.spec, patient=patient)
-            self._results = Results(self._sequences, self._grammars, self._pooler)
-        except BaseException:
-            self.executor.shutdown()
-            raise
+        """The engine had work since the last launch."""
+        # A row that skips a step is shorter than plans in flight assume, which backends with exact lengths cannot take.
+        patient = engine.depth > 1 and exact_lengths(composition)
+        self._grammars = build_grammars(composition, info.spec, patient=patient)
+        self._results = Results(self._tracked, self._grammars)
 
     def interrupt(self) -> None:
-        """From another thread than the one that steps: end a step that does not end. Only `shutdown` may follow."""
+        """End a step that hangs. Call it from another thread than the one that steps; only `shutdown` may follow."""
         self.executor.interrupt()
 
     def shutdown(self) -> None:
         self.observers.close()
         if self._grammars is not None:
             self._grammars.close()
-        if hasattr(self, "executor"):
-            self.executor.shutdown()
+        self.executor.shutdown()
 
     # Requests.
 
@@ -128,71 +127,64 @@ class Engine:
         self,
         prompt_ids: Seq[int],
         params: SamplingParams,
+        options: RequestOptions = _PLAIN,
         *,
-        priority: int = 0,
-        deadline: float | None = None,
-        user: str = "",
-        cache_salt: str = "",
-        hints: Mapping[str, float] | None = None,
-        pooling: Pooling | None = None,
         number: int | None = None,
-        adapter: str = "",
     ) -> list[Sequence]:
-        """Queue a request; its n sequences. Raises RequestError for what can never run, PluginError where a logits
-        processor fails on it. One with a grammar is queued once that is compiled; if it cannot be, the sequences' next
-        events say why. With `pooling` the prompt is embedded, and nothing of params counts. `number`: rises from 0
-        unless given; random draws depend on it, so who spreads requests over several engines numbers them all."""
-        key = self._adapters.key(adapter) if adapter else ""
-        sequences = self._intake.sequences(
-            prompt_ids,
-            params,
-            priority=priority,
-            deadline=deadline,
-            user=user,
-            cache_salt=_salt(cache_salt, key),
-            adapter=key,
-            hints=hints,
-            pooling=pooling,
-            number=number,
-        )
+        """Queue a request and return its n sequences.
+
+        A request with a grammar is queued once the grammar is compiled; if it cannot be compiled, the next events of
+        its sequences carry the reason. With `options.pooling` the prompt is embedded and `params` is ignored.
+        `number` identifies the request; by default numbers rise from 0. Random draws depend on it, so a caller that
+        spreads requests over several engines numbers them all.
+
+        Raises RequestError for what can never run, PluginError where a logits processor fails on it."""
+        key = self._adapters.key(options.adapter) if options.adapter else ""
+        options = replace(options, adapter=key, cache_salt=_salt(options.cache_salt, key))
+        sequences = self._requests.sequences(prompt_ids, params, options, number=number)
         request = sequences[0].request
         self.counters.prompt_tokens += len(request.prompt_ids)
-        for seq in sequences:
-            self._sequences[seq.uid] = seq
-            if pooling is not None:
-                self._pooler.enter(seq.uid)
-            if request.params.grammar is None:
-                self.scheduler.add(seq)
+        tracked = [Tracked(seq) for seq in sequences]
+        self._tracked.update((one.seq.uid, one) for one in tracked)
+        if options.pooling is not None:
+            self._embeddings += len(tracked)
         if request.params.grammar is not None:
-            self._grammars.add(sequences)
+            self._grammars.add(tracked)
+        else:
+            for seq in sequences:
+                self.scheduler.add(seq)
         return sequences
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
-        """End a sequence now, keeping keep_len tokens (a stop string ended there). Unknown uids are ignored."""
+        """End a sequence now and keep its first keep_len tokens, where a stop string ended. Ignores unknown uids."""
         if self._forget(uid):
             self.scheduler.finish(uid, keep_len, reason)
 
     def abort(self, uid: int) -> None:
-        """The client is gone."""
+        """Drop a sequence whose output nothing reads any more. Ignores unknown uids."""
         if self._forget(uid):
             self.scheduler.abort(uid)
 
     def _forget(self, uid: int) -> bool:
-        """Whether the scheduler has the sequence and must be told that it is over."""
-        if self._sequences.pop(uid, None) is None:
+        """Drop what the engine keeps for a sequence. Return whether the scheduler has the sequence, too."""
+        tracked = self._tracked.pop(uid, None)
+        if tracked is None:
             return False
-        self._results.forget(uid)
-        self._pooler.leave(uid)
+        if tracked.seq.request.pooling is not None:
+            self._embeddings -= 1
         if self._adapters.leaving:
             self._adapters.sweep(self._used_adapters())
-        return self._grammars is None or not self._grammars.leave(uid)
+        if self._grammars is None:
+            return True
+        self._grammars.leave(tracked)
+        return tracked.compiling is None
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences) or bool(self._launched)
+        return bool(self._tracked) or bool(self._launched)
 
     def reset_cache(self) -> bool:
-        """Forget cached prefixes. False: this allocator cannot."""
+        """Forget cached prefixes. False = this allocator cannot."""
         if not self.kv.stats().cached:
             return True
         try:
@@ -205,34 +197,39 @@ class Engine:
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """Those that requests may choose: name -> folder."""
+        """Adapters that requests may choose: name -> folder."""
         return self._adapters.names
 
     def load_adapter(self, name: str, folder: str) -> Future[None]:
-        """Steps go on meanwhile. Raises RequestError, and so does the future where the folder does not fit."""
+        """Read an adapter while steps go on. Raises RequestError, and so does the future if the folder does not fit."""
         return self._adapters.load(name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Requests that have it run to their end; new ones cannot choose it. RequestError for an unknown name."""
+        """New requests cannot choose the adapter; those that use it run to their end. Raises RequestError for an
+        unknown name."""
         self._adapters.unload(name, self._used_adapters())
 
     def _used_adapters(self) -> set[str]:
-        return {seq.request.adapter for seq in self._sequences.values()}
+        return {tracked.seq.request.adapter for tracked in self._tracked.values()}
 
     # Steps.
 
     def launch_delay(self) -> float:
-        """Seconds for which the next call of `step` is to wait, while the device has enough to do: requests that come
-        meanwhile are in the plan that it launches. 0 where nobody who came could be in it, where the time is not known,
-        and without `engine.late_launch`."""
-        if self._launch_timer is None or len(self._launched) != 1 or self._grammars:
+        """How long to delay the next `step`, in seconds. The device is busy until then, and requests that arrive in the
+        meantime still make it into the plan. 0 if no request could join, if the step time is unknown, and without
+        `engine.late_launch`."""
+        if self._launch_timer is None or len(self._launched) != 1 or self._follows_grammars:
             return 0.0
-        return self._launch_timer.delay(time.perf_counter()) if len(self._sequences) < self.limits.max_seqs else 0.0
+        return self._launch_timer.delay(time.perf_counter()) if len(self._tracked) < self.limits.max_seqs else 0.0
+
+    @property
+    def _follows_grammars(self) -> bool:
+        return self._grammars is not None and self._grammars.running > 0
 
     def step(self) -> list[SequenceEvent]:
-        """Launch one plan. Or take one result: when `depth` are in flight, nothing can be launched, or the newest plan
-        waits for tokens that are still to come."""
-        events = list(self._admissions())
+        """Launch one plan, or take one result: when `depth` plans are in flight, when nothing can be launched, or when
+        the newest plan waits for tokens of an older one."""
+        events = list(self._enter_compiled())
         if len(self._launched) < self.composition.engine.depth and not (self._launched and self._launched[-1].waits):
             launched = self._launch()
             events += self._rejections()
@@ -240,15 +237,15 @@ class Engine:
                 return events + self._complete()
         if self._launched:
             return events + self._take() + self._complete()
-        if self._sequences and not events:
+        if self._tracked and not events:
             self._wait_for_grammars()
         return events
 
-    def _admissions(self) -> Iterable[SequenceEvent]:
-        """Of requests that waited for their grammar."""
+    def _enter_compiled(self) -> Iterable[SequenceEvent]:
+        """Hand sequences whose grammar is compiled to the scheduler; yield the end of those whose grammar failed."""
         if self._grammars is None or not self._grammars.compiling:
             return
-        ready, refused = self._grammars.admitted()
+        ready, refused = self._grammars.compiled()
         for seq in ready:
             self.scheduler.add(seq)
         for ended in refused:
@@ -265,29 +262,31 @@ class Engine:
         self._steps += 1
         if self._host_drafter is not None:
             plan.drafts = [
-                HostDraft(row.slot, tuple(self._host_drafter.propose_host(self._sequences[row.uid].tokens, row.draft)))
+                HostDraft(
+                    row.slot, tuple(self._host_drafter.propose_host(self._tracked[row.uid].seq.tokens, row.draft))
+                )
                 for row in plan.rows
                 if row.draft
             ]
-        if self._pooler:
-            self._pooler.silence(plan)
-        late = self._mark_late(plan) if self._grammars else {}
-        blobs = self._enter(plan)
+        if self._embeddings:
+            clear_sample_flags(plan, self._tracked)
+        late = self._mark_late(plan) if self._follows_grammars else {}
+        blobs = self._join_blobs(plan)
         decided = time.perf_counter()
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began
         submitted = time.perf_counter()
         self.counters.submit_seconds += submitted - decided
-        put_off = self._launch_timer is not None and self._launch_timer.launched(plan, submitted - began)
-        self._launched.append(_Launched(plan, decided - began, late, bool(late), self._had_work, put_off))
+        delayed = self._launch_timer is not None and self._launch_timer.launched(plan, submitted - began)
+        self._launched.append(_Launched(plan, decided - began, late, bool(late), self._had_work, delayed))
         self._had_work = True
         return True
 
-    def _enter(self, plan: StepPlan) -> Blobs:
-        """What the ranks must know of sequences that join."""
+    def _join_blobs(self, plan: StepPlan) -> Blobs:
+        """What the ranks need of sequences that join."""
         blobs = {}
         for join in plan.joins:
-            seq = self._sequences[join.uid]
+            seq = self._tracked[join.uid].seq
             slot = self._adapter_slot(seq) if seq.request.adapter else -1
             blobs[join.uid, join.epoch] = JoinBlob(tuple(seq.tokens), seq.request, seq.sample, slot)
             if seq.sample == 0 and seq.preemptions == 0:
@@ -303,9 +302,10 @@ class Engine:
         return slot
 
     def _mark_late(self, plan: StepPlan) -> dict[int, int]:
+        """Flag the rows that need a mask; return uid -> row."""
         late = {}
         for i, row in enumerate(plan.rows):
-            if row.flags & SAMPLE and row.uid in self._grammars:
+            if row.flags & SAMPLE and (one := self._tracked.get(row.uid)) is not None and one.grammar is not None:
                 if row.draft:
                     name = type(self.scheduler).__name__
                     raise RuntimeError(f"{name} gave sequence {row.uid} {row.draft} drafts, and it has a grammar: 0")
@@ -319,7 +319,7 @@ class Engine:
             yield SequenceEvent(uid, (), reason=FinishReason.REJECTED, detail=reason)
 
     def _complete(self) -> list[SequenceEvent]:
-        """Give the newest plan its masks, as soon as every token is known that they depend on."""
+        """Give the newest plan its masks once every token that they depend on is known."""
         if not self._launched or not self._launched[-1].waits:
             return []
         newest = self._launched[-1]
@@ -327,15 +327,21 @@ class Engine:
             not newest.late.keys().isdisjoint(older.late) for older in islice(self._launched, len(self._launched) - 1)
         ):
             return []
-        masks, over = self._grammars.masks(newest.late, others=len(newest.late) < len(newest.plan.rows))
+        states = self._grammar_states(newest.late)
+        masks, over = self._grammars.masks(states, others=len(newest.late) < len(newest.plan.rows))
         rows = tuple(newest.late[uid] for uid in masks)
         stacked = np.stack(list(masks.values())) if masks else np.zeros((0, 0), np.uint32)
         self.executor.complete(LateInputs(newest.plan.step, rows, stacked))
         newest.waits = False
-        self.counters.late_rows += sum(uid in self._grammars for uid in newest.late) - len(rows) - len(over)
+        self.counters.late_rows += len(states) - len(rows) - len(over)
         for ended in over:
-            self.finish(ended.uid, self._sequences[ended.uid].known_len, ended.reason)
+            self.finish(ended.uid, self._tracked[ended.uid].seq.known_len, ended.reason)
         return [ended_event(ended) for ended in over]
+
+    def _grammar_states(self, uids: Iterable[int]) -> dict[int, GrammarState]:
+        """Those of sequences that have not ended."""
+        tracked = ((uid, self._tracked.get(uid)) for uid in uids)
+        return {uid: one.grammar for uid, one in tracked if one is not None and one.grammar is not None}
 
     def _take(self) -> list[SequenceEvent]:
         began = time.perf_counter()
@@ -350,8 +356,8 @@ class Engine:
         self._record(launched, result)
         if self._launch_timer is not None:
             left = self._launched[0].plan if self._launched else None
-            put_off = launched.put_off and launched.follows
-            self._launch_timer.observe(launched.plan, result, put_off, came - began, came, left)
+            delayed = launched.delayed and launched.follows
+            self._launch_timer.observe(launched.plan, result, delayed, came - began, came, left)
         self.counters.update_seconds += time.perf_counter() - came
         return events
 
@@ -381,7 +387,7 @@ class Engine:
         self.observers.step(record)
 
     def _wait_for_grammars(self) -> None:
-        """Nothing else is left to do."""
+        """The engine has nothing else to do."""
         if self._grammars is None or not self._grammars.compiling:
             stats = self.scheduler.stats()
             raise RuntimeError(
@@ -392,5 +398,16 @@ class Engine:
 
 
 def _salt(given: str, adapter: str) -> str:
-    """Of the prefix cache: an adapter's pages are its own, whatever salt a client gives."""
+    """Salt of the prefix cache. An adapter's pages are its own, whatever salt a client gives."""
     return f"{adapter}\0{given}" if adapter or "\0" in given else given
+
+
+def start_engine(composition: Composition, progress: Progress = lambda phase, share: None) -> Engine:
+    """Check that the parts fit each other, then load everything. Errors are raised here, and nothing is left behind."""
+    check_fit(composition)
+    executor: Executor = composition.build("executor", composition=composition)
+    try:
+        return Engine(composition, executor, executor.start(progress))
+    except BaseException:
+        executor.shutdown()
+        raise

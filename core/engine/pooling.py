@@ -1,4 +1,4 @@
-"""Embeddings: what is taken of a step's hidden states, and how the parts of a prompt become one vector."""
+"""Embeddings on the host: chunks of a prompt are summed up to one vector."""
 
 from __future__ import annotations
 
@@ -6,44 +6,33 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dovetail.core.interfaces import Row, RowResult, Sequence, StepPlan
+from dovetail.core.interfaces import Row, RowResult, StepPlan
 from dovetail.core.interfaces.plan import SAMPLE
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
+    from dovetail.core.engine.tracked import Tracked
 
-class Pooler:
-    """Adds up the parts of prompts that are fed in chunks. Belongs to the engine."""
 
-    def __init__(self) -> None:
-        self._parts: dict[int, tuple[int, NDArray[np.float32]] | None] = {}
-        """uid -> (epoch, sum so far); None = nothing yet."""
+def clear_sample_flags(plan: StepPlan, tracked: Mapping[int, Tracked]) -> None:
+    """Rows of prompts that are embedded sample nothing."""
+    for i, row in enumerate(plan.rows):
+        if (one := tracked.get(row.uid)) is not None and one.seq.request.pooling is not None:
+            plan.rows[i] = row._replace(flags=row.flags & ~SAMPLE)
 
-    def __bool__(self) -> bool:
-        """Whether any prompt is on its way to be embedded."""
-        return bool(self._parts)
 
-    def enter(self, uid: int) -> None:
-        self._parts[uid] = None
-
-    def leave(self, uid: int) -> None:
-        """Idempotent."""
-        self._parts.pop(uid, None)
-
-    def silence(self, plan: StepPlan) -> None:
-        """Its rows sample nothing."""
-        plan.rows[:] = [row._replace(flags=row.flags & ~SAMPLE) if row.uid in self._parts else row for row in plan.rows]
-
-    def add(self, seq: Sequence, row: Row, result: RowResult) -> NDArray[np.float32] | None:
-        """What `row` brought. The embedding, not yet of length 1, once it was the prompt's last."""
-        pooled_C = result.pooled_C
-        assert pooled_C is not None
-        before = self._parts[seq.uid]
-        # A preempted prompt begins again.
-        if before is not None and before[0] == result.epoch:
-            pooled_C = before[1] + pooled_C
-        if row.bound < seq.prompt_len:
-            self._parts[seq.uid] = result.epoch, pooled_C
-            return None
-        return pooled_C / np.float32(seq.prompt_len) if seq.request.pooling == "mean" else pooled_C
+def add_chunk(tracked: Tracked, row: Row, result: RowResult) -> NDArray[np.float32] | None:
+    """Add what `row` brought. Return the embedding, not normalized, if the row was the prompt's last."""
+    pooled_C, seq = result.pooled_C, tracked.seq
+    assert pooled_C is not None
+    before = tracked.embedding
+    # A preempted prompt begins again.
+    if before is not None and before[0] == result.epoch:
+        pooled_C = before[1] + pooled_C
+    if row.bound < seq.prompt_len:
+        tracked.embedding = result.epoch, pooled_C
+        return None
+    return pooled_C / np.float32(seq.prompt_len) if seq.request.pooling == "mean" else pooled_C

@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from pydantic import ValidationError
@@ -15,7 +15,15 @@ from pydantic import ValidationError
 from dovetail.core.compose import Selected
 from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import CapabilityError, PluginError, RequestError
-from dovetail.core.interfaces import LogitsProcessor, ModelSpec, Pooling, Request, SamplingParams, Sequence
+from dovetail.core.interfaces import (
+    LogitsProcessor,
+    ModelSpec,
+    Pooling,
+    Request,
+    RequestOptions,
+    SamplingParams,
+    Sequence,
+)
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -24,51 +32,59 @@ _EMBED = SamplingParams(max_tokens=1, temperature=0.0)
 """Of a prompt that is embedded: to the scheduler it ends with its first token, which is never drawn."""
 
 
+_OPTIONS = tuple(field.name for field in fields(RequestOptions))
+
+
 class RequestBuilder:
+    """Turns what a caller asks for into sequences, or refuses it."""
+
     def __init__(self, composition: Composition, spec: ModelSpec, max_len: int) -> None:
         self._composition, self._spec, self._max_len = composition, spec, max_len
         processors = composition.many("logits") if "logits" in composition.parts else {}
-        self._admission = Admission(processors, spec.vocab)
+        self._processors = ProcessorTable(processors, spec.vocab)
         self._next = 0
 
     def sequences(
         self,
         prompt_ids: Seq[int],
         params: SamplingParams,
+        options: RequestOptions,
         *,
-        hints: Mapping[str, float] | None = None,
-        pooling: Pooling | None = None,
         number: int | None = None,
-        **request: Any,
     ) -> list[Sequence]:
-        """Of a new request, one a sample. `number`: rises from 0 unless given. `request`: fields of Request. Raises
-        RequestError, and PluginError where a logits processor fails on it."""
-        if pooling is not None:
-            if pooling not in get_args(Pooling):
-                raise RequestError(f"pooling={pooling!r}: there are {', '.join(get_args(Pooling))}")
-            params = _EMBED
-        self._validate(prompt_ids, params, pooling)
-        _check_hints(hints or {})
-        made = self._admission.admit(
-            Request(
-                uid=self._next if number is None else number,
-                prompt_ids=tuple(prompt_ids),
-                params=params,
-                eos_ids=() if params.ignore_eos else self._spec.eos_ids,
-                arrival=time.perf_counter(),
-                hints=hints or {},
-                pooling=pooling,
-                **request,
-            )
-        )
-        self._next = max(self._next, made.uid + 1)
-        limit = self._max_len
+        """Build the sequences of a new request, one per sample. `number` identifies it; None = the next one.
+
+        Raises RequestError for what can never run, PluginError where a logits processor fails on it."""
+        request = self.request(prompt_ids, params, options, number=number)
+        self._next = max(self._next, request.uid + 1)
+        limit, params = self._max_len, request.params
         if params.max_tokens is not None:
-            limit = min(limit, len(made.prompt_ids) + params.max_tokens)
+            limit = min(limit, len(request.prompt_ids) + params.max_tokens)
         found: list[Sequence] = []
         for sample in range(params.n):
-            found.append(Sequence(made.uid << 8 | sample, made, sample, found[0] if sample else None, limit=limit))
+            parent = found[0] if sample else None
+            found.append(Sequence(request.uid << 8 | sample, request, sample, parent, limit=limit))
         return found
+
+    def request(
+        self, prompt_ids: Seq[int], params: SamplingParams, options: RequestOptions, *, number: int | None = None
+    ) -> Request:
+        """Check a request as `sequences` does."""
+        if options.pooling is not None:
+            if options.pooling not in get_args(Pooling):
+                raise RequestError(f"pooling={options.pooling!r}: there are {', '.join(get_args(Pooling))}")
+            params = _EMBED
+        self._validate(prompt_ids, params, options.pooling)
+        _check_hints(options.hints)
+        request = Request(
+            uid=self._next if number is None else number,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            eos_ids=() if params.ignore_eos else self._spec.eos_ids,
+            arrival=time.perf_counter(),
+            **{name: getattr(options, name) for name in _OPTIONS},
+        )
+        return self._processors.select(request)
 
     def _validate(self, prompt_ids: Seq[int], params: SamplingParams, pooling: Pooling | None) -> None:
         spec, vocab, limit = self._spec, self._spec.vocab, self._max_len
@@ -105,7 +121,9 @@ PROCESSED = {"repetition_penalty", "presence_penalty", "frequency_penalty", "log
 """Fields of SamplingParams that logits processors carry out."""
 
 
-class Admission:
+class ProcessorTable:
+    """The chosen logits processors, asked about each new request."""
+
     def __init__(self, parts: Mapping[str, Selected], vocab: int) -> None:
         self._parts, self._vocab = parts, vocab
         self._processors: dict[str, LogitsProcessor] = {name: part.build() for name, part in parts.items()}
@@ -133,9 +151,10 @@ class Admission:
                     )
         return owners
 
-    def admit(self, request: Request) -> Request:
-        """The request, with the processors that it wants. RequestError where it asks for what they cannot do;
-        PluginError where one of them fails on it."""
+    def select(self, request: Request) -> Request:
+        """Return the request with the processors that it uses.
+
+        Raises RequestError where it asks for what they cannot do, PluginError where one of them fails on it."""
         self._check_served(request.params)
         self._check_names(request.params)
         wanted = []

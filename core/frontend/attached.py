@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dovetail.core.frontend.client import EngineClient, EngineDown, State, tokenizer_of
+from dovetail.core.errors import EngineDown
+from dovetail.core.frontend.client import EngineClient, State, tokenizer_of
 from dovetail.core.frontend.fleet import Fleet, Reports
 from dovetail.core.frontend.messages import EngineInfo, Reply, StepMessage
 from dovetail.core.frontend.process_rpc import Peer
@@ -121,7 +122,7 @@ class AttachedFleet(Fleet):
         self._owner = owner
         owner.handlers["engines"] = self._told
         self.clients: list[AttachedEngine] = [
-            AttachedEngine(replica, owner, timeout=timeout, **self._client_options(replica))
+            AttachedEngine(owner, timeout=timeout, **self._client_options(replica))
             for replica in range(composition.engine.dp)
         ]
 
@@ -149,9 +150,9 @@ class AttachedEngine(EngineClient):
     """An engine that another process owns. Its state is what the owner says, but that it is ready only once the link
     is open."""
 
-    def __init__(self, replica: int, owner: Peer, *, timeout: float, **client: Any) -> None:
+    def __init__(self, owner: Peer, *, timeout: float, **client: Any) -> None:
         super().__init__(**client)
-        self.replica, self._owner, self._timeout = replica, owner, timeout
+        self._owner, self._timeout = owner, timeout
         self._joint: _Joint | None = None
 
     def start(self) -> None:
@@ -162,7 +163,7 @@ class AttachedEngine(EngineClient):
         self.state = "stopped"
         self._fail_all(EngineDown("the server stops"))
         if (joint := self._joint) is not None:
-            self._joint = self._transport = None
+            self._joint = None
             await asyncio.to_thread(joint.end)
 
     def told(self, found: EngineState) -> None:
@@ -225,4 +226,4 @@ class _Joint:
             self._open = True
             self.link.open()
             self._engine._call(self._engine.joined, self, self._info, tokenizer_of(self._info))
-        self._engine._hear(message)
+        self._engine._receive(message)

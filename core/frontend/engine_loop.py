@@ -1,16 +1,19 @@
-"""The step loop of an engine's process: one thread that takes commands, runs steps and sends what they brought."""
+"""The loop around one engine: it takes commands between two steps and sends what each step brought.
+
+The same loop runs in an engine's own process, over sockets, and in a thread of the user's process, over a queue. One
+thread runs it and alone uses the engine.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import zmq
 
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.results import SequenceEvent
@@ -18,46 +21,69 @@ from dovetail.core.errors import RequestError
 from dovetail.core.frontend.messages import (
     Abort,
     Add,
+    Attach,
     Command,
     Control,
+    Detach,
+    EngineInfo,
     EngineStats,
     Finish,
     Reply,
     SampleUpdate,
-    write_logprobs,
 )
 from dovetail.core.frontend.outputs import REASONS
-from dovetail.core.frontend.zmq_link import EngineEnd
 from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence
-from dovetail.core.parallel.channel import Channel
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
 
 _STATS_SECONDS = 0.25
-_MOMENT = 0.02
-"""Seconds that an idle loop sleeps while adapters are being read."""
-_NAP = 2e-4
-"""Seconds between two looks for commands where less than a millisecond, the poller's unit, is left."""
+_LOADING_SECONDS = 0.02
+"""How long an idle loop sleeps while adapters are being read."""
 
 
-class StepLoop:
-    """Takes commands between two steps; sends what each step brought as one message to each link that it concerns."""
+class Port(Protocol):
+    """The engine's end of the connection to one user."""
 
-    def __init__(self, engine: Engine, control: Channel, link: Mapping[str, str]) -> None:
-        """`link`: the addresses of the first, whose number is 0."""
-        self._engine, self._control = engine, control
-        self._requests = Requests(engine)
-        self._context = zmq.Context[zmq.Socket[bytes]]()
-        self._poller = zmq.Poller()
-        self._poller.register(control.fileno(), zmq.POLLIN)
-        self._links: dict[int, EngineEnd] = {}
-        """By number."""
-        self._by_socket: dict[zmq.Socket[bytes], EngineEnd] = {}
+    updates: list[SampleUpdate]
+    """Sent by the next `tell`."""
+
+    @property
+    def up_to_date(self) -> bool:
+        """The user knows of every command that was carried out."""
+
+    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+        """Send the updates as one StepMessage."""
+
+    def send(self, reply: Reply) -> None: ...
+
+
+class Mailbox(Protocol):
+    """Brings the commands of all users."""
+
+    stopped: bool
+    """The loop is to end."""
+    delays_launches: bool
+    """Commands may come at any time, so that a launch may wait for them (engine.late_launch)."""
+
+    @property
+    def ports(self) -> Collection[Port]: ...
+
+    def receive(self, seconds: float | None) -> Iterator[tuple[Port, Command | Attach | Detach]]:
+        """Yield what has arrived, waiting at most this long for the first; None = without limit. A command counts as
+        carried out when the next one is asked for."""
+
+
+class EngineLoop:
+    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+        self._engine, self._mailbox = engine, mailbox
+        self._requests = EngineRequests(engine)
         self._stats_due = 0.0
-        self._loading: list[tuple[EngineEnd, int, Future[None]]] = []
-        """Commands that are answered when this is done."""
-        self._attach(0, **link)
+        self._loading: list[tuple[Port, int, Future[None]]] = []
+        """Controls that are answered when their future is done."""
 
     def run(self) -> None:
-        """Until the process that started this one says stop."""
+        """Run until the mailbox has stopped."""
         engine, requests = self._engine, self._requests
         while self._take_commands():
             if engine.has_work:
@@ -66,41 +92,31 @@ class StepLoop:
             self._publish()
 
     def _take_commands(self) -> bool:
-        """Carry out what arrived; sleeps while the engine has nothing to do, or nothing yet (`launch_delay`). False =
-        stop."""
-        idle = not self._engine.has_work
-        if idle and (self._stats_due or not all(link.up_to_date for link in self._links.values())):
-            # The last word before silence, so that gauges do not stay where they were.
-            stats, self._stats_due = engine_stats(self._engine), 0.0
-            for one in self._links.values():
-                one.tell(stats, idle=True)
-        patience = (_MOMENT if self._loading else None) if idle else 0.0
+        """Carry out what has arrived. Sleeps while the engine has nothing to do, or while its next launch may wait.
+        False = the loop ends."""
+        engine, mailbox = self._engine, self._mailbox
+        idle = not engine.has_work
+        if idle and (self._stats_due or not all(port.up_to_date for port in mailbox.ports)):
+            # The last message before silence, so that gauges do not stay where they were.
+            stats, self._stats_due = engine_stats(engine), 0.0
+            for port in mailbox.ports:
+                port.tell(stats, idle=True)
+        patience = (_LOADING_SECONDS if self._loading else None) if idle else 0.0
         while True:
-            for source, _ in self._poll(patience):
-                if source == self._control.fileno():
-                    if not self._ordered():
-                        return False
-                elif (link := self._by_socket.get(source)) is not None:
-                    # None where it was detached since the poll, with commands unread.
-                    for command in link.receive():
-                        self._obey(link, command)
+            for port, command in mailbox.receive(patience):
+                self._carry_out(port, command)
+            if mailbox.stopped:
+                return False
             if self._loading:
                 self._answer_loaded()
-            patience = self._engine.launch_delay()
+            patience = engine.launch_delay() if mailbox.delays_launches else 0.0
             if not patience:
                 return True
 
-    def _poll(self, patience: float | None) -> list[tuple[Any, int]]:
-        """Whoever has said something, after at most so many seconds; None = whenever somebody has."""
-        if patience is not None and 0.0 < patience < 1e-3:
-            time.sleep(_NAP)
-            patience = 0.0
-        return self._poller.poll(None if patience is None else int(patience * 1e3))
-
-    def _obey(self, link: EngineEnd, command: Command) -> None:
+    def _carry_out(self, port: Port, command: Command | Attach | Detach) -> None:
         match command:
             case Add():
-                self._requests.add(link, command)
+                self._requests.add(port, command)
             case Abort():
                 self._requests.abort(command.id)
             case Finish():
@@ -108,159 +124,121 @@ class StepLoop:
             case Control():
                 reply = perform(self._engine, command)
                 if isinstance(reply.value, Future):
-                    self._loading.append((link, command.id, reply.value))
+                    self._loading.append((port, command.id, reply.value))
                 else:
-                    link.send(reply)
+                    port.send(reply)
+            case Attach():
+                # The first message says that commands may come.
+                port.tell(engine_stats(self._engine), idle=not self._engine.has_work)
+            case Detach():
+                self._requests.abort_all(port)
+                self._loading = [entry for entry in self._loading if entry[0] is not port]
 
     def _answer_loaded(self) -> None:
         done = [entry for entry in self._loading if entry[2].done()]
         self._loading = [entry for entry in self._loading if entry not in done]
-        for link, id, future in done:
-            link.send(answer(id, future.result))
+        for port, id, future in done:
+            port.send(answer(id, future.result))
 
     def _publish(self) -> None:
         now = time.perf_counter()
         stats = None
         if now >= self._stats_due:
-            # Without news, too: a long prompt has none for many steps, and silence would look like death.
+            # Also without updates: a long prompt has none for many steps, and silence would look like death.
             stats, self._stats_due = engine_stats(self._engine), now + _STATS_SECONDS
-        for link in self._links.values():
-            if stats is not None or link.news:
-                link.tell(stats)
-
-    # Links.
-
-    def _ordered(self) -> bool:
-        """What the process that started this one says; False = stop."""
-        message, _ = self._control.recv()
-        match message["op"]:
-            case "attach":
-                link = self._attach(message["link"], message["commands"], message["outputs"])
-                # The first word says that commands may come.
-                link.tell(engine_stats(self._engine), idle=not self._engine.has_work)
-            case "detach":
-                self._detach(message["link"])
-            case "stop":
-                return False
-            case other:
-                raise ValueError(f"the engine's process was sent {other!r}")
-        return True
-
-    def _attach(self, number: int, commands: str, outputs: str) -> EngineEnd:
-        link = EngineEnd(self._context, commands=commands, outputs=outputs)
-        self._poller.register(link.commands, zmq.POLLIN)
-        self._links[number] = self._by_socket[link.commands] = link
-        return link
-
-    def _detach(self, number: int) -> None:
-        """Its other end is gone."""
-        link = self._links.pop(number, None)
-        if link is None:
-            return
-        self._requests.abort_all(link)
-        self._loading = [entry for entry in self._loading if entry[0] is not link]
-        self._poller.unregister(link.commands)
-        del self._by_socket[link.commands]
-        link.close()
+        for port in self._mailbox.ports:
+            if stats is not None or port.updates:
+                port.tell(stats)
 
 
 @dataclass(slots=True)
-class _Running:
-    """One request in the engine."""
+class _EngineRequest:
+    """One request of a user in the engine."""
 
-    link: EngineEnd
+    port: Port
     id: int
     sequences: list[Sequence]
     left: int
     """Samples that still run."""
 
 
-class Requests:
-    """SampleUpdate of a request gathers on the link that it came by."""
+class EngineRequests:
+    """Requests of all users in one engine: commands become sequences, and events of steps become updates, which gather
+    on the port of the request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._running: dict[int, _Running] = {}
-        """By the front-end's number."""
-        self._by_uid: dict[int, _Running] = {}
+        self._requests: dict[int, _EngineRequest] = {}
+        """By number."""
+        self._by_uid: dict[int, _EngineRequest] = {}
 
-    def add(self, link: EngineEnd, command: Add) -> None:
-        clock = time.perf_counter()
+    def add(self, port: Port, command: Add) -> None:
         try:
-            sequences = self._engine.add(
-                command.prompt_ids,
-                SamplingParams(**command.params),
-                priority=command.priority,
-                deadline=None if command.deadline is None else clock + command.deadline,
-                user=command.user,
-                cache_salt=command.cache_salt,
-                hints=command.hints,
-                pooling=command.pooling,
-                adapter=command.adapter,
-                number=command.id,
-            )
+            params = SamplingParams.model_validate(command.params)
+            sequences = self._engine.add(command.prompt_ids, params, command.options, number=command.id)
         except (RequestError, TypeError, ValueError) as error:
-            self._reject(link, command.id, str(error), getattr(error, "status", 400))
+            self._reject(port, command.id, str(error), getattr(error, "status", 400))
             return
-        running = self._running[command.id] = _Running(link, command.id, sequences, len(sequences))
+        request = self._requests[command.id] = _EngineRequest(port, command.id, sequences, len(sequences))
         for seq in sequences:
-            self._by_uid[seq.uid] = running
+            self._by_uid[seq.uid] = request
 
     def abort(self, id: int) -> None:
-        """The client is gone."""
-        if running := self._running.pop(id, None):
-            self._drop(running)
+        """The user has dropped the request."""
+        if request := self._requests.pop(id, None):
+            self._drop(request)
 
     def finish(self, command: Finish) -> None:
-        if (running := self._running.get(command.id)) is not None:
-            seq = running.sequences[command.sample]
+        """A stop string ended a sample."""
+        if (request := self._requests.get(command.id)) is not None:
+            seq = request.sequences[command.sample]
             self._engine.finish(seq.uid, seq.prompt_len + command.tokens, FinishReason.STOP)
-            self._ended(running, seq.uid)
+            self._ended(request, seq.uid)
 
-    def abort_all(self, link: EngineEnd) -> None:
-        """Its other end is gone, and with it whoever wanted them."""
-        for running in [running for running in self._running.values() if running.link is link]:
-            self.abort(running.id)
+    def abort_all(self, port: Port) -> None:
+        for request in [request for request in self._requests.values() if request.port is port]:
+            self.abort(request.id)
 
     def note(self, event: SequenceEvent) -> None:
-        running = self._by_uid.get(event.uid)
-        if running is None:
+        """Turn an event of a step into an update of its user."""
+        request = self._by_uid.get(event.uid)
+        if request is None:
             return
         if event.reason is FinishReason.REJECTED:
-            del self._running[running.id]
-            self._drop(running)
-            self._reject(running.link, running.id, event.detail, 400)
+            del self._requests[request.id]
+            self._drop(request)
+            self._reject(request.port, request.id, event.detail, 400)
             return
-        running.link.news.append(
+        request.port.updates.append(
             SampleUpdate(
-                running.id,
+                request.id,
                 event.uid & 0xFF,
                 event.tokens,
                 REASONS[event.reason] if event.reason else None,
                 event.hidden,
-                write_logprobs(event.logprobs) if event.logprobs else [],
-                write_logprobs(event.prompt_logprobs) if event.prompt_logprobs else [],
-                running.sequences[0].cached,
-                pooled=b"" if event.pooled_C is None else event.pooled_C.astype("<f4", copy=False).tobytes(),
+                event.logprobs,
+                event.prompt_logprobs,
+                request.sequences[0].cached,
+                pooled=event.pooled_C,
             )
         )
         if event.reason is not None:
-            self._ended(running, event.uid)
+            self._ended(request, event.uid)
 
-    def _reject(self, link: EngineEnd, id: int, detail: str, status: int) -> None:
-        link.news.append(SampleUpdate(id, 0, (), REASONS[FinishReason.REJECTED], detail=detail, status=status))
+    def _reject(self, port: Port, id: int, detail: str, status: int) -> None:
+        port.updates.append(SampleUpdate(id, 0, (), REASONS[FinishReason.REJECTED], detail=detail, status=status))
 
-    def _drop(self, running: _Running) -> None:
-        for seq in running.sequences:
+    def _drop(self, request: _EngineRequest) -> None:
+        for seq in request.sequences:
             if self._by_uid.pop(seq.uid, None) is not None:
                 self._engine.abort(seq.uid)
 
-    def _ended(self, running: _Running, uid: int) -> None:
+    def _ended(self, request: _EngineRequest, uid: int) -> None:
         if self._by_uid.pop(uid, None) is None:
             return
-        running.left -= 1
-        if not running.left:
-            self._running.pop(running.id, None)
+        request.left -= 1
+        if not request.left:
+            self._requests.pop(request.id, None)
 
 
 def engine_stats(engine: Engine) -> EngineStats:
@@ -328,3 +306,27 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "load_adapter": _load_adapter,
     "unload_adapter": _unload_adapter,
 }
+
+
+def describe_engine(composition: Composition, engine: Engine, seconds: float) -> EngineInfo:
+    """Describe an engine that has started in `seconds`."""
+    model = composition.part("model")
+    folder = model.target().source(model.config).folder
+    info = engine.info
+    return EngineInfo(
+        model=model.name if folder is None else folder.resolve().name,
+        folder=None if folder is None else str(folder.resolve()),
+        vocab=info.spec.vocab,
+        max_len=info.max_len,
+        max_seqs=composition.engine.max_seqs,
+        device=str(info.device),
+        start_seconds=seconds,
+        embedding=info.spec.embedding,
+        hidden=info.spec.hidden,
+        head=info.spec.head,
+        adapters=dict(engine.adapters),
+        num_pages=dict(info.num_pages),
+        lookahead=info.lookahead,
+        phases=dict(info.phases),
+        notes=list(info.notes),
+    )

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dovetail.core.engine.counters import Counters
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import RequestError
-from dovetail.core.frontend.engine_loop import StepLoop
-from dovetail.core.frontend.messages import EngineInfo
-from dovetail.core.interfaces import SamplingParams
+from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
+from dovetail.core.frontend.zmq_link import ZmqMailbox
+from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.process import enter, recompose, report
 
 if TYPE_CHECKING:
-    from dovetail.core.compose import Composition
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -34,19 +34,18 @@ def main(control_fd: int, parent: int) -> None:
     try:
         order, _ = control.recv()
         composition = recompose(order)
-        engine = Engine(composition)
         began = time.perf_counter()
 
         def progress(phase: str, share: float | None = None) -> None:
             control.send({"op": "progress", "phase": phase, "share": share})
 
-        engine.start(progress)
+        engine = start_engine(composition, progress)
         if order["adapters"] is not None:
             _restore_adapters(engine, order["adapters"])
         progress("warm up")
         _warm_up(engine)
-        loop = StepLoop(engine, control, order["link"])
-        info = _describe(composition, engine, time.perf_counter() - began)
+        loop = EngineLoop(engine, ZmqMailbox(control, **order["link"]))
+        info = describe_engine(composition, engine, time.perf_counter() - began)
         control.send({"op": "ready", "info": msgspec.to_builtins(info)})
         # What was loaded stays: the collector need not walk it again and again.
         gc.collect()
@@ -90,30 +89,7 @@ def _warm_up(engine: Engine) -> None:
     spec = engine.info.spec
     token = next(iter(spec.eos_ids), 0)
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    engine.add([token] * 2, params, pooling=None if spec.head else "last")
+    engine.add([token] * 2, params, RequestOptions(pooling=None if spec.head else "last"))
     while engine.has_work:
         engine.step()
     engine.counters = Counters()
-
-
-def _describe(composition: Composition, engine: Engine, seconds: float) -> EngineInfo:
-    model = composition.part("model")
-    folder = model.target().source(model.config).folder
-    info = engine.info
-    return EngineInfo(
-        model=model.name if folder is None else folder.resolve().name,
-        folder=None if folder is None else str(folder.resolve()),
-        vocab=info.spec.vocab,
-        max_len=info.max_len,
-        max_seqs=composition.engine.max_seqs,
-        device=str(info.device),
-        start_seconds=seconds,
-        embedding=info.spec.embedding,
-        hidden=info.spec.hidden,
-        head=info.spec.head,
-        adapters=dict(engine.adapters),
-        num_pages=dict(info.num_pages),
-        lookahead=info.lookahead,
-        phases=dict(info.phases),
-        notes=list(info.notes),
-    )

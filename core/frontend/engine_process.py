@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from dovetail.core.frontend.messages import EngineInfo, Reply, StepMessage
+from dovetail.core.frontend.messages import Command, EngineInfo, Reply, StepMessage
 from dovetail.core.frontend.zmq_link import Link
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import StartHung, describe_exit
@@ -86,9 +86,9 @@ class EngineProcess:
         """Returns at once."""
         self._thread.start()
 
-    def send(self, command: bytes) -> None:
-        """A Command, encoded; from any thread. To a dead process nothing is sent: its death is on the way."""
-        self._link.send(command)
+    def send(self, *commands: Command) -> None:
+        """Send from any thread. Nothing is sent to a dead process, whose death `on_death` reports."""
+        self._link.send(*commands)
 
     def order(self, message: Mapping[str, Any]) -> None:
         """To the engine's process itself, which carries it out between two steps. To a dead one nothing is said."""

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.frontend.client import EngineClient, EngineDown, State, Stream
+from dovetail.core.errors import EngineDown
+from dovetail.core.frontend.client import EngineClient, State, Stream
 from dovetail.core.frontend.messages import EngineInfo, EngineStats, total
-from dovetail.core.frontend.replicas import FrontDoor, arrival_of
+from dovetail.core.frontend.outputs import Delta
+from dovetail.core.frontend.replicas import CheckedRouter
+from dovetail.core.frontend.request_table import NewRequest, OpenRequest, RequestTable
 from dovetail.core.frontend.shared_counters import Board
-from dovetail.core.interfaces import ReplicaLoad, SamplingParams
+from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+
+
+_PLAIN = RequestOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,8 @@ class Fleet(ABC):
         self.composition = composition
         self.board = board or Board(1, composition.engine.dp)
         self._reports = reports or Reports()
-        self._router = FrontDoor(composition)
-        self._numbers = self.board.numbers()
+        self._router = CheckedRouter(composition)
+        self._table = RequestTable(self._router, board=self.board)
         self._closed = self.complete = False
         self.failure = ""
         """Why the last replica that died did; a sentence."""
@@ -59,9 +65,9 @@ class Fleet(ABC):
     def _client_options(self, replica: int) -> dict[str, Any]:
         """Of that replica's EngineClient."""
         return {
+            "replica": replica,
+            "table": self._table,
             "name": "the engine" if self.composition.engine.dp == 1 else f"replica {replica}",
-            "ids": self._numbers,
-            "load": self.board.load(replica),
             "on_stats": lambda stats: self._reports.stats(replica, stats),
             "on_more": self._reports.more,
             "on_state": lambda: self._changed(replica),
@@ -151,22 +157,32 @@ class Fleet(ABC):
 
     # Requests.
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, **request: Any) -> Stream:
-        """As `EngineClient.submit`, to the replica that the router chooses."""
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions = _PLAIN,
+        *,
+        keep: Collection[str] = (),
+    ) -> Stream:
+        """Queue a request on the replica that the router chooses. With `options.pooling` one Delta brings the
+        embedding. keep: special tokens whose text is part of the output.
+
+        Raises EngineDown and RequestError; a refusal by the engine comes out of the stream as RequestError."""
         self._check_ready()
-        loads = [
-            ReplicaLoad(replica, client.samples, client.prompt_tokens, client.stats.kv_usage)
-            for replica, client in enumerate(self.clients)
-            if client.state == "ready"
-        ]
-        replica = self._router.choose(arrival_of(prompt_ids, params.n, **request), loads)
-        stream = self.clients[replica].submit(prompt_ids, params, **request)
-        stream.replica = replica
+        if params.stop:
+            _ = self.tokenizer
+        stream = Stream(asyncio.get_running_loop())
+
+        def deliver(request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
+            self.clients[request.replica].deliver(stream, request, deltas, error)
+
+        (stream.request,) = self._table.submit(NewRequest(prompt_ids, params, options, deliver, keep))
         return stream
 
     def abort(self, stream: Stream) -> None:
-        """Idempotent; a complete stream is left alone."""
-        self.clients[stream.replica].abort(stream)
+        """Drop a request. Idempotent; a complete stream is left alone."""
+        self._table.abort(stream.request)
 
     async def control(self, op: str, **arguments: Any) -> list[Any]:
         """`check`: the allocator's own integrity check, then the counters. `reset_cache`: forget cached prefixes. The

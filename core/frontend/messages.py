@@ -5,56 +5,29 @@ Both ends come from one installation and are compared before they speak (`identi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.core.errors import RequestError
-from dovetail.core.interfaces import EmbeddingSpec, Pooling, SamplingParams, TokenLogprobs
-
-LogprobWire = tuple[float, list[tuple[int, float]]]
-"""Of one token, and of the most likely ones."""
-
-
-def read_logprobs(logprobs: Sequence[LogprobWire]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(logprob, tuple(top)) for logprob, top in logprobs)
-
-
-def write_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[LogprobWire]:
-    return [(entry.logprob, list(entry.top)) for entry in logprobs]
+from dovetail.core.interfaces import EmbeddingSpec, RequestOptions, SamplingParams, TokenLogprobs
 
 
 class Add(msgspec.Struct, array_like=True, tag=0):
     """Queue a request."""
 
     id: int
-    """The front-end's, rising."""
-    prompt_ids: list[int]
-    params: dict[str, Any]
-    """SamplingParams, what was set of it."""
-    priority: int = 0
-    deadline: float | None = None
-    """Seconds from now by which it should be complete."""
-    user: str = ""
-    cache_salt: str = ""
-    hints: dict[str, float] = {}
-    pooling: Pooling | None = None
-    """The prompt is embedded."""
-    adapter: str = ""
-    """By name; "" = the base model."""
-
-
-def encode_add(
-    encoder: msgspec.msgpack.Encoder, id: int, prompt_ids: Sequence[int], params: SamplingParams, **request: Any
-) -> bytes:
-    """`request`: the other fields of Add. RequestError for what no message can hold."""
-    add = Add(id, list(prompt_ids), params.model_dump(exclude_unset=True), **request)
-    try:
-        return encoder.encode(add)
-    except (OverflowError, TypeError, ValueError, RecursionError) as error:
-        # Numbers past 64 bits, half of a surrogate pair, a nest too deep: JSON has them, a message has not.
-        raise RequestError(f"a value cannot be sent to the engine: {error}") from None
+    """Number of the request. Numbers of all requests of an engine rise with their order."""
+    prompt_ids: Sequence[int]
+    params: Any
+    """SamplingParams; on the wire a dict of the fields that were set."""
+    options: RequestOptions
+    """On the wire, `deadline` is in seconds from now."""
 
 
 class Abort(msgspec.Struct, array_like=True, tag=1):
@@ -82,26 +55,35 @@ class Control(msgspec.Struct, array_like=True, tag=3):
 Command = Add | Abort | Finish | Control
 
 
+class Attach:
+    """Not sent: a user has connected, and its port brings this first."""
+
+
+class Detach:
+    """Not sent: the user of a port is gone."""
+
+
 class SampleUpdate(msgspec.Struct, array_like=True):
-    """What a step brought for one sample."""
+    """What one step brought for one sample."""
 
     id: int
+    """Number of the request."""
     sample: int
     tokens: tuple[int, ...]
     reason: str | None = None
-    """"stop", "length", "abort", "rejected"; None while it runs."""
+    """"stop", "length", "abort" or "rejected"; None while the sample runs."""
     hidden: bool = False
-    """The last token ended the output and is no part of its text."""
-    logprobs: list[LogprobWire] = []
-    prompt_logprobs: list[LogprobWire] = []
+    """The last token ended the output and is not part of its text."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached: int = 0
     """Prompt tokens found in the prefix cache."""
     detail: str = ""
-    """Why it was rejected."""
+    """Why the request was rejected."""
     status: int = 0
     """HTTP status of a rejection."""
-    pooled: bytes = b""
-    """Of a prompt that is embedded: float32, little-endian."""
+    pooled: NDArray[np.float32] | None = None
+    """Embedding of the prompt, not normalized; on the wire float32, little-endian."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -142,14 +124,14 @@ def total(stats: Iterable[EngineStats]) -> EngineStats:
 
 
 class StepMessage(msgspec.Struct, array_like=True, tag=0):
-    """One step's news; `stats` rides along a few times a second, also where there is no news."""
+    """The updates of one step. `stats` comes along a few times a second, also with a step that has no updates."""
 
-    news: list[SampleUpdate]
+    updates: list[SampleUpdate]
     stats: EngineStats | None = None
     taken: int = 0
-    """Commands of this link that were carried out."""
+    """Commands of this link that have been carried out."""
     idle: bool = False
-    """Nothing is left to do: silence may follow."""
+    """The engine has nothing left to do; silence may follow."""
 
 
 class Reply(msgspec.Struct, array_like=True, tag=1):
@@ -161,6 +143,55 @@ class Reply(msgspec.Struct, array_like=True, tag=1):
 
 
 Output = StepMessage | Reply
+
+
+def encode_command(command: Command) -> bytes:
+    """Raises RequestError for values that no message can hold."""
+    if isinstance(command, Add) and command.options.deadline is not None:
+        command = Add(command.id, command.prompt_ids, command.params, _shifted(command.options, -time.perf_counter()))
+    try:
+        return _encoder.encode(command)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        # Integers past 64 bits, half of a surrogate pair or deep nesting: JSON has them, a message does not.
+        raise RequestError(f"a value cannot be sent to the engine: {error}") from None
+
+
+def decode_command(data: bytes) -> Command:
+    command = _command_decoder.decode(data)
+    if isinstance(command, Add) and command.options.deadline is not None:
+        command.options = _shifted(command.options, time.perf_counter())
+    return command
+
+
+def encode_output(message: Output) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_output(data: bytes) -> Output:
+    return _output_decoder.decode(data)
+
+
+def _shifted(options: RequestOptions, seconds: float) -> RequestOptions:
+    assert options.deadline is not None
+    return replace(options, deadline=options.deadline + seconds)
+
+
+def _to_wire(value: object) -> object:
+    if isinstance(value, SamplingParams):
+        return value.model_dump(exclude_unset=True)
+    if isinstance(value, np.ndarray):
+        return value.astype("<f4", copy=False).tobytes()
+    raise TypeError(f"{type(value).__name__} has no form in messages")
+
+
+def _from_wire(kind: type, value: Any) -> object:
+    # The only type of a message that msgspec does not know is the embedding.
+    return np.frombuffer(value, "<f4")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_output_decoder = msgspec.msgpack.Decoder(Output, dec_hook=_from_wire)
 
 
 class EngineInfo(msgspec.Struct):

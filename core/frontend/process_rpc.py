@@ -8,8 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from dovetail.core.errors import RequestError
-from dovetail.core.frontend.client import EngineDown
+from dovetail.core.errors import EngineDown, RequestError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 
 log = logging.getLogger(__name__)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import PluginError
-from dovetail.core.interfaces import Arrival, ReplicaLoad, Router
+from dovetail.core.interfaces import Arrival, ReplicaLoad, RequestOptions, Router
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -39,29 +40,23 @@ def replica_environment(composition: Composition) -> Mapping[str, str] | None:
     return {"OMP_NUM_THREADS": str(max(1, cores)), **os.environ}
 
 
-def arrival_of(prompt_ids: Sequence[int], samples: int, *, adapter: str | None = None, **request: Any) -> Arrival:
-    """What a router sees of a request. The adapter is part of the salt: prefixes are cached by it, and who has it in a
-    slot need not copy it."""
-    given = {name: request[name] for name in ("cache_salt", "user", "priority", "hints") if request.get(name)}
-    if adapter:
-        given["cache_salt"] = f"{adapter}\0{given.get('cache_salt', '')}"
-    return Arrival(prompt_ids, samples, **given)
-
-
-class FrontDoor:
+class CheckedRouter:
     """The chosen router, held to its contract."""
 
     def __init__(self, composition: Composition) -> None:
-        replicas = composition.engine.dp
-        self._part = composition.part("router") if replicas > 1 else None
-        self._router: Router | None = None if self._part is None else self._part.build(replicas)
+        self.replicas = composition.engine.dp
+        self._part = composition.part("router") if self.replicas > 1 else None
+        self._router: Router | None = None if self._part is None else self._part.build(self.replicas)
 
-    def choose(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
-        """The replica. PluginError where the router fails: that request fails alone."""
+    def choose(
+        self, prompt_ids: Sequence[int], samples: int, options: RequestOptions, loads: Sequence[ReplicaLoad]
+    ) -> int:
+        """Return the replica that runs a request. Raises PluginError where the router fails: that request fails
+        alone."""
         if self._part is None or self._router is None:
             return 0
         with self._part.registered.blamed("failed to route a request"):
-            chosen = self._router.route(arrival, loads)
+            chosen = self._router.route(_arrival(prompt_ids, samples, options), loads)
         if chosen not in [load.replica for load in loads]:
             there = ", ".join(str(load.replica) for load in loads)
             raise PluginError(
@@ -70,6 +65,16 @@ class FrontDoor:
         return chosen
 
     def forget(self, replica: int) -> None:
+        """The replica's prefix cache is empty."""
         if self._part is not None and self._router is not None:
             with self._part.registered.blamed("failed to forget a replica"):
                 self._router.forget(replica)
+
+
+def _arrival(prompt_ids: Sequence[int], samples: int, options: RequestOptions) -> Arrival:
+    """What a router sees of a request. A replica that runs the request's adapter need not load it, so the adapter is
+    part of the salt."""
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    if options.adapter:
+        given["cache_salt"] = f"{options.adapter}\0{options.cache_salt}"
+    return Arrival(prompt_ids, samples, **given)

@@ -25,10 +25,15 @@ class Board:
         """`own`: which of the processes this one is. `fd`: of the board that another process made; else it is new."""
         self.processes, self.replicas, self.own = processes, replicas, own
         self._row = ceil_div(_LOADS + 2 * replicas, _LINE) * _LINE
-        self.fd = anonymous_file("dovetail-board") if fd is None else fd
-        if fd is None:
-            os.ftruncate(self.fd, 8 * self._row * processes)
-        self._words = memoryview(mmap.mmap(self.fd, 8 * self._row * processes)).cast("q")
+        size = 8 * self._row * processes
+        self.fd = -1 if fd is None else fd
+        if processes == 1:
+            self._words = memoryview(bytearray(size)).cast("q")
+        else:
+            if fd is None:
+                self.fd = anonymous_file("dovetail-board")
+                os.ftruncate(self.fd, size)
+            self._words = memoryview(mmap.mmap(self.fd, size)).cast("q")
         if fd is None:
             for process in range(processes):
                 self._words[process * self._row] = process

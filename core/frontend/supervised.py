@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.errors import RequestError
-from dovetail.core.frontend.client import EngineClient, EngineDown, tokenizer_of
+from dovetail.core.errors import EngineDown, RequestError
+from dovetail.core.frontend.client import EngineClient, tokenizer_of
 from dovetail.core.frontend.engine_process import EngineProcess
 from dovetail.core.frontend.fleet import Fleet
 from dovetail.core.frontend.messages import EngineInfo, Reply, StepMessage
@@ -61,7 +61,7 @@ class OwnedEngine(EngineClient):
             self.state = "stopped"
         self._fail_all(EngineDown("the server stops"))
         self._on_state()
-        process, self._process, self._transport = self._process, None, None
+        process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(process.stop)
 
@@ -124,7 +124,7 @@ class OwnedEngine(EngineClient):
         self._call(self._on_ready, process, info, tokenizer_of(info))
 
     def on_message(self, process: EngineProcess, message: StepMessage | Reply) -> None:
-        self._hear(message)
+        self._receive(message)
 
     def on_death(self, process: EngineProcess, cause: str) -> None:
         self._call(self._on_death, process, cause)

@@ -12,12 +12,30 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
-import msgspec
 import zmq
 
-from dovetail.core.frontend.messages import Command, EngineStats, Output, Reply, SampleUpdate, StepMessage
+from dovetail.core.frontend.messages import (
+    Attach,
+    Command,
+    Detach,
+    EngineStats,
+    Output,
+    Reply,
+    SampleUpdate,
+    StepMessage,
+    decode_command,
+    decode_output,
+    encode_command,
+    encode_output,
+)
+from dovetail.core.parallel.channel import Channel
+
+_NAP = 2e-4
+"""Seconds between two looks for commands where less than a millisecond, the poller's unit, is left."""
 
 
 class Link:
@@ -59,17 +77,19 @@ class Link:
         with self._sending:
             self._commands = commands
 
-    def send(self, command: bytes) -> None:
-        """A Command, encoded; from any thread. Before it is open, and once it is closed, nothing is sent."""
+    def send(self, *commands: Command) -> None:
+        """Send from any thread. Nothing is sent before the link is open, nor once it is closed. Raises RequestError for
+        a value that cannot be encoded."""
+        encoded = [encode_command(command) for command in commands]
         with self._sending:
             if self._commands is not None:
-                _send(self._commands, command)
-                self._sent += 1
+                for data in encoded:
+                    _send(self._commands, data)
+                self._sent += len(encoded)
 
     def listen(self, fd: int, heard: Callable[[], bool]) -> float:
         """Hand over what the engine says, until `heard`, which is called when there is something to read from `fd`,
         says False. Returns how many seconds the engine was silent where it hangs, else 0."""
-        decoder = msgspec.msgpack.Decoder(Output)
         poller = zmq.Poller()
         poller.register(self._outputs, zmq.POLLIN)
         poller.register(fd, zmq.POLLIN)
@@ -86,7 +106,7 @@ class Link:
             for source, _ in sources:
                 silent = 0.0
                 if source is self._outputs:
-                    message = decoder.decode(self._outputs.recv())
+                    message = decode_output(self._outputs.recv())
                     if isinstance(message, StepMessage):
                         taken, idle = message.taken, message.idle
                     self._on_message(message)
@@ -114,11 +134,9 @@ class EngineEnd:
         self._outputs.linger = 1000
         _bind(self.commands, commands)
         _connect(self._outputs, outputs)
-        self._decoder = msgspec.msgpack.Decoder(Command)
-        self._encoder = msgspec.msgpack.Encoder()
         self._taken = self._told = 0
         """Commands carried out, and how many of them the other end knows of."""
-        self.news: list[SampleUpdate] = []
+        self.updates: list[SampleUpdate] = []
         """For the next `tell`."""
 
     def receive(self) -> Iterator[Command]:
@@ -128,7 +146,7 @@ class EngineEnd:
                 data = self.commands.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield self._decoder.decode(data)
+            yield decode_command(data)
             self._taken += 1
 
     @property
@@ -137,15 +155,80 @@ class EngineEnd:
         return self._told == self._taken
 
     def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
-        self.send(StepMessage(self.news, stats, self._taken, idle))
-        self.news, self._told = [], self._taken
+        self.send(StepMessage(self.updates, stats, self._taken, idle))
+        self.updates, self._told = [], self._taken
 
     def send(self, message: Output) -> None:
-        _send(self._outputs, self._encoder.encode(message))
+        _send(self._outputs, encode_output(message))
 
     def close(self) -> None:
         self.commands.close(linger=0)
         self._outputs.close(linger=0)
+
+
+class ZmqMailbox:
+    """Commands of all users, over one link each, and the orders of the process that started this one."""
+
+    delays_launches = True
+
+    def __init__(self, control: Channel, *, commands: str, outputs: str) -> None:
+        """The addresses are those of the first link, whose number is 0."""
+        self.stopped = False
+        self._control = control
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        self._poller = zmq.Poller()
+        self._poller.register(control.fileno(), zmq.POLLIN)
+        self._links: dict[int, EngineEnd] = {}
+        """By number."""
+        self._by_socket: dict[zmq.Socket[bytes], EngineEnd] = {}
+        self._attach(0, commands, outputs)
+
+    @property
+    def ports(self) -> Collection[EngineEnd]:
+        return self._links.values()
+
+    def receive(self, seconds: float | None) -> Iterator[tuple[EngineEnd, Command | Attach | Detach]]:
+        for source, _ in self._poll(seconds):
+            if source == self._control.fileno():
+                yield from self._ordered()
+                if self.stopped:
+                    return
+            elif (link := self._by_socket.get(source)) is not None:
+                # None where the link was detached since the poll, with commands unread.
+                for command in link.receive():
+                    yield link, command
+
+    def _poll(self, seconds: float | None) -> list[tuple[Any, int]]:
+        if seconds is not None and 0.0 < seconds < 1e-3:
+            time.sleep(_NAP)
+            seconds = 0.0
+        return self._poller.poll(None if seconds is None else int(seconds * 1e3))
+
+    def _ordered(self) -> Iterator[tuple[EngineEnd, Attach | Detach]]:
+        message, _ = self._control.recv()
+        match message["op"]:
+            case "attach":
+                yield self._attach(message["link"], message["commands"], message["outputs"]), Attach()
+            case "detach":
+                if (link := self._links.pop(message["link"], None)) is not None:
+                    self._poller.unregister(link.commands)
+                    del self._by_socket[link.commands]
+                    yield link, Detach()
+                    link.close()
+            case "stop":
+                self.stopped = True
+            case other:
+                raise ValueError(f"the engine's process was sent {other!r}")
+
+    def _attach(self, number: int, commands: str, outputs: str) -> EngineEnd:
+        link = EngineEnd(self._context, commands=commands, outputs=outputs)
+        self._poller.register(link.commands, zmq.POLLIN)
+        self._links[number] = self._by_socket[link.commands] = link
+        return link
+
+    def close(self) -> None:
+        """Close all sockets; what was not sent yet is dropped."""
+        self._context.destroy(linger=0)
 
 
 def _bind(sock: zmq.Socket[bytes], address: str) -> None:

@@ -108,9 +108,34 @@ class SamplingParams(BaseModel):
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What a caller may say of a request besides its prompt and sampling parameters."""
+
+    priority: int = 0
+    """Lower runs first, with a scheduler that reads it."""
+    deadline: float | None = None
+    """Time on this process's `time.perf_counter()` by which the request should be complete, in seconds."""
+    user: str = ""
+    """Name that fair schedulers and routers group requests by."""
+    cache_salt: str = ""
+    """Prefix pages are shared only between requests of equal salt."""
+    hints: Mapping[str, float] = field(default_factory=dict)
+    """Numbers from the client or an annotator (for instance expected output length); schedulers may read them."""
+    pooling: Pooling | None = None
+    """How the prompt's hidden states become one embedding; None = the request generates text."""
+    adapter: str = ""
+    """Name of the adapter to run with; "" = the base model."""
+
+
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt as the engine accepted it. Immutable."""
+class Request(RequestOptions):
+    """One prompt as the engine accepted it. Immutable.
+
+    The engine rewrites two of the caller's options. `adapter` becomes the adapter's name and load, as "sql@2".
+    `cache_salt` includes the adapter. With `pooling`, the engine clears SAMPLE on the request's rows and the ranks
+    return pooled states in place of tokens; to a scheduler it is a request for one token.
+    """
 
     uid: int
     """Engine-wide, rising with arrival."""
@@ -120,22 +145,8 @@ class Request:
     """The model's end-of-sequence ids (empty when ignore_eos)."""
     arrival: float = 0.0
     """Engine clock, seconds."""
-    priority: int = 0
-    """Lower runs first."""
-    deadline: float | None = None
-    """Engine clock, seconds, by which the request should be complete."""
-    user: str = ""
-    cache_salt: str = ""
-    """Prefix pages are shared only between requests of equal salt."""
-    hints: Mapping[str, float] = field(default_factory=dict)
-    """Numbers from the client or an annotator (for instance expected output length); schedulers may read them."""
-    adapter: str = ""
-    """Of the adapter it runs with, name and load, as "sql@2"; "" = the base model. Written by the engine."""
     processors: tuple[str, ...] = ()
     """Logits processors that it wants. Written by the engine, which asked each of them on arrival."""
-    pooling: Pooling | None = None
-    """The prompt is embedded: the engine takes SAMPLE from its rows, and the ranks give back pooled states in place of
-    tokens. To a scheduler it is a request for one token. None = it generates."""
 
     @property
     def feeds_all(self) -> bool:
@@ -227,8 +238,7 @@ class Sequence:
         return self.max_len - self.computed
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probability of one token and of the most likely ones, best first."""
 
     logprob: float

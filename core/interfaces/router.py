@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dovetail.core.interfaces.records import RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that has no replica yet."""
+class Arrival(RequestOptions):
+    """A request that has no replica yet. Its `cache_salt` includes the adapter: prefixes are cached per adapter."""
 
     prompt_ids: Sequence[int]
     samples: int = 1
     """Completions of this prompt; all of them run on one replica and share its pages."""
-    cache_salt: str = ""
-    """Prefixes are shared only under equal salts."""
-    user: str = ""
-    priority: int = 0
-    """Lower runs first, with a scheduler that reads it."""
-    hints: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +33,7 @@ class ReplicaLoad:
 
 
 class Router(ABC):
-    """Built as `Class(config, replicas)`, where there are two replicas or more. One thread calls it. Equal calls in the
+    """Built as `Class(config, replicas)`, where there are two replicas or more. Calls never overlap. Equal calls in the
     same order give equal choices."""
 
     def __init__(self, config: object, replicas: int) -> None:

@@ -110,9 +110,21 @@ def _drafts(heads: list[tuple[int, ...]], tokens: list[int]) -> list[HostDraft]:
     return drafts
 
 
-_REQUEST_FIELDS = tuple(
-    f.name for f in dataclasses.fields(Request) if f.init and f.name not in ("prompt_ids", "params")
+_REQUEST_FIELDS = (
+    "uid",
+    "eos_ids",
+    "arrival",
+    "priority",
+    "deadline",
+    "user",
+    "cache_salt",
+    "hints",
+    "adapter",
+    "processors",
+    "pooling",
 )
+"""Fields of Request in their order on the wire; the prompt and the parameters travel apart."""
+assert {*_REQUEST_FIELDS, "prompt_ids", "params"} == {f.name for f in dataclasses.fields(Request) if f.init}
 
 
 def encode_blob(uid: int, epoch: int, blob: JoinBlob) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dovetail.core.compose import EngineConfig
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.interfaces import KVGroup, Observer, SamplingParams, StepRecord
 from dovetail.core.testing.reference import default_allocator
@@ -79,9 +79,7 @@ class _Built:
 
 
 def observed_engine(observers: Mapping[str, Observer]) -> Engine:
-    engine = Engine(ObservedComposition(observers))  # type: ignore[arg-type]
-    engine.start()
-    return engine
+    return start_engine(ObservedComposition(observers))  # type: ignore[arg-type]
 
 
 def serve(engine: Engine) -> dict[int, list[int]]:

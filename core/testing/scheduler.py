@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import pytest
 
 from dovetail.core.compose import EngineConfig
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import (
     FinishReason,
     Grammar,
     KVAllocator,
     KVGroup,
+    RequestOptions,
     RowFlag,
     SamplingParams,
     Scheduler,
@@ -129,8 +130,7 @@ class SchedulerContract:
             adapter_slots=adapter_slots,
         )
         config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
-        engine = Engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
-        engine.start()
+        engine = start_engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
         for name in ADAPTERS if adapter_slots else "":
             engine.load_adapter(name, name)
         return engine
@@ -150,7 +150,7 @@ class SchedulerContract:
                         ignore_eos=job.ignore_eos,
                         grammar=job.grammar,
                     )
-                    for seq in engine.add(job.prompt, params, **(job.request or {})):
+                    for seq in engine.add(job.prompt, params, RequestOptions(**(job.request or {}))):
                         sequences[seq.uid] = (i, seq)
                         outputs[i, seq.sample] = []
                 if job.abort_at is not None and step == max(job.abort_at, job.arrival + 1):
@@ -233,9 +233,9 @@ class SchedulerContract:
         other = None
         for step in range(400):
             if step % 4 == 0:
-                engine.add([1 + step % 40, 2, 3], params, adapter="a")
+                engine.add([1 + step % 40, 2, 3], params, RequestOptions(adapter="a"))
             if step == 10:
-                (other,) = engine.add([7, 7], params, adapter="b")
+                (other,) = engine.add([7, 7], params, RequestOptions(adapter="b"))
             engine.step()
             if other is not None and other.status is Status.FINISHED:
                 return

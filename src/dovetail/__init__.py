@@ -1,6 +1,6 @@
-"""Dovetail: an LLM inference engine in which every part swaps.
+"""Dovetail: an LLM inference engine in which every part can be swapped.
 
-The names below are the public API. Each is imported when it is first used, so that `import dovetail` stays light.
+The names below are the public API. Each is imported on first use, so that `import dovetail` stays light.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 if not (Path(__file__).parent / "core").is_dir():
     raise ImportError(
-        "src/dovetail/core is a text file where a link should be (a clone without symlinks, usual on Windows): "
-        "`git config core.symlinks true`, then `git checkout -- src/dovetail`"
+        "src/dovetail/core is a text file and not a symbolic link (git on Windows clones without symlinks by default): "
+        "run `git config core.symlinks true`, then `git checkout -- src/dovetail`"
     )
 
 __version__ = "0.1.0"

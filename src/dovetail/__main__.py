@@ -1,4 +1,4 @@
-"""`python -m dovetail`, which is also the program `dovetail`."""
+"""Entry point of `python -m dovetail` and of the console script `dovetail`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 def main() -> int:
     try:
         from dovetail.core.compose.cli import main as run
-    except KeyboardInterrupt:  # imports take a moment
+    except KeyboardInterrupt:  # Ctrl-C while the modules are imported
         return 130
     return run()
 

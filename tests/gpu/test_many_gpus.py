@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.frontend.replicated import ReplicatedEngine
+from dovetail.core.frontend.engines import EngineProcesses
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 
 GPUS = torch.cuda.device_count()
@@ -101,15 +101,15 @@ def test_ranks_say_what_one_says(
 def test_replicas_of_several_ranks_say_what_one_says(algorithm: str, expected: list[list[int]]) -> None:
     options = ranks(GPUS // 2, "symm_mem", f"collective.algorithm={algorithm}", "engine.dp=2", "router=round_robin")
     with LLM(overrides=[*MODEL, *options]) as llm:
-        assert isinstance(llm.engine, ReplicatedEngine)
+        assert isinstance(llm._engines, EngineProcesses)
         assert [run(llm) for _ in range(3)] == [expected] * 3
-        assert all(one["steps"] for one in llm._call(llm.engine.check))
+        assert all(one["steps"] for one in llm._engines.check())
 
 
 def test_a_replica_on_every_gpu_says_what_one_says(expected: list[list[int]]) -> None:
     with LLM(overrides=[*MODEL, f"engine.dp={GPUS}", "router=round_robin"]) as llm:
         assert [run(llm) for _ in range(3)] == [expected] * 3
-        assert all(one["steps"] for one in llm._call(llm.engine.check))
+        assert all(one["steps"] for one in llm._engines.check())
 
 
 @pytest.mark.parametrize("collective", ["nccl", "symm_mem"])

@@ -12,7 +12,7 @@ import torch
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.compose.cli import main
-from dovetail.core.frontend.replicated import ReplicatedEngine
+from dovetail.core.frontend.engines import EngineProcesses
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROMPTS = ["def fibonacci(n):\n", "import os\n\nclass Path:\n", "for i in range(10):\n    "]
@@ -47,9 +47,9 @@ def test_two_gpus_equal_one_cpu(overrides: list[str]) -> None:
 def on_replicas(*overrides: str) -> list[list[int]]:
     """Of two replicas or more, and each has run something."""
     with LLM("tiny", overrides=overrides) as llm:
-        assert isinstance(llm.engine, ReplicatedEngine)
+        assert isinstance(llm._engines, EngineProcesses)
         found = [g.token_ids for g in llm.generate(PROMPTS * 4, PARAMS * 4)]
-        assert all(one["steps"] for one in llm._call(llm.engine.check))
+        assert all(one["steps"] for one in llm._engines.check())
     assert found[:3] == found[3:6] == found[6:9] == found[9:]
     return found[:3]
 

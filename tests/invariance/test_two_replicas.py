@@ -15,7 +15,7 @@ import pytest
 
 from dovetail import LLM, RequestError, SamplingParams
 from dovetail.core.compose.cli import main
-from dovetail.core.frontend.replicated import ReplicatedEngine
+from dovetail.core.frontend.engines import EngineProcesses
 from dovetail.core.interfaces import Grammar
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,11 @@ PARAMS = [
 def two() -> Iterator[LLM]:
     with LLM("tiny", overrides=[*BASE, "engine.dp=2", "adapter=lora"]) as llm:
         yield llm
+
+
+def replicas(llm: LLM) -> EngineProcesses:
+    assert isinstance(llm._engines, EngineProcesses)
+    return llm._engines
 
 
 def everything(llm: LLM) -> tuple[list[object], list[float]]:
@@ -69,9 +74,8 @@ def test_they_equal_one(two: LLM) -> None:
     both = two.counters
     assert (both.prompt_tokens, both.entered_tokens) == (counted.prompt_tokens, counted.entered_tokens)
     assert both.output_tokens >= counted.output_tokens > 400, "of a stop string a replica learns a step later"
-    assert isinstance(two.engine, ReplicatedEngine)
-    assert two._call(two.engine.reset_cache) is True
-    each = two._call(two.engine.check)
+    assert replicas(two).reset_cache() is True
+    each = replicas(two).check()
     assert all(one["steps"] > 20 and one["pages_owned"] == one["pages_cached"] == 0 for one in each)
 
 
@@ -92,7 +96,7 @@ def test_a_wrong_request_is_refused_and_none_runs(two: LLM) -> None:
     for call in (lambda: two.generate("x", adapter="mine"), lambda: two.load_adapter("mine", "/nowhere")):
         with pytest.raises(RequestError, match="adapter"):
             call()
-    assert not two.engine.has_work and two.adapters == {}
+    assert not replicas(two).table.busy and two.adapters == {}
 
 
 def test_an_adapter_is_on_both_or_on_none(two: LLM, save_lora: Callable[..., str]) -> None:
@@ -120,20 +124,17 @@ def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:
         next(stream)
     for stream in streams:
         stream.close()  # type: ignore[attr-defined]
-    engine = two.engine
-    assert isinstance(engine, ReplicatedEngine)
+    engines = replicas(two)
     deadline = time.monotonic() + 60
-    while any(one["pages_owned"] for one in two._call(engine.check)):
+    while any(one["pages_owned"] for one in engines.check()):
         assert time.monotonic() < deadline
-    assert not engine.has_work and [replica.samples for replica in engine._replicas] == [0, 0]
-    assert [replica.prompt_tokens for replica in engine._replicas] == [0, 0]
+    loads = [engines.table.load(replica) for replica in range(2)]
+    assert not engines.table.busy and [(load.samples, load.prompt_tokens) for load in loads] == [(0, 0), (0, 0)]
 
 
 def test_a_death_ends_all_with_its_name(two: LLM) -> None:
     """The last test of this engine."""
-    engine = two.engine
-    assert isinstance(engine, ReplicatedEngine)
-    pids = [replica.process.pid for replica in engine._replicas]
+    pids = [process.pid for process in replicas(two).processes]
     stream = two.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
     next(stream)
     os.kill(pids[1] or 0, signal.SIGKILL)

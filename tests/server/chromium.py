@@ -1,4 +1,4 @@
-"""Headless Chromium through its debugging pipe (Chrome DevTools Protocol): no driver, no web sockets."""
+"""Headless Chromium through its debugging pipe (Chrome DevTools Protocol): no driver, no WebSockets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Page:
     def __init__(self, url: str, profile: Path, *, width: int = 1280, height: int = 860) -> None:
         self._read, theirs_out = os.pipe()
         theirs_in, self._write = os.pipe()
-        # Chromium reads from descriptor 3 and writes to 4.
+        # Chromium reads from file descriptor 3 and writes to 4.
         command = (
             f'exec "$0" {_WORDS} --user-data-dir="$1" --window-size={width},{height} 3<&{theirs_in} 4>&{theirs_out}'
         )
@@ -38,7 +38,7 @@ class Page:
         self._ids = itertools.count(1)
         self._session: str | None = None
         self.problems: list[str] = []
-        """Errors of the console, and of scripts."""
+        """Errors on the console and in scripts."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -74,7 +74,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """Until the script gives something true."""
+        """Wait until the script returns a true value."""
         deadline = time.monotonic() + _SECONDS
         while not (value := self.run(script)):
             assert time.monotonic() < deadline, script

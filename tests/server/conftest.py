@@ -1,4 +1,4 @@
-"""A real server with the bundled model: one for the session, and more for tests that break theirs."""
+"""Servers with the bundled model: one for the session, and new ones for tests that break theirs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _START_SECONDS = 90.0
-# It shows what it was given, and its last words choose the reasoning parser.
+# Renders its variables; its last line makes `auto` choose the reasoning parser.
 TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif -%}
 {%- for message in messages %}<{{ message.role }}>{{ message.content }}
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
@@ -66,7 +66,7 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
     def stats(self) -> dict[str, float]:
-        """After the allocator's own integrity check."""
+        """Run the allocator's integrity check and return its counters."""
         answer = httpx.post(f"{self.url}/debug/check")
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -75,7 +75,7 @@ class Server:
         return int(Path(f"/proc/{self.process.pid}/task/{self._thread()}/children").read_text().split()[0])
 
     def _thread(self) -> int:
-        """The one that started the engine."""
+        """Return the thread of the server that started the engine."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         return next(int(task.name) for task in tasks.iterdir() if (task / "children").read_text().strip())
 
@@ -99,7 +99,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def conversing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With a chat template that knows tools and reasoning."""
+    """Server with a chat template for tools and reasoning."""
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
     started = Server(f"serve.chat_template={template}").wait_ready()
@@ -108,7 +108,7 @@ def conversing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def wrote(text: str) -> dict[str, str]:
-    """For extra_body: the model writes exactly this."""
+    """Return an extra_body with which the model writes exactly this text."""
     return {"regex": re.escape(text).replace("\\ ", " ")}
 
 

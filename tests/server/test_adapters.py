@@ -1,4 +1,4 @@
-"""Adapters over HTTP: chosen as a model, loaded and unloaded while others run, kept when the engine starts again."""
+"""Adapters over HTTP: selected as models, loaded and unloaded while requests run, kept across engine restarts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
     assert [(m["id"], m["parent"]) for m in listed] == [("base", None), ("first", "base")]
     assert httpx.get(f"{adapted.url}/v1/models/first").json()["root"] == "first"
 
-    # Load another while requests run.
+    # Load another adapter while requests run.
     with ThreadPoolExecutor(8) as pool:
         busy = [pool.submit(text, adapted, name) for name in ("base", "first") * 4]
         loaded = post(adapted, "load_lora_adapter", lora_name="second", lora_path="second")
@@ -60,7 +60,7 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
     assert together == [texts[name] for name in names] and len(set(texts.values())) == 3
     assert running == {name: {texts[name]} for name in running} and text(adapted, None) == texts["base"]
 
-    # Every route that generates.
+    # All generating endpoints.
     client = openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none")
     chunks = client.completions.create(model="second", stream=True, **GREEDY)
     assert "".join(chunk.choices[0].text for chunk in chunks) == texts["second"]
@@ -74,11 +74,13 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
     answers = {name: client.responses.create(model=name, input="x = ", max_output_tokens=16) for name in texts}
     assert {name: answer.model for name, answer in answers.items()} == {name: name for name in texts}
     assert post(adapted, "../tokenize", model="second", prompt="x").status_code == 200
-    with pytest.raises(openai.NotFoundError, match="'nobody' does not exist; there is base, first, second") as refused:
+    with pytest.raises(
+        openai.NotFoundError, match="'nobody' does not exist; available: base, first, second"
+    ) as refused:
         client.completions.create(model="nobody", **GREEDY)
     assert refused.value.code == "model_not_found"
 
-    # What is refused, and harms nobody.
+    # Refused requests have no effect.
     outside = tmp_path.parent / "outside"
     outside.mkdir(exist_ok=True)
     (tmp_path / "link").symlink_to(outside)
@@ -86,7 +88,7 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
         assert "is not in serve.adapter_root" in error(
             post(adapted, "load_lora_adapter", lora_name="x", lora_path=path), 400
         )
-    assert "is no path" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="a\0"), 400)
+    assert "is not a valid path" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="a\0"), 400)
     save_lora("wide", seed=1, rank=32)
     assert "rank 32" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="wide"), 400)
     assert "adapter_config.json" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="nothing"), 400)
@@ -96,7 +98,7 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
     assert "'x' is not loaded" in error(post(adapted, "unload_lora_adapter", lora_name="x"), 404)
     assert text(adapted, "second") == texts["second"]
 
-    # Gone by name, and another under it.
+    # Unload an adapter, and load another under its name.
     assert post(adapted, "unload_lora_adapter", lora_name="first").status_code == 200
     assert "'first' does not exist" in error(post(adapted, "completions", model="first", **GREEDY), 404)
     assert post(adapted, "load_lora_adapter", lora_name="third", lora_path=str(tmp_path / "third")).status_code == 200
@@ -105,7 +107,7 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
     assert text(adapted, "second") == texts["first"]
     third = text(adapted, "third")
 
-    # An engine that starts again has them.
+    # A restarted engine has the same adapters.
     os.kill(adapted.engine_pid(), signal.SIGKILL)
     adapted.wait_log("it is started again")
     adapted.wait_ready()
@@ -115,6 +117,6 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
     assert httpx.post(f"{adapted.url}/debug/check").status_code == 200
 
 
-def test_nobody_loads_adapters_unless_the_operator_allows_it(server) -> None:
+def test_adapters_can_be_loaded_only_if_the_operator_allows_it(server) -> None:
     for path in ("load_lora_adapter", "unload_lora_adapter"):
         assert post(server, path, lora_name="x", lora_path="y").status_code == 404

@@ -1,4 +1,4 @@
-"""The scripts of docs/serving.md against a server with the settings that they ask for."""
+"""The scripts of docs/serving.md against a server with the settings that they need."""
 
 from __future__ import annotations
 

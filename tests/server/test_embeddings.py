@@ -1,4 +1,4 @@
-"""/v1/embeddings through the official client: a folder as sentence-transformers writes it, beside LLM.embed."""
+"""/v1/embeddings through the official client, compared with LLM.embed, for a sentence-transformers folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = ["def fib(n):\n", "import os", "x = 1\n" * 100, "é"]
 
 
 def save(folder) -> None:
-    """The bundled model's layers as an embedding checkpoint: mean pooling, may be cut to 16 or 64 numbers."""
+    """Save the bundled model as an embedding checkpoint with mean pooling, truncatable to 16 or 64 dimensions."""
     shutil.copytree(resolve("pkg://dovetail.plugins.model/bundled/tiny"), folder)
     config = json.loads((folder / "config.json").read_text()) | {"matryoshka_dimensions": [16, 64]}
     (folder / "config.json").write_text(json.dumps(config))
@@ -51,7 +51,7 @@ def test_what_comes_back_is_what_python_gets(served):
     server, expected, tokenizer = served
     client = server.client()
     assert [model.id for model in client.models.list()] == ["tiny-embed"]
-    # The client asks for base64 and decodes it unless it is told otherwise.
+    # By default, the client requests base64 and decodes it.
     for extra in ({}, {"encoding_format": "float"}):
         answer = client.embeddings.create(model="tiny-embed", input=TEXTS, **extra)
         np.testing.assert_allclose(vectors(answer), expected, atol=1e-5)
@@ -70,9 +70,9 @@ def test_what_comes_back_is_what_python_gets(served):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"dimensions": 32}, "there are 16, 64, "),
+        ({"dimensions": 32}, "available: 16, 64, "),
         ({"dimensions": 100_000}, "have 2"),
-        ({"input": ["a"] * 9}, "9 prompts, of at most 8"),
+        ({"input": ["a"] * 9}, "9 prompts, but at most 8"),
         ({"input": []}, "input"),
         ({"input": [[]]}, "input"),
         ({"input": [2**30]}, "not in the model's vocabulary"),
@@ -81,7 +81,7 @@ def test_what_comes_back_is_what_python_gets(served):
         ({"extra_body": {"temperature": 1}}, "temperature"),
     ],
 )
-def test_mistakes_are_told(served, changes, says):
+def test_mistakes_are_reported(served, changes, says):
     with pytest.raises(openai.BadRequestError, match=says):
         served[0].client().embeddings.create(**{"model": "tiny-embed", "input": "x"} | changes)
 

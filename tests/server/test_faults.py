@@ -1,4 +1,4 @@
-"""Deaths, and the end of the server itself."""
+"""Deaths of engines and ranks, and shutdown of the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def children(pid: int) -> list[int]:
 
 
 def ended(pid: int) -> bool:
-    """Gone, or a body that nobody has fetched."""
+    """Whether a process has ended; a zombie counts as ended."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
@@ -48,7 +48,7 @@ def test_a_dead_rank_fails_its_requests_and_the_engine_comes_back_then_it_stops_
     assert client.completions.create(**SHORT).choices[0].text
     assert server.stats()["pages_owned"] == 0
 
-    # Told to stop: what can finish in time does, the rest is told, nobody new is let in.
+    # Shutdown: requests that can finish in time do, others get an error, new ones are refused.
     ended: dict[str, object] = {}
 
     def follow(name: str, tokens: int) -> None:
@@ -98,7 +98,7 @@ def test_exit_on_failure(start):
 
 
 def test_an_engine_that_hangs_is_dead(start):
-    """One rank is stopped: the others wait for it, and none of them dies."""
+    """One rank is suspended: the others wait for it, and none of them dies."""
     server = start("executor=multiproc", "engine.tp=2", "serve.engine_timeout=3", "serve.on_engine_failure=exit")
     server.wait_ready()
     (rank,) = children(server.engine_pid())
@@ -109,7 +109,7 @@ def test_an_engine_that_hangs_is_dead(start):
     assert server.wait() == 1 and ended(rank)
     log = "".join(server.log)
     assert log.count("the engine hangs") == 1
-    assert "all_reduce" in log, "the log says where it hung"
+    assert "all_reduce" in log, "the log shows where it hung"
 
 
 @pytest.mark.parametrize(

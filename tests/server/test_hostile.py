@@ -1,4 +1,4 @@
-"""Requests that mean harm: each gets an answer of its own, and the others do not notice."""
+"""Hostile requests: each gets its own error, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def post(server, path: str, body: str | bytes) -> httpx.Response:
 
 
 def deep_arguments(depth: int) -> str:
-    """JSON within JSON: what parses the body does not see how deep it is."""
+    """JSON inside a JSON string: the parser of the body does not see its depth."""
     call = {"id": "a", "function": {"name": "f", "arguments": nested(depth)}}
     return json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}], "max_tokens": 1})
 
@@ -64,7 +64,7 @@ def test_what_is_refused_is_refused_in_a_few_words(server, path, body, status, s
     assert status == 200 or len(answer.json()["error"]["message"]) < 1000
 
 
-def test_a_prompt_of_megabytes_holds_nobody_up(server):
+def test_a_prompt_of_megabytes_does_not_delay_others(server):
     worst, stop = [0.0], threading.Event()
 
     def look() -> None:
@@ -89,7 +89,7 @@ def test_a_prompt_of_megabytes_holds_nobody_up(server):
 
 
 def raw(server, *pieces: bytes, wait: float = 0.0) -> bytes:
-    """What comes back until the server closes the connection."""
+    """Return everything received until the server closes the connection."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
         for piece in pieces:
@@ -110,7 +110,7 @@ def test_a_head_without_an_end(server):
     assert found.startswith(b"HTTP/1.1 431") and b"longer than 65536 bytes" in found
 
 
-def test_whoever_dawdles_is_not_waited_for(start):
+def test_a_slow_client_is_not_waited_for(start):
     server = start("serve.receive_timeout=1.5").wait_ready()
     began = time.monotonic()
     assert raw(server).startswith(b"HTTP/1.1 408"), "a connection without a word"
@@ -119,10 +119,10 @@ def test_whoever_dawdles_is_not_waited_for(start):
     found = raw(server, post, *(b'{"pro', b'mpt": "', b"x"), wait=0.3)
     assert found.startswith(b"HTTP/1.1 408") and b"the body took more than 1.5 s" in found
     assert 3 < time.monotonic() - began < 60
-    # The second head of a connection, too; an idle connection between requests is no dawdling.
+    # The limit also applies to later requests of a connection, but not to idle time between requests.
     twice = raw(server, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /hea", wait=2.0)
     assert twice.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in twice
-    # And what is long in the making is not: the time is that of the request's arrival.
+    # Nor does it apply to a slow answer: only the arrival of the request is timed.
     ask = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ask, timeout=60) as stream:
         assert list(stream.iter_lines())[-2] == "data: [DONE]"

@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI, unchanged. .ci/nightly installs it."""
+"""LangChain's ChatOpenAI, unmodified. .ci/nightly installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who and what is let in; a bad request harms nobody."""
+"""Admission of requests: limits, keys and queue. A bad request does not affect others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def victim(server):
-    """A stream that runs while others misbehave."""
+    """Run a stream while bad requests arrive."""
     body = {"prompt": "x = 1\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
         lines = answer.iter_lines()
@@ -56,7 +56,7 @@ def victim(server):
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_request_is_refused_and_harms_nobody(server, victim, what):
+def test_a_bad_request_is_refused_and_does_not_affect_others(server, victim, what):
     body, status = BAD[what]
     answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=60)
     assert answer.status_code == status, answer.text[:300]
@@ -129,7 +129,7 @@ def test_keys_queue_deadline_and_origins(start, tmp_path):
     client, other = server.client("SECRET"), server.client("OTHER")
     assert [model.id for model in client.models.list()] == ["tiny"]
 
-    # Cached prefixes: the key's own, and of equal salt.
+    # Cached prefixes are shared per key and salt.
     long = "def f(x):\n    return x\n" * 20
 
     def cached(who: openai.OpenAI, **extra: object) -> int:
@@ -139,20 +139,20 @@ def test_keys_queue_deadline_and_origins(start, tmp_path):
     assert cached(client) == 0 and cached(client) > 0
     assert cached(other) == 0 and cached(client, cache_salt="mine") == 0
 
-    # The queue: one runs, two wait, one is too many.
+    # Queue: one runs, two wait, the fourth is refused.
     ask = dict(model="tiny", prompt="x = 1\n", max_tokens=2000, extra_body={"ignore_eos": True}, stream=True)
     with client.completions.create(**ask) as running:
         next(iter(running))
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model="tiny", prompt=["a", "b", "c"], max_tokens=1)
         assert int(refused.value.response.headers["retry-after"]) >= 1
-        # A deadline that comes while it waits.
+        # Deadline while waiting.
         with pytest.raises(openai.APIStatusError) as late:
             client.completions.create(model="tiny", prompt="a", max_tokens=1, extra_body={"timeout": 0.2})
         assert late.value.status_code == 504
     with pytest.raises(openai.BadRequestError, match="serve.max_waiting"):
         client.completions.create(model="tiny", prompt="a", n=4)
-    # A deadline in the middle of a stream is an event.
+    # A deadline during a stream is an event.
     ask["extra_body"] = {"ignore_eos": True, "timeout": 0.5}
     with pytest.raises(openai.APIError, match=r"not complete after 0\.5 s"):
         list(client.completions.create(**ask))

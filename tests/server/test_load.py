@@ -1,4 +1,4 @@
-"""Many clients at once: every answer its own, nothing left behind."""
+"""Many clients at once: every client gets its own answer, and all pages are freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail import LLM, SamplingParams
 
 STREAMS = 64
 MIXED = int(os.environ.get("DOVETAIL_MIXED", "400"))
-"""Requests, with 20 % aborts; .ci/nightly sends 10 000."""
+"""Number of requests, of which 20 % are aborted; .ci/nightly sends 10 000."""
 
 
 def prompts() -> list[str]:
@@ -23,7 +23,7 @@ def prompts() -> list[str]:
 
 
 async def stream(client: httpx.AsyncClient, path: str, body: dict) -> list[dict]:
-    """Events, in order."""
+    """Return the events of a stream, in order."""
     events = []
     async with client.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200, await answer.aread()
@@ -52,8 +52,8 @@ def test_64_streams_at_once_are_each_their_own(server):
     assert len(set(expected)) > STREAMS / 2
 
 
-def test_who_comes_while_a_launch_is_put_off_gets_what_he_would_have(start):
-    """The device is simulated: its tokens follow from the prompt, and its steps take a time that can be foretold."""
+def test_requests_that_arrive_while_a_launch_is_delayed_get_the_same_tokens(start):
+    """The device is simulated: its tokens are a function of the prompt, and its step times are predictable."""
     device = ("executor=simulated", "cost=h200", "cost.step_us=3000", "engine.depth=2")
     params = SamplingParams(temperature=0, max_tokens=8)
     with LLM(overrides=["+preset=tiny_cpu", *device]) as llm:

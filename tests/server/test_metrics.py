@@ -1,4 +1,4 @@
-"""/metrics counts what the clients saw."""
+"""/metrics agrees with what clients observe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_metrics_count_what_the_clients_saw(server, client):
         client.completions.create(model="other", prompt="x")
     httpx.get(f"{server.url}/ready")
     deadline = time.monotonic() + 60
-    while True:  # The engine's counters come a few times a second.
+    while True:  # The engine reports its counters a few times per second.
         after = scrape(server.url)
         gained = {key: value - before.get(key, 0.0) for key, value in after.items()}
         if gained["generation_tokens_total", ()] >= 24 or time.monotonic() > deadline:

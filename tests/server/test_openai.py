@@ -1,4 +1,4 @@
-"""The API as the official client uses it. What comes back is compared with the engine run in this process."""
+"""The API through the official client. Outputs are compared with those of an engine in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at / in a real browser. DOVETAIL_SCREENSHOT=docs/img/server.png writes the picture of the docs."""
+"""The page at / in a real browser. DOVETAIL_SCREENSHOT=docs/img/server.png writes the screenshot of the docs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_page_loads_nothing_from_elsewhere(server):
     for name in ("page.js", "page.css"):
         assert f"/static/{name}" in answer.text
         found = httpx.get(f"{server.url}/static/{name}")
-        # SVG's name is an address that nobody opens.
+        # The SVG namespace is a URL that is never fetched.
         assert found.status_code == 200 and "http" not in found.text.replace("http://www.w3.org/2000/svg", "")
 
 
@@ -46,7 +46,7 @@ def test_chat_charts_and_composition(server, tmp_path):
         assert parts["scheduler"] == "fcfs" and parts["kv_cache"] == "prefix_hash"
         assert "tiny on cpu" in page.run("document.getElementById('model').textContent")
 
-        # Text comes while the answer is not complete.
+        # Text is shown before the answer is complete.
         page.run(ask(PROMPT, 160))
         page.wait("document.querySelector('.assistant').textContent && !document.getElementById('stop').hidden")
         page.wait("document.getElementById('speed').textContent.startsWith('160 tokens')")
@@ -67,5 +67,5 @@ def test_chat_charts_and_composition(server, tmp_path):
 
         page.run(ask("x", 10**12))
         assert "max_completion_tokens" in page.wait("document.querySelector('.wrong.said')?.textContent")
-        # The refusal itself is on the console; nothing else is.
+        # The console shows only the refused request.
         assert [problem for problem in page.problems if "400 (Bad Request)" not in problem] == []

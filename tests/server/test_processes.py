@@ -1,4 +1,4 @@
-"""serve.processes=2: what clients see is one server, whichever process answers, and whichever dies."""
+"""serve.processes=2: clients see one server, regardless of which process answers or dies."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SECONDS = 60.0
 
 
 def children(pid: int, of: str = "") -> list[int]:
-    """`of`: those whose command line has it."""
+    """Return child processes; `of`: only those whose command line contains it."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     found = [int(child) for task in tasks for child in task.read_text().split()]
     return [child for child in found if of.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def front_ends(server: Any) -> list[int]:
-    return children(server.process.pid, "front_end:main")
+    return children(server.process.pid, "front_end_process:main")
 
 
 def ended(pid: int) -> bool:
-    """Gone, or a body that nobody has fetched."""
+    """Whether a process has ended; a zombie counts as ended."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
@@ -44,7 +44,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 class Connection:
-    """One, kept open: so one process answers all that comes over it."""
+    """A connection that is kept open, so one process answers all its requests."""
 
     def __init__(self, server: Any) -> None:
         self._http = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=SECONDS)
@@ -56,7 +56,7 @@ class Connection:
         return self._http.getresponse().read().decode()
 
     def send(self, prompt: str = "x = 1\n", tokens: int = 2000, **more: Any) -> None:
-        """A request, without waiting for its answer."""
+        """Send a request without waiting for its answer."""
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True} | more
         self._http.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
 
@@ -66,7 +66,7 @@ class Connection:
         return answer.status, json.loads(answer.read())
 
     def events(self) -> list[dict[str, Any]]:
-        """Of a stream that was asked for, to its end. What fails before the first token is told without a stream."""
+        """Return the events of a stream up to its end. An error before the first token is a plain response."""
         lines = self._http.getresponse().read().decode().splitlines()
         return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: {", "{"))]
 
@@ -75,7 +75,7 @@ class Connection:
 
 
 def _owner(port: int, pids: list[int]) -> int:
-    """Which process has the other end of a connection from that port."""
+    """Return the process that holds the other end of a connection from that port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inodes = {f"socket:[{row[9]}]" for row in rows if int(row[2].rpartition(":")[2], 16) == port}
     for pid in pids:
@@ -85,11 +85,11 @@ def _owner(port: int, pids: list[int]) -> int:
                     return pid
             except FileNotFoundError:
                 continue
-    raise AssertionError(f"nobody has the connection from port {port}")
+    raise AssertionError(f"no process has the connection from port {port}")
 
 
 def one_to_each(server: Any) -> list[Connection]:
-    """The kernel chooses by the client's port."""
+    """Open one connection to each process. The kernel chooses the process by the client's port."""
     found: dict[int, Connection] = {}
     deadline = time.monotonic() + SECONDS
     while len(found) < 2:
@@ -100,7 +100,7 @@ def one_to_each(server: Any) -> list[Connection]:
 
 
 def counted(connection: Connection) -> Counter[str]:
-    """Sums over labels."""
+    """Return metrics, summed over labels."""
     sums: Counter[str] = Counter()
     for family in text_string_to_metric_families(connection.get("/metrics")):
         for sample in family.samples:
@@ -120,7 +120,7 @@ def two(start_module: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
     return server
 
 
-def test_both_answer_and_every_scrape_is_of_both(two):
+def test_both_processes_answer_and_every_scrape_covers_both(two):
     first, second = one_to_each(two)
     for pid in (two.process.pid, first.pid, second.pid):
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text(), "memory and start-up of every process"
@@ -157,7 +157,7 @@ def test_both_answer_and_every_scrape_is_of_both(two):
         connection.close()
 
 
-def test_the_queue_is_that_of_both_and_who_leaves_is_dropped(two):
+def test_the_queue_is_shared_and_a_disconnect_aborts(two):
     asking = one_to_each(two)
     running = [Connection(two) for _ in range(10)]
     for connection in running:
@@ -165,7 +165,7 @@ def test_the_queue_is_that_of_both_and_who_leaves_is_dropped(two):
     until(lambda: json.loads(asking[0].get("/stats"))["samples"] == 10)
     for connection in asking:
         status, answer = connection.complete()
-        assert status == 429 and "10 samples run or wait" in answer["error"]["message"]
+        assert status == 429 and "10 samples are running or waiting" in answer["error"]["message"]
     for connection in running:
         connection.close()
     until(lambda: json.loads(asking[1].get("/stats"))["samples"] == 0)
@@ -191,7 +191,7 @@ def test_a_death_of_either_kind_is_noticed_where_it_matters(two):
     until(lambda: '"ready"' in third.get("/ready"))
     assert all(value >= before[name] for name, value in counted(third).items() if name.endswith("_total"))
 
-    # The engine's: everybody's requests fail, and it comes back for all.
+    # The engine dies: the requests of both processes fail, and it restarts for both.
     alive = one_to_each(two)
     for connection in alive:
         connection.send(stream=True)
@@ -225,7 +225,7 @@ def test_one_that_hangs_is_replaced_while_the_other_goes_on(two):
         connection.close()
 
 
-def test_told_to_stop_what_runs_is_finished_and_nothing_is_left(two):
+def test_shutdown_finishes_running_requests_and_leaves_nothing_behind(two):
     connections = one_to_each(two)
     for connection in connections:
         connection.send(tokens=300, stream=True)
@@ -238,7 +238,7 @@ def test_told_to_stop_what_runs_is_finished_and_nothing_is_left(two):
     assert all(ended(pid) for pid in pids) and not list(two.files.iterdir())
 
 
-def test_without_the_supervisor_nobody_goes_on(start, tmp_path):
+def test_without_the_supervisor_all_processes_end(start, tmp_path):
     server = start("serve.processes=2", TMPDIR=str(tmp_path))
     pids = children(server.process.pid)
     assert len(pids) == 3

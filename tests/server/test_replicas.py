@@ -1,4 +1,4 @@
-"""Two replicas behind one front door: who runs what, and what the others notice when one dies."""
+"""A server with two replicas: distribution of requests, and the effect of a replica's death on the other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def replicas(start_module):
 
 
 def test_work_is_spread_and_counted_by_replica(replicas, server):
-    """Tokens are those of one engine, prefixes stay together, and every counter says whose it is."""
+    """Outputs equal those of one engine, each prefix goes to one replica, and counters have a replica label."""
     prompts = [f"def function_{i}(x):\n    return x + {i}\n\n\ndef test_{i}():\n" * 6 for i in range(4)]
 
     def ask(where, prompt: str):
@@ -64,7 +64,7 @@ def test_work_is_spread_and_counted_by_replica(replicas, server):
     again = replicas.stats()["replicas"]
     gained = sum(one["prefix_hits"] for one in again) - sum(hits)
     asked = sum(answer.usage.prompt_tokens for answer in ours)
-    assert gained > 0.7 * asked, "each prompt went back to where it is cached"
+    assert gained > 0.7 * asked, "each prompt was routed to the replica that has it cached"
 
     def counted() -> dict[str, float]:
         families = text_string_to_metric_families(httpx.get(f"{replicas.url}/metrics").text)
@@ -75,8 +75,8 @@ def test_work_is_spread_and_counted_by_replica(replicas, server):
     wait_until(lambda: counted() == expected_counts)
 
 
-def test_the_queue_is_that_of_both_and_who_leaves_is_dropped_where_it_runs(replicas):
-    """2 x 4 run and 2 wait; the eleventh meets 429. When all have left, no page is owned anywhere."""
+def test_the_queue_is_shared_and_a_disconnect_aborts_on_the_replica(replicas):
+    """2 x 4 requests run and 2 wait; the eleventh gets 429. After all clients disconnect, no replica owns a page."""
     client = replicas.client()
     with ThreadPoolExecutor(10) as pool:
         streams = [pool.submit(client.completions.create, prompt=f"x{i} = 1\n", **LONG) for i in range(10)]
@@ -86,7 +86,7 @@ def test_the_queue_is_that_of_both_and_who_leaves_is_dropped_where_it_runs(repli
         assert refused.value.response.headers["retry-after"]
         with pytest.raises(openai.BadRequestError, match="11 samples"):
             client.completions.create(prompt="x", n=11, **SHORT)
-        # An answer begins with its first token: those that wait begin when others have left.
+        # An answer begins with its first token, so waiting requests begin after others have ended.
         for stream in as_completed(streams):
             stream.result().close()
     wait_until(lambda: [one["samples"] for one in health(replicas)] == [0, 0])
@@ -124,7 +124,7 @@ def test_one_replica_dies_and_the_other_goes_on(replicas):
     assert [one["pages_owned"] for one in replicas.stats()["replicas"]] == [0, 0]
 
 
-def test_told_to_stop_it_leaves_nobody_behind(replicas):
+def test_shutdown_leaves_no_process_behind(replicas):
     pids = engines(replicas.process.pid)
     assert len(pids) == 2
     assert replicas.stop() == 0
@@ -132,7 +132,7 @@ def test_told_to_stop_it_leaves_nobody_behind(replicas):
 
 
 def test_a_replica_that_cannot_start_ends_the_server_with_its_reason(start):
-    """The other one could: half a fleet is not what was asked for."""
+    """The server ends even though the other replica could start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = start("engine.dp=2", "observer=[prometheus]", f"observer.prometheus.port={port}")

@@ -1,4 +1,4 @@
-"""/v1/responses through the official client: tools, reasoning, and the events that a stream is made of."""
+"""/v1/responses through the official client: tools, reasoning, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def client(conversing):
 
 
 def plain(items) -> list[dict]:
-    """Without ids, which differ from one answer to the next."""
+    """Return items without their ids, which differ between answers."""
     return [{k: v for k, v in item.model_dump().items() if k not in ("id", "call_id")} for item in items]
 
 
@@ -60,7 +60,7 @@ def test_items_of_an_answer_and_the_events_that_build_them(client):
         *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
         "completed",
     ]
-    # Every event is of a class that the client knows, and speaks of the item that is open.
+    # The client knows the class of every event, and every event refers to the open item.
     opened = [event for event in events if event.type == "response.output_item.added"]
     assert [event.output_index for event in opened] == [0, 1, 2]
     for event in events:
@@ -134,9 +134,9 @@ def test_a_stream_that_fails_says_so(client):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"previous_response_id": "resp_1"}, "nothing is stored here"),
+        ({"previous_response_id": "resp_1"}, "responses are not stored"),
         ({"store": True}, "store"),
-        ({"tool_choice": {"type": "function", "name": "fly"}}, "none of the tools get_weather, stop"),
+        ({"tool_choice": {"type": "function", "name": "fly"}}, "not among the tools get_weather, stop"),
         ({"tools": [], "tool_choice": "required"}, "no tools to choose from"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
@@ -144,10 +144,10 @@ def test_a_stream_that_fails_says_so(client):
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "has the call_id 'c'"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "stop"}]}, "needs arguments"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
-        ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "a form of its own"),
+        ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "already constrains the output"),
         ({"background": True}, "background"),
     ],
 )
-def test_mistakes_are_told(client, changes, says):
+def test_mistakes_are_reported(client, changes, says):
     with pytest.raises(openai.BadRequestError, match=says):
         client.responses.create(**ASK | changes)

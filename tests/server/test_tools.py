@@ -1,6 +1,7 @@
 """Tool calls and reasoning through the official client.
 
-A regular expression makes the bundled model write what a trained one would."""
+A regular expression forces the bundled model to write what a trained one would.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ ASK = dict(model="tiny", messages=[{"role": "user", "content": "Weather?"}], too
 
 
 def streamed(chunks) -> tuple[str, str, list[dict], list[str]]:
-    """Content, reasoning, calls and finish reasons, put together as a client does it."""
+    """Return content, reasoning, calls and finish reasons, merged from the stream as a client does."""
     content = reasoning = ""
     calls: list[dict] = []
     reasons = []
@@ -123,17 +124,17 @@ def test_a_conversation_with_calls_goes_on(client):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "none of the tools get_weather, stop"),
-        ({"tools": [STOP, STOP]}, "two are called stop"),
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "not among the tools get_weather, stop"),
+        ({"tools": [STOP, STOP]}, "two have the name stop"),
         ({"tools": [], "tool_choice": "required"}, "no tools to choose from"),
         ({"extra_body": {"tool_parser": "hermess"}}, "there are auto, hermes"),
         ({"extra_body": {"reasoning_parser": "thinks"}}, "there are auto, none, think"),
         ({"tool_choice": "required", "extra_body": {"tool_parser": "none"}}, "cannot force a tool call"),
-        ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "a form of its own"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "no name of a tool"),
+        ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "already constrains the output"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "not a valid name"),
         ({"tool_choice": "required", "tools": [ARRAY]}, "arguments are an object"),
     ],
 )
-def test_mistakes_are_told(client, changes, says):
+def test_mistakes_are_reported(client, changes, says):
     with pytest.raises(openai.BadRequestError, match=says):
         client.chat.completions.create(**ASK | changes)

@@ -1,4 +1,4 @@
-"""`python run.py app=ablate`: swap a part, keep everything else, and see what it changes."""
+"""`python run.py app=ablate`: swap one part, keep everything else, and measure what changes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 SCHEMA = "dovetail.ablate/1"
-"""Changes whenever a reader of these files would have to."""
+"""Format version of the result file; changes when its readers have to change."""
 
 REFRESHES = 2
-"""Of the progress bar a second: its process shares cores with the one that is measured."""
+"""Redraws of the progress bar per second. Few, since this process shares cores with the one being measured."""
 
 
 class AblateApp(App):
@@ -44,16 +44,16 @@ class AblateApp(App):
         config = self.config
         check_plot(config.plot, "ablate.plot")
         check_writable(config.out, "ablate.out")
-        make(config, composition)  # what does not compose is said before a process starts
+        make(config, composition)  # report composition errors before any process starts
         self.console = Console(stderr=True, highlight=False)
         order: dict[str, Any] = {
             "workload": composition.choices["workload"],
             "config": config.model_dump(mode="json", include=set(RunsConfig.model_fields)),
             "ask": config.quality.model_dump(mode="json"),
         }
-        with self._bar(None) as bar, phases_in_lines(self.console, "check") as told:
-            told("every variant on this host", None)
-            bar.says("check every variant on this host")
+        with self._bar(None) as bar, phases_in_lines(self.console, "check") as progress:
+            progress("every variant on this host", None)
+            bar.set_phase("check every variant on this host")
             checked = check(config, composition, order)
         rates = list(composition.part("workload").build().rates())
         records = [_record(variant) for variant in checked.variants]
@@ -71,7 +71,7 @@ class AblateApp(App):
             self._measure(checked, result, order)
             result["interrupted"] = False
         finally:
-            # Whatever ends it, Ctrl-C for one: what was measured is kept and shown.
+            # Save and show what was measured, also after Ctrl-C.
             if any(record["starts"] or record["failure"] for record in records):
                 self._keep(result)
                 show(result)
@@ -80,7 +80,7 @@ class AblateApp(App):
         return 1 if any(record["failure"] for record in records) else 0
 
     def _measure(self, checked: Checked, result: dict[str, Any], order: dict[str, Any]) -> None:
-        """Rounds in which every variant takes a turn."""
+        """Run the rounds. Each round starts every variant once."""
         records = {record["name"]: record for record in result["variants"]}
         running, plan = checked.running, checked.quality
         requests: dict[tuple[Any, int], str] = {}
@@ -88,15 +88,15 @@ class AblateApp(App):
             for number in range(self.config.rounds):
                 for place in turns(len(running), number):
                     record = records[running[place].name]
-                    bar.begins(f"round {number + 1} of {self.config.rounds}, {record['name']}")
+                    bar.begin(f"round {number + 1} of {self.config.rounds}, {record['name']}")
                     if record["failure"] is None:
                         self._start(running[place], record, number, order | {"quality": plan}, requests, bar)
-                        # The first that answers sampled the texts which all others read.
+                        # The first variant that answers samples the texts on which all others are scored.
                         windows = (record["quality"] or {}).pop("windows", None)
                         if plan is not None and windows is not None:
                             plan = result["quality"] = plan | {"windows": windows}
                         self._keep(result)
-                # Answers do not change from start to start.
+                # Answers do not change between starts: one round is enough.
                 plan = None
 
     def _start(
@@ -108,13 +108,13 @@ class AblateApp(App):
         requests: dict[tuple[Any, int], str],
         bar: Bar,
     ) -> None:
-        """One process: all its runs or, in the record, why it failed."""
+        """Run one start of a variant in a process; store its runs, or the failure, in the record."""
         began = time.monotonic()
-        with closing(Child("measure")) as child, phases_in_lines(self.console, record["name"]) as told:
+        with closing(Child("measure")) as child, phases_in_lines(self.console, record["name"]) as progress:
 
             def phase(name: str, share: float | None) -> None:
-                told(name, share)
-                bar.says(name, share)
+                progress(name, share)
+                bar.set_phase(name, share)
 
             try:
                 found = child.ask(order_for(variant.composition) | order | {"first": number * self.config.runs}, phase)
@@ -145,21 +145,21 @@ class AblateApp(App):
 
 
 class Bar:
-    """How far the whole is, and what the process at work does."""
+    """Progress bar: starts done so far, and the phase of the running process."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
         self._begun = -1
         self.title = ""
 
-    def begins(self, title: str) -> None:
+    def begin(self, title: str) -> None:
         self.title = title
         self._begun += 1
         self._progress.update(self._task, description=title, completed=self._begun)
 
-    def says(self, phase: str, share: float | None = None) -> None:
-        told = phase if share is None else f"{phase}, {share:.0%}"
-        self._progress.update(self._task, description=f"{self.title}: {told}" if self.title else told)
+    def set_phase(self, phase: str, share: float | None = None) -> None:
+        text = phase if share is None else f"{phase}, {share:.0%}"
+        self._progress.update(self._task, description=f"{self.title}: {text}" if self.title else text)
 
 
 def _record(variant: Variant) -> dict[str, Any]:
@@ -176,13 +176,15 @@ def _record(variant: Variant) -> dict[str, Any]:
 
 
 def _check_runs(found: Mapping[str, Any], first: int, requests: dict[tuple[Any, int], str]) -> None:
-    """Raises Failure where figures cannot be held against those of others. `requests`: of each rate and run, by hash,
-    as whoever came first had them."""
+    """Raise Failure if the figures cannot be compared with those of other variants.
+
+    `requests` maps (rate, run number) to the hash of the requests that the first variant got; it is filled here.
+    """
     for load in found["loads"]:
         for number, run in enumerate(load["runs"], first):
             if run["failed"]:
                 raise Failure(f"{run['failed']} of {run['requests']} requests failed: {run['failures'][0]}")
             if run.get("prefix_cache_kept"):
-                raise Failure("its prefix cache could not be emptied between runs, which would make later ones quicker")
+                raise Failure("its prefix cache could not be emptied between runs, which would make later runs faster")
             if requests.setdefault((load["rate"], number), run["requests_hash"]) != run["requests_hash"]:
-                raise Failure("its requests were not those of the other variants")
+                raise Failure("its requests differ from those of the other variants")

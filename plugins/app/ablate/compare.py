@@ -1,4 +1,5 @@
-"""From every run of every variant to what each changed. Pure: plain records in, plain records out."""
+"""Comparison of variants: from the records of all runs to the change that each variant made. Pure functions on plain
+data."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from dovetail.plugins.app.ablate.stats import Estimate, mean, paired
 @dataclass(frozen=True, slots=True)
 class Metric:
     path: str
-    """Where a run has it."""
+    """Dotted path of the value in a run's record."""
     title: str
     more_is_better: bool
     ratio: bool = True
-    """Compared as a ratio; false: a share, compared as a difference."""
+    """True: compared as a ratio. False: the value is a share and is compared as a difference."""
     of_start: bool = False
-    """One value of a start, and not of each run."""
+    """True: one value per start, not per run."""
 
 
 METRICS = (
@@ -43,7 +44,7 @@ def at(record: Any, path: str) -> float | None:
 
 
 def samples(variant: Mapping[str, Any], rate: float | None, metric: Metric) -> dict[int, list[float]]:
-    """Round -> the values of its runs; a round that lacks one has none."""
+    """Return round -> the values of its runs. A round in which a run lacks the value is left out."""
     found = {}
     for start in variant["starts"]:
         runs = [start["startup"]] if metric.of_start else _runs(start, rate)
@@ -58,13 +59,14 @@ def _runs(start: Mapping[str, Any], rate: float | None) -> list[dict[str, Any]]:
 
 
 def summary(variant: Mapping[str, Any], rate: float | None) -> dict[str, float]:
-    """Medians over all runs."""
+    """Return the median of each metric over all runs."""
     found = {metric.path: samples(variant, rate, metric) for metric in METRICS}
     return {path: median(v for runs in by.values() for v in runs) for path, by in found.items() if by}
 
 
 def comparisons(variants: Sequence[Mapping[str, Any]], rates: Sequence[float | None]) -> list[dict[str, Any]]:
-    """Each variant beside each of its baselines that has figures; where the nearest failed, the last that has."""
+    """Compare each variant with its baselines. A baseline without figures is replaced by its own nearest baseline that
+    has some."""
     by_name = {variant["name"]: variant for variant in variants}
     found = []
     for variant in variants:
@@ -101,7 +103,7 @@ def _change(variant: Any, other: Any, rate: float | None, metric: Metric) -> Est
 
 
 def quality(mine: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """How far the answers of two variants agree. None = one of them has none."""
+    """Return how far the answers of two variants agree, or None if one of them has no answers."""
     if mine is None or theirs is None:
         return None
     outputs = list(zip(mine["greedy"], theirs["greedy"], strict=True))

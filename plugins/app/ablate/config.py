@@ -14,46 +14,46 @@ Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 
 
 class QualityConfig(Config):
-    """What each variant answers beside the runs, so that its answers can be held against the baseline's."""
+    """Quality check: answers of each variant, generated apart from the timed runs, are compared with the baseline's."""
 
     prompts: int = Field(8, ge=0)
-    """How many prompts, the ends of such as the workload has; 0: no quality is looked at."""
+    """Number of prompts, cut from the ends of workload prompts; 0: no quality check."""
     prompt_tokens: int = Field(128, ge=1)
-    """Of each prompt at most."""
+    """Maximum length of each prompt, tokens."""
     tokens: int = Field(64, ge=2)
-    """Generated from each prompt."""
+    """Tokens generated from each prompt."""
     text: str | None = None
-    """A text file (UTF-8): log-likelihoods are then of this text, in that many windows of `prompt_tokens` + `tokens`,
-    and not of what the first variant sampled. Needs a model with a tokenizer."""
+    """UTF-8 text file. Log-likelihoods are computed on `prompts` windows of this text, each `prompt_tokens` + `tokens`
+    long, instead of on text sampled by the first variant. Needs a model with a tokenizer."""
 
 
 class AblateConfig(RunsConfig):
-    """Swap parts and measure what each changes: the same requests for all, ratios with confidence intervals."""
+    """Swap parts and measure what each one changes: same requests for all, ratios with confidence intervals."""
 
     needs: ClassVar[tuple[str, ...]] = (*ENGINE_NODES, "workload")
 
     vary: dict[str, Values] = Field(default_factory=dict)
-    """Kind or dotted option -> the values to try: {kv_cache: [paged, radix], engine.page_size: [16, 32]}. The baseline
-    is the composition as given."""
+    """Kind or dotted option -> values to try: {kv_cache: [paged, radix], engine.page_size: [16, 32]}. The baseline is
+    the given composition."""
     design: Literal["grid", "one_at_a_time"] = "grid"
-    """grid: every combination of values. one_at_a_time: the baseline with one of them changed."""
+    """grid: every combination of values. one_at_a_time: the baseline with one value changed."""
     ladder: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """In place of `vary`, steps in order: name -> overrides that it adds to the step before, with which it is compared,
-    and with the first. `app=ladder` has one."""
+    """Ordered steps, instead of `vary`: name -> overrides added to the previous step. Each step is compared with the
+    previous and with the first one. `app=ladder` is the built-in ladder."""
     rounds: int = Field(5, ge=1)
-    """Starts of each variant, each in a process of its own; in each round all take a turn, in another order."""
+    """Starts of each variant, each in a new process. Every round starts all variants once, in a different order."""
     runs: int = Field(2, ge=1)
-    """Of the workload in each start. Intervals come from the rounds; runs make each of those more precise."""
+    """Runs of the workload per start. Intervals are computed over rounds; more runs make each round more precise."""
     quality: QualityConfig = QualityConfig()
-    """How the answers of variants are compared."""
+    """How the answers of the variants are compared."""
     out: str | None = None
-    """Write every run and every comparison to this JSON file, after each start."""
+    """JSON file for all runs and comparisons, rewritten after each start."""
     plot: str | None = None
-    """Draw ratios with their intervals, for a ladder with its climb, to this file (png, svg or pdf). Needs the extra
-    `bench`."""
+    """Plot of the ratios with their intervals, for a ladder also of the cumulative ratio (png, svg or pdf). Needs the
+    extra `bench`."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if self.vary and self.ladder:
-            raise ValueError("vary and ladder are two ways to name variants: give one of them")
+            raise ValueError("vary and ladder both define the variants: give one of them")
         return self

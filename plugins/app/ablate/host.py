@@ -1,4 +1,4 @@
-"""What can be known of variants on this host before any of them is loaded."""
+"""Check of the variants on this host before any of them is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Checked:
     variants: list[Variant]
     machine: dict[str, Any]
     quality: dict[str, Any] | None
-    """The prompts that every variant answers (probe.plan)."""
+    """Prompts that every variant answers, from `probe.plan`; None = no quality check."""
 
     @property
     def running(self) -> list[Variant]:
@@ -29,8 +29,8 @@ class Checked:
 
 
 def check(config: AblateConfig, composition: Composition, order: dict[str, Any]) -> Checked:
-    """By a process of its own: whoever looks at a GPU holds some of its memory. Raises what a user has to mend, for all
-    variants at once."""
+    """Check all variants in a separate process, since a process that queries a GPU occupies memory on it. Raises one
+    error with the mistakes of all variants."""
     mistakes: dict[str, str] = {}
     answers: list[dict[str, Any]] = []
 
@@ -42,8 +42,8 @@ def check(config: AblateConfig, composition: Composition, order: dict[str, Any])
             answers.append(found)
             if requests != answers[0]["requests"]:
                 mistakes[name] = (
-                    "it would get other requests than the baseline, whose figures could then not be compared: "
-                    "a model's vocabulary, engine.seed and engine.max_len may change them"
+                    "it would get other requests than the baseline, so their figures could not be compared: "
+                    "requests depend on the model's vocabulary, engine.seed and engine.max_len"
                 )
         reason: str | None = found.get("unfit")
         return reason
@@ -55,7 +55,7 @@ def check(config: AblateConfig, composition: Composition, order: dict[str, Any])
         except Failure as failure:
             raise DovetailError(f"the check of the variants failed: {failure}") from None
     if mistakes:
-        # One of the command line's own, which all of them have, is said once.
+        # A mistake in the given command line is shared by all variants: report it once.
         shared = len(mistakes) == len(variants) and len(set(mistakes.values())) == 1
         raise one_error([text if shared else f"{name}: {text}" for name, text in mistakes.items()])
     checked = Checked(variants, machine, answers[0]["quality"] if answers else None)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import count, islice
 from typing import Any
 
-from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import FinishReason, SamplingParams, Workload
+from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.interfaces import SamplingParams, Workload
 from dovetail.plugins.app.ablate.config import QualityConfig
+from dovetail.plugins.app.bench.inprocess import Answer, EngineTarget
 from dovetail.plugins.app.bench.runs import Runs
 from dovetail.plugins.app.bench.target import Target
 
@@ -49,21 +50,22 @@ def _windows_of_text(config: QualityConfig, target: Target, length: int) -> list
     return [[ids[i * size : (i + 1) * size], 1] for i in range(config.prompts)]
 
 
-def probe(engine: Any, plan: dict[str, Any], seed: int) -> dict[str, Any]:
-    """`engine`: an Engine or a ReplicatedEngine that has started and is idle. Where the plan has no windows yet, they
-    are the prompts with what this variant samples from its whole distribution behind them."""
+def probe(target: EngineTarget, plan: dict[str, Any], seed: int) -> dict[str, Any]:
+    """`target` has started and is idle. Where the plan has no windows yet, they are the prompts, each followed by what
+    this variant samples from its whole distribution."""
     prompts, tokens, windows = plan["prompts"], plan["tokens"], plan["windows"]
-    greedy = _complete(engine, prompts, [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)])
+    greedily = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    greedy = _complete(target, prompts, [greedily] * len(prompts))
     if windows is None:
         drawn = [
             SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=seed + i)
             for i in range(len(prompts))
         ]
-        sampled = _complete(engine, prompts, drawn)
+        sampled = _complete(target, prompts, drawn)
         windows = [[prompt + out, len(prompt)] for prompt, (out, _) in zip(prompts, sampled, strict=True)]
     # Prompt log-probabilities are of a pass over the whole text: teacher forcing, without the prefix cache.
-    reads = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)]
-    read = _complete(engine, [ids for ids, _ in windows], reads)
+    reading = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
+    read = _complete(target, [ids for ids, _ in windows], [reading] * len(windows))
     scored = [logprobs[start - 1 :] for (_, logprobs), (_, start) in zip(read, windows, strict=True)]
     return {
         "greedy": [out for out, _ in greedy],
@@ -73,19 +75,8 @@ def probe(engine: Any, plan: dict[str, Any], seed: int) -> dict[str, Any]:
     }
 
 
-def _complete(engine: Any, prompts: Sequence[Ids], params: Sequence[SamplingParams]) -> list[tuple[Ids, list[Any]]]:
-    """Output and prompt log-probabilities of each; `params` are of each prompt, or of all."""
-    engine.reset_cache()
-    each = params if len(params) == len(prompts) else [params[0]] * len(prompts)
-    found: dict[int, tuple[Ids, list[Any]]] = {}
-    for ids, one in zip(prompts, each, strict=True):
-        (seq,) = engine.add(ids, one)
-        found[seq.uid] = ([], [])
-    while engine.has_work:
-        for event in engine.step():
-            if event.reason is FinishReason.REJECTED:
-                raise ConfigError(f"a prompt for ablate.quality was rejected: {event.detail}")
-            out, logprobs = found[event.uid]
-            out += event.tokens
-            logprobs += event.prompt_logprobs
-    return list(found.values())
+def _complete(target: EngineTarget, prompts: Sequence[Ids], params: Sequence[SamplingParams]) -> list[Answer]:
+    try:
+        return target.complete(prompts, params)
+    except RequestError as error:
+        raise ConfigError(f"a prompt for ablate.quality was rejected: {error}") from error

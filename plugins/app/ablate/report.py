@@ -1,4 +1,4 @@
-"""Figures for people: tables on the terminal, and a picture."""
+"""Report of an ablation: tables on the terminal, and a plot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def show(result: Mapping[str, Any]) -> None:
             round_, reason = variant["failure"]["round"] + 1, _plain(variant["failure"]["reason"])
             console.print(f"[bold red]{_plain(variant['name'])}[/] failed in round {round_}: {reason}")
     if result["interrupted"]:
-        console.print("[bold red]interrupted[/]: the figures are of what was measured until then")
+        console.print("[bold red]interrupted[/]: the figures cover only what was measured before")
 
 
 def _plain(text: str) -> str:
@@ -80,14 +80,14 @@ def _value(metric: Metric, value: float | None) -> str:
 
 
 def _by_baseline(result: Mapping[str, Any], rate: float | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Title -> comparisons: a ladder's are with the step before and with the first."""
+    """Yield (title, comparisons). A ladder has two tables: against the previous step and against the first."""
     rows = [one for one in result["comparisons"] if one["rate"] == rate]
     if result["design"] != "ladder":
         if rows:
             yield f"against {rows[0]['baseline']}", rows
         return
     nearest = {one["variant"]: one for one in reversed(rows)}
-    yield "against the step before", [one for one in rows if nearest[one["variant"]] is one]
+    yield "against the previous step", [one for one in rows if nearest[one["variant"]] is one]
     first = result["variants"][0]["name"]
     if further := [one for one in rows if nearest[one["variant"]] is not one]:
         yield f"against the first, {first}", further
@@ -97,7 +97,7 @@ def _changes(result: Mapping[str, Any], rate: float | None) -> Iterator[Table]:
     for against, rows in _by_baseline(result, rate):
         if not rows:
             continue
-        table = _titled(result, f"{against}: ratios, of shares differences, {CONFIDENCE:.0%} intervals", rate)
+        table = _titled(result, f"{against}: ratios (differences for shares), {CONFIDENCE:.0%} intervals", rate)
         metrics = [metric for metric in METRICS if any(metric.path in row["changes"] for row in rows)]
         for metric in metrics:
             table.add_column(metric.title, justify="right")
@@ -106,7 +106,7 @@ def _changes(result: Mapping[str, Any], rate: float | None) -> Iterator[Table]:
             table.add_row(Text(row["variant"]), *cells)
         estimates = [Estimate(**change) for row in rows for change in row["changes"].values()]
         if any(estimate.unit == "runs" for estimate in estimates):
-            table.caption = "one round: intervals are over its runs, and know nothing of how starts differ"
+            table.caption = "one round: intervals are over its runs and do not include the variation between starts"
         elif any(estimate.low is None for estimate in estimates):
             table.caption = "one sample each: no interval (ablate.rounds)"
         table.caption_justify = "left"
@@ -114,7 +114,7 @@ def _changes(result: Mapping[str, Any], rate: float | None) -> Iterator[Table]:
 
 
 def _change(metric: Metric, change: Mapping[str, Any] | None) -> Text:
-    """The interval stands below its estimate: a line for both would fit no terminal."""
+    """Format a cell with the interval on the line below its estimate; one line for both would be too wide."""
     if change is None:
         return Text(NONE)
     estimate = Estimate(**change)
@@ -125,10 +125,10 @@ def _change(metric: Metric, change: Mapping[str, Any] | None) -> Text:
     cell = ("x" if metric.ratio else "") + number(estimate.value)
     if estimate.low is not None and estimate.high is not None:
         cell += f"\n{number(estimate.low)} to {number(estimate.high)}"
-    nothing = 1.0 if metric.ratio else 0.0
-    if not estimate.excludes(nothing):
+    unchanged = 1.0 if metric.ratio else 0.0
+    if not estimate.excludes(unchanged):
         return Text(cell)
-    return Text(cell, style="green" if (estimate.value > nothing) == metric.more_is_better else "red")
+    return Text(cell, style="green" if (estimate.value > unchanged) == metric.more_is_better else "red")
 
 
 def _quality(result: Mapping[str, Any]) -> Iterator[Table]:
@@ -149,11 +149,11 @@ def _quality(result: Mapping[str, Any]) -> Iterator[Table]:
         yield table
 
 
-# The picture.
+# Plot.
 
 
 def draw(path: str, result: Mapping[str, Any]) -> None:
-    """A row for each load: ratios with their intervals, and for a ladder its climb in front of them."""
+    """Draw one row per load: ratios with their intervals; for a ladder, the cumulative ratio comes first."""
     from matplotlib.figure import Figure
 
     ladder = result["design"] == "ladder"

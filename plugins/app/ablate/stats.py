@@ -1,10 +1,10 @@
 """Means of paired differences with confidence intervals. Pure: no engine, no clock.
 
-Runs of one process share what its start brought (memory layout, kernels chosen by measurement), so they are no
-independent samples: a round, in which every variant starts once, is. Runs are averaged within their round, and
-Student's t is taken over rounds (Georges et al., "Statistically Rigorous Java Performance Evaluation", OOPSLA 2007;
+Runs of one process share the conditions of its start (memory layout, autotuned kernels), so they are not independent
+samples. A round, in which every variant starts once, is. Runs are averaged within their round, and the Student t
+interval is taken over rounds (Georges et al., "Statistically Rigorous Java Performance Evaluation", OOPSLA 2007;
 Kalibera and Jones, "Rigorous Benchmarking in Reasonable Time", ISMM 2013). Times and rates are compared by the mean of
-log ratios, the ratio of geometric means (Fleming and Wallace, CACM 1986): x2 and x0.5 then lie equally far from x1.
+log ratios, the ratio of geometric means (Fleming and Wallace, CACM 1986): x2 and x0.5 are then equally far from x1.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Unit = Literal["rounds", "runs", "windows"]
 class Estimate:
     value: float
     low: float | None
-    """None: there is one sample, and with it no interval."""
+    """None = a single sample, hence no interval."""
     high: float | None
     samples: int
     unit: Unit
-    """What was sampled. Within one round, runs: such an interval knows nothing of how starts differ."""
+    """Unit of the samples. "runs" if there is one round; the interval then excludes the variation between starts."""
 
-    def excludes(self, nothing: float) -> bool:
-        """Whether `nothing`, the value of no change, lies outside of the interval."""
-        return self.low is not None and self.high is not None and not self.low <= nothing <= self.high
+    def excludes(self, unchanged: float) -> bool:
+        """Whether `unchanged`, the value of no change, is outside the interval."""
+        return self.low is not None and self.high is not None and not self.low <= unchanged <= self.high
 
 
 def mean(samples: Sequence[float], unit: Unit) -> Estimate:
@@ -47,8 +47,10 @@ def mean(samples: Sequence[float], unit: Unit) -> Estimate:
 def paired(
     mine: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], *, ratio: bool
 ) -> Estimate | None:
-    """Round -> its runs, of a variant and of its baseline: the ratio or the difference of run i to run i. None = no run
-    in common, or a ratio of what is not positive."""
+    """Estimate the ratio (or difference) between run i of a variant and run i of its baseline.
+
+    Both arguments map a round to the values of its runs. None = no common run, or a ratio of non-positive values.
+    """
     common = [number for number in mine if number in theirs]
     pairs = [list(zip(mine[number], theirs[number], strict=True)) for number in common]
     if not any(pairs) or (ratio and any(a <= 0 or b <= 0 for runs in pairs for a, b in runs)):
@@ -65,11 +67,12 @@ def paired(
 
 
 def t_within(t: float, df: int) -> float:
-    """P(|T| <= t) of Student's t with a whole number of degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    """Return P(|T| <= t) of Student's t for an integer number of degrees of freedom (Abramowitz and Stegun 26.7.3,
+    26.7.4)."""
     theta = math.atan2(t, math.sqrt(df))
     cos2 = math.cos(theta) ** 2
     odd = df % 2
-    # Both are sums of powers of cos(theta), each term the one before times cos^2 and k / (k + 1).
+    # Both cases are sums of powers of cos(theta); each term is the previous one times cos^2 * k / (k + 1).
     term, total = (math.cos(theta), 0.0) if odd else (1.0, 0.0)
     for k in range(1 + odd, df, 2):
         total += term
@@ -79,7 +82,7 @@ def t_within(t: float, df: int) -> float:
 
 
 def t_quantile(df: int, confidence: float = CONFIDENCE) -> float:
-    """Where |T| lies below with that probability."""
+    """Return t such that P(|T| <= t) = confidence."""
     low, high = 0.0, 1.0
     while t_within(high, df) < confidence:
         high *= 2
@@ -90,9 +93,11 @@ def t_quantile(df: int, confidence: float = CONFIDENCE) -> float:
 
 
 def turns(variants: int, number: int) -> list[int]:
-    """The order of a round: a row of a Williams square (Williams 1949). Over as many rounds as variants each takes
-    every place once, and each comes equally often right after every other (over twice as many, for an odd number).
-    Round 0 begins with variant 0."""
+    """Return the order of variants in a round: a row of a Williams square (Williams 1949).
+
+    Over `variants` rounds, each variant takes every place once and directly follows every other one equally often (over
+    2 * `variants` rounds if the number is odd). Round 0 begins with variant 0.
+    """
     row = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(variants)]
     turned = [(place + number) % variants for place in row]
     return turned[::-1] if variants % 2 and (number // variants) % 2 else turned

@@ -1,4 +1,4 @@
-"""From `vary` or `ladder` to compositions: which variants there are, and what each is compared with."""
+"""Variants of an ablation: compositions built from `vary` or `ladder`, and the baselines of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.plugins.app.ablate.config import AblateConfig, Value
 
 Words = tuple[str, ...]
 Unfit = Callable[[str, Composition], str | None]
-"""(name, composition) -> why this host cannot run it, or None."""
+"""(name, composition) -> reason why this host cannot run it, or None."""
 
 SHARED = {
     "app": "each variant is measured as app=bench does",
@@ -25,20 +25,20 @@ SHARED = {
     "bench": "set the option of that name of app=ablate, for all variants",
     "workload": "variants are compared on the same requests; choose them once, by workload=<name>",
 }
-"""Roots of keys that cannot vary, and why."""
+"""First parts of keys that cannot vary -> reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     name: str
     changes: Words
-    """What it changes in the composition as given; of a step, in the step before."""
+    """Overrides added to the given composition, or for a ladder step to the previous step."""
     composition: Composition
-    """As app=bench has it."""
+    """Composition for app=bench."""
     baselines: tuple[str, ...] = ()
-    """Names of those that it is compared with, the nearest first."""
+    """Names of the variants to compare with, nearest first."""
     skipped: str | None = None
-    """Why this host cannot run it."""
+    """Reason why this host cannot run it."""
 
 
 @dataclass(slots=True)
@@ -58,14 +58,14 @@ class _Mistakes:
 
 
 def one_error(mistakes: Sequence[str]) -> ConfigError:
-    told = [text.replace("\n", "\n    ") for text in dict.fromkeys(mistakes)]
-    if len(told) == 1:
-        return ConfigError(told[0])
-    return ConfigError(f"{len(told)} mistakes in the variants:\n" + "\n".join(f"  - {text}" for text in told))
+    lines = [text.replace("\n", "\n    ") for text in dict.fromkeys(mistakes)]
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError(f"{len(lines)} mistakes in the variants:\n" + "\n".join(f"  - {text}" for text in lines))
 
 
 def make(config: AblateConfig, composition: Composition, unfit: Unfit = lambda name, one: None) -> list[Variant]:
-    """Every variant, the baseline of all first. Raises one ConfigError with every mistake."""
+    """Return every variant, starting with the common baseline. Raises one ConfigError with all mistakes."""
     if config.ladder:
         return _steps(config.ladder, composition, unfit)
     if config.vary:
@@ -88,7 +88,7 @@ def _combinations(config: AblateConfig, composition: Composition) -> list[Varian
             continue
         if twice := [value for i, value in enumerate(values) if _is_in(value, values[:i])]:
             mistakes.found.append(f"ablate.vary: {key} has {show(twice[0])} twice")
-        # One at a time: what is wrong with a value alone is said once, not in every combination.
+        # Check each value alone, so that its mistake is reported once and not for every combination.
         for value in values:
             mistakes.compose(f"{key}={show(value)}", merged(given, [word(key, value)]), composition)
     mistakes.raise_all()
@@ -106,9 +106,9 @@ def _combinations(config: AblateConfig, composition: Composition) -> list[Varian
     mistakes.raise_all()
     name = ", ".join(f"{key}={_value_of(key, base)}" for key in config.vary)
     if not found:
-        raise ConfigError(f"ablate.vary: every value is that of the baseline ({name}), so there is nothing to compare")
+        raise ConfigError(f"ablate.vary: every value equals the baseline's ({name}), so there is nothing to compare")
     if any(variant.name == name for variant in found):
-        name = f"as given, {name}"  # a preset's variant of a part goes by the part's name
+        name = f"as given, {name}"  # a variant chosen by a preset has the name of its component
     return [Variant(name, (), base), *(replace(variant, baselines=(name,)) for variant in found)]
 
 
@@ -130,7 +130,7 @@ def _is_in(value: Value, values: Sequence[Value]) -> bool:
 
 
 def _value_of(key: str, base: Composition) -> str:
-    """As the composition has it; a kind by the name that chose it, which may be a variant's."""
+    """Return the value of a key in the composition; for a kind, the name by which it was chosen."""
     chosen = [text.partition("=")[2] for text in base.overrides if key_of(text) == key]
     if chosen:
         return chosen[-1]
@@ -146,7 +146,7 @@ def _value_of(key: str, base: Composition) -> str:
 
 
 def _steps(ladder: Mapping[str, Words], composition: Composition, unfit: Unfit) -> list[Variant]:
-    """What cannot run here is skipped, and the next step builds on the last that can."""
+    """Build the ladder. A step that cannot run on this host is skipped; the next one builds on the last that can."""
     mistakes, words = _Mistakes(), _given(composition)
     found: list[Variant] = []
     for name, step in ladder.items():
@@ -159,22 +159,22 @@ def _steps(ladder: Mapping[str, Words], composition: Composition, unfit: Unfit) 
             continue
         climbed = [variant for variant in found if variant.skipped is None]
         if climbed and _same(climbed[-1].composition, made):
-            mistakes.found.append(f"{name}: changes nothing in the step before it, {climbed[-1].name}")
+            mistakes.found.append(f"{name}: composes to the same as the previous step, {climbed[-1].name}")
         before = tuple(dict.fromkeys(variant.name for variant in (climbed[-1:] + climbed[:1])))
         found.append(Variant(name, step, made, before, unfit(name, made)))
         if found[-1].skipped is None:
             words = list(mine)
     mistakes.raise_all()
     if len(found) == 1:
-        raise ConfigError("ablate.ladder has one step, and there is nothing to compare it with")
+        raise ConfigError("ablate.ladder has only one step, so there is nothing to compare it with")
     return found
 
 
-# Words.
+# Overrides.
 
 
 def _given(composition: Composition) -> list[str]:
-    """The command line without what is this app's own."""
+    """Return the overrides of the command line, without those of this app."""
     return [text for text in composition.overrides if _root(text) not in ("app", "ablate")]
 
 
@@ -187,17 +187,17 @@ def key_of(text: str) -> str:
 
 
 def merged(words: Sequence[str], more: Sequence[str]) -> list[str]:
-    """`more` takes the place of whatever set the same keys."""
+    """Append the overrides `more`, which replace earlier ones of the same keys."""
     keys = {key_of(text) for text in more}
     return [*(text for text in words if key_of(text) not in keys), *more]
 
 
 def word(key: str, value: Value) -> str:
-    """An override; a text is quoted where it would be read as something else."""
+    """Return an override; a string that would be parsed as something else is quoted."""
     if isinstance(value, str) and (
         not re.fullmatch(r"[A-Za-z_/][\w./:@-]*", value) or value.lower() in ("true", "false", "null", "nan", "inf")
     ):
-        # A backslash is one, except in front of a quote.
+        # A backslash is literal, except before a quote.
         escaped = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + m[2].replace('"', '\\"'), value)
         return f'{key}="{escaped}"'
     return f"{'+' if key == 'preset' else ''}{key}={show(value)}"

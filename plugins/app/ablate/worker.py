@@ -1,4 +1,4 @@
-"""The processes of an ablation: one looks at the host for all variants, the others each measure one start of one."""
+"""Processes of an ablation: one checks all variants on this host, each other one measures one start of a variant."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from dovetail.plugins.app.bench.target import OnDone
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
-TELL_SECONDS = 0.5
-"""Between two words of progress, each of which costs the run a few microseconds."""
+PROGRESS_SECONDS = 0.5
+"""Minimum interval between progress messages, each of which costs the run a few microseconds."""
 
 
 def check(control_fd: int, parent: int) -> None:
-    """Entry. Answers whether this host can run a composition, and which requests it would get, until nobody asks."""
+    """Process entry point. Report for each order whether this host can run the composition, and its requests."""
     _serve(control_fd, parent, _check)
 
 
 def measure(control_fd: int, parent: int) -> None:
-    """Entry. One start of one variant: its runs, and what it answers for quality."""
+    """Process entry point. Run one start of one variant: its runs, and its answers for the quality check."""
     _serve(control_fd, parent, _measure)
 
 
 def _serve(control_fd: int, parent: int, work: Callable[[Mapping[str, Any], Channel], dict[str, Any]]) -> None:
     control = enter(control_fd, parent)
-    # Ctrl-C comes as a signal from the parent, whatever this process inherited: a background job ignores it.
+    # The parent passes Ctrl-C on as SIGINT. A background job inherits SIGINT ignored, so set the handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:
@@ -83,25 +83,25 @@ def _measure(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
     runs = _runs(composition, order, control)
     target: Any = runs.target
     with closing(target):
-        startup = target.start(_teller(control))
+        startup = target.start(_progress(control))
         name, workload = order["workload"], composition.part("workload").build()
         loads = [_load(runs, name, workload, rate, order["first"]) for rate in workload.rates()]
         answers = None
         if order["quality"] is not None and _computes(composition):
             control.send({"op": "phase", "name": "quality", "share": None})
-            answers = probe(target.engine, order["quality"], composition.engine.seed)
+            answers = probe(target, order["quality"], composition.engine.seed)
     return {"startup": startup, "loads": loads, "quality": answers}
 
 
 def _runs(composition: Composition, order: Mapping[str, Any], control: Channel) -> Runs:
     from dovetail.plugins.app.bench.inprocess import EngineTarget
 
-    tell = _teller(control)
+    progress = _progress(control)
 
     @contextmanager
     def bar(title: str, requests: int) -> Iterator[OnDone]:
-        tell(title, 0.0)
-        yield lambda done: tell(title, done / requests)
+        progress(title, 0.0)
+        yield lambda done: progress(title, done / requests)
 
     return Runs(RunsConfig(**order["config"]), EngineTarget(composition), bar, lambda text: None)
 
@@ -112,21 +112,21 @@ def _load(runs: Runs, name: str, workload: Workload, rate: float | None, first: 
 
 
 def _computes(composition: Composition) -> bool:
-    """A simulated device answers nothing that could be compared."""
+    """Whether the device computes tokens; answers of a simulated one cannot be compared."""
     from dovetail.core.host import detect_host
 
     host = detect_host(composition.engine.device)
     return bool(composition.part("executor").capabilities(host).provides.get("holds_weights", True))
 
 
-def _teller(control: Channel) -> Callable[[str, float | None], None]:
+def _progress(control: Channel) -> Callable[[str, float | None], None]:
     last, last_name = 0.0, ""
 
-    def tell(name: str, share: float | None) -> None:
+    def report_phase(name: str, share: float | None) -> None:
         nonlocal last, last_name
         now = time.monotonic()
-        if name != last_name or now - last >= TELL_SECONDS:
+        if name != last_name or now - last >= PROGRESS_SECONDS:
             last, last_name = now, name
             control.send({"op": "phase", "name": name, "share": share})
 
-    return tell
+    return report_phase

@@ -1,4 +1,4 @@
-"""`python run.py app=bench`: a workload in, figures out."""
+"""`python run.py app=bench`: run workloads and report latency and throughput."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 REFRESH = 0.5
-"""Seconds between two drawings of the progress bar, which would otherwise be measured too."""
+"""Seconds between redraws of the progress bar; more frequent ones would disturb the measurement."""
 
 
 class BenchApp(App):
@@ -44,10 +44,10 @@ class BenchApp(App):
             runs.check(name, part.build())
         timelines: dict[str, Any] = {}
         with closing(target):
-            with self._bar("start") as bar, phases_in_lines(self.console) as told:
+            with self._bar("start") as bar, phases_in_lines(self.console) as print_phase:
 
                 def phase(name: str, share: float | None) -> None:
-                    told(name, share)
+                    print_phase(name, share)
                     bar.phase(name, share)
 
                 startup = target.start(phase)
@@ -63,7 +63,7 @@ class BenchApp(App):
         return 1 if any(run["failed"] for run in all_runs(result)) else 0
 
     def _workloads(self, composition: Composition) -> dict[str, Selected]:
-        """By the name they were chosen by: several named ones may be the same component with other options."""
+        """Return the workloads by name; several names may be one component with different options."""
         names = self.config.workloads
         if not names:
             return {composition.choices["workload"]: composition.part("workload")}
@@ -89,7 +89,8 @@ class BenchApp(App):
         return ServerTarget(composition, self.config)
 
     def _measure(self, runs: Runs, name: str, part: Selected) -> tuple[dict[str, Any], list[Any]]:
-        """Every rate of one workload: its figures, and the timelines of the last run at each rate for the plot."""
+        """Measure one workload at all its rates. Returns its figures, and for the plot the timelines of the last run at
+        each rate."""
         workload: Workload = part.build()
         loads: list[dict[str, Any]] = []
         timelines = []
@@ -119,7 +120,7 @@ class BenchApp(App):
 
 
 class Bar:
-    """A progress bar that draws itself rarely, and in this thread while something is measured."""
+    """Progress bar that redraws rarely; during a measurement it draws only in the calling thread."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
@@ -141,7 +142,7 @@ def all_runs(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """Before minutes of measuring, not after."""
+    """Raise ConfigError before the measurement if the file cannot be written."""
     if path is None:
         return
     try:
@@ -150,6 +151,6 @@ def check_writable(path: str | None, option: str) -> None:
         with Path(path).open("a", encoding="utf-8"):
             pass
         if not there:
-            Path(path).unlink()  # or a run that is interrupted would leave an empty one
+            Path(path).unlink()  # an interrupted run must not leave an empty file
     except OSError as error:
         raise ConfigError(f"{option}={path}: cannot be written ({error})") from None

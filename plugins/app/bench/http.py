@@ -1,6 +1,7 @@
-"""HTTP for a client that must not be what is measured: a connection a request, and an answer kept as it came.
+"""Minimal HTTP client, so that the client itself does not limit the measurement: one connection per request, and the
+body kept in the pieces in which it arrived.
 
-A client library spends some 60 us on each piece of a stream; here it is two calls into a parser written in C.
+A client library spends about 60 us on each piece of a stream; here it is two calls into a parser written in C.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import httptools
 
 
 class HttpError(Exception):
-    """No complete answer; the message says why."""
+    """The request got no complete answer; the message gives the reason."""
 
 
 class Address:
-    """Where a server is."""
+    """Address of a server, and the headers of requests to it."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        """Raises ValueError for what is no address. key: sent as a bearer token."""
+        """Raises ValueError for an invalid URL. `key` is sent as a bearer token."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("an address begins with http://HOST or https://HOST")
@@ -35,7 +36,7 @@ class Address:
         self._headers = "\r\n".join(lines)
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> Answer:
-        """The complete answer. Raises HttpError."""
+        """Send a request and return the complete answer. Raises HttpError."""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}\r\n"
         if body:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -53,7 +54,7 @@ class Address:
 
 
 class Answer(asyncio.Protocol):
-    """Sends its request when the connection stands."""
+    """One request and its answer: sends the request once connected and collects the body."""
 
     def __init__(self, request: bytes, complete: asyncio.Future[None]) -> None:
         self._request, self.complete = request, complete
@@ -68,14 +69,14 @@ class Answer(asyncio.Protocol):
         return b"".join(data for _, data in self.pieces)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.write(self._request)  # type: ignore[attr-defined]  # uvloop's are no asyncio.WriteTransport.
+        transport.write(self._request)  # type: ignore[attr-defined]  # uvloop has its own transport class
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"what came is no HTTP: {error}")
+            self._fail(f"the answer is not valid HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(f"the connection closed before the answer was complete{f': {exc}' if exc else ''}")
@@ -84,7 +85,7 @@ class Answer(asyncio.Protocol):
         if not self.complete.done():
             self.complete.set_exception(HttpError(why))
 
-    # For the parser.
+    # Callbacks of the parser.
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()

@@ -1,19 +1,23 @@
-"""Drives the engine in one thread, without text, while no other takes turns of the interpreter's lock: the calling one
-waits for Ctrl-C, which a thread that waits for a rank in C code would not hear. With several replicas it drives their
-processes."""
+"""Runs a workload on engines without text. One replica is stepped directly, in one thread, so that no other thread
+takes the interpreter's lock. Several replicas run in processes, under a request table.
+
+The calling thread only waits for Ctrl-C, which a thread that waits for a rank in C code would not receive."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dovetail.core.interfaces import FinishReason, Progress, SamplingParams, TimedRequest
+from dovetail.core.errors import RequestError
+from dovetail.core.interfaces import FinishReason, Progress, RequestOptions, SamplingParams, TimedRequest, TokenLogprobs
 from dovetail.plugins.app.bench.metrics import Timeline
 from dovetail.plugins.app.bench.target import OnDone, Target
 
@@ -21,13 +25,18 @@ if TYPE_CHECKING:
     from dovetail.core.engine.counters import Counters
     from dovetail.core.engine.engine import Engine
     from dovetail.core.engine.results import SequenceEvent
+    from dovetail.core.frontend.engines import Engines
     from dovetail.core.frontend.messages import EngineStats
-    from dovetail.core.frontend.replicated import ReplicatedEngine
+    from dovetail.core.frontend.outputs import Delta
+    from dovetail.core.frontend.request_table import OpenRequest
 
 KV_EVERY = 16
-"""Steps between two looks at the KV cache, which costs time by the number of sequences."""
-MOST_WAIT = 0.02
-"""Seconds that replicas are listened to before it is seen whether a request has arrived."""
+"""Steps between samples of KV cache usage, whose cost grows with the number of sequences."""
+POLL_SECONDS = 0.1
+"""Seconds between checks whether the run was stopped."""
+
+Answer = tuple[list[int], list[TokenLogprobs]]
+"""Output tokens and prompt log-probabilities of one prompt."""
 
 
 class EngineTarget(Target):
@@ -38,15 +47,17 @@ class EngineTarget(Target):
         return loaded
 
     def start(self, progress: Progress) -> dict[str, Any]:
-        from dovetail.core.frontend.llm import make_engine
+        from dovetail.core.engine.engine import start_engine
+        from dovetail.core.frontend.engines import start_engines
 
         began = time.perf_counter()
-        self.engine = make_engine(self.composition)
-        self.engine.start(progress)
-        # As in a server: what was loaded stays, and the collector need not walk it again and again.
+        engine = self.composition.engine
+        self.engine: Any = (start_engine if engine.dp == 1 else start_engines)(self.composition, progress)
+        """An Engine, or Engines if there are replicas."""
+        # As in a server: what was loaded stays, so the collector need not traverse it again and again.
         gc.collect()
         gc.freeze()
-        info, engine = self.engine.info, self.composition.engine
+        info = self.engine.info
         self.max_len = info.max_len
         return {
             "target": "engine",
@@ -59,16 +70,23 @@ class EngineTarget(Target):
         }
 
     def run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
-        """All that have arrived are queued before the next step: a burst waits for nobody's first step."""
-        # Or the next run would find the prompts of the last.
+        """Run requests at their arrival times. All that have arrived are queued before the next step."""
+        # Otherwise this run would find the prompts of the last one in the cache.
         reset = self.engine.reset_cache()
         gc.collect()
-        drive = (Drive if self.composition.engine.dp == 1 else ReplicatedDrive)(self.engine, requests, on_done)
+        drive = (StepDrive if self.composition.engine.dp == 1 else TableDrive)(self.engine, requests, on_done)
         self._run_in_thread(drive)
         return drive.timelines, drive.figures() | ({} if reset else {"prefix_cache_kept": True})
 
+    def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
+        """Run each prompt with its parameters, all at once, without prefixes of earlier calls. Raises RequestError for
+        a prompt that cannot run."""
+        self.engine.reset_cache()
+        complete = _step_to_the_end if self.composition.engine.dp == 1 else _submit_and_wait
+        return complete(self.engine, prompts, params)
+
     def _run_in_thread(self, drive: Drive) -> None:
-        from dovetail.core.frontend.llm import STEP_SECONDS
+        from dovetail.core.frontend.local_engine import STEP_SECONDS
 
         ended: Future[None] = Future()
 
@@ -80,25 +98,66 @@ class EngineTarget(Target):
             else:
                 ended.set_result(None)
 
-        # Not joined: a join that Ctrl-C breaks off takes the thread for one that has ended (Python 3.11).
+        # Not joined: a join that Ctrl-C breaks off marks the thread as ended (Python 3.11).
         threading.Thread(target=run, name="dovetail-bench", daemon=True).start()
         try:
             wait([ended])
         except BaseException:
             drive.stopped = True
             if not wait([ended], STEP_SECONDS).done:
-                self.engine.interrupt()
+                drive.interrupt()
                 wait([ended])
             raise
         ended.result()
 
     def close(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.shutdown()
+        if (engine := getattr(self, "engine", None)) is not None:
+            (engine.shutdown if self.composition.engine.dp == 1 else engine.close)()
 
 
-class Look(NamedTuple):
-    """At a KV cache that is in use."""
+def _step_to_the_end(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[Answer]:
+    found: dict[int, Answer] = {}
+    for ids, one in zip(prompts, params, strict=True):
+        (seq,) = engine.add(ids, one)
+        found[seq.uid] = ([], [])
+    while engine.has_work:
+        for event in engine.step():
+            if event.reason is FinishReason.REJECTED:
+                raise RequestError(event.detail)
+            tokens, logprobs = found[event.uid]
+            tokens += event.tokens
+            logprobs += event.prompt_logprobs
+    return list(found.values())
+
+
+def _submit_and_wait(
+    engines: Engines, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[Answer]:
+    from dovetail.core.frontend.request_table import NewRequest
+
+    found: list[Answer] = [([], []) for _ in prompts]
+    done: list[Future[None]] = [Future() for _ in prompts]
+
+    def deliver(number: int, request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
+        for delta in deltas:
+            found[number][0].extend(delta.token_ids)
+            found[number][1].extend(delta.prompt_logprobs)
+        if error is not None:
+            done[number].set_exception(error)
+        elif request.ended:
+            done[number].set_result(None)
+
+    pairs = enumerate(zip(prompts, params, strict=True))
+    engines.table.submit(*(NewRequest(ids, one, RequestOptions(), partial(deliver, i)) for i, (ids, one) in pairs))
+    for one in done:
+        one.result()
+    return found
+
+
+class KVSample(NamedTuple):
+    """One sample of KV cache usage."""
 
     used: float
     """Share of pages."""
@@ -107,53 +166,71 @@ class Look(NamedTuple):
 
 
 @dataclass(slots=True)
-class Seen:
-    """What is known of one replica in a run."""
+class ReplicaRun:
+    """Measurements of one replica in a run."""
 
     before: tuple[Counters, int]
     """Counters and preemptions when the run began."""
-    kv: list[Look] = field(default_factory=list)
+    kv: list[KVSample] = field(default_factory=list)
     requests: int = 0
     output_tokens: int = 0
 
 
-class Drive:
-    """One run."""
+class Drive(ABC):
+    """One run of a workload."""
 
-    def __init__(self, engine: Any, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
-        self.engine, self.requests, self._on_done = engine, requests, on_done
+    def __init__(self, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
+        self.requests, self._on_done = requests, on_done
         self.timelines = [Timeline(r.arrival, len(r.prompt_ids), r.slo) for r in requests]
-        self._running: dict[int, tuple[Timeline, Seen]] = {}
-        self._added = self._done = self._steps = 0
+        self._added = self._done = 0
         self.stopped = False
-        """Set from another thread: `run` returns after the step that it is in."""
-        self.seen = [Seen(before) for before in self._counted()]
+        """Set from another thread: `run` returns soon."""
+        self.replicas = [ReplicaRun(before) for before in self._counted()]
 
-    # The one replica in this process.
+    @abstractmethod
+    def run(self) -> None:
+        """Send every request at its time and wait for its end."""
+
+    @abstractmethod
+    def _counted(self) -> list[tuple[Counters, int]]:
+        """Counters and preemptions of each replica."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """From another thread: `run` hangs."""
+
+    def figures(self) -> dict[str, Any]:
+        """What the engines can tell of the run; None = they cannot."""
+        return _figures(self.replicas, self._counted())
+
+    def _next(self) -> tuple[Sequence[int], SamplingParams, RequestOptions]:
+        request = self.requests[self._added]
+        params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
+        options = RequestOptions(
+            priority=request.priority, user=request.user, cache_salt=request.cache_salt, adapter=request.adapter
+        )
+        return request.prompt_ids, params, options
+
+    def _finished(self) -> None:
+        self._done += 1
+        self._on_done(self._done)
+
+
+class StepDrive(Drive):
+    """Steps the one engine of this process."""
+
+    def __init__(self, engine: Engine, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
+        self.engine = engine
+        super().__init__(requests, on_done)
+        self._running: dict[int, Timeline] = {}
+        """By uid."""
+        self._steps = 0
 
     def _counted(self) -> list[tuple[Counters, int]]:
-        engine: Engine = self.engine
-        return [(copy(engine.counters), engine.scheduler.stats().preemptions)]
+        return [(copy(self.engine.counters), self.engine.scheduler.stats().preemptions)]
 
-    def _step(self, wait: float) -> list[SequenceEvent]:
-        engine: Engine = self.engine
-        events = engine.step()
-        self._steps += 1
-        if self._steps % KV_EVERY == 0:
-            stats = engine.kv.stats()
-            if stats.pages:
-                self.seen[0].kv.append(Look(stats.owned / stats.pages, stats.owned_tokens, stats.used_tokens))
-        return events
-
-    def _replica_of(self, uid: int) -> int:
-        return 0
-
-    def _spare(self) -> float:
-        """Seconds for which the next step can wait for whoever comes, as it does in a server."""
-        engine: Engine = self.engine
-        return engine.launch_delay()
-
-    # Any.
+    def interrupt(self) -> None:
+        self.engine.interrupt()
 
     def run(self) -> None:
         engine, requests = self.engine, self.requests
@@ -162,91 +239,114 @@ class Drive:
             now = time.perf_counter() - began
             while self._added < len(requests) and requests[self._added].arrival <= now:
                 self._add()
-            wait = requests[self._added].arrival - now if self._added < len(requests) else MOST_WAIT
             if not engine.has_work:
                 _sleep_until(began + requests[self._added].arrival)
                 continue
-            if self._added < len(requests) and (spare := self._spare()):
-                _sleep_until(began + now + min(wait, spare))
+            if self._added < len(requests) and (delay := engine.launch_delay()):
+                # The launch waits for requests, as it does in a server.
+                _sleep_until(began + now + min(requests[self._added].arrival - now, delay))
                 continue
-            events = self._step(wait)
+            events = self._step()
             clock = time.perf_counter() - began
             for event in events:
-                line, seen = self._running[event.uid]
+                line = self._running[event.uid]
                 if event.tokens:
                     line.came(clock, len(event.tokens))
-                    seen.output_tokens += len(event.tokens)
+                    self.replicas[0].output_tokens += len(event.tokens)
                 if event.reason is not None:
-                    self._finish(event.uid, event.reason, event.detail)
+                    del self._running[event.uid]
+                    if event.reason is FinishReason.REJECTED:
+                        line.failure = event.detail
+                    self._finished()
 
     def _add(self) -> None:
-        request = self.requests[self._added]
-        params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
-        given = {"priority": request.priority, "user": request.user, "cache_salt": request.cache_salt}
-        (seq,) = self.engine.add(request.prompt_ids, params, adapter=request.adapter, **given)
-        seen = self.seen[self._replica_of(seq.uid)]
-        self._running[seq.uid] = self.timelines[self._added], seen
+        ids, params, options = self._next()
+        (seq,) = self.engine.add(ids, params, options)
+        self._running[seq.uid] = self.timelines[self._added]
         self._added += 1
-        seen.requests += 1
+        self.replicas[0].requests += 1
 
-    def _finish(self, uid: int, reason: FinishReason, detail: str) -> None:
-        line, _ = self._running.pop(uid)
-        if reason is FinishReason.REJECTED:
-            line.failure = detail
-        self._done += 1
-        self._on_done(self._done)
-
-    def figures(self) -> dict[str, Any]:
-        """What the engine can tell of the run; None = it cannot."""
-        return _figures(self.seen, self._counted())
+    def _step(self) -> list[SequenceEvent]:
+        events = self.engine.step()
+        self._steps += 1
+        if self._steps % KV_EVERY == 0:
+            stats = self.engine.kv.stats()
+            if stats.pages:
+                self.replicas[0].kv.append(KVSample(stats.owned / stats.pages, stats.owned_tokens, stats.used_tokens))
+        return events
 
 
-class ReplicatedDrive(Drive):
-    """All replicas together, and each beside it."""
+class TableDrive(Drive):
+    """Submits to the table over all replicas, which deliver in threads of their own."""
 
-    engine: ReplicatedEngine
-
-    def __init__(self, engine: Any, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
-        super().__init__(engine, requests, on_done)
-        engine.on_stats = self._look
+    def __init__(self, engines: Engines, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
+        self.engines = engines
+        super().__init__(requests, on_done)
+        engines.table.on_stats = self._sample
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._cpu = self._wall = 0.0
 
     def _counted(self) -> list[tuple[Counters, int]]:
-        return [(figures.counters, figures.stats.preemptions) for figures in self.engine.figures()]
+        return [(figures.counters, figures.stats.preemptions) for figures in self.engines.figures()]
 
-    def _step(self, wait: float) -> list[SequenceEvent]:
-        return self.engine.step(min(max(wait, 0.0), MOST_WAIT))
-
-    def _replica_of(self, uid: int) -> int:
-        return self.engine.replica_of(uid)
-
-    def _spare(self) -> float:
-        return 0.0  # Each replica's own loop waits.
-
-    def _look(self, replica: int, stats: EngineStats) -> None:
-        if stats.running and stats.pages:
-            self.seen[replica].kv.append(Look(stats.kv_usage, stats.tokens_owned, stats.tokens_used))
+    def interrupt(self) -> None:
+        self._ended.set()
 
     def run(self) -> None:
-        cpu, wall = time.process_time(), time.perf_counter()
-        super().run()
-        self._cpu, self._wall = time.process_time() - cpu, time.perf_counter() - wall
+        cpu, began = time.process_time(), time.perf_counter()
+        for request in self.requests:
+            _sleep_until(began + request.arrival)
+            if self.stopped:
+                return
+            self._submit(began)
+        while not self.stopped and not self._ended.wait(POLL_SECONDS):
+            pass
+        self._cpu, self._wall = time.process_time() - cpu, time.perf_counter() - began
+        self.engines.check_alive()
+
+    def _submit(self, began: float) -> None:
+        from dovetail.core.frontend.request_table import NewRequest
+
+        line = self.timelines[self._added]
+
+        def deliver(request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
+            tokens = sum(len(delta.token_ids) for delta in deltas)
+            with self._lock:
+                if tokens:
+                    line.came(time.perf_counter() - began, tokens)
+                    self.replicas[request.replica].output_tokens += tokens
+                if error is not None:
+                    line.failure = str(error)
+                if request.ended:
+                    self._finished()
+                    if self._done == len(self.requests):
+                        self._ended.set()
+
+        (request,) = self.engines.table.submit(NewRequest(*self._next(), deliver))
+        self._added += 1
+        self.replicas[request.replica].requests += 1
+
+    def _sample(self, replica: int, stats: EngineStats) -> None:
+        if stats.running and stats.pages:
+            self.replicas[replica].kv.append(KVSample(stats.kv_usage, stats.tokens_owned, stats.tokens_used))
 
     def figures(self) -> dict[str, Any]:
+        """Of all replicas together, and of each."""
         now = self._counted()
         each = [
             {"requests": one.requests, "output_tokens": one.output_tokens} | _figures([one], [after])
-            for one, after in zip(self.seen, now, strict=True)
+            for one, after in zip(self.replicas, now, strict=True)
         ]
-        # Where this process is the bottleneck, replicas wait for it.
-        return _figures(self.seen, now) | {"client_busy": round(self._cpu / self._wall, 4), "replicas": each}
+        # client_busy close to 1: this process is the bottleneck and replicas wait for it.
+        return _figures(self.replicas, now) | {"client_busy": round(self._cpu / self._wall, 4), "replicas": each}
 
 
-def _figures(seen: Sequence[Seen], now: Sequence[tuple[Counters, int]]) -> dict[str, Any]:
-    """Of some replicas together: sums, and means over what they did."""
+def _figures(replicas: Sequence[ReplicaRun], now: Sequence[tuple[Counters, int]]) -> dict[str, Any]:
+    """Return the figures of some replicas together: sums, and means weighted by their work."""
 
     def gained(name: str) -> float:
-        pairs = zip(now, seen, strict=True)
+        pairs = zip(now, replicas, strict=True)
         return sum(getattr(after, name) - getattr(one.before[0], name) for (after, _), one in pairs)
 
     def per_step(name: str) -> float:
@@ -254,8 +354,8 @@ def _figures(seen: Sequence[Seen], now: Sequence[tuple[Counters, int]]) -> dict[
 
     steps, idle, worked = int(gained("steps")), gained("idle_seconds"), gained("device_seconds")
     rows, entered, drafted, accepted = map(gained, ("decode_rows", "entered_tokens", "drafted", "accepted"))
-    looks = [look for one in seen for look in one.kv]
-    used, slots = [look.used for look in looks], sum(look.owned_tokens for look in looks)
+    samples = [sample for one in replicas for sample in one.kv]
+    used, slots = [sample.used for sample in samples], sum(sample.owned_tokens for sample in samples)
     return {
         "steps": steps,
         "host_ms_per_step": {part: per_step(f"{part}_seconds") for part in ("schedule", "submit", "wait", "update")},
@@ -263,16 +363,16 @@ def _figures(seen: Sequence[Seen], now: Sequence[tuple[Counters, int]]) -> dict[
         "device_idle": round(idle / (idle + worked), 4) if worked else None,
         "kv_used_mean": round(sum(used) / len(used), 4) if used else None,
         "kv_used_max": round(max(used), 4) if used else None,
-        "kv_waste": round(1 - sum(look.used_tokens for look in looks) / slots, 4) if slots else None,
+        "kv_waste": round(1 - sum(sample.used_tokens for sample in samples) / slots, 4) if slots else None,
         "prefix_hit_rate": round(gained("cached_tokens") / entered, 4) if entered else None,
-        "preemptions": sum(after - one.before[1] for (_, after), one in zip(now, seen, strict=True)),
+        "preemptions": sum(after - one.before[1] for (_, after), one in zip(now, replicas, strict=True)),
         "draft_acceptance": round(accepted / drafted, 4) if drafted else None,
         "acceptance_length": round(1 + accepted / rows, 4) if drafted and rows else None,
     }
 
 
 def _sleep_until(moment: float) -> None:
-    """The last millisecond is waited for awake: a sleep may last longer than asked for."""
+    """Sleep, and spin for the last millisecond, since a sleep may overrun."""
     while (left := moment - time.perf_counter()) > 0:
         if left > 1e-3:
             time.sleep(left - 1e-3)

@@ -1,7 +1,7 @@
-"""From the times at which tokens came to the figures of a run. Pure: no engine, no server, no clock.
+"""Figures of a run, computed from the arrival times of its tokens. Pure functions: no engine, no server, no clock.
 
 TTFT  arrival to first token                   E2E   arrival to last token
-TPOT  first to last token, per token after it  ITL   between one arrival of tokens and the next
+TPOT  first to last token, per token after it  ITL   between consecutive arrivals of tokens
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dovetail.core.interfaces import SLO
 
 @dataclass(slots=True)
 class Timeline:
-    """One request of a run. Seconds since the run began. Written by whoever drives the run."""
+    """One request of a run. Times are seconds since the start of the run. Written by the driver of the run."""
 
     arrival: float
-    """When it was to arrive: a driver that comes late makes the request wait, and that counts."""
+    """Scheduled arrival. If the driver sends the request late, the delay counts as latency."""
     prompt_tokens: int
     slo: SLO | None = None
     times: list[float] = field(default_factory=list)
-    """When tokens came."""
+    """Arrival times of tokens."""
     counts: list[int] = field(default_factory=list)
-    """How many came with each of these."""
+    """Number of tokens at each of these times."""
     failure: str = ""
-    """Why it has no complete output."""
+    """Reason why the output is incomplete; empty: it is complete."""
 
     def came(self, clock: float, tokens: int) -> None:
         self.times.append(clock)
@@ -48,7 +48,7 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """None where no token came after the first ones: there is nothing to divide."""
+        """None if all tokens arrived at once."""
         later = self.tokens - self.counts[0]
         return (self.times[-1] - self.times[0]) / later if later else None
 
@@ -57,7 +57,7 @@ class Timeline:
         return (after - before for before, after in zip(self.times, self.times[1:], strict=False))
 
     def keeps(self, slo: SLO) -> bool:
-        """Without a TPOT there is none that is too long."""
+        """Whether the request meets its own objective, or else `slo`. A request without a TPOT meets any TPOT limit."""
         slo = self.slo or slo
         late = slo.ttft is not None and self.ttft > slo.ttft
         slow = slo.tpot is not None and self.tpot is not None and self.tpot > slo.tpot
@@ -65,7 +65,7 @@ class Timeline:
 
 
 def spread(seconds: Iterable[float]) -> dict[str, float] | None:
-    """In milliseconds; percentiles are interpolated. None = nothing to tell."""
+    """Return mean, percentiles (interpolated) and maximum in milliseconds; None = no values."""
     values = np.fromiter(seconds, float) * 1e3
     if not len(values):
         return None
@@ -75,7 +75,7 @@ def spread(seconds: Iterable[float]) -> dict[str, float] | None:
 
 
 def measure(timelines: Sequence[Timeline], slo: SLO) -> dict[str, Any]:
-    """The figures of one run, which began at 0 and ended with the last token."""
+    """Return the figures of one run, which lasts from 0 to the last token."""
     complete = [line for line in timelines if not line.failure]
     seconds = max((line.times[-1] for line in complete), default=0.0)
     output = sum(line.tokens for line in complete)
@@ -102,7 +102,7 @@ def measure(timelines: Sequence[Timeline], slo: SLO) -> dict[str, Any]:
 
 
 def _goodput(timelines: Sequence[Timeline], complete: Sequence[Timeline], slo: SLO, rate: Any) -> dict[str, Any] | None:
-    """Requests that keep their objective (DistServe, Zhong et al. 2024); a failed one keeps none."""
+    """Return rate and share of requests that meet their objective (DistServe, Zhong et al. 2024)."""
     if slo == SLO() and not any(line.slo for line in timelines):
         return None
     good = sum(line.keeps(slo) for line in complete)
@@ -110,7 +110,7 @@ def _goodput(timelines: Sequence[Timeline], complete: Sequence[Timeline], slo: S
 
 
 def per_token_of_run(whole: float, one_token: float, output_tokens: int) -> float:
-    """Milliseconds per output token: the run less the same run with one output token, over the tokens after it."""
+    """Return ms per output token: (seconds of the run - seconds with one output token per request) / (tokens - 1)."""
     return (whole - one_token) / (output_tokens - 1) * 1e3
 
 
@@ -135,7 +135,7 @@ SUMMARY = (
 
 
 def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """ "ttft_ms.median" and so on -> median, least and most over the runs; what a run cannot tell is left out."""
+    """Return path, such as "ttft_ms.median" -> median, minimum and maximum over the runs that have the value."""
     found = {}
     for path in SUMMARY:
         values = [value for run in runs if (value := _at(run, path)) is not None]
@@ -152,20 +152,21 @@ def _at(run: Any, path: tuple[str, ...]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Where a load curve bends."""
+    """Knee of a load curve."""
 
     rate: float | None
     """Requests/s; None = no rate qualifies."""
     rule: str
-    """How it was found, in words."""
+    """Description of the rule that found it."""
 
 
 def knee(points: Sequence[dict[str, Any]], slo: SLO, share: float) -> Knee | None:
-    """Of a curve's summaries, each with its offered `rate`. None = fewer than three rates, or no bend.
+    """Find the knee of a load curve, given its summaries, each with its offered `rate`. None = fewer than three rates,
+    or no bend.
 
-    With an objective: the highest rate up to which every rate has at least `share` of its requests keep it. Without:
+    With an objective: the highest rate up to which at every rate at least `share` of the requests meet it. Without:
     Kneedle (Satopaa et al. 2011) on the median end-to-end latency, that is, the rate at which the curve, scaled to the
-    unit square, lies farthest below its chord.
+    unit square, is farthest below its chord.
     """
     points = sorted(points, key=lambda point: point["rate"])
     if slo != SLO():
@@ -174,7 +175,7 @@ def knee(points: Sequence[dict[str, Any]], slo: SLO, share: float) -> Knee | Non
             if point["goodput.share"]["median"] < share:
                 break
             served = point["rate"]
-        return Knee(served, f"highest rate at which {share:.0%} of requests keep the objective")
+        return Knee(served, f"highest rate at which {share:.0%} of requests meet the objective")
     if len(points) < 3:
         return None
     x = np.array([point["rate"] for point in points], float)

@@ -1,4 +1,4 @@
-"""What a result file says of where and how it was made. A figure without this is a rumour."""
+"""Provenance in result files: command, configuration, versions, machine and commit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 SCHEMA = "dovetail.bench/2"
-"""Changes whenever a reader of these files would have to."""
+"""Format version of the result file; changes when its readers have to change."""
 
 
 def describe(composition: Composition, about: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`about`: this machine, where the process may not look for itself, since it would hold memory of a GPU."""
+    """Return the provenance record. `about` is a description of this machine, for a process that must not query the GPU
+    itself, since that would occupy GPU memory."""
     return {
         "schema": SCHEMA,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -58,7 +59,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any] | None:
-    """Of the checkout that this code lies in; None = it is installed."""
+    """Return the commit of the checkout that contains this code; None = an installed package."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Figures for people: tables on the terminal, and a picture."""
+"""Report of a benchmark: tables on the terminal, and a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.core.errors import ConfigError
 
 NONE = "n/a"
 BUSY = 0.8
-"""Share of a run from which on a client's own work shows in the figures."""
+"""Busy share above which the client's own work distorts the figures."""
 SUFFIXES = ("png", "svg", "pdf")
 
 
@@ -40,8 +40,8 @@ def show(result: dict[str, Any]) -> None:
                     which = f"{found['workload']}: {run['failed']} of {run['requests']} requests failed"
                     console.print(f"[bold red]{which}[/]: {run['failures'][0]}")
                 if run.get("client_busy", 0.0) > BUSY:
-                    which = f"{found['workload']}: this client was at work {run['client_busy']:.0%} of the time"
-                    console.print(f"[bold red]{which}[/], so it was measured too")
+                    which = f"{found['workload']}: this client was busy {run['client_busy']:.0%} of the time"
+                    console.print(f"[bold red]{which}[/], so the figures include its own limits")
 
 
 def _where(result: dict[str, Any]) -> str:
@@ -66,7 +66,7 @@ def _rows(result: dict[str, Any]) -> Any:
 
 
 def _speed(result: dict[str, Any]) -> Table:
-    """Medians over the runs; the range of the throughput shows how far they differ."""
+    """Build the table of medians over runs, with the range of the throughput."""
     table = _table("latency in ms, throughput in tokens/s")
     goodput = any("goodput.share" in load["summary"] for _, load in _rows(result))
     columns = [
@@ -99,10 +99,8 @@ def _speed(result: dict[str, Any]) -> Table:
 
 
 def _inside(result: dict[str, Any]) -> Table:
-    """Of the last run."""
-    table = _table(
-        "inside the engine, last run: ms a step on host and device, how long that waited for the host, the KV cache"
-    )
+    """Build the table of engine figures of the last run."""
+    table = _table("inside the engine, last run: ms per step on host and device, share of device time idle, KV cache")
     for head in (
         "steps", "schedule", "submit", "wait", "update", "device", "idle", "KV used", "waste", "hits", "preempted",
         "accepted",
@@ -124,7 +122,7 @@ def _inside(result: dict[str, Any]) -> Table:
 
 
 def _replicas(result: dict[str, Any]) -> Table:
-    """Of the last run."""
+    """Build the table of figures per replica of the last run."""
     table = _table("replicas, last run")
     for head in ("replica", "requests", "output/s", "steps", "KV used", "hits", "preempted"):
         table.add_column(head, justify="right")
@@ -160,11 +158,11 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-# The picture.
+# Plot.
 
 
 def check_plot(path: str | None, option: str) -> None:
-    """Before minutes of measuring, not after."""
+    """Raise ConfigError before the measurement if the plot cannot be drawn."""
     if path is None:
         return
     if Path(path).suffix.lstrip(".") not in SUFFIXES:
@@ -177,7 +175,7 @@ def check_plot(path: str | None, option: str) -> None:
 
 
 def draw(path: str, result: dict[str, Any], timelines: dict[str, Any]) -> None:
-    """A row for each workload: its load curve, or the distributions of its latencies."""
+    """Draw one row per workload: its load curve, or its latency distributions."""
     from matplotlib.figure import Figure
 
     results = result["results"]

@@ -1,4 +1,4 @@
-"""Runs of a workload on one target: which requests, in which order, and their figures."""
+"""Runs of a workload on one target: their requests, their order and their figures."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from dovetail.plugins.app.bench.target import OnDone, Target
 WARMUP_TOKENS = 4
 
 Bar = Callable[[str, int], AbstractContextManager[OnDone]]
-"""bar(title, requests): shows how far a run is while it is open."""
+"""bar(title, requests): context manager that shows the progress of a run."""
 
 
 class Runs:
-    def __init__(self, config: RunsConfig, target: Target, bar: Bar, say: Callable[[str], None]) -> None:
-        """`say`: prints a line for people."""
-        self.config, self.target, self.bar, self.say = config, target, bar, say
+    def __init__(self, config: RunsConfig, target: Target, bar: Bar, note: Callable[[str], None]) -> None:
+        """`note` prints a line to the user."""
+        self.config, self.target, self.bar, self.note = config, target, bar, note
         self.slo = SLO(config.slo.ttft, config.slo.tpot)
         self.seed = target.composition.engine.seed
         self._sent: set[int] = set()
-        self._told = False
+        self._noted = False
 
     # Requests.
 
     def requests(self, name: str, workload: Workload, number: int, rate: float | None) -> Sequence[TimedRequest]:
-        """Every run of every workload and rate draws prompts of its own, and the same ones the next time: a server
-        would find those of the run before in its prefix cache. What comes from a file may come again all the same.
-        They are spread over adapters where names are given."""
+        """Return the requests of run `number`, spread over `config.adapters` if given.
+
+        The prompts are reproducible and differ between runs, workloads and rates, so that a server does not find those
+        of an earlier run in its prefix cache. Workloads that read a file may still repeat prompts.
+        """
         target = self.target
         seed = zlib.crc32(f"{self.seed} {name} {rate} {number}".encode())
         requests = workload.requests(WorkloadContext(target.vocab, target.max_len, seed, rate, target.encode))
@@ -48,13 +50,13 @@ class Runs:
         return [replace(request, adapter=name) for request, name in zip(requests, chosen, strict=True)]
 
     def check(self, name: str, workload: Workload) -> Sequence[TimedRequest]:
-        """What cannot be made is found before minutes of loading. The warm-up's requests."""
+        """Check, before the model is loaded, that requests can be made. Returns those of the warm-up."""
         requests = self.requests(name, workload, 0, workload.rates()[0])
         known = self.target.adapters
         wanted = dict.fromkeys((*self.config.adapters, *(request.adapter for request in requests)))
         if known is not None and (missing := [one for one in wanted if one and one not in known]):
             raise ConfigError(
-                f"requests name adapters that are not loaded: {', '.join(missing)}; there is "
+                f"requests name adapters that are not loaded: {', '.join(missing)}; loaded: "
                 f"{', '.join(known) or 'none'}. adapter=lora 'adapter.load={{name: folder}}' loads some at start-up"
             )
         return requests
@@ -64,8 +66,9 @@ class Runs:
     def measure(
         self, name: str, workload: Workload, rate: float | None, *, first: int = 0, one_token_run: bool = False
     ) -> tuple[list[dict[str, Any]], list[Any]]:
-        """A warm-up, then `config.runs` runs from number `first` on: their figures, and the timelines of the last.
-        Number n has the same requests in every process. With `one_token_run`, the time per output token of the run."""
+        """Warm up, then measure `config.runs` runs, numbered from `first`. Returns their figures, and the timelines of
+        the last one. Run n has the same requests in every process. `one_token_run` adds the time per output token of
+        the run."""
         title = name if rate is None else f"{name} at {rate:g}/s"
         self._warm_up(title, self.requests(name, workload, 0, rate))
         runs: list[dict[str, Any]] = []
@@ -74,7 +77,7 @@ class Runs:
             of, number = f"{title}, run {i + 1} of {self.config.runs}", 2 * (first + i) + 1
             figures, lines = self._run(of, self.requests(name, workload, number, rate))
             if one_token_run:
-                # With prompts of its own: a server may remember those of the run.
+                # With other prompts: a server may have cached those of the run.
                 figures |= self._tpot_of_run(of, self.requests(name, workload, number + 1, rate), figures)
             runs.append(figures)
         return runs, lines
@@ -86,8 +89,8 @@ class Runs:
 
     def _run(self, title: str, requests: Sequence[TimedRequest]) -> tuple[dict[str, Any], list[Any]]:
         with self.bar(title, len(requests)) as done:
-            timelines, told = self.target.run(requests, done)
-        figures = measure(timelines, self.slo) | told | {"requests_hash": hash_of(requests)}
+            timelines, extra = self.target.run(requests, done)
+        figures = measure(timelines, self.slo) | extra | {"requests_hash": hash_of(requests)}
         if self.target.remembers and (again := self._sent_before(requests)):
             figures["prompts_sent_before"] = again
         failures = dict.fromkeys(line.failure for line in timelines if line.failure)
@@ -98,14 +101,14 @@ class Runs:
         return figures, timelines
 
     def _sent_before(self, requests: Sequence[TimedRequest]) -> int:
-        """Prompts that an earlier run had: the target may know them, and is quicker by that."""
+        """Return the number of prompts already used by an earlier run, which the target may have cached."""
         prompts = {hash(request.prompt_ids) for request in requests}
         again = len(prompts & self._sent)
-        if again and not self._told:
-            self._told = True
-            self.say(
+        if again and not self._noted:
+            self._noted = True
+            self.note(
                 f"{again} of {len(requests)} prompts had been sent before, and the server may still have them in its "
-                "prefix cache: prompts_sent_before in the results counts them for each run"
+                "prefix cache; prompts_sent_before in the results counts them per run"
             )
         self._sent |= prompts
         return again
@@ -121,8 +124,8 @@ class Runs:
 
 
 def hash_of(requests: Sequence[TimedRequest]) -> str:
-    """Equal for equal requests, in any process: whether two runs did the same work."""
-    told = hashlib.sha256()
+    """Return a hash that is equal in all processes for equal requests; shows whether two runs did the same work."""
+    digest = hashlib.sha256()
     for request in requests:
-        told.update(repr(request).encode())
-    return told.hexdigest()[:16]
+        digest.update(repr(request).encode())
+    return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Measures a server that speaks the OpenAI API (`/v1/completions`, streamed), over one connection a request."""
+"""Measure a server with the OpenAI API (`/v1/completions`, streamed), over one connection per request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class ServerTarget(Target):
-    """A client of one thread. The client's own delay is part of the figures and is reported beside them."""
+    """Single-threaded client. Its own delay is part of the figures and is also reported separately."""
 
     remembers = True
 
@@ -49,7 +49,7 @@ class ServerTarget(Target):
         return self._in_loop(self._run(requests, on_done))
 
     def close(self) -> None:
-        """Connections end with each run."""
+        """Do nothing: connections end with each run."""
 
     @staticmethod
     def _in_loop(work: Coroutine[Any, Any, _T]) -> _T:
@@ -65,11 +65,11 @@ class ServerTarget(Target):
         except (HttpError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"bench.url={self.config.url}: {self.url}/models names no model ({error}); is the server up, and "
-                "does the address end with /v1? bench.model=<name> asks nobody"
+                "does the address end with /v1? bench.model=<name> skips this query"
             ) from None
 
     async def _ask(self, method: str, path: str, body: bytes = b"") -> Answer:
-        """Over a connection of its own: a pool would make requests wait here, and that would be measured."""
+        """Send a request over a new connection. With a pool, time in the client's queue would be measured too."""
         try:
             async with asyncio.timeout(self.config.timeout):
                 return await self._server.ask(method, path, body)
@@ -77,7 +77,7 @@ class ServerTarget(Target):
             raise HttpError(f"no complete answer within {self.config.timeout:g} s (bench.timeout)") from None
 
     async def _run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
-        """While requests run, bytes are only kept with the time they came: what they say is read afterwards."""
+        """Send all requests. Bytes are stored with their arrival time and parsed after the run."""
         bodies = [msgspec.json.encode(self._body(request)) for request in requests]
         streams = [Stream() for _ in requests]
         lags: list[float] = []
@@ -110,7 +110,7 @@ class ServerTarget(Target):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        # Beyond OpenAI's own API: only sent where the workload says something.
+        # Extensions of the OpenAI API: sent only if the workload sets them.
         for name in ("priority", "user", "cache_salt"):
             if value := getattr(request, name):
                 body[name] = value
@@ -125,19 +125,19 @@ class ServerTarget(Target):
         if answer.status == 200:
             stream.pieces = [(clock - began, data) for clock, data in answer.pieces]
         else:
-            told = answer.body.decode(errors="replace")[:500]
+            reason = answer.body.decode(errors="replace")[:500]
             refused = self._texts is None and answer.status in (400, 422)
-            hint = " (bench.send=text for a server that takes no token ids)" if refused else ""
-            stream.failure = f"status {answer.status}: {told}{hint}"
+            hint = " (use bench.send=text for a server that takes no token ids)" if refused else ""
+            stream.failure = f"status {answer.status}: {reason}{hint}"
 
 
 class StreamError(Exception):
-    """What came is no complete output; the message says why."""
+    """The stream holds no complete output; the message gives the reason."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as it came."""
+    """One streamed answer, as the pieces that arrived."""
 
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
     """(seconds since the run began, bytes)"""
@@ -153,10 +153,12 @@ class Stream:
         return line
 
     def _arrivals(self, wanted: int) -> tuple[list[float], list[int]]:
-        """When tokens came, and how many. The usage at the end says how many there were: each event gets its share, as
-        it may hold several tokens or, with half of a character, none. Events of one moment are one arrival.
+        """Return the arrival times of tokens, and the number of tokens at each.
 
-        Who was to produce exactly `wanted` tokens and did not is no fair comparison: that fails.
+        The usage at the end states the total. It is divided evenly over the events, since one may hold several tokens
+        or, for an incomplete character, none. Simultaneous events are one arrival.
+
+        A server that did not produce exactly `wanted` tokens cannot be compared: raises StreamError.
         """
         clocks: list[float] = []
         usage: dict[str, Any] = {}
@@ -170,8 +172,8 @@ class Stream:
         if not clocks or not isinstance(tokens, int):
             raise StreamError("the stream ended without output or without usage.completion_tokens")
         if tokens != wanted:
-            raise StreamError(f"{tokens} tokens came and {wanted} were asked for: the server does not obey ignore_eos")
-        # There are no more arrivals than tokens: the last event of some servers only says that it was the last.
+            raise StreamError(f"{tokens} tokens arrived instead of {wanted}: the server ignores ignore_eos")
+        # At most one arrival per token: the last event of some servers has no token, only the finish reason.
         clocks = clocks[:tokens]
         shares: dict[float, int] = {}
         given = 0
@@ -182,19 +184,19 @@ class Stream:
         return list(shares), list(shares.values())
 
     def _events(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Server-sent events that hold JSON objects, to the mark of the end."""
+        """Yield (time, JSON object) of the server-sent events, up to the end marker."""
         rest = b""
         for clock, data in self.pieces:
             *lines, rest = (rest + data).split(b"\n")
             for text in lines:
                 if not text.startswith(b"data:"):
                     continue
-                if (told := text[len(b"data:") :].strip()) == b"[DONE]":
+                if (payload := text[len(b"data:") :].strip()) == b"[DONE]":
                     return
                 try:
-                    event = msgspec.json.decode(told)
+                    event = msgspec.json.decode(payload)
                 except ValueError:
                     event = None
                 if not isinstance(event, dict):
-                    raise StreamError(f"not a JSON object in the stream: {told[:200]!r}")
+                    raise StreamError(f"not a JSON object in the stream: {payload[:200]!r}")
                 yield clock, event

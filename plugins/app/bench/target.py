@@ -1,4 +1,4 @@
-"""What is measured: the engine in this process, or a server."""
+"""Target of a measurement: the engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ if TYPE_CHECKING:
     from dovetail.core.tokenizer import Tokenizer
 
 OnDone = Callable[[int], None]
-"""on_done(requests complete so far)"""
+"""on_done(number of completed requests)"""
 
 
 class Target(ABC):
-    """`start`, then `run` any number of times, then `close`."""
+    """Target of a measurement. Call `start`, then `run` any number of times, then `close`."""
 
     remembers = False
-    """What one run left in its prefix cache is there in the next."""
+    """Whether prompts of earlier runs may stay in the target's prefix cache."""
 
     def __init__(self, composition: Composition) -> None:
         self.composition = composition
         model = composition.part("model")
         spec: ModelSpec = model.facts() or model.target().spec(model.config)
         self.vocab = spec.vocab
-        """Prompt ids lie in [0, vocab)."""
+        """Prompt ids are in [0, vocab)."""
         self.max_len = spec.longest(composition.engine.max_len)
-        """Tokens of the longest sequence; start may find that it is less."""
+        """Longest sequence, tokens; `start` may lower it."""
 
     @property
     def adapters(self) -> Collection[str] | None:
-        """Those that requests may name; None = not known before they ask."""
+        """Adapters that requests may name; None = unknown before a request is sent."""
         return None
 
     @abstractmethod
     def start(self, progress: Progress) -> dict[str, Any]:
-        """Get ready. What the result says about it: start-up seconds by phase, versions, the server's address."""
+        """Start the target. Returns its description for the result file: start-up times, device or address."""
 
     @abstractmethod
     def run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
-        """Send each request when its time has come; its timeline, in their order, and what else can be told."""
+        """Send each request at its arrival time. Returns their timelines, in the same order, and additional figures."""
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent."""
+        """Release the target's resources. Idempotent."""
 
     def encode(self, text: str) -> Sequence[int]:
-        """Raises ConfigError, a ValueError, where the model has no tokenizer."""
+        """Tokenize a text. Raises ConfigError, which is a ValueError, if the model has no tokenizer."""
         return self.tokenizer.encode(text)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ConfigError where the model has none."""
+        """The model's tokenizer. Raises ConfigError if it has none."""
         from dovetail.core.tokenizer import Tokenizer
 
         model = self.composition.part("model")
         folder = model.target().source(model.config).folder
         if folder is None:
-            raise ConfigError("this model has shapes and no folder, so it has no tokenizer: set model.path=<folder>")
+            raise ConfigError("this model has no folder and therefore no tokenizer: set model.path=<folder>")
         return Tokenizer(folder)

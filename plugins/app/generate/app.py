@@ -1,4 +1,4 @@
-"""Text from prompts, on the terminal or into a file."""
+"""`app=generate`: complete prompts, on the terminal or into a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GenerateApp(App):
     config: GenerateConfig
 
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
-        # What the model states is read from its folder without torch: one that is not there is reported at once.
+        # Reads the model's folder without importing torch, so that a missing one is reported at once.
         composition.part("model").capabilities(Host())
         texts = gather(prompts, self.config.prompts)
         params = self._params()
@@ -73,16 +73,16 @@ class GenerateApp(App):
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with (
             Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar,
-            phases_in_lines(self._console) as told,
+            phases_in_lines(self._console) as print_phase,
         ):
             task = bar.add_task("start", total=None)
 
             def progress(phase: str, share: float | None) -> None:
-                told(phase, share)
+                print_phase(phase, share)
                 bar.update(task, description=phase, total=None if share is None else 1.0, completed=share or 0.0)
 
             llm = LLM(composition=composition, progress=progress)
-        info = llm.engine.info
+        info = llm.info
         long = [f"{name} {seconds:.1f} s" for name, seconds in info.phases.items() if seconds >= 0.05]
         phases = f" ({', '.join(long)})" if long else ""
         self._console.print(f"[dim]{info.device}, started in {llm.start_seconds:.1f} s{phases}[/]")
@@ -91,7 +91,7 @@ class GenerateApp(App):
         return llm
 
     def _stream(self, llm: LLM, prompt: str, params: SamplingParams) -> float:
-        """Returns the time to the first token, seconds."""
+        """Print the output as it is generated. Returns the time to first token, seconds."""
         sys.stdout.write(prompt)
         sys.stdout.flush()
         began, ttft = time.perf_counter(), 0.0
@@ -101,7 +101,7 @@ class GenerateApp(App):
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
         except (DovetailError, KeyboardInterrupt):
-            # What is said of it begins a line of its own.
+            # Start a new line for the error message.
             print(flush=True)
             raise
         print(flush=True)

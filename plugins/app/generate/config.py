@@ -11,42 +11,42 @@ from dovetail.core.interfaces import Grammar
 
 
 class GenerateConfig(AppConfig):
-    """Complete prompts: those after `--`, or of a file, or of stdin. One prompt streams to the terminal."""
+    """Complete prompts given after `--`, in a file or on stdin. A single prompt streams to the terminal."""
 
     needs: ClassVar[tuple[str, ...]] = ENGINE_NODES
     takes_prompts: ClassVar[bool] = True
 
     prompts: str | None = None
-    """File of prompts: *.jsonl with {"prompt": ...} a line, else one prompt a line; "-" reads one prompt from stdin."""
+    """File of prompts: *.jsonl with {"prompt": ...} per line, else one prompt per line; "-" reads one from stdin."""
     output: str | None = None
-    """Write results to this JSONL file, one line a prompt in the order of prompts."""
+    """Write results to this JSONL file, one line per prompt, in the order of the prompts."""
     max_tokens: int = Field(160, ge=1)
-    """Output tokens per sample, at most."""
+    """Maximum number of output tokens per sample."""
     temperature: float = Field(0.0, ge=0.0)
     """0 = greedy."""
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 = all."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Keep the smallest set of tokens with this probability."""
+    """Keep the smallest set of tokens whose total probability reaches this."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     """Drop tokens less likely than min_p times the most likely one."""
     repetition_penalty: float = Field(1.0, gt=0.0)
-    """Above 1: less repetition."""
+    """Values above 1 reduce repetition."""
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    """Taken once from every token of the output so far."""
+    """Subtracted once from the logit of each token in the output so far."""
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    """Taken per occurrence in the output so far."""
+    """Subtracted from the logit of a token for each occurrence in the output so far."""
     n: int = Field(1, ge=1)
     """Samples per prompt."""
     adapter: str = ""
-    """One of adapter.load, by name; empty: the base model."""
+    """Name of an adapter in adapter.load; empty: the base model."""
     seed: int | None = None
-    """Same seed, same text; null: engine.seed."""
+    """Seed; the same seed gives the same text. null: engine.seed."""
     stop: tuple[str, ...] = ()
     """Strings that end the output."""
     grammar: Grammar | None = None
-    """The form of every output, such as {kind: choice, value: [yes, no]}; null: free."""
+    """Constraint on every output, such as {kind: choice, value: [yes, no]}; null: free text."""
     ignore_eos: bool = False
-    """Go on past the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     extra: dict[str, JsonValue] = Field(default_factory=dict)
-    """Parameters of chosen logits processors, by name."""
+    """Parameters of the chosen logits processors, by name."""

@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""Collect the prompts of `app=generate`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from dovetail.core.errors import ConfigError
 
 DEFAULT = "def read_json(path):\n    with open(path) as f:\n"
-"""For a first run without arguments; the bundled model writes Python."""
+"""Default prompt; Python, since the bundled model is trained on it."""
 
 
 def gather(words: Sequence[str], source: str | None) -> list[str]:
-    """Words after `--` are one prompt each; else the file; else stdin when asked for; else a default."""
+    """Return the prompts: the arguments after `--`, else the file, else stdin for "-", else the default."""
     if words and source:
         raise ConfigError(f"prompts come after `--` or from generate.prompts={source}, not from both")
     if words:

@@ -1,4 +1,4 @@
-"""`python run.py app=plan`: does it fit, how much of it, how fast."""
+"""`python run.py app=plan`: whether a model fits, how many sequences, and how fast."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _print(facts: dict[str, Any]) -> None:
             speed.add_row(f"{row['batch']}{mark}", f"{row['tpot_ms']:.2f}", f"{row['output_tokens_per_s']:.0f}")
         console.print(speed)
         prefill = ", ".join(f"{n} tokens {s * 1e3:.1f} ms" for n, s in facts["ttft_s"].items())
-        console.print(f"predicted prefill of one prompt: {prefill or 'none that long'}")
+        console.print(f"predicted prefill of one prompt: {prefill or 'none: max_len is shorter'}")
         console.print(
             f"[bold green]fits[/]: {facts['sequences_of_max_len']} sequences of {facts['max_len']} tokens at once"
         )

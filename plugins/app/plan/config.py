@@ -12,16 +12,16 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class PlanConfig(AppConfig):
-    """Whether a model fits, how many sequences of which length, and how fast: from shapes and a cost model, without a
-    GPU and without weights."""
+    """Predict whether a model fits, how many sequences of each length, and how fast, from shapes and a cost model.
+    Needs neither a GPU nor weights."""
 
     needs: ClassVar[tuple[str, ...]] = ("engine", "model", "quant", "adapter", "cost", "executor")
 
     lengths: tuple[Count, ...] = (1024, 4096, 16384, 32768, 131072)
     """Sequence lengths to tabulate, tokens."""
     batches: tuple[Count, ...] = (1, 16, 64, 256)
-    """Running sequences to predict speed for, spread evenly over replicas."""
+    """Numbers of running sequences to predict speed for; they are spread evenly over replicas."""
     context: int = Field(1024, ge=1)
-    """Tokens of context per sequence in those predictions."""
+    """Context length per sequence in the speed predictions, tokens."""
     format: Literal["table", "json"] = "table"
-    """For people or for programs."""
+    """Output format."""

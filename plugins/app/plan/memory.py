@@ -1,4 +1,4 @@
-"""Where a GPU's memory goes, from shapes and formats alone. Bytes are per GPU unless said otherwise."""
+"""GPU memory budget, computed from shapes and formats alone. Bytes are per GPU unless noted otherwise."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import AdapterFacts, CostModel, Formats, ModelSpec
 
 CONTEXT_BYTES = 0.6e9
-"""CUDA context, library handles and kernels: what a process takes before its first tensor."""
+"""Memory that a process takes before its first tensor: CUDA context, library handles and kernels."""
 
 HOST = Host(device="cuda")
-"""What is planned for, wherever the plan is made."""
+"""Host that plans are made for, independent of the machine that runs the planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One layout and what it takes."""
+    """One layout and the memory and time that it needs."""
 
     spec: ModelSpec
     engine: EngineConfig
@@ -40,8 +40,7 @@ class Plan:
 
     @property
     def activations(self) -> float:
-        """The costliest step: a full token budget through one layer, then logits of every sequence, sorted for
-        top-p."""
+        """Peak of a step: either a full token budget in one layer, or the logits of every sequence sorted for top-p."""
         spec, engine, size = self.spec, self.engine, self.formats.dtype_bytes
         moe = spec.moe
         width = moe.intermediate * (moe.active + moe.shared) if moe is not None else spec.intermediate
@@ -52,7 +51,7 @@ class Plan:
 
     @property
     def adapters(self) -> float:
-        """Slots of adapters, which are there whatever they hold."""
+        """Adapter slots, which are allocated whether they are used or not."""
         slots, numbers = self.adapter.slots, self.adapter.numbers
         if not slots:
             return 0.0
@@ -61,28 +60,28 @@ class Plan:
 
     @property
     def kv(self) -> float:
-        """Left for the KV cache; negative when the rest does not fit."""
+        """Memory left for the KV cache; negative if the rest does not fit."""
         return self.budget - self.weights - self.adapters - self.activations - CONTEXT_BYTES
 
     def sequences(self, length: int) -> int:
-        """Sequences of so many tokens that fit at once, over all replicas."""
+        """Return how many sequences of `length` tokens fit at once, over all replicas."""
         return max(int(self.kv // self.cost.kv_bytes(length)), 0) * self.engine.dp
 
     def decode_seconds(self, batch: int, context: int) -> float:
-        """A step of so many sequences: of the replica that has most of them."""
+        """Return the time of a decode step of `batch` sequences, on the replica that has the most of them."""
         return self.cost.decode_seconds(ceil_div(batch, self.engine.dp), context)
 
     @property
     def missing(self) -> float:
-        """Bytes that one sequence of max_len lacks; 0 = it fits."""
+        """Bytes missing for one sequence of max_len; 0 = it fits."""
         return max(self.cost.kv_bytes(self.max_len) - self.kv, 0.0)
 
 
 def matrices(spec: ModelSpec, tp: int) -> Iterator[tuple[int, int, int]]:
-    """(inputs, outputs, how many) of the matrices that adapters change, as one of `tp` ranks holds them."""
+    """Yield (inputs, outputs, count) of the matrices that adapters change, as sharded on one of `tp` ranks."""
     if spec.mla is not None or spec.moe is not None or spec.parameters is None:
         raise ConfigError(
-            f"{spec.architecture}: what slots of adapters take for experts or compressed attention is not known; "
+            f"{spec.architecture}: the size of adapter slots for experts or compressed attention is unknown; "
             "plan with adapter=none"
         )
     inner, kv = spec.heads // tp * spec.head_dim, max(1, spec.kv_heads // tp) * spec.head_dim
@@ -96,8 +95,8 @@ def matrices(spec: ModelSpec, tp: int) -> Iterator[tuple[int, int, int]]:
 
 
 def make_plan(composition: Composition) -> Plan:
-    """Of a composition as it stands; nothing of it is built but the cost model. Raises CapabilityError for a layout
-    that the model cannot have."""
+    """Plan a composition; builds nothing of it but the cost model. Raises CapabilityError for a layout that the model
+    does not support."""
     composition.check_layout(HOST)
     model, part = composition.part("model"), composition.part("cost")
     spec: ModelSpec = model.facts() or model.target().spec(model.config)
@@ -106,10 +105,10 @@ def make_plan(composition: Composition) -> Plan:
         raise ConfigError(f"cost={part.name} predicts nothing; choose hardware, such as cost=h200")
     memory = getattr(part.config, "memory", None)
     if memory is None:
-        raise ConfigError(f"cost={part.name} does not say how much memory a device has: set cost.memory=<GB>")
+        raise ConfigError(f"cost={part.name} does not state the memory of a device: set cost.memory=<GB>")
     adapter = composition.part("adapter")
     stated: AdapterFacts | None = adapter.facts()
     if stated is None:
-        raise ConfigError(f"adapter={adapter.name} does not state what its slots take: plan with adapter=none")
+        raise ConfigError(f"adapter={adapter.name} does not state the size of its slots: plan with adapter=none")
     max_len = spec.longest(composition.engine.max_len)
     return Plan(spec, composition.engine, cost.formats, cost, stated, memory * 1e9, max_len)

@@ -1,4 +1,4 @@
-"""What would make a model fit: single changes first, then pairs; each one is planned again, not guessed."""
+"""Changes that make a model fit: single ones first, then pairs. Each candidate is planned again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dovetail.plugins.app.plan.memory import HOST, Plan, make_plan
 
 
 def remedies(composition: Composition, plan: Plan, count: int = 3) -> list[tuple[str, Plan]]:
-    """Overrides with which one sequence of max_len fits, the least drastic first."""
+    """Return up to `count` (overrides, plan) with which one sequence of max_len fits, least drastic first."""
     changes = list(_changes(composition, plan))
     found: list[tuple[str, Plan]] = []
     enough: set[str] = set()
-    """What was found to help by itself, and so needs no more of it. Quantizers are no more or less of one thing."""
+    """Kinds of change that suffice alone, so larger amounts are not tried. Quantizers have no order and never count."""
     for size in (1, 2):
         for group in combinations(changes, size):
             kinds = {kind for kind, _, _ in group}
@@ -34,7 +34,7 @@ def remedies(composition: Composition, plan: Plan, count: int = 3) -> list[tuple
 
 
 Change = tuple[str, str, Mapping[str, Any]]
-"""(what it changes, the override, engine settings, {"quant": name} or {"slots": number})"""
+"""(kind of change, override, engine settings or {"quant": name} or {"slots": number})"""
 
 
 def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
@@ -72,7 +72,7 @@ def _weight_bits(composition: Composition, name: str) -> float | None:
     try:
         bits = selected.capabilities(HOST).provides.get("weight_bits")
     except DovetailError:
-        return None  # A quantizer that cannot be loaded is no remedy; app=plugins says why.
+        return None  # A quantizer that cannot be loaded is no remedy; app=plugins shows the reason.
     return float(bits) if isinstance(bits, int | float) else None
 
 
@@ -90,4 +90,4 @@ def _try(composition: Composition, group: tuple[Change, ...]) -> Plan | None:
     try:
         return make_plan(replace(composition, parts=parts, engine_config=engine))
     except DovetailError:
-        return None  # No rate for its products, for one.
+        return None  # For instance, the cost model has no rate for its matmuls.

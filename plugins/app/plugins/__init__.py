@@ -1,1 +1,1 @@
-"""Lists what can be chosen, and what cannot be and why."""
+"""The app `plugins`."""

@@ -1,4 +1,4 @@
-"""`python run.py app=plugins`: what can be chosen, and what cannot be and why."""
+"""`python run.py app=plugins`: list the components that can be chosen, and those that cannot with the reason."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class PluginsApp(App):
         if kind is not None and kind not in kinds:
             raise ConfigError(f"plugins.kind={kind}: no such kind.{did_you_mean(kind, kinds)} Kinds: {listing(kinds)}.")
         if package is not None and package not in known:
-            none = f"plugins.package={package}: no such package brings anything.{did_you_mean(package, known)}"
+            none = f"plugins.package={package}: no such package provides anything.{did_you_mean(package, known)}"
             raise ConfigError(f"{none} Packages: {listing(known)}.")
         # Capabilities are shown for a plain CPU host: a listing loads no device library.
-        with redirect_stdout(sys.stderr):  # what a package prints while it loads is no part of the listing
+        with redirect_stdout(sys.stderr):  # keep what packages print while loading out of the listing
             found = describe(composition.registry, kind, package, Host())
         if self.config.format == "json":
             print(json.dumps(found, indent=2))
@@ -45,7 +45,7 @@ class PluginsApp(App):
 def _print_tables(found: dict[str, Any]) -> None:
     console = Console()
     if not console.is_terminal:
-        console.width = 140  # Nobody's window: lines are for grep.
+        console.width = 140  # no window to fit: long lines help grep
     rows = [*found["components"], *found["variants"]]
     for kind in sorted({row["kind"] for row in rows}, key=list(KINDS).index):
         table = Table(title=f"{kind}: {KINDS[kind].about}", title_justify="left", show_lines=True, expand=True)

@@ -8,12 +8,12 @@ from dovetail.core.compose import AppConfig
 
 
 class PluginsConfig(AppConfig):
-    """Every component with its options, capabilities, package and version, the variants and presets, and what cannot be
-    used and why."""
+    """List every component with its options, capabilities, package and version, all variants and presets, and what
+    cannot be used with the reason."""
 
     kind: str | None = None
-    """Show what is of this kind only, or the presets (`preset`); null: all."""
+    """Show only this kind, or only the presets (`preset`); null: all."""
     package: str | None = None
-    """Show what this package brings, and what of it cannot be used; null: all."""
+    """Show only what this package provides, and what of it cannot be used; null: all."""
     format: Literal["table", "json"] = "table"
-    """For people or for programs."""
+    """Output format."""

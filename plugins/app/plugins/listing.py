@@ -1,4 +1,4 @@
-"""Everything known about the installed components, as plain data."""
+"""Description of the installed components as plain data."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dovetail.core.errors import PluginError
 
 
 def describe(registry: Registry, kind: str | None, package: str | None, host: Host) -> dict[str, Any]:
-    """Components, variants, presets and problems: all, or of a kind, or of a package. With a kind, the problems that
-    concern whole packages, too."""
+    """Return components, variants, presets and problems, optionally of one kind or package only. A filter by kind keeps
+    the problems that concern whole packages."""
 
     def shown(of_kind: str, of_package: str) -> bool:
         return kind in (None, of_kind) and package in (None, name_of(of_package))
@@ -48,7 +48,7 @@ def describe(registry: Registry, kind: str | None, package: str | None, host: Ho
 
 
 def packages(registry: Registry) -> list[str]:
-    """Names of all that bring something, or tried to."""
+    """Return the names of all packages that provide something, or failed to."""
     found = [str(r.package) for r in registry.registered.values()]
     return sorted(
         {name_of(p) for p in (*found, *(f.package for f in registry.files), *(p.package for p in registry.problems))}
@@ -56,7 +56,7 @@ def packages(registry: Registry) -> list[str]:
 
 
 def name_of(package: str) -> str:
-    """Of a package with its version."""
+    """Return the name in a "name version" string."""
     return package.partition(" ")[0]
 
 
@@ -91,7 +91,7 @@ def _options(config: type[Config]) -> Iterator[dict[str, Any]]:
 
 
 def type_name(annotation: Any) -> str:
-    """As a user would write it: `int | null`, `auto | cpu | cuda`."""
+    """Return a type as users write it: `int | null`, `auto | cpu | cuda`."""
     if annotation is type(None):
         return "null"
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -108,7 +108,7 @@ def type_name(annotation: Any) -> str:
 
 
 def _capabilities(registered: Registered, host: Host) -> dict[str, Any]:
-    """What the component states with its default options; a package that fails here is listed with its reason."""
+    """Return the capabilities of a component with default options, or the reason for which its package fails."""
     try:
         stated = stated_by_default(registered, host)
     except PluginError as error:

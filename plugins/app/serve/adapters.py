@@ -1,4 +1,4 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter, where serve.adapter_root allows them."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter; served only if serve.adapter_root is set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/load_lora_adapter")
     async def load(body: LoadAdapterRequest) -> Response:
-        """Answers when requests may choose it. Others run meanwhile."""
+        """Load an adapter; answers once requests can use it. Other requests keep running."""
         if body.lora_name in service.model_names:
             raise FieldError(f"lora_name: {body.lora_name!r} is the base model's name", "lora_name")
         await service.client.load_adapter(body.lora_name, str(_inside(root, body.lora_path)))
@@ -28,7 +28,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/unload_lora_adapter")
     async def unload(body: UnloadAdapterRequest) -> Response:
-        """Requests that have it run to their end."""
+        """Unload an adapter. Requests that use it still run to their end."""
         await service.client.unload_adapter(body.lora_name)
         return json_response({"status": "unloaded", "lora_name": body.lora_name})
 
@@ -36,11 +36,11 @@ def router(service: Service) -> APIRouter:
 
 
 def _inside(root: Path, asked: str) -> Path:
-    """Links are followed before it is decided."""
+    """Return the requested folder. Raises FieldError if it is outside `root` once symlinks are resolved."""
     try:
         folder = (root / asked).resolve()
     except (OSError, ValueError, RuntimeError) as error:
-        raise FieldError(f"lora_path: {asked!r} is no path: {error}", "lora_path") from None
+        raise FieldError(f"lora_path: {asked!r} is not a valid path: {error}", "lora_path") from None
     if not folder.is_relative_to(root):
         raise FieldError(f"lora_path: {asked!r} is not in serve.adapter_root", "lora_path")
     return folder

@@ -1,4 +1,4 @@
-"""The ASGI application: endpoints, errors, limits."""
+"""ASGI application: endpoints, error handlers and limits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import dovetail
 from dovetail.plugins.app.serve import adapters, chat, completions, embeddings, errors, meta, responses
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.service import Service
-from dovetail.plugins.app.serve.transport import Gate, Left, left
+from dovetail.plugins.app.serve.transport import ClientDisconnected, Gate, disconnected_response
 
 _STATIC = Path(__file__).parent / "static"
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
-"""Of the page: nothing from elsewhere, and no script in its text."""
+"""Content-Security-Policy of the page: resources of this server only, no inline scripts."""
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -37,15 +37,15 @@ _ERROR = {
     },
 }
 _STATUSES = {
-    400: "The request is wrong; the message says what.",
+    400: "The request is invalid; the message gives the reason.",
     401: "No valid API key.",
     404: "No such model or endpoint.",
     408: "The body took too long to arrive.",
     413: "The body is too long.",
     429: "The queue is full: try again after Retry-After seconds.",
-    500: "A defect of the server.",
-    503: "The engine starts, or has died, or the server stops.",
-    504: "The request's time is up.",
+    500: "Internal server error.",
+    503: "The engine is starting or has died, or the server is stopping.",
+    504: "The request took longer than its time limit.",
 }
 
 
@@ -57,10 +57,10 @@ def build(service: Service, keys: Keys) -> ASGIApp:
     app = FastAPI(title="Dovetail", version=dovetail.__version__, responses=answers, docs_url=None, redoc_url=None)
     errors.install(app)
 
-    async def departed(request: Request, error: Exception) -> Response:
-        return left()
+    async def disconnected(request: Request, error: Exception) -> Response:
+        return disconnected_response()
 
-    app.add_exception_handler(Left, departed)
+    app.add_exception_handler(ClientDisconnected, disconnected)
     for part in (completions, chat, responses, embeddings, meta):
         app.include_router(part.router(service))
     if service.config.adapter_root is not None:
@@ -78,10 +78,10 @@ def build(service: Service, keys: Keys) -> ASGIApp:
         max_body_bytes=service.config.max_body_bytes,
         receive_timeout=service.config.receive_timeout,
         log_requests=service.config.log_requests,
-        on_status=service.monitor.answered,
+        on_status=service.monitor.response_sent,
     )
     if service.config.cors_origins:
-        # Outermost, so that refusals reach the scripts too.
+        # Outermost, so that error responses carry CORS headers too.
         gate = CORSMiddleware(
             gate, allow_origins=list(service.config.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )

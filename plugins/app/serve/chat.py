@@ -14,7 +14,7 @@ from dovetail.core.frontend.outputs import Delta
 from dovetail.core.interfaces import Content, ParserEvent, Reasoning, ToolCallArguments, ToolCallBegin
 from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
-from dovetail.plugins.app.serve.reading import Reading, offer, template_variables
+from dovetail.plugins.app.serve.output_parsing import OutputParsing, offered_tools, template_variables
 from dovetail.plugins.app.serve.schemas import ChatRequest, NamedTool
 from dovetail.plugins.app.serve.service import Job, Service
 from dovetail.plugins.app.serve.transport import DONE, STREAMS, Chunks, event
@@ -43,14 +43,14 @@ class _Chat:
     def _check(self) -> None:
         body = self.body
         if body.top_logprobs and not body.logprobs:
-            raise FieldError("top_logprobs goes with logprobs=true alone", "top_logprobs")
+            raise FieldError("top_logprobs needs logprobs=true", "top_logprobs")
         if body.stream_options is not None and not body.stream:
-            raise FieldError("stream_options goes with stream=true alone", "stream_options")
+            raise FieldError("stream_options needs stream=true", "stream_options")
         choice = body.tool_choice
-        # none: the model is not told of them either.
+        # none: the prompt does not list the tools either.
         self.functions = [] if choice == "none" else [tool.function for tool in body.tools or ()]
         forced = choice.function.name if isinstance(choice, NamedTool) else choice == "required"
-        self.offer = offer(self.functions, forced)
+        self.offered = offered_tools(self.functions, forced)
 
     async def answer(self) -> Response:
         self._check()
@@ -59,17 +59,17 @@ class _Chat:
         variables["add_generation_prompt"] = body.add_generation_prompt
         variables["continue_final_message"] = body.continue_final_message
         text = await service.text.render(body.messages, variables)
-        self.reading = service.parsers.reading(body, self.offer, service.text.template, text)
-        # The template has written the special tokens itself.
+        self.parsing = service.parsers.for_request(body, self.offered, service.text.template, text)
+        # The template already writes the special tokens.
         ids = await service.text.encode(text, special=False, param="messages")
         params = service.params(
             body,
             n=self.n,
             max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            grammar=self.reading.grammar(),
+            grammar=self.parsing.grammar(),
         )
-        jobs = service.submit(self.request, body, "chat", [ids], params, keep=self.reading.special)
+        jobs = service.submit(self.request, body, "chat", [ids], params, keep=self.parsing.special)
         chunks = self._chunks(jobs) if body.stream else None
         return await output.answer(self.request, jobs, self.n, whole=self._whole, chunks=chunks)
 
@@ -79,7 +79,7 @@ class _Chat:
     def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
         choices = []
         for index, delta in enumerate(outputs):
-            choice = _Choice(self.reading)
+            choice = _Choice(self.parsing)
             choice.take(delta.text, delta.finish_reason)
             choices.append(
                 {
@@ -102,16 +102,16 @@ class _Chat:
             return chunks.event(choice, output.usage(jobs) if every else None)
 
         begun: dict[int, _Choice] = {}
-        async for items in output.news(jobs, self.n):
+        async for items in output.choice_deltas(jobs, self.n):
             piece = b""
             for index, delta in items:
                 if index not in begun:
-                    begun[index] = _Choice(self.reading)
+                    begun[index] = _Choice(self.parsing)
                     piece += chunk(index, {"role": "assistant", "content": ""})
                 choice, logprobs = begun[index], self._logprobs(delta)
-                for news in choice.take(delta.text, delta.finish_reason) or [{}]:
-                    if news or logprobs is not None:
-                        piece += chunk(index, news, logprobs)
+                for part in choice.take(delta.text, delta.finish_reason) or [{}]:
+                    if part or logprobs is not None:
+                        piece += chunk(index, part, logprobs)
                     logprobs = None
                 if delta.finish_reason is not None:
                     piece += chunk(index, {}, None, choice.reason(delta.finish_reason))
@@ -124,17 +124,17 @@ class _Chat:
 
 
 class _Choice:
-    """One output as a message, and as the deltas that make it up."""
+    """One choice: builds the complete message, and the deltas of a stream."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._output = reading.output()
+    def __init__(self, parsing: OutputParsing) -> None:
+        self._output = parsing.output()
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
-        """Each without its arguments, and those."""
+        """(tool call without its arguments, pieces of the arguments)"""
 
     def take(self, text: str, reason: str | None) -> list[dict[str, Any]]:
-        """What this piece adds; `reason`: why the output ended with it."""
+        """Add a piece of output and return its deltas. `reason`: finish reason if this piece is the last."""
         return [delta for event in self._output.take(text, reason) if (delta := self._delta(event))]
 
     def _delta(self, event: ParserEvent) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class _Choice:
                 self._reasoning.append(event.text)
                 return {"reasoning_content": event.text}
             case ToolCallBegin():
-                # Nine letters and digits: some models' templates accept no other form.
+                # Nine alphanumeric characters: the templates of some models accept no other form.
                 call = {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": event.name}}
                 self._calls.append((call, []))
                 return {"tool_calls": [{"index": event.index, **_with_arguments(call, "")}]}

@@ -17,7 +17,7 @@ from dovetail.plugins.app.serve.service import Job, Service
 from dovetail.plugins.app.serve.transport import DONE, STREAMS, Chunks, event
 
 _DEFAULT_TOKENS = 16
-"""OpenAI's."""
+"""Default of max_tokens in OpenAI's API."""
 
 
 def router(service: Service) -> APIRouter:
@@ -46,15 +46,15 @@ class _Completion:
     def _check(self) -> None:
         body = self.body
         if body.suffix:
-            raise FieldError("suffix: this server cannot fill in the middle", "suffix")
+            raise FieldError("suffix: this server does not support fill-in-the-middle", "suffix")
         if body.best_of is not None and body.best_of < self.n:
             raise FieldError(f"best_of={body.best_of} is less than n={self.n}", "best_of")
         if body.stream and self.samples > self.n:
-            raise FieldError("best_of: which samples are best is known at the end; not with stream", "best_of")
+            raise FieldError("best_of: cannot be combined with stream", "best_of")
         if body.stream_options is not None and not body.stream:
-            raise FieldError("stream_options goes with stream=true alone", "stream_options")
+            raise FieldError("stream_options needs stream=true", "stream_options")
         if self.prompt_only and not body.echo:
-            raise FieldError("max_tokens=0 asks for nothing without echo=true", "max_tokens")
+            raise FieldError("max_tokens=0 needs echo=true", "max_tokens")
 
     async def answer(self) -> Response:
         self._check()
@@ -75,7 +75,7 @@ class _Completion:
         return await output.answer(self.request, jobs, self.samples, whole=self._whole, chunks=chunks)
 
     def _texts(self) -> list[str]:
-        """Of the prompts, as they were given."""
+        """Return the text of each prompt."""
         given, decode = self.body.prompt, self.service.text.tokenizer.decode
         if isinstance(given, str):
             return [given]
@@ -121,9 +121,9 @@ class _Completion:
         every = options is not None and options.continuous_usage_stats
         chunks = Chunks(self.head)
         begun: dict[int, output.CompletionLogprobs | None] = {}
-        # Chunks of a long prompt bring its logprobs bit by bit, and only the first sample's: they wait for a token.
+        # Prefill chunks deliver prompt logprobs piecewise, to the first sample only: hold them until a token arrives.
         waiting: dict[int, list[Delta]] = {}
-        async for items in output.news(jobs, self.n):
+        async for items in output.choice_deltas(jobs, self.n):
             piece = b""
             for index, delta in items:
                 if not delta.token_ids and delta.finish_reason is None:

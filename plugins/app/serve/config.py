@@ -10,81 +10,82 @@ from dovetail.core.compose import ENGINE_NODES, AppConfig
 
 
 class ServeConfig(AppConfig):
-    """Serve the OpenAI API over HTTP. The engine runs in a process of its own."""
+    """Serve the OpenAI API over HTTP. The engine runs in a separate process."""
 
     needs: ClassVar[tuple[str, ...]] = (*ENGINE_NODES, "tool_parser", "reasoning_parser")
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface (set api_key_file too)."""
     port: int = Field(8000, ge=0, le=65535)
-    """0: a free one, which the log names."""
+    """TCP port; 0: any free port, which is logged."""
     processes: int = Field(1, ge=1)
-    """Processes that answer on that port, each on a core of its own: HTTP, chat templates, tokens to text. One more
-    than that owns the engines then."""
+    """Front-end processes that share the port and do HTTP, chat templates and detokenization, one core each. With more
+    than one, an additional process supervises the engines."""
     front_end_timeout: float | None = Field(30.0, gt=0)
-    """Seconds in which the event loop of one of several `processes` does not turn; then it hangs, and is killed and
-    started again. null: for ever."""
+    """Seconds without an event-loop iteration after which a front-end process counts as hung and is restarted. Applies
+    if `processes` > 1. null: no limit."""
     model_names: tuple[str, ...] = ()
-    """What requests may call the model; the first stands in answers. Empty: the name of its folder or component."""
+    """Model names accepted in requests; answers state the first. Empty: the name of the model's folder or component."""
     chat_template: str | None = None
-    """File with a Jinja chat template; null: the one in the model's folder."""
+    """File with a Jinja chat template; null: the template in the model's folder."""
 
     tool_parser: str = "auto"
-    """Format of tool calls in outputs, by name; auto: the first that fits the chat template. A request's own
-    `tool_parser` goes before it."""
+    """Name of the parser for tool calls; auto: the first that fits the chat template. A request can override it with
+    its `tool_parser` field."""
     reasoning_parser: str = "auto"
-    """The same for reasoning; none leaves it in the content."""
+    """Name of the parser for reasoning, chosen like `tool_parser`; none: reasoning stays in the content."""
 
     pooling: Literal["auto", "last", "mean"] = "auto"
-    """How /v1/embeddings makes a text's hidden states one vector: of the last token, or their mean. auto: as
-    sentence-transformers' files beside the weights say; a model without them is refused."""
+    """Pooling of hidden states in /v1/embeddings: last token, or mean. auto: as the sentence-transformers files in the
+    model's folder specify; without them, requests are refused."""
     matryoshka: bool = False
-    """Let requests cut embeddings to any `dimensions`, also where config.json does not say that the model was trained
-    so."""
+    """Let requests truncate embeddings to any `dimensions`, even if config.json does not declare that the model
+    supports it."""
 
     max_waiting: int = Field(1024, ge=0)
-    """Samples that may wait beyond those that run (engine.max_seqs); more get 429 with Retry-After."""
+    """Maximum number of queued samples, in addition to running ones (engine.max_seqs); more get 429 with Retry-After.
+    """
     max_body_bytes: int = Field(8 << 20, ge=1024)
-    """Bytes of a request's body at most; more get 413."""
+    """Maximum size of a request body, bytes; larger ones get 413."""
     max_prompts: int = Field(256, ge=1)
-    """Prompts in one request at most."""
+    """Maximum number of prompts in one request."""
     receive_timeout: float = Field(60.0, gt=0)
-    """Seconds in which a request's head must arrive, and after it the body; else 408."""
+    """Seconds within which a request's headers must arrive, and then its body; else 408."""
     timeout: float | None = Field(None, gt=0)
-    """Seconds that a request may take, from its arrival; then it ends with 504. A request's own `timeout` can only
+    """Maximum seconds from a request's arrival to its end; then it fails with 504. The request field `timeout` can only
     shorten it. null: no limit."""
     grace: float = Field(30.0, ge=0)
-    """Seconds after SIGTERM in which running requests may finish; new ones are refused. After Ctrl-C they have none."""
+    """Seconds for running requests to finish after SIGTERM; new ones are refused. Ctrl-C cuts them off at once."""
 
     on_engine_failure: Literal["restart", "exit"] = "restart"
-    """When the engine or one of its ranks dies: start it again, or end the server with exit code 1."""
+    """If the engine or one of its ranks dies: restart it, or end the server with exit code 1."""
     engine_timeout: float | None = Field(120.0, gt=0)
-    """Seconds without a sign of life from an engine that has requests; then it hangs and counts as dead. A sign comes
-    with every step, so it must outlast the longest one, kernels that it compiles included. null: for ever."""
+    """Seconds without a completed step after which an engine that has requests counts as hung and is treated as dead.
+    Must exceed the longest step, including kernel compilation. null: no limit."""
     max_restarts: int = Field(5, ge=1)
-    """Restarts within an hour; one more failure ends the server."""
+    """Maximum restarts within an hour; one more failure ends the server."""
 
     api_key_file: str | None = None
-    """File of accepted API keys, one a line as `name:hash` or `hash`: SHA-256 in hex. The environment variable
-    DOVETAIL_API_KEYS holds keys themselves, separated by commas. Neither: no key is needed."""
+    """File of accepted API keys, one per line as `name:hash` or `hash`, with the SHA-256 in hex. The environment
+    variable DOVETAIL_API_KEYS holds plain keys, separated by commas. With neither, no key is required."""
     cache_isolation: Literal["key", "salt"] = "key"
-    """Who shares cached prefixes: key = only requests with the same API key and `cache_salt`; salt = all requests with
-    the same `cache_salt`."""
+    """Scope of cached prefixes. key: shared by requests with the same API key and `cache_salt`; salt: by all requests
+    with the same `cache_salt`."""
     cors_origins: tuple[str, ...] = ()
-    """Origins of pages whose scripts may call the server; "*" is any. Empty: none but its own."""
+    """Origins of pages whose scripts may call the server; "*": any. Empty: only the server's own page."""
 
     adapter_root: str | None = None
-    """Folder in which clients may name folders of adapters to load, by POST /v1/load_lora_adapter, and to unload
-    again; null: nobody loads any but the operator (adapter.load)."""
+    """Folder from which clients may load and unload adapters, with POST /v1/load_lora_adapter and
+    /v1/unload_lora_adapter; null: only the adapters in adapter.load."""
 
     page: bool = True
-    """The page at / : chat, composition and live charts."""
+    """Serve the web page at / with chat, composition and live charts."""
     debug: bool = False
-    """POST /debug/check: the KV allocator's own integrity check."""
+    """Serve POST /debug/check, which runs the integrity check of the KV allocator."""
     log_requests: bool = False
-    """One log line a request: endpoint, status, times, token counts. Never its text."""
+    """Log one line per request: method, path, status and duration, never its text."""
     traces: str | None = None
-    """Where an OpenTelemetry collector takes spans over HTTP, such as http://localhost:4318/v1/traces: one a request,
-    with times and token counts, never its text. Needs the extra `otel`."""
+    """URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces. Each request is a span with times and
+    token counts, never its text. Needs the extra `otel`."""
     log_format: Literal["text", "json"] = "text"
-    """json: one object a line."""
+    """Log format; json: one object per line."""

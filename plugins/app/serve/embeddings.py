@@ -49,8 +49,8 @@ def _how(service: Service, model: str) -> EmbeddingSpec:
         return EmbeddingSpec(chosen, stated.normalize if stated else True, stated.dimensions if stated else ())
     if stated is None:
         raise FieldError(
-            f"the model {model} generates text: nothing beside its weights says how it embeds. To have its hidden "
-            "states all the same, start the server with serve.pooling=last or serve.pooling=mean",
+            f"the model {model} generates text: no file in its folder specifies how it embeds. To use its hidden "
+            "states anyway, start the server with serve.pooling=last or serve.pooling=mean",
             "model",
         )
     return stated
@@ -66,8 +66,8 @@ def _check_dimensions(asked: int | None, how: EmbeddingSpec, service: Service) -
         return
     there_are = ", ".join(map(str, (*how.dimensions, size)))
     raise FieldError(
-        f"dimensions={asked}: config.json does not say that this model's embeddings may be cut so; there are "
-        f"{there_are} (serve.matryoshka=true allows any)",
+        f"dimensions={asked}: config.json does not declare that this model's embeddings can be truncated to that size; "
+        f"available: {there_are} (serve.matryoshka=true allows any)",
         "dimensions",
     )
 

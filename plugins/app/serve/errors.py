@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them, and which status each of ours has."""
+"""Error responses in OpenAI's format, and the HTTP status of each exception."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from dovetail.core.errors import RequestError
-from dovetail.core.frontend.client import EngineDown
+from dovetail.core.errors import EngineDown, RequestError
 
 log = logging.getLogger(__name__)
 
 _LONGEST_PATH = 8
-"""Parts of a field's path. A body may be a nest of hundreds."""
+"""Maximum number of parts in a field's path; a body can be nested hundreds of levels deep."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 
 class ServerError(Exception):
-    """An answer that is no fault of the request's form."""
+    """Error response whose cause is not the form of the request."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, retry_after: int | None = None) -> None:
         self.status, self.message, self.code, self.retry_after = status, message, code, retry_after
@@ -30,7 +29,7 @@ class ServerError(Exception):
 
 
 class FieldError(RequestError):
-    """A request is refused because of one of its fields."""
+    """Refusal of a request because of one of its fields."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
         self.param, self.code = param, code
@@ -38,7 +37,7 @@ class FieldError(RequestError):
 
 
 def body_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers. What is no error of ours is a 500 that says nothing of its cause."""
+    """Return status, body and headers. An unexpected exception is a 500 that does not reveal its cause."""
     param = code = retry_after = None
     if isinstance(error, EngineDown):
         status, message, code, retry_after = 503, str(error), "engine_unavailable", 1
@@ -48,7 +47,7 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         status, message = error.status, str(error)
         param, code = getattr(error, "param", None), getattr(error, "code", None)
     else:
-        status, message = 500, "the server failed on this request; its log says why"
+        status, message = 500, "the server failed on this request; see its log for the cause"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     headers = {"retry-after": str(retry_after)} if retry_after is not None else {}
     if status == 401:
@@ -91,14 +90,14 @@ def install(app: FastAPI) -> None:
 
 
 def _field_error(error: RequestValidationError) -> FieldError:
-    """The first mistake, by field. The value itself may be a prompt and is not repeated."""
+    """Return the first mistake, by field. The value may be a prompt, so it is not repeated."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return FieldError(f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if first["type"] == "model_attributes_type" and first["loc"] == ("body",):
-        return FieldError("the body is no JSON object, or comes without the header `content-type: application/json`")
+        return FieldError("the body is not a JSON object or lacks the header `content-type: application/json`")
     where = [str(part) for part in first["loc"] if part != "body"]
-    # Of a union's alternatives, pydantic names each that failed: the field is what the user wrote.
+    # pydantic reports one error per alternative of a union; all have the same field.
     path = ".".join(where[:_LONGEST_PATH] + ["..."] * (len(where) > _LONGEST_PATH)) or None
-    said = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
-    return FieldError(f"{path or 'body'}: {said}", path.split(".")[0] if path else None)
+    reason = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
+    return FieldError(f"{path or 'body'}: {reason}", path.split(".")[0] if path else None)

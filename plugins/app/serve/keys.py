@@ -1,4 +1,4 @@
-"""API keys: kept as hashes, compared in constant time."""
+"""API keys, stored as hashes and compared in constant time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LINE = re.compile(r"(?:(?P<name>[\w.@-]+):)?(?P<hash>[0-9a-fA-F]{64})")
 
 
 class Keys:
-    """The accepted keys. Empty: everybody is let in."""
+    """Accepted keys; if empty, no key is required."""
 
     def __init__(self, hashes: Mapping[bytes, str]) -> None:
-        """Of SHA-256 digests, each with a name for it."""
+        """`hashes` maps SHA-256 digests to names."""
         self.hashes = dict(hashes)
 
     def __bool__(self) -> bool:
         return bool(self.hashes)
 
     def name(self, key: str) -> str | None:
-        """Of the accepted key, else None. Takes as long for a wrong key as for a right one."""
+        """Return the name of an accepted key, or None. Takes the same time for valid and invalid keys."""
         given = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
         found = None
         for digest, name in self.hashes.items():
@@ -44,7 +44,7 @@ def load(file: str | None, environment: Mapping[str, str] = os.environ) -> Keys:
     if file is not None:
         hashes |= _read(Path(file).expanduser())
         if not hashes:
-            raise ConfigError(f"serve.api_key_file={file}: no key in it, so nobody could use the server")
+            raise ConfigError(f"serve.api_key_file={file}: the file contains no key")
     return Keys(hashes)
 
 
@@ -57,7 +57,7 @@ def _read(file: Path) -> dict[bytes, str]:
     for number, line in enumerate(lines, 1):
         if not (line := line.partition("#")[0].strip()):
             continue
-        # The line itself may be a key that somebody forgot to hash: it is not repeated.
+        # The line may be an unhashed key, so the message does not repeat it.
         if (found := _LINE.fullmatch(line)) is None:
             raise ConfigError(
                 f"serve.api_key_file={file}, line {number}: not `name:hash` with a SHA-256 in hex "

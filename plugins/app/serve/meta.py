@@ -1,4 +1,4 @@
-"""Everything that generates nothing: models, tokens, health, metrics, live figures."""
+"""Endpoints that do not generate: models, tokenization, health, metrics, live figures."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Response:
-        """Whether the process should live: 200 unless the engine is gone for good."""
+        """Liveness probe: 200 unless the engine has failed for good."""
         status = 503 if client.state == "failed" else 200
         return json_response({"status": client.state, "replicas": client.health()}, status)
 
     @routes.get("/ready")
     async def ready() -> Response:
-        """Whether requests should come here."""
+        """Readiness probe: 200 while requests are accepted."""
         if service.ready:
             return json_response({"status": "ready"})
         status = "draining" if service.draining else client.state
@@ -77,13 +77,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/stats")
     async def stats() -> Response:
-        """Figures of the moment, for the page at / and for people."""
-        told = {"samples": client.samples, "state": client.state, "replicas": client.health()}
-        return json_response(await service.monitor.live() | told)
+        """Live figures, for the page at /."""
+        health = {"samples": client.samples, "state": client.state, "replicas": client.health()}
+        return json_response(await service.monitor.live() | health)
 
     @routes.get("/composition")
     async def composition() -> Response:
-        """Which component is chosen at each seam."""
+        """Components chosen for each kind."""
         info = client.info
         return json_response(
             {
@@ -100,7 +100,8 @@ def router(service: Service) -> APIRouter:
 
         @routes.post("/debug/check")
         async def check() -> Response:
-            """The allocator's own integrity check, between two steps: counters of every replica, and their sums."""
+            """Run the KV allocator's integrity check between two steps. Returns its counters per replica, and their
+            sums."""
             try:
                 found = await client.control("check")
                 sums = {name: sum(counters[name] for counters in found) for name in found[0]}

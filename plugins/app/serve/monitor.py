@@ -1,6 +1,7 @@
-"""What the server tells about itself: one record a request, the engine's counters, and whoever listens to them.
+"""Monitoring: one record per request and the engine's counters, passed to listeners such as metrics and traces.
 
-With several processes, each has a Reporter, and the one that owns the engines the Monitor of them all.
+With several processes, each front-end process has a Reporter; it reports to the Monitor in the process that owns the
+engines.
 """
 
 from __future__ import annotations
@@ -25,40 +26,40 @@ from dovetail.core.traces import Traces
 log = logging.getLogger(__name__)
 
 _WINDOW = 60.0
-"""Seconds that live figures look back."""
-_TELL_SECONDS = 0.25
-"""How long a process keeps what it saw to itself."""
+"""Time window of live figures, seconds."""
+_REPORT_SECONDS = 0.25
+"""Interval between reports of a front-end process."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One prompt's way through the server. Times in seconds."""
+    """Record of one prompt that has ended. Times are in seconds."""
 
     endpoint: str
-    """"completions", "chat", "responses", "embeddings"."""
+    """One of completions, chat, responses, embeddings."""
     outcome: str
-    """"stop", "length"; "abort" (the client left, or time was up), "error"."""
+    """One of stop, length, abort (client disconnected, or time limit), error."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     arrival: float
-    """time.perf_counter()."""
+    """`time.perf_counter()` at arrival."""
     ttft: float
-    """Arrival to first token; 0 where none came."""
+    """Arrival to first token; 0 = no token."""
     duration: float
     """Arrival to end."""
     traceparent: str = ""
-    """The client's header of that name."""
+    """The traceparent header of the request."""
 
     @property
     def tpot(self) -> float:
-        """Per output token after the first; 0 where there are fewer than two."""
+        """Mean time per output token after the first; 0 = fewer than two tokens."""
         later = self.output_tokens - 1
         return (self.duration - self.ttft) / later if later > 0 and self.ttft else 0.0
 
 
 class Listener(Protocol):
-    """Metrics and the like. Called in the event loop: be quick."""
+    """Consumer of monitoring data. Called in the event loop, so it must not block."""
 
     def request(self, record: RequestRecord) -> None: ...
 
@@ -66,7 +67,7 @@ class Listener(Protocol):
 
 
 class Tracer:
-    """A span for every request."""
+    """Listener that exports one span per request."""
 
     def __init__(self, endpoint: str, model: Callable[[], str]) -> None:
         self._traces, self._model = Traces(endpoint), model
@@ -89,58 +90,58 @@ class Tracer:
         )
 
     def stats(self, replica: int, stats: EngineStats) -> None:
-        """Metrics are for these."""
+        """Do nothing: traces have no counters."""
 
     def close(self) -> None:
-        """Send what is left; takes seconds where nobody listens."""
+        """Send the remaining spans; takes seconds if the collector does not answer."""
         self._traces.close()
 
 
 class Exposition(msgspec.Struct):
-    """What /metrics shows."""
+    """Response of /metrics."""
 
     text: str
     content_type: str
 
 
-class Seen(msgspec.Struct):
-    """By one process, since it told of it last."""
+class ProcessReport(msgspec.Struct):
+    """Observations of one process since its previous report."""
 
     requests: list[RequestRecord]
     errors: list[int]
-    """Statuses."""
+    """Status codes of error responses."""
     gaps: list[int]
-    """Times between tokens, as counted by a Tally of SHORT."""
+    """Bucket counts of the times between tokens, from a Tally of SHORT."""
     gap_seconds: float
 
 
 class Monitor:
-    """`registry` is what /metrics shows; listeners fill it."""
+    """State of /metrics and /stats. Listeners fill `registry`, which /metrics shows."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.metrics: Metrics | None = None
-        """Once the model's name is known, which labels them."""
+        """Set once the model's name, which is a label, is known."""
         self.listeners: list[Listener] = []
         self._latest: dict[int, EngineStats] = {}
         self._samples: deque[tuple[float, EngineStats]] = deque()
         self._ttft: deque[tuple[float, float]] = deque()
 
     def engine_ready(self, model: str, replicas: int) -> None:
-        """The name of the model is known."""
+        """Create the metrics, now that the model's name is known."""
         self.metrics = Metrics(model, self.registry, replicas)
         self.listeners.append(self.metrics)
 
     def restarted(self, replica: int) -> None:
-        """There is an engine again in place of one that died."""
+        """Count a restart of an engine that had died."""
         if self.metrics is not None:
             self.metrics.engine_restarted(replica)
 
-    def more(self, seconds: Sequence[float]) -> None:
+    def token_gaps(self, seconds: Sequence[float]) -> None:
         if self.metrics is not None:
             self.metrics.more_tokens(seconds)
 
-    def answered(self, status: int) -> None:
+    def response_sent(self, status: int) -> None:
         if status >= 400 and self.metrics is not None:
             self.metrics.error(status)
 
@@ -159,25 +160,25 @@ class Monitor:
 
     @property
     def latest(self) -> EngineStats:
-        """Over all replicas."""
+        """Latest counters, summed over all replicas."""
         return total(self._latest.values())
 
-    def saw(self, seen: Seen) -> None:
-        """Another process."""
-        for record in seen.requests:
+    def merge(self, report: ProcessReport) -> None:
+        """Add the observations of another process."""
+        for record in report.requests:
             self.request(record)
-        for status in seen.errors:
-            self.answered(status)
+        for status in report.errors:
+            self.response_sent(status)
         if self.metrics is not None:
-            self.metrics.more_tokens_elsewhere(seen.gaps, seen.gap_seconds)
+            self.metrics.more_tokens_elsewhere(report.gaps, report.gap_seconds)
 
     async def exposition(self, accept: str) -> Exposition:
-        """In the form that the header of that name asks for."""
+        """Return the metrics in the format that the Accept header asks for."""
         encode, content_type = choose_encoder(accept)
         return Exposition(encode(self.registry).decode(), content_type)
 
     async def live(self) -> dict[str, float | int | None]:
-        """Figures of the last second or two (rates) and the last minute (TTFT, prefix hits)."""
+        """Return live figures: rates over the last two seconds; TTFT and prefix hits over the last minute."""
         now = time.perf_counter()
         for recent in (self._samples, self._ttft):
             while recent and recent[0][0] < now - _WINDOW:
@@ -215,14 +216,13 @@ class Monitor:
 
 
 class Reporter:
-    """Of a process that does not own the engines: what it sees goes to the Monitor of the one that does, which knows
-    what all have seen."""
+    """Monitor of a front-end process. It sends its observations to the Monitor in the process that owns the engines."""
 
     def __init__(self, owner: Peer) -> None:
         self.listeners: list[Listener] = []
-        """To requests that came to this process."""
+        """Listeners to the requests of this process only."""
         self._owner = owner
-        owner.handlers["tell_all"] = self._tell
+        owner.handlers["tell_all"] = self._report
         self._timer: asyncio.TimerHandle | None = None
         self._begin()
 
@@ -231,40 +231,40 @@ class Reporter:
         self._errors: list[int] = []
         self._gaps = Tally(SHORT)
 
-    def more(self, seconds: Sequence[float]) -> None:
+    def token_gaps(self, seconds: Sequence[float]) -> None:
         self._gaps.observe(seconds)
-        self._soon()
+        self._schedule_report()
 
-    def answered(self, status: int) -> None:
+    def response_sent(self, status: int) -> None:
         if status >= 400:
             self._errors.append(status)
-            self._soon()
+            self._schedule_report()
 
     def request(self, record: RequestRecord) -> None:
         for listener in self.listeners:
             listener.request(record)
         self._requests.append(record)
-        self._soon()
+        self._schedule_report()
 
-    def _soon(self) -> None:
+    def _schedule_report(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_TELL_SECONDS, self._tell)
+            self._timer = asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._report)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._timer is None:
             return
         self._timer.cancel()
         self._timer = None
-        seen = Seen(self._requests, self._errors, self._gaps.counts, self._gaps.sum)
+        report = ProcessReport(self._requests, self._errors, self._gaps.counts, self._gaps.sum)
         self._begin()
-        self._owner.tell("seen", seen=msgspec.to_builtins(seen))
+        self._owner.tell("seen", seen=msgspec.to_builtins(report))
 
     def close(self) -> None:
-        """The last is told."""
-        self._tell()
+        """Send the remaining observations."""
+        self._report()
 
     async def exposition(self, accept: str) -> Exposition:
-        """Of all processes."""
+        """Return the metrics of all processes."""
         return msgspec.convert(await self._owner.ask("exposition", accept=accept), Exposition)
 
     async def live(self) -> dict[str, Any]:

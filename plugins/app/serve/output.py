@@ -1,4 +1,4 @@
-"""From streams of the engine to the parts that every answer has: choices, logprobs, usage."""
+"""Parts that all answers have in common, built from engine streams: choices, logprobs, usage."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from dovetail.plugins.app.serve.service import Job
 from dovetail.plugins.app.serve.transport import EventStream, json_response, while_connected
 
 _FLOOR = -9999.0
-"""What OpenAI writes for a token that cannot come; JSON has no infinity."""
+"""Logprob of an impossible token in OpenAI's API; JSON has no infinity."""
 
-SampleUpdate = list[tuple[int, Delta]]
-"""(index of the choice, what came for it): one a choice."""
+ChoiceDeltas = list[tuple[int, Delta]]
+"""(index of the choice, its new output), at most one entry per choice."""
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-async def news(jobs: Sequence[Job], n: int) -> AsyncIterator[SampleUpdate]:
-    """What came, until all is complete; n choices a job. Raises what ended a job."""
+async def choice_deltas(jobs: Sequence[Job], n: int) -> AsyncIterator[ChoiceDeltas]:
+    """Yield new output until all jobs, of n choices each, are complete. Raises the error of a failed job."""
     if len(jobs) == 1:
         job = jobs[0]
         while deltas := await job.stream.take():
             yield _merge(0, n, job, deltas)
         return
-    inbox: asyncio.Queue[SampleUpdate | Exception | None] = asyncio.Queue()
+    inbox: asyncio.Queue[ChoiceDeltas | Exception | None] = asyncio.Queue()
 
     async def follow(at: int, job: Job) -> None:
         try:
@@ -61,8 +61,8 @@ async def news(jobs: Sequence[Job], n: int) -> AsyncIterator[SampleUpdate]:
             task.cancel()
 
 
-def _merge(at: int, n: int, job: Job, deltas: list[Delta]) -> SampleUpdate:
-    """Several deltas of one choice become one: the client was slower than the engine."""
+def _merge(at: int, n: int, job: Job, deltas: list[Delta]) -> ChoiceDeltas:
+    """Merge deltas by choice. There are several per choice if the client is slower than the engine."""
     by_sample: dict[int, list[Delta]] = {}
     for delta in deltas:
         job.output_tokens += len(delta.token_ids)
@@ -85,9 +85,9 @@ def join(parts: Sequence[Delta]) -> Delta:
 
 
 async def collect(jobs: Sequence[Job], n: int) -> list[Delta]:
-    """Every choice, complete, by index."""
+    """Return the complete output of every choice, by index."""
     parts: list[list[Delta]] = [[] for _ in range(len(jobs) * n)]
-    async for items in news(jobs, n):
+    async for items in choice_deltas(jobs, n):
         for index, delta in items:
             parts[index].append(delta)
     return [join(some) for some in parts]
@@ -101,14 +101,14 @@ async def answer(
     whole: Callable[[list[Job], list[Delta]], dict[str, Any]],
     chunks: AsyncIterator[bytes] | None,
 ) -> Response:
-    """`chunks` as they come, or, where that is None, `whole` of every choice. Ends the jobs."""
+    """Stream `chunks`, or if None, answer with `whole` once all choices are complete. Closes the jobs."""
     if chunks is None:
         try:
             return json_response(whole(jobs, await while_connected(request, collect(jobs, n))))
         finally:
             close(jobs)
     try:
-        # The first one before the status: what is refused has a status of its own.
+        # Wait for the first chunk before the status is sent, so that a refused request gets an error status.
         first = await while_connected(request, anext(chunks))
     except BaseException:
         close(jobs)
@@ -160,11 +160,11 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class CompletionLogprobs:
-    """The older form, over several chunks of one choice."""
+    """Logprobs in the format of /v1/completions, over all chunks of one choice."""
 
     tokenizer: Tokenizer
     offset: int = 0
-    """Characters of the text before the next token."""
+    """Position of the next token in the text, characters."""
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
@@ -183,7 +183,7 @@ class CompletionLogprobs:
             self.offset += len(text)
 
     def take(self) -> dict[str, Any]:
-        """What was added since the last call."""
+        """Return what was added since the last call."""
         taken = {
             "tokens": self.tokens,
             "token_logprobs": self.token_logprobs,

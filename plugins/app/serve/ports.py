@@ -1,4 +1,4 @@
-"""The port that a server listens on, alone or with several processes."""
+"""Sockets for the port of a server with one or several processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dovetail.core.errors import ConfigError
 from dovetail.plugins.app.serve.config import ServeConfig
 
 
-def take(config: ServeConfig) -> socket.socket:
-    """Bound, not yet listening. Says at once that a port is taken."""
+def bind(config: ServeConfig) -> socket.socket:
+    """Return a socket that is bound but not yet listening. Raises ConfigError if the port is in use."""
     try:
         family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family)
@@ -19,13 +19,13 @@ def take(config: ServeConfig) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"serve.host={config.host} serve.port={config.port}: cannot listen there ({error})") from None
     if config.processes > 1:
-        # Only now that it is this server's alone: otherwise two servers would share a port that both were given.
+        # Set after bind, which thereby fails if another server uses the port; set before, two servers would share it.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return sock
 
 
-def join(address: Sequence[str | int]) -> socket.socket:
-    """A socket of this process's own at the address that its server has taken."""
+def bind_shared(address: Sequence[str | int]) -> socket.socket:
+    """Return another socket of the same server at an address bound by `bind`."""
     sock = socket.socket(socket.AF_INET if len(address) == 2 else socket.AF_INET6)
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
         sock.setsockopt(socket.SOL_SOCKET, option, 1)

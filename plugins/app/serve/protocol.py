@@ -1,6 +1,6 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds on a request's head: its length, and the time that it takes to arrive.
+"""uvicorn's HTTP/1.1 protocol with limits on the size of a request's head and on the time until it is complete.
 
-Whoever sends a head without an end would otherwise be given memory, and a connection, for as long as he likes."""
+Otherwise a client that never ends its head would occupy memory and a connection indefinitely."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _HEAD_BYTES = 64 << 10
 
 class BoundedProtocol(HttpToolsProtocol):
     seconds: ClassVar[float]
-    """For a head to arrive, from the connection's or the head's first byte."""
+    """Time limit for a head, from the start of the connection or from the head's first byte."""
     _in_head = True
     _taken = 0
-    """Bytes since the head began."""
+    """Bytes of the head so far."""
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

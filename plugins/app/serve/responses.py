@@ -1,4 +1,4 @@
-"""/v1/responses: the conversation comes with every request, nothing is stored."""
+"""/v1/responses, stateless: every request carries the whole conversation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from starlette.responses import Response
 from dovetail.core.frontend.outputs import Delta
 from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError, body_of
-from dovetail.plugins.app.serve.items import OutputItems, messages_of
-from dovetail.plugins.app.serve.reading import offer, template_variables
+from dovetail.plugins.app.serve.output_parsing import offered_tools, template_variables
+from dovetail.plugins.app.serve.response_items import OutputItems, messages_of
 from dovetail.plugins.app.serve.schemas import Message, NamedFunctionTool, ResponsesRequest
 from dovetail.plugins.app.serve.service import Job, Service
 from dovetail.plugins.app.serve.transport import STREAMS, event
@@ -36,16 +36,18 @@ class _Response:
         self.model = service.model(body.model)
         self.created = int(time.time())
         if body.stream_options is not None and not body.stream:
-            raise FieldError("stream_options goes with stream=true alone", "stream_options")
+            raise FieldError("stream_options needs stream=true", "stream_options")
         choice = body.tool_choice
         self.tools = [] if choice == "none" else list(body.tools or ())
-        self.offer = offer(self.tools, choice.name if isinstance(choice, NamedFunctionTool) else choice == "required")
+        self.offered = offered_tools(
+            self.tools, choice.name if isinstance(choice, NamedFunctionTool) else choice == "required"
+        )
 
     def _messages(self) -> list[Message]:
         body = self.body
         if body.previous_response_id is not None:
             raise FieldError(
-                "previous_response_id: nothing is stored here; send the conversation", "previous_response_id"
+                "previous_response_id: responses are not stored; send the whole conversation", "previous_response_id"
             )
         messages = [Message(role="system", content=body.instructions)] if body.instructions else []
         if isinstance(body.input, str):
@@ -56,10 +58,10 @@ class _Response:
         body, service = self.body, self.service
         effort = body.reasoning.effort if body.reasoning is not None else None
         text = await service.text.render(self._messages(), template_variables(body, self.tools, effort))
-        self.reading = service.parsers.reading(body, self.offer, service.text.template, text)
+        self.parsing = service.parsers.for_request(body, self.offered, service.text.template, text)
         ids = await service.text.encode(text, special=False, param="input")
-        params = service.params(body, max_tokens=body.max_output_tokens, grammar=self.reading.grammar())
-        jobs = service.submit(self.request, body, "responses", [ids], params, keep=self.reading.special)
+        params = service.params(body, max_tokens=body.max_output_tokens, grammar=self.parsing.grammar())
+        jobs = service.submit(self.request, body, "responses", [ids], params, keep=self.parsing.special)
         return await output.answer(
             self.request, jobs, 1, whole=self._whole, chunks=self._events(jobs) if body.stream else None
         )
@@ -67,15 +69,15 @@ class _Response:
     def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
         (whole,) = outputs
         items, status = OutputItems(), _status(whole)
-        for news in self.reading.output().take(whole.text, whole.finish_reason):
-            for _ in items.take(news):
+        for parsed in self.parsing.output().take(whole.text, whole.finish_reason):
+            for _ in items.take(parsed):
                 pass
         for _ in items.finish(status):
             pass
         return self._response(jobs, status, items)
 
     def _response(self, jobs: list[Job], status: str, items: OutputItems | None = None) -> dict[str, Any]:
-        """items: the complete output; None while it runs."""
+        """Build the response object. `items`: the complete output; None while it is generated."""
         body = self.body
         stated = body.model_dump(
             by_alias=True, exclude_unset=True, include={"tools", "tool_choice", "text", "reasoning"}
@@ -108,7 +110,7 @@ class _Response:
 
     def _usage(self, jobs: list[Job], reasoning: str) -> dict[str, Any]:
         used = output.usage(jobs)
-        # Text again as tokens: the parsers, which found the reasoning, know of no others.
+        # Parsers work on text, so the reasoning has to be tokenized again.
         tokens = len(self.service.text.tokenizer.encode(reasoning, special=False)) if reasoning else 0
         return {
             "input_tokens": used["prompt_tokens"],
@@ -128,23 +130,23 @@ class _Response:
 
         running = {"response": self._response(jobs, "in_progress")}
         opening = numbered("response.created", running) + numbered("response.in_progress", running)
-        items, read, status = OutputItems(), self.reading.output(), "completed"
+        items, read, status = OutputItems(), self.parsing.output(), "completed"
         try:
-            async for batch in output.news(jobs, 1):
+            async for batch in output.choice_deltas(jobs, 1):
                 piece, opening = opening, b""
                 for _, delta in batch:
-                    for news in read.take(delta.text, delta.finish_reason):
-                        for name, fields in items.take(news):
+                    for parsed in read.take(delta.text, delta.finish_reason):
+                        for name, fields in items.take(parsed):
                             piece += numbered(f"response.{name}", fields)
                     status = _status(delta)
                 if piece:
                     yield piece
         except Exception as error:
             if opening:
-                raise  # Nothing went out: it has a status of its own.
+                raise  # Nothing was sent yet, so the error gets its own status.
             _, body, _ = body_of(error)
             wrong = body["error"]
-            # `error` beside the fields of the event: by it clients of any endpoint know that a stream has failed.
+            # Clients of all endpoints detect a failed stream by the field `error`, so the event has it too.
             yield numbered("error", {name: wrong[name] for name in ("code", "message", "param")} | {"error": wrong})
             return
         piece = b"".join(numbered(f"response.{name}", fields) for name, fields in items.finish(status))

@@ -1,4 +1,4 @@
-"""Bodies of requests. Unknown fields are refused, and so are fields of OpenAI's that ask for what is not served."""
+"""Request bodies. Unknown fields are refused, and so are OpenAI fields that request unsupported features."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Token = Annotated[int, Field(ge=0, le=MOST)]
 Text = Annotated[str, StringConstraints(max_length=16 << 20)]
 Label = Annotated[str, StringConstraints(max_length=512)]
 Stop = Annotated[str, StringConstraints(max_length=1024)]
-"""Compared with the end of the output after every token."""
+"""Stop string; matched against the end of the output after every token."""
 
 
 def _sendable(value: object) -> object:
-    """JSON may hold what UTF-8 cannot, half of a surrogate pair; it would fail only in the answer that repeats it."""
+    """Refuse a value that cannot be encoded again, such as a lone surrogate: valid in JSON but not in UTF-8."""
     try:
         msgspec.json.encode(value)
     except (UnicodeEncodeError, RecursionError) as error:
@@ -36,7 +36,7 @@ class StreamOptions(Body):
     include_usage: bool = False
     """End the stream with a chunk of token counts."""
     include_obfuscation: bool = False
-    """Accepted and without effect."""
+    """Accepted without effect."""
     continuous_usage_stats: bool = False
     """Token counts in every chunk."""
 
@@ -54,33 +54,32 @@ class ResponseFormat(Body):
 
 
 class Queued(Body):
-    """What every endpoint takes that the engine works for. Dovetail's own fields go into `extra_body` of the OpenAI
-    client."""
+    """Fields of all endpoints that use the engine. The OpenAI client passes Dovetail's own fields in `extra_body`."""
 
     model: Label | None = None
-    """One of /v1/models; null: the only one."""
+    """Model listed by /v1/models; null: the base model."""
     user: Label | None = None
-    """Reaches the scheduler (scheduler=fair shares between users)."""
+    """User for the scheduler (scheduler=fair divides capacity between users)."""
     prompt_cache_key: Label | None = None
-    """As cache_salt, where that is not given."""
+    """Used as cache_salt if that is not set."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """Lower runs first (scheduler=priority)."""
+    """Priority; lower values run first (scheduler=priority)."""
     cache_salt: Label | None = None
-    """Prefix pages are shared only between requests of equal salt."""
+    """Cached prefixes are shared only between requests with the same salt."""
     hints: Annotated[dict[Label, float], Field(max_length=64)] | None = None
-    """Numbers that schedulers may read, for instance the expected output length."""
+    """Numbers for the scheduler, such as the expected output length."""
     timeout: float | None = Field(None, gt=0, le=1e6)
-    """Seconds from arrival after which the request ends."""
+    """Maximum seconds from arrival to the end of the request."""
 
 
 class Common(Queued):
-    """What every generating endpoint takes."""
+    """Fields of all endpoints that generate text."""
 
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
     metadata: JsonObject | None = None
-    """Accepted and without effect."""
+    """Accepted without effect."""
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: Label | None = None
 
@@ -94,11 +93,11 @@ class Common(Queued):
     include_stop_str_in_output: bool | None = None
     """Keep the stop string in the output."""
     regex: Text | None = None
-    """The whole output matches this regular expression."""
+    """Regular expression that the whole output must match."""
     choice: Annotated[list[Text], Field(min_length=1)] | None = None
-    """The output is one of these strings."""
+    """Strings, one of which the output must be."""
     grammar: Text | None = None
-    """The output follows this grammar, in llguidance's dialect of Lark."""
+    """Grammar that the output must follow, in llguidance's dialect of Lark."""
     extra: dict[Label, Json] | None = None
     """Parameters of logits processors from plugins."""
 
@@ -119,25 +118,25 @@ Prompts = (
     | Annotated[list[Token], Field(min_length=1)]
     | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
 )
-"""Text or token ids; several prompts as a list."""
+"""Text or token ids, or a list of either for several prompts."""
 
 
 class CompletionRequest(Penalised):
     prompt: Prompts
     max_tokens: int | None = Field(None, ge=0, le=MOST)
-    """16 where nothing is said. 0 with echo: the prompt alone."""
+    """Maximum number of output tokens; null: 16. 0 with echo returns only the prompt."""
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
-    """Samples drawn, of which the n with the highest mean log-probability come back. Not with stream."""
+    """Number of samples drawn; the n with the highest mean log-probability are returned. Not with stream."""
     echo: bool | None = None
-    """The prompt comes first in the text."""
+    """Prepend the prompt to the text."""
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: Text | None = None
-    """Not served: refused unless empty."""
+    """Not supported: refused unless empty."""
 
 
 class ContentPart(BaseModel):
-    """A part of a message; text is all this server reads."""
+    """Part of a message; only text is supported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -190,10 +189,10 @@ class NamedTool(Body):
 
 
 class Conversing(Body):
-    """What endpoints take whose prompt comes from a chat template."""
+    """Fields of all endpoints that build the prompt with a chat template."""
 
     parallel_tool_calls: bool | None = None
-    """false: a forced call is exactly one."""
+    """false: a forced tool call is a single one."""
     tool_parser: Label | None = None
     """Format of tool calls in the output; null: serve.tool_parser."""
     reasoning_parser: Label | None = None
@@ -206,25 +205,25 @@ class ChatRequest(Penalised, Conversing):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     max_tokens: int | None = Field(None, ge=1, le=MOST)
-    """The older name of max_completion_tokens. Neither: until the context is full."""
+    """Older name of max_completion_tokens. With neither, the context length is the limit."""
     n: int | None = Field(None, ge=1, le=128)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning_effort: Label | None = None
-    """Handed to the chat template."""
+    """Passed to the chat template."""
     add_generation_prompt: bool = True
-    """Let the template open the assistant's turn."""
+    """Let the template begin the assistant's turn."""
     continue_final_message: bool = False
-    """Go on with the last message in place of a new turn."""
+    """Continue the last message instead of starting a new turn."""
     store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = None
 
 
 class ResponseItem(BaseModel):
-    """Of the input: a message, or what an earlier answer had in its output. Which fields it needs depends on the
-    type; others, which outputs also have, mean nothing here."""
+    """Input item: a message, or an output item of an earlier response. The required fields depend on the type;
+    additional fields of output items are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -252,9 +251,9 @@ class TextOptions(Body):
 
 class ReasoningOptions(Body):
     effort: Label | None = None
-    """Handed to the chat template as reasoning_effort."""
+    """Passed to the chat template as reasoning_effort."""
     summary: Literal["auto"] | None = None
-    """Accepted; there are no summaries, as the reasoning itself comes back."""
+    """Accepted without effect: the full reasoning is returned."""
 
 
 class FunctionTool(Function):
@@ -268,19 +267,19 @@ class NamedFunctionTool(NamedFunction):
 class ResponsesRequest(Common, Conversing):
     input: Text | Annotated[list[ResponseItem], Field(min_length=1)]
     instructions: Text | None = None
-    """Goes before the input as a system message."""
+    """System message placed before the input."""
     max_output_tokens: int | None = Field(None, ge=1, le=MOST)
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
     store: Literal[False] | None = None
-    """Nothing is ever stored."""
+    """Responses are never stored."""
     background: Literal[False] | None = None
     previous_response_id: Label | None = None
-    """Not served, as nothing is stored: send the whole conversation."""
+    """Not supported, since responses are not stored: send the whole conversation."""
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
-    """Accepted: reasoning comes back in clear, and as such may be sent again."""
+    """Accepted without effect: reasoning is returned in plain text and can be sent back as such."""
     reasoning: ReasoningOptions | None = None
     stream_options: StreamOptions | None = None
 
@@ -288,33 +287,33 @@ class ResponsesRequest(Common, Conversing):
 class EmbeddingRequest(Queued):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    """base64: float32, little-endian."""
+    """Encoding of vectors; base64: of little-endian float32 values."""
     dimensions: int | None = Field(None, ge=1, le=MOST)
-    """Cut to so many numbers; for models trained so."""
+    """Truncate embeddings to this size, for models trained for it."""
 
 
 class LoadAdapterRequest(Body):
     lora_name: Label
-    """What requests will call their model."""
+    """Model name for requests that use the adapter."""
     lora_path: Annotated[str, StringConstraints(max_length=4096)]
-    """Its folder, in serve.adapter_root."""
+    """Folder of the adapter, inside serve.adapter_root."""
     load_inplace: Literal[False] | None = None
-    """Not served: unload it first."""
+    """Not supported: unload the adapter first."""
 
 
 class UnloadAdapterRequest(Body):
     lora_name: Label
     lora_int_id: int | None = None
-    """Accepted and without effect."""
+    """Accepted without effect."""
 
 
 class TokenizeRequest(Body):
     model: Label | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    """In place of prompt: as the chat template renders them."""
+    """Alternative to `prompt`: messages rendered with the chat template."""
     add_special_tokens: bool = True
-    """Of a prompt: let the tokenizer add its own (a leading BOS, as a rule)."""
+    """Let the tokenizer add its special tokens, usually a leading BOS, to `prompt`."""
     return_token_strs: bool = False
 
 

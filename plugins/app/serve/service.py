@@ -1,4 +1,4 @@
-"""The server behind its endpoints: what may enter, what it asks of the engine, and when it ends."""
+"""State shared by the endpoints: admission, submission to the engine, and the end of requests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from starlette.requests import Request
 from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.client import Stream
 from dovetail.core.frontend.fleet import Fleet
-from dovetail.core.interfaces import Pooling, SamplingParams
+from dovetail.core.interfaces import Pooling, RequestOptions, SamplingParams
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.monitor import Monitor, Reporter, RequestRecord, Tracer
-from dovetail.plugins.app.serve.reading import Parsers
+from dovetail.plugins.app.serve.output_parsing import Parsers
 from dovetail.plugins.app.serve.schemas import Common, Penalised, Queued
 from dovetail.plugins.app.serve.structured import grammar_of
 from dovetail.plugins.app.serve.text import Texts, too_long
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _MASK63 = 2**63 - 1
 _PROMPT_FIELD = {"completions": "prompt", "chat": "messages", "responses": "input", "embeddings": "input"}
-"""Where each endpoint's requests have what the model reads."""
+"""Endpoint -> request field that holds the prompt."""
 
 
 class Job:
-    """One prompt on its way through the engine."""
+    """One prompt that the engine is processing."""
 
     def __init__(
         self, service: Service, stream: Stream, endpoint: str, prompt_tokens: int, traceparent: str = ""
@@ -41,13 +41,13 @@ class Job:
         self._service, self.stream, self.endpoint = service, stream, endpoint
         self.prompt_tokens, self._traceparent = prompt_tokens, traceparent
         self.output_tokens = 0
-        """Written by whoever takes from the stream."""
+        """Written by the consumer of the stream, as is `outcome`."""
         self.outcome = ""
         self.timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def close(self) -> None:
-        """The answer is out, or nobody wants it any more. Idempotent."""
+        """Record the end of the job, and abort it if it is still running. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -72,7 +72,7 @@ class Job:
 
 
 class Service:
-    """The state of a server, or of one of its processes. Belongs to the event loop."""
+    """State of a server process. Used only in the event loop."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Service:
         monitor: Monitor | Reporter,
         started: int,
     ) -> None:
-        """`started`: time.time() of the server."""
+        """`started`: time.time() at the start of the server."""
         self.config, self.composition = config, composition
         self.client, self.monitor, self.started = client, monitor, started
         self.parsers = Parsers(config, composition)
@@ -91,12 +91,12 @@ class Service:
             self._tracer = Tracer(config.traces, lambda: self.model_names[0])
             self.monitor.listeners.append(self._tracer)
         self.draining = False
-        """Written by the server when it is told to stop."""
+        """Set by the HTTP server on shutdown: new requests are refused."""
         self.text = Texts(config, self.client)
         self._ends: deque[float] = deque(maxlen=64)
         if config.adapter_root is not None and composition.part("adapter").name == "none":
             raise ConfigError(
-                f"serve.adapter_root={config.adapter_root}: adapter=none loads nothing; adapter=lora does"
+                f"serve.adapter_root={config.adapter_root}: adapter=none cannot load adapters; use adapter=lora"
             )
 
     @property
@@ -115,13 +115,13 @@ class Service:
         return self.config.model_names or (self.client.info.model,)
 
     def model(self, asked: str | None) -> str:
-        """The name that the answer states."""
+        """Return the model name for the answer. Raises FieldError (404) for an unknown one."""
         names = self.model_names
         if asked is None:
             return names[0]
         if asked not in names and asked not in self.client.adapters:
             raise FieldError(
-                f"the model {asked!r} does not exist; there is {', '.join((*names, *self.client.adapters))}",
+                f"the model {asked!r} does not exist; available: {', '.join((*names, *self.client.adapters))}",
                 "model",
                 status=404,
                 code="model_not_found",
@@ -129,13 +129,13 @@ class Service:
         return asked
 
     def adapter(self, asked: str | None) -> str:
-        """Of the model that a request names; "" = the base model."""
+        """Return the adapter of the requested model; "" = the base model."""
         return "" if asked is None or asked in self.model_names else asked
 
     # Requests.
 
     def params(self, body: Common, **chosen: Any) -> SamplingParams:
-        """What the body asks for; None means the default. `chosen`: what the endpoint works out itself."""
+        """Build the sampling parameters of a request; None means the default. `chosen`: values set by the endpoint."""
         given: dict[str, Any] = {
             name: value
             for name in ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "extra")
@@ -163,7 +163,10 @@ class Service:
         if (grammar := grammar_of(body)) is not None:
             given["grammar"] = grammar
             if chosen.get("grammar") is not None:
-                raise FieldError("tool_choice: a forced call has a form of its own; give no other", "tool_choice")
+                raise FieldError(
+                    "tool_choice: a forced call already constrains the output; give no other constraint",
+                    "tool_choice",
+                )
         given |= {name: value for name, value in chosen.items() if value is not None}
         if "max_tokens" not in given:
             given["max_tokens"] = None
@@ -185,28 +188,27 @@ class Service:
         keep: Collection[str] = (),
         pooling: Pooling | None = None,
     ) -> list[Job]:
-        """Queue every prompt, or none. keep: special tokens whose text is part of the output. pooling: embed them."""
+        """Submit all prompts, or none if one is refused. `keep`: special tokens whose text stays in the output.
+        `pooling`: embed the prompts instead of generating."""
         self._admit(len(prompts) * params.n)
         limit = self.client.info.max_len
         for ids in prompts:
             if len(ids) >= limit:
                 raise too_long(str(len(ids)), limit, _PROMPT_FIELD[endpoint])
         seconds = min((s for s in (self.config.timeout, body.timeout) if s is not None), default=None)
+        options = RequestOptions(
+            priority=body.priority or 0,
+            deadline=None if seconds is None else time.perf_counter() + seconds,
+            user=body.user or "",
+            cache_salt=self._salt(request, body),
+            hints=body.hints or {},
+            pooling=pooling,
+            adapter=self.adapter(body.model),
+        )
         jobs: list[Job] = []
         try:
             for ids in prompts:
-                stream = self.client.submit(
-                    ids,
-                    params,
-                    priority=body.priority or 0,
-                    deadline=seconds,
-                    user=body.user or "",
-                    cache_salt=self._salt(request, body),
-                    hints=body.hints,
-                    keep=keep,
-                    pooling=pooling,
-                    adapter=self.adapter(body.model),
-                )
+                stream = self.client.submit(ids, params, options, keep=keep)
                 job = Job(self, stream, endpoint, len(ids), request.headers.get("traceparent", ""))
                 jobs.append(job)
                 if seconds is not None:
@@ -228,25 +230,25 @@ class Service:
         capacity = self.client.max_seqs + self.config.max_waiting
         if samples > capacity:
             raise FieldError(
-                f"{samples} samples in one request, and the server takes {capacity} "
+                f"{samples} samples in one request, but the server accepts at most {capacity} "
                 "(engine.max_seqs of each replica + serve.max_waiting)",
                 "n",
             )
         if self.client.samples + samples > capacity:
             raise ServerError(
                 429,
-                f"{self.client.samples} samples run or wait, of at most {capacity}: try again later",
+                f"{self.client.samples} samples are running or waiting, of at most {capacity}: try again later",
                 code="queue_full",
                 retry_after=self._retry_after(),
             )
 
     def _retry_after(self) -> int:
-        """Seconds until a place is free, at the pace at which requests ended lately."""
+        """Estimate the seconds until a place is free, from the rate at which recent requests ended."""
         if len(self._ends) < 2:
             return 1
-        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        # Of this process: the others have theirs.
-        return max(1, min(60, round(pace * self.config.max_waiting / 2 / self.config.processes)))
+        interval = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        # Each process counts only its own requests.
+        return max(1, min(60, round(interval * self.config.max_waiting / 2 / self.config.processes)))
 
     def _expire(self, job: Job, seconds: float) -> None:
         self.client.abort(job.stream)

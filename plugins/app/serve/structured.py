@@ -1,4 +1,4 @@
-"""What a request says about the form of its output, as SamplingParams.grammar wants it."""
+"""Constraints on the output in a request, converted for SamplingParams.grammar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dovetail.plugins.app.serve.schemas import Common, Penalised, ResponsesReque
 
 
 def grammar_of(body: Common) -> dict[str, Any] | None:
-    """{"kind": ..., "value": ...}, or None for free text."""
+    """Return {"kind": ..., "value": ...}, or None for free text."""
     found: list[tuple[str, dict[str, Any]]] = []
     if body.regex is not None:
         found.append(("regex", {"kind": "regex", "value": body.regex}))
@@ -25,7 +25,7 @@ def grammar_of(body: Common) -> dict[str, Any] | None:
     if not found:
         return None
     if len(found) > 1:
-        raise FieldError(f"{' and '.join(name for name, _ in found)}: an output has one form; give one", found[1][0])
+        raise FieldError(f"{' and '.join(name for name, _ in found)}: give only one of them", found[1][0])
     return found[0][1]
 
 

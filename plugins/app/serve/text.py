@@ -1,4 +1,4 @@
-"""Text on its way in: chat templates and the tokenizer, off the event loop."""
+"""Text of requests: chat templates and tokenization, in threads off the event loop."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dovetail.plugins.app.serve.schemas import Message, Prompts
 
 _THREADS = 4
 _INLINE_CHARACTERS = 256
-"""Shorter prompts are tokenized faster than a thread would be woken."""
-_DENSE = 8
-"""Characters a token: few texts have more."""
-_CUT = 64
-"""Tokens by which the beginning of a text may exceed what it has in the whole text."""
+"""Length up to which tokenizing takes less time than waking a thread."""
+_MAX_DENSITY = 8
+"""Characters per token that few texts exceed."""
+_CUT_MARGIN = 64
+"""Number of tokens by which a truncated text may differ from the same text within the whole."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 
 
 class Texts:
-    """Belongs to the event loop."""
+    """Tokenizer and chat template of the model. Used only in the event loop."""
 
     def __init__(self, config: ServeConfig, client: Fleet) -> None:
         self.config, self.client = config, client
@@ -48,16 +48,17 @@ class Texts:
 
     async def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
         tokenizer, limit = self.tokenizer, self.client.info.max_len
-        if len(text) > _DENSE * limit:
-            # It hardly fits, and its beginning tells so at a fraction of the cost.
-            if len(await self.threaded(tokenizer.encode, text[: _DENSE * limit], special=special)) > limit + _CUT:
+        if len(text) > _MAX_DENSITY * limit:
+            # It hardly fits; checking its beginning costs a fraction of tokenizing the whole text.
+            beginning = await self.threaded(tokenizer.encode, text[: _MAX_DENSITY * limit], special=special)
+            if len(beginning) > limit + _CUT_MARGIN:
                 raise too_long(f"more than {limit}", limit, param)
         if len(text) <= _INLINE_CHARACTERS:
             ids = tokenizer.encode(text, special=special)
         else:
             ids = await self.threaded(tokenizer.encode, text, special=special)
         if not ids:
-            raise FieldError(f"{param}: empty, and this model has no token that begins a text", param)
+            raise FieldError(f"{param}: empty, and this model has no BOS token", param)
         return ids
 
     async def threaded(self, function: Any, *arguments: Any, **named: Any) -> Any:
@@ -65,7 +66,7 @@ class Texts:
         return await loop.run_in_executor(self._threads, lambda: function(*arguments, **named))
 
     async def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """Through the model's chat template."""
+        """Render messages with the model's chat template."""
         return await self.threaded(self._render, [plain(message) for message in messages], variables)
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -84,15 +85,15 @@ class Texts:
 
     @property
     def template(self) -> str:
-        """Source of the chat template, once something was rendered."""
+        """Source of the chat template; empty before the first call of `render`."""
         return "" if self._template is None else self._template.source
 
     async def prompts(self, given: Prompts, param: str) -> list[Sequence[int]]:
-        """One or many, each as token ids."""
+        """Return one or several prompts, each as token ids."""
         one = isinstance(given, str) or isinstance(given[0], int)
         many: list[Any] = [given] if one else list(given)
         if len(many) > self.config.max_prompts:
-            raise FieldError(f"{param}: {len(many)} prompts, of at most {self.config.max_prompts}", param)
+            raise FieldError(f"{param}: {len(many)} prompts, but at most {self.config.max_prompts} are allowed", param)
         return [await self.encode(text, param=param) if isinstance(text, str) else text for text in many]
 
 
@@ -105,7 +106,7 @@ def too_long(tokens: str, limit: int, param: str) -> FieldError:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """As chat templates expect a message: its content is text."""
+    """Return a message as chat templates expect it, with its content as text."""
     found = message.model_dump(exclude_none=True)
     role = "system" if message.role == "developer" else message.role
     for call in found.get("tool_calls", ()):
@@ -114,7 +115,7 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Templates write arguments as JSON themselves. What is none, as a model may have written it, stays text."""
+    """Parse arguments, since templates encode them as JSON themselves. Invalid JSON stays text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -122,10 +123,10 @@ def _arguments(text: str) -> Any:
 
 
 def text_of(content: Any, param: str = "messages") -> str:
-    """Of content whose parts are all text."""
+    """Return the text of a message's content. Raises FieldError if a part is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.type not in _TEXT_PARTS or part.text is None:
-            raise FieldError(f"a content part of type {part.type!r}: this server reads text alone", param)
+            raise FieldError(f"a content part of type {part.type!r}: this server reads only text", param)
     return "\n".join(part.text for part in content)

@@ -1,4 +1,4 @@
-"""HTTP beneath the endpoints: limits and keys before a body is read, streams that notice when their client leaves."""
+"""HTTP layer below the endpoints: limits, API keys, and streams that end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 PROBES = frozenset({"/health", "/ready"})
-"""Say 503 in the course of things."""
+"""Paths for which 503 is a normal answer, so their errors are not counted."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json"})
-"""Need no key: they say nothing of anybody's requests."""
+"""Paths that need no API key, since they reveal nothing about requests."""
 KEY = "dovetail.key"
-"""In the scope: the name of the request's API key."""
-_CLIENT_LEFT = 499
+"""Scope entry with the name of the request's API key."""
+_CLIENT_DISCONNECTED = 499
 
 
-class Left(Exception):
+class ClientDisconnected(Exception):
     """The client has closed its connection."""
 
 
 class Gate:
-    """Refuses a request without an accepted key, and a body that is too long, before anything reads it."""
+    """Middleware that refuses requests without an accepted key, and bodies that are too long or too slow."""
 
     def __init__(
         self,
@@ -45,8 +45,7 @@ class Gate:
         log_requests: bool,
         on_status: Callable[[int], None],
     ) -> None:
-        """`receive_timeout`: seconds for a body to arrive. `on_status` hears the status of every answer but those of
-        probes."""
+        """`receive_timeout`: seconds for a body to arrive. `on_status` gets the status of every non-probe answer."""
         self._app, self._keys, self._limit, self._log = app, keys, max_body_bytes, log_requests
         self._seconds = receive_timeout
         self._on_status = on_status
@@ -77,7 +76,7 @@ class Gate:
         await self._bounded(scope, receive, send)
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A body that comes in chunks states no length: it is counted. One that comes slowly is not waited for."""
+        """Enforce the limits while the body is received; a chunked body does not declare its length."""
         taken, whole, started, ended = 0, False, False, False
         deadline = asyncio.get_running_loop().time() + self._seconds
 
@@ -108,13 +107,13 @@ class Gate:
             if not started:
                 response = respond(refused.error)
                 if refused.error.status == 408:
-                    # Whoever sends too much may go on and then read this; whoever sends too slowly may not.
+                    # A slow body is not awaited, so its connection cannot be reused.
                     response.headers["connection"] = "close"
                 await response(scope, receive, send)
         except Exception:
             if not ended:
                 raise
-            # Its answer, a 500, is out: passed on, the error would cost the client the connection as well.
+            # The 500 was already sent. Re-raising would also make uvicorn close the connection.
             log.exception("%s %s failed", scope["method"], scope["path"])
 
     def _too_slow(self) -> FieldError:
@@ -148,7 +147,8 @@ class Gate:
 
 
 class _Refused(BaseException):
-    """Passes through whatever reads the body: FastAPI turns an Exception there into its own answer."""
+    """Refusal raised while the body is read. A BaseException, since FastAPI would turn an Exception into its own
+    answer."""
 
     def __init__(self, error: FieldError) -> None:
         self.error = error
@@ -159,13 +159,13 @@ def json_response(body: object, status: int = 200) -> Response:
 
 
 async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
-    """The result of `work`, which is cancelled when the client leaves; then Left is raised."""
+    """Return the result of `work`. If the client disconnects, cancel it and raise ClientDisconnected."""
     task: asyncio.Future[_T] = asyncio.ensure_future(work)
-    listener = asyncio.ensure_future(_departure(request.receive))
+    listener = asyncio.ensure_future(_wait_disconnect(request.receive))
     try:
         await asyncio.wait((task, listener), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Left
+            raise ClientDisconnected
         return task.result()
     finally:
         for future in (task, listener):
@@ -174,30 +174,33 @@ async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
             await asyncio.wait((task,))
 
 
-async def _departure(receive: Receive) -> None:
+async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def left() -> Response:
-    """Nobody reads it; the log shows the status."""
-    return Response(status_code=_CLIENT_LEFT)
+def disconnected_response() -> Response:
+    """Return a response that only the log shows."""
+    return Response(status_code=_CLIENT_DISCONNECTED)
 
 
 STREAMS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer, or its events."}
+    200: {
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "description": "The answer or a stream of events.",
+    }
 }
-"""Of the schema, for endpoints that answer with an EventStream where the request says stream."""
+"""OpenAPI entry of endpoints that answer with an EventStream if the request sets `stream`."""
 
 
 class EventStream(Response):
-    """Server-sent events. While the client is slow to read, what came meanwhile is gathered by whoever makes the
-    pieces, and goes out in one write."""
+    """Server-sent events. If the client reads slowly, the source of `pieces` merges the output that accumulates, and it
+    is sent in one write."""
 
     media_type = "text/event-stream"
 
     def __init__(self, first: bytes, pieces: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        """`first` was taken from the pieces: what is refused has a status of its own."""
+        """`first` was taken from `pieces` before the status is sent, so that a refused request gets an error status."""
         self.status_code = 200
         self.background = None
         self._first, self._pieces, self._on_end = first, pieces, on_end
@@ -205,7 +208,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(send))
-        listener = asyncio.ensure_future(_departure(receive))
+        listener = asyncio.ensure_future(_wait_disconnect(receive))
         try:
             await asyncio.wait((pump, listener), return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
@@ -222,7 +225,7 @@ class EventStream(Response):
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Exception as error:
-            # The status is long gone: the error is an event.
+            # The status was already sent, so the error becomes an event.
             status, body, _ = body_of(error)
             if status == 500:
                 log.exception("a stream failed")
@@ -240,7 +243,7 @@ def event(data: object, name: str | None = None) -> bytes:
 
 
 class Chunks:
-    """Events that differ in their one choice, and in the usage where there is one: the rest is written once."""
+    """Encoder of events that differ only in their single choice and the usage; the rest is encoded once."""
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         self._head = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['

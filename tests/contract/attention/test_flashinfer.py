@@ -12,7 +12,7 @@ import torch
 
 from dovetail.core import host as engine_host
 from dovetail.core.compose import Host, compose
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import start_engine
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import AttentionBackend, AttentionLayer, HostBounds
 from dovetail.core.testing.attention import AttentionContract
@@ -127,7 +127,7 @@ def test_drafts_in_flight_are_refused(options: list[str], refused: bool, monkeyp
 
     monkeypatch.setattr("dovetail.core.engine.checks.check_weights_fit", stop)
     with pytest.raises(CapabilityError if refused else Started) as caught:
-        Engine(compose(["attention=flashinfer", *options])).start()
+        start_engine(compose(["attention=flashinfer", *options]))
     if refused:
         assert "spec_decode=ngram, engine.depth=2). Would work: engine.depth=1, spec_decode=none." in str(caught.value)
 

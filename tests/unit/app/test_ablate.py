@@ -1,4 +1,4 @@
-"""The app `ablate`: end to end on the CPU once, and around processes that a test plays."""
+"""The app `ablate`: end to end on the CPU, and with fake processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = ("ablate.quality.prompts=2", "ablate.quality.tokens=6")
 
 
 def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One step cannot run here and is skipped; the next one, which changes numbers, builds on the first."""
+    """One step cannot run on this host and is skipped; the next one, which changes outputs, builds on the first."""
     out = tmp_path / "ladder.json"
     steps = 'ablate.ladder={plain:["kv_cache=paged"],on a gpu:["attention=triton"],eight bits:["quant=int8"]}'
     files = (f"ablate.out={out}", f"ablate.plot={tmp_path / 'ladder.svg'}")
@@ -47,7 +47,7 @@ def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     (runs,), (others,) = ([start["loads"][0]["runs"] for start in one["starts"]] for one in (plain, eight))
     assert [run["failed"] for run in runs + others] == [0] * 4
     hashes = [run["requests_hash"] for run in runs]
-    assert hashes == [run["requests_hash"] for run in others] and len(set(hashes)) == 2, "paired, and each of its own"
+    assert hashes == [run["requests_hash"] for run in others] and len(set(hashes)) == 2, "paired; rounds differ"
     (one,) = result["comparisons"]
     assert (one["variant"], one["baseline"]) == ("eight bits", "plain")
     speed = one["changes"]["output_tokens_per_s"]
@@ -63,12 +63,12 @@ def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "on a gpu was skipped" in told and "one round: intervals are over its runs" in told and "NLL change" in told
 
 
-class Played(Child):
-    """A process that a test plays: variants by their KV cache, and what each start says."""
+class FakeChild(Child):
+    """Fake process with scripted results, chosen by the variant's KV cache and the start."""
 
-    said: list[tuple[str, int]] = []
+    asked: list[tuple[str, int]] = []
     tricks: dict[tuple[str, int], Any] = {}
-    """(KV cache, round) -> an exception that the start raises, or figures in place of a run's."""
+    """(KV cache, round) -> exception that the start raises, or figures that replace those of a run."""
     closed = 0
 
     def __init__(self, entry: str) -> None:
@@ -76,12 +76,12 @@ class Played(Child):
 
     def ask(self, order: Mapping[str, Any], phase: Phase = lambda name, share: None) -> dict[str, Any]:
         if order.get("machine"):
-            return {"gpus": [], "cpu": "played", "cores": 2, "cuda": None}
+            return {"gpus": [], "cpu": "fake", "cores": 2, "cuda": None}
         kv = compose(order["overrides"]).part("kv_cache").name
         if self.entry == "check":
             return {"requests": ["same"], "quality": None, **self.tricks.get((kv, -1), {})}
         number = order["first"] // 2
-        self.said.append((kv, number))
+        self.asked.append((kv, number))
         phase("load weights", 0.5)
         trick = self.tricks.get((kv, number), {})
         if isinstance(trick, BaseException):
@@ -91,19 +91,19 @@ class Played(Child):
             {"output_tokens_per_s": speed, "requests": 3, "failed": 0, "requests_hash": f"{order['first'] + i}"} | trick
             for i in range(2)
         ]
-        startup = {"startup_s": 1.0, "device": "played"}
+        startup = {"startup_s": 1.0, "device": "fake"}
         return {"startup": startup, "loads": [{"rate": None, "runs": runs}], "quality": None}
 
     def close(self) -> None:
-        Played.closed += 1
+        FakeChild.closed += 1
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> type[Played]:
-    monkeypatch.setattr(app_module, "Child", Played)
-    monkeypatch.setattr(host_module, "Child", Played)
-    Played.said, Played.tricks, Played.closed = [], {}, 0
-    return Played
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeChild]:
+    monkeypatch.setattr(app_module, "Child", FakeChild)
+    monkeypatch.setattr(host_module, "Child", FakeChild)
+    FakeChild.asked, FakeChild.tricks, FakeChild.closed = [], {}, 0
+    return FakeChild
 
 
 VARY = ("app=ablate", "ablate.vary={kv_cache:[paged,radix]}", "ablate.rounds=3", "ablate.runs=2")
@@ -115,25 +115,25 @@ def ablate(tmp_path: Path, code: int, *overrides: str) -> dict[str, Any]:
     return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def test_rounds_and_turns(played: type[Played], tmp_path: Path) -> None:
+def test_rounds_and_turns(fake: type[FakeChild], tmp_path: Path) -> None:
     result = ablate(tmp_path, 0)
-    orders = [[kv for kv, number in played.said if number == n] for n in range(3)]
+    orders = [[kv for kv, number in fake.asked if number == n] for n in range(3)]
     assert all(sorted(order) == ["paged", "prefix_hash", "radix"] for order in orders)
     assert len({tuple(order) for order in orders}) == 3 and orders[0][0] == "prefix_hash"
     paged, radix = (one["changes"]["output_tokens_per_s"] for one in result["comparisons"])
     assert (paged["value"], paged["low"], paged["high"]) == pytest.approx((2.0, 2.0, 2.0)), "rounds are paired"
     assert (radix["value"], radix["samples"], radix["unit"]) == (pytest.approx(4.0), 3, "rounds")
-    assert played.closed == 1 + 9, "each process is closed before the next"
+    assert fake.closed == 1 + 9, "each process is closed before the next"
 
 
-def test_one_that_fails_is_told_and_the_others_go_on(
-    played: type[Played], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_failure_is_reported_and_the_others_go_on(
+    fake: type[FakeChild], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    played.tricks["paged", 1] = Failure("its process was ended by SIGKILL and said last:\n[out of memory]")
+    fake.tricks["paged", 1] = Failure("its process was killed by SIGKILL; its last output:\n[out of memory]")
     result = ablate(tmp_path, 1)
     assert [len(one["starts"]) for one in result["variants"]] == [3, 1, 3]
-    assert result["variants"][1]["failure"] == {"round": 1, "reason": str(played.tricks["paged", 1])}
-    assert played.said.count(("paged", 2)) == 0, "it is not tried again"
+    assert result["variants"][1]["failure"] == {"round": 1, "reason": str(fake.tricks["paged", 1])}
+    assert fake.asked.count(("paged", 2)) == 0, "it is not tried again"
     told = capsys.readouterr().out
     assert "kv_cache=paged failed in round 2" in told and "[out of memory]" in told
 
@@ -142,47 +142,47 @@ def test_one_that_fails_is_told_and_the_others_go_on(
     ("trick", "words"),
     [
         ({"failed": 2, "failures": ["no pages"]}, "2 of 3 requests failed: no pages"),
-        ({"requests_hash": "others"}, "its requests were not those of the other variants"),
+        ({"requests_hash": "others"}, "its requests differ from those of the other variants"),
         ({"prefix_cache_kept": True}, "prefix cache could not be emptied"),
     ],
 )
 def test_figures_that_cannot_be_compared_are_none(
-    trick: dict[str, Any], words: str, played: type[Played], tmp_path: Path
+    trick: dict[str, Any], words: str, fake: type[FakeChild], tmp_path: Path
 ) -> None:
-    played.tricks["radix", 0] = trick
+    fake.tricks["radix", 0] = trick
     result = ablate(tmp_path, 1)
     assert words in result["variants"][2]["failure"]["reason"] and result["variants"][2]["starts"] == []
     assert [one["variant"] for one in result["comparisons"]] == ["kv_cache=paged"]
 
 
 def test_ctrl_c_keeps_what_was_measured(
-    played: type[Played], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: type[FakeChild], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    played.tricks["radix", 1] = KeyboardInterrupt()
+    fake.tricks["radix", 1] = KeyboardInterrupt()
     result = ablate(tmp_path, 130, f"ablate.plot={tmp_path / 'x.svg'}")
     assert result["interrupted"] and all(one["starts"] for one in result["variants"])
     assert "interrupted" in capsys.readouterr().out and (tmp_path / "x.svg").exists()
-    assert played.closed == 1 + len(played.said)
+    assert fake.closed == 1 + len(fake.asked)
 
 
-def test_mistakes_that_only_the_host_can_find(played: type[Played], capsys: pytest.CaptureFixture[str]) -> None:
-    played.tricks["paged", -1] = {"requests": ["others"]}
-    played.tricks["radix", -1] = {"mistake": "no such folder"}
+def test_mistakes_that_only_the_host_can_find(fake: type[FakeChild], capsys: pytest.CaptureFixture[str]) -> None:
+    fake.tricks["paged", -1] = {"requests": ["others"]}
+    fake.tricks["radix", -1] = {"mistake": "no such folder"}
     assert main(list(VARY)) == 2
     told = capsys.readouterr().err
     assert "kv_cache=paged: it would get other requests than the baseline" in told
-    assert "kv_cache=radix: no such folder" in told and played.said == []
-    played.tricks.update({(kv, -1): {"mistake": "no such text"} for kv in ("prefix_hash", "paged", "radix")})
+    assert "kv_cache=radix: no such folder" in told and fake.asked == []
+    fake.tricks.update({(kv, -1): {"mistake": "no such text"} for kv in ("prefix_hash", "paged", "radix")})
     assert main(list(VARY)) == 2
-    assert capsys.readouterr().err == "dovetail: no such text\n", "what is wrong with all of them is said once"
-    played.tricks.clear()
-    played.tricks["paged", -1] = played.tricks["radix", -1] = {"unfit": "needs a GPU", "requests": None}
+    assert capsys.readouterr().err == "dovetail: no such text\n", "a mistake of all variants is reported once"
+    fake.tricks.clear()
+    fake.tricks["paged", -1] = fake.tricks["radix", -1] = {"unfit": "needs a GPU", "requests": None}
     assert main(list(VARY)) == 2, "with nothing to compare"
     assert "kv_cache=radix: needs a GPU" in capsys.readouterr().err
 
 
 def test_each_round_has_requests_of_its_own() -> None:
-    """Else a round would only say again what the one before it said, and intervals would be too narrow."""
+    """Otherwise rounds would not be independent samples, and intervals would be too narrow."""
 
     class Target:
         vocab, max_len, adapters, remembers = 1000, 64, None, False
@@ -208,15 +208,15 @@ def test_each_round_has_requests_of_its_own() -> None:
 # Processes.
 
 
-def test_a_process_that_dies_leaves_its_last_words() -> None:
+def test_the_failure_of_a_process_shows_its_last_output() -> None:
     child = Child("check")
-    child._popen.send_signal(signal.SIGSTOP)  # it has not answered when it dies
+    child._popen.send_signal(signal.SIGSTOP)  # it dies before it answers
     child._popen.send_signal(signal.SIGKILL)
-    with pytest.raises(Failure, match="its process was ended by SIGKILL, and said nothing"):
+    with pytest.raises(Failure, match="its process was killed by SIGKILL without any output"):
         child.ask({"machine": True})
     child.close()
     child = Child("nonsense")
-    with pytest.raises(Failure, match=r"(?s)ended with exit status 1 and said last:.*has no attribute 'nonsense'"):
+    with pytest.raises(Failure, match=r"(?s)ended with exit status 1; its last output:.*has no attribute 'nonsense'"):
         child.ask({})
     child.close()
 

@@ -1,4 +1,4 @@
-"""Intervals against scipy and against constructed truth; the order of turns; what is compared with what."""
+"""Intervals compared with scipy and with simulated data; order of variants in rounds; choice of baselines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_mean_has_scipy_s_interval() -> None:
 
 
 def test_what_hits_both_alike_cancels() -> None:
-    """Each round is slower than the one before, and the variant is always 1.25 times as fast."""
+    """Each round is slower than the previous one, and the variant is always 1.25 times as fast."""
     base = {0: [100.0, 90.0], 1: [50.0, 45.0], 2: [10.0, 12.0]}
     found = paired({n: [1.25 * v for v in runs] for n, runs in base.items()}, base, ratio=True)
     assert found is not None and (found.value, found.low, found.high) == pytest.approx((1.25, 1.25, 1.25))
@@ -61,8 +61,8 @@ def test_only_rounds_that_both_have_count() -> None:
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """Starts differ by 5 %, runs within one by 1 %. Over rounds, 95 % of the intervals hold the true ratio; taken over
-    all runs as if they were independent, as a wrong one would be, far fewer do."""
+    """Starts differ by 5 %, runs within a start by 1 %. Of the intervals over rounds, 95 % contain the true ratio. Of
+    intervals over all runs, wrongly taken as independent, far fewer do."""
     rng, held, wrongly = random.Random(7), 0, 0
     trials, true = 2000, 1.1
     for _ in range(trials):
@@ -91,7 +91,7 @@ def test_turns_are_balanced(variants: int) -> None:
     assert len(after) == variants * (variants - 1) and len(set(after.values())) == 1
 
 
-# What is compared.
+# Comparisons.
 
 
 def record(name: str, speeds: list[float], *baselines: str, hits: float = 0.0, answers: Any = None) -> dict[str, Any]:
@@ -115,13 +115,13 @@ def test_a_step_is_held_against_the_last_that_has_figures() -> None:
     assert pairs["d", "b"]["output_tokens_per_s"]["value"] == pytest.approx(2.0)
     assert pairs["d", "a"]["output_tokens_per_s"]["value"] == pytest.approx(4.0)
     assert pairs["d", "b"]["prefix_hit_rate"]["value"] == pytest.approx(0.25), "shares are compared by difference"
-    assert "ttft_ms.median" not in pairs["d", "b"], "what no run tells is not made up"
+    assert "ttft_ms.median" not in pairs["d", "b"], "a value that no run has is left out"
     assert summary(second, None) == {"output_tokens_per_s": 20.0, "prefix_hit_rate": 0.5, "startup_s": 2.0}
 
 
 def test_answers() -> None:
     base = {"greedy": [[1, 2, 3, 4], [5, 6, 7, 8]], "top": [[1, 2], [3, 4]], "nll": [[1.0, 1.0], [2.0, 2.0]]}
-    # One output leaves at its third token, and comes back at its fourth, which no longer counts.
+    # One output differs at its third token; that the fourth is equal again does not count.
     other = {"greedy": [[1, 2, 9, 4], [5, 6, 7, 8]], "top": [[1, 2], [3, 9]], "nll": [[1.5, 1.5], [2.0, 2.2]]}
     found = quality(other, base)
     assert found is not None

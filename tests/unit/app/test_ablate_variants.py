@@ -1,4 +1,4 @@
-"""Which variants there are, what each is compared with, and what cannot be."""
+"""Variants of an ablation, their baselines, and invalid options."""
 
 from __future__ import annotations
 
@@ -133,23 +133,23 @@ def test_the_ladder_that_ships(app: str) -> None:
             ],
         ),
         (("ablate.vary={engine.page_size:[-1,true]}",), ["page_size=-1: should be", "page_size=true: should be"]),
-        (("ablate.vary={kv_cache:[prefix_hash]}",), ["every value is that of the baseline"]),
+        (("ablate.vary={kv_cache:[prefix_hash]}",), ["every value equals the baseline's"]),
         (("ablate.vary={kv_cache:[paged]}", "kv_cache.eviction=lfu"), ["kv_cache=paged: kv_cache.eviction"]),
         (("ablate.vary={scheduler.max_chunk:[4],scheduler:[fcfs,static]}",), ["static", "no option `max_chunk`"]),
-        (('ablate.ladder={a:["kv_cache=paged"],b:["kv_cache=paged"]}',), ["b: changes nothing in the step"]),
+        (('ablate.ladder={a:["kv_cache=paged"],b:["kv_cache=paged"]}',), ["b: composes to the same as the"]),
         (('ablate.ladder={a:["workload=poisson"],b:["quant=fp9"]}',), ["a: `workload=poisson`", "b: quant=fp9"]),
         (('ablate.ladder={a:["kv_cache=paged"]}',), ["one step"]),
         (("ablate.vary={kv_cache:[paged]}", 'ablate.ladder={a:["quant=fp8"]}'), ["give one of them"]),
         (("ablate.vary={kv_cache:[]}",), ["kv_cache"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_said_all_at_once(overrides: tuple[str, ...], words: list[str]) -> None:
+def test_all_mistakes_are_reported_at_once(overrides: tuple[str, ...], words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         variants(*overrides)
     assert [text for text in words if text not in str(raised.value)] == [], str(raised.value)
 
 
-def test_two_names_of_one_variant_are_told() -> None:
-    """Two keys that lead to the same composition."""
+def test_two_names_of_one_variant_are_reported() -> None:
+    """Two keys yield the same composition."""
     with pytest.raises(ConfigError, match="composes to the same as"):
         variants("ablate.vary={preset:[tiny_cpu],engine.device:[cpu]}", "ablate.design=one_at_a_time")

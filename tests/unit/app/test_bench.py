@@ -36,7 +36,7 @@ def bench(tmp_path: Path, *overrides: str) -> dict[str, Any]:
 
 
 def test_a_run_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two workloads in one start; the second is a load curve."""
+    """Two workloads in one start; the second one is a load curve."""
     trace = tmp_path / "trace.jsonl"
     lines = [{"prompt_ids": [5] * 40, "output_tokens": 4, "arrival": i * 0.3} for i in range(2)]
     trace.write_text("\n".join(map(json.dumps, lines)))
@@ -68,7 +68,7 @@ def test_a_run_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert sum(host.values()) * run["steps"] <= run["seconds"] * 1e3
     assert [load["rate"] for load in curve["loads"]] == [30.0, 60.0] and curve["knee"]["rate"] == 60.0
     assert all("run_tpot_ms" not in load["summary"] for load in curve["loads"])
-    # 32 of 40 prompt tokens are whole pages of the first request; nothing is left from the warm-up or the first run.
+    # 32 of 40 prompt tokens are in full pages of the first request; the cache is emptied after warm-up and first run.
     assert [run["prefix_hit_rate"] for run in twice["loads"][0]["runs"]] == [0.4, 0.4]
     assert "<svg" in (tmp_path / "curves.svg").read_text()
     told = capsys.readouterr().out
@@ -81,12 +81,12 @@ def test_requests_spread_over_adapters(tmp_path: Path, save_lora: Callable[..., 
     result = bench(tmp_path, *SMALL, "workload.requests=12", *lora, *loads)
     (run,) = result["results"][0]["loads"][0]["runs"]
     assert (run["failed"], run["output_tokens"]) == (0, 60)
-    # With one slot those of the other adapter wait until it is free: more steps than the five of a single batch.
+    # With one slot, requests of the other adapter wait until it is free: more steps than the five of a single batch.
     assert run["steps"] > 5 and "run_tpot_ms" in run
 
 
 def test_a_run_on_two_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Figures are of both together, and each beside it; arrivals are kept, and nothing is left from the warm-up."""
+    """Figures cover both replicas and each one; arrival times are kept, and the cache is empty after warm-up."""
     trace = tmp_path / "trace.jsonl"
     lines = [{"prompt_ids": [5 + i % 2] * 80, "output_tokens": 4, "arrival": i * 0.4} for i in range(4)]
     trace.write_text("\n".join(map(json.dumps, lines)))
@@ -97,13 +97,13 @@ def test_a_run_on_two_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str
     first, second = run["replicas"]
     assert [(one["requests"], one["output_tokens"]) for one in (first, second)] == [(2, 8), (2, 8)]
     assert run["steps"] == first["steps"] + second["steps"] and first["steps"] >= 4
-    # 64 of 80 tokens are whole pages, and each prompt comes twice to one replica.
+    # 64 of 80 tokens are in full pages, and each prompt is sent twice to the same replica.
     assert [one["prefix_hit_rate"] for one in (run, first, second)] == [0.4, 0.4, 0.4]
     assert run["seconds"] >= 1.2 and 0 < run["client_busy"]
     assert "2 x cpu (dp=2)" in (told := capsys.readouterr().out) and "replicas, last run" in told
 
 
-def test_a_request_arrives_when_it_should_and_waits_for_nobody() -> None:
+def test_a_request_is_sent_at_its_arrival_time_regardless_of_others() -> None:
     target = EngineTarget(compose(["workload=fixed", *CPU[1:]], app="bench"))
     target.start(lambda phase, share: None)
     try:
@@ -119,7 +119,7 @@ def test_a_request_arrives_when_it_should_and_waits_for_nobody() -> None:
 
 
 def test_steps_are_put_off_for_requests_to_come_as_in_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a simulated device, by a clock that only waiting moves, and a little each look at it."""
+    """Simulated device; the clock advances only by waiting, and slightly each time it is read."""
     now = 1000.0
 
     def look() -> float:
@@ -154,17 +154,17 @@ def test_steps_are_put_off_for_requests_to_come_as_in_a_server(monkeypatch: pyte
         (("bench.plot=x.bmp",), "must end with one of .png, .svg, .pdf"),
         (("bench.out=/proc/nowhere/x.json",), "cannot be written"),
         (("bench.slo.ttft=0",), "greater than 0"),
-        (("bench.adapters=[sql]",), "not loaded: sql; there is none"),
+        (("bench.adapters=[sql]",), "not loaded: sql; loaded: none"),
         (("bench.url=http://127.0.0.1:9/v1",), "is the server up"),
         (("bench.url=http://127.0.0.1:9/v1", "bench.send=text", "model=llama3_8b"), "no tokenizer"),
     ],
 )
-def test_a_mistake_is_said(overrides: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_reported(overrides: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*CPU, *overrides]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_missing_matplotlib_is_said_before_anything_runs(
+def test_a_missing_matplotlib_is_reported_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
@@ -176,7 +176,7 @@ def test_a_missing_matplotlib_is_said_before_anything_runs(
 
 
 class FakeServer:
-    """Streams `max_tokens` tokens, two in each piece, and remembers what it was asked."""
+    """Streams `max_tokens` tokens, two per piece, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -241,13 +241,13 @@ def test_a_run_on_a_server(server: FakeServer, tmp_path: Path) -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    # A warm-up of one, the run of four, and the run with one token.
+    # A warm-up of one request, the run of four, and the run with one token.
     assert [asked["max_tokens"] for asked in server.asked] == [4] + [5] * 4 + [1] * 4
     assert len({tuple(asked["prompt"]) for asked in server.asked}) == 9, "the server never sees a prompt twice"
 
 
 def test_no_rate_and_no_workload_brings_prompts_of_another(server: FakeServer, tmp_path: Path) -> None:
-    """They would stand in the server's prefix cache, and half of a load curve's first tokens would come from there."""
+    """Repeated prompts would be in the server's prefix cache and would lower the TTFT of a load curve."""
     variants = tmp_path / "conf" / "workload"
     variants.mkdir(parents=True)
     for name in ("few", "same"):
@@ -263,7 +263,7 @@ def test_no_rate_and_no_workload_brings_prompts_of_another(server: FakeServer, t
 def test_prompts_that_a_server_may_have_cached_are_counted(
     server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of a file come in the warm-up already."""
+    """Prompts of a file are already sent in the warm-up."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps({"prompt_ids": [n, n], "output_tokens": 2}) + "\n" for n in range(4)))
     words = (f"bench.url={server.url}", "workload=trace", f"workload.path={trace}", "bench.runs=2")
@@ -276,7 +276,7 @@ def test_prompts_that_a_server_may_have_cached_are_counted(
 
 
 def test_requests_name_adapters_as_models(server: FakeServer, tmp_path: Path) -> None:
-    """Each time the same, and the first far more often than the last."""
+    """The assignment is reproducible, and the first adapter is far more frequent than the last."""
     few = ("workload.requests=40", "workload.prompt_tokens=2", "workload.output_tokens=2", "bench.one_token_run=false")
     for _ in range(2):
         bench(tmp_path, f"bench.url={server.url}", *few, "bench.adapters=[a,'',c]", "bench.adapter_skew=2")
@@ -286,7 +286,7 @@ def test_requests_name_adapters_as_models(server: FakeServer, tmp_path: Path) ->
     assert sum(counts) == 40 and counts[0] > 2 * counts[1] > 2 * counts[2] > 0, counts
 
 
-def test_a_server_that_takes_text_alone(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_takes_only_text(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server.takes_ids = False
     assert main([*CPU, *SMALL, f"bench.url={server.url}", "bench.model=mine"]) == 2
     assert "bench.send=text" in capsys.readouterr().err
@@ -295,12 +295,10 @@ def test_a_server_that_takes_text_alone(server: FakeServer, tmp_path: Path, caps
     assert isinstance(server.asked[-1]["prompt"], str) and server.asked[-1]["model"] == "mine"
 
 
-def test_a_server_that_stops_early_is_no_fair_comparison(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_stops_early_is_a_failure(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.obeys = False
     assert main([*CPU, *SMALL, f"bench.url={server.url}"]) == 2
-    assert "does not obey ignore_eos" in capsys.readouterr().err
+    assert "the server ignores ignore_eos" in capsys.readouterr().err
 
 
 def stream(*pieces: tuple[float, str], wanted: int) -> Timeline:
@@ -340,7 +338,7 @@ def test_an_event_has_come_when_its_last_byte_has_and_those_of_one_moment_are_on
     [
         (TOKEN, "without usage.completion_tokens"),
         (usage(3), "without output"),
-        (TOKEN + usage(2), "2 tokens came and 3 were asked for"),
+        (TOKEN + usage(2), "2 tokens arrived instead of 3"),
         (TOKEN + event(error={"message": "out of memory"}), "out of memory"),
         ("data: {]\n\n", "not a JSON object"),
         ("data: [1]\n\n", "not a JSON object"),
@@ -350,12 +348,12 @@ def test_a_stream_that_is_not_whole_fails(text: str, words: str) -> None:
     assert words in stream((0.1, text), wanted=3).failure
 
 
-# Its HTTP.
+# HTTP client.
 
 
 @contextmanager
 def answering(*pieces: bytes) -> Iterator[str]:
-    """A server that reads a request, answers with these bytes, whatever they are, and closes."""
+    """Run a server that reads a request, answers with the given bytes and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer() -> None:
@@ -389,10 +387,10 @@ def test_an_answer_is_kept_as_it_came() -> None:
     ("pieces", "words"),
     [
         ((b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc",), "closed before the answer was complete"),
-        ((b"what?\r\n\r\n",), "no HTTP"),
+        ((b"what?\r\n\r\n",), "not valid HTTP"),
     ],
 )
-def test_half_an_answer_is_none(pieces: tuple[bytes, ...], words: str) -> None:
+def test_an_incomplete_answer_is_an_error(pieces: tuple[bytes, ...], words: str) -> None:
     with answering(*pieces) as url, pytest.raises(HttpError, match=words):
         ask(url)
 

@@ -1,4 +1,4 @@
-"""Figures of a run against timelines made by hand."""
+"""Figures of runs with handmade timelines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_percentiles_are_interpolated() -> None:
         (SLO(ttft=0.6, tpot=0.1), 0),
     ],
 )
-def test_goodput_counts_who_keeps_all_of_it(slo: SLO, good: int) -> None:
+def test_goodput_counts_requests_that_meet_all_limits(slo: SLO, good: int) -> None:
     failed = line(0.0)
     failed.failure = "no"
     found = measure([STEADY, SPECULATED, failed, failed], slo)["goodput"]

@@ -1,4 +1,4 @@
-"""The planner against numbers worked out by hand, and its remedies against itself."""
+"""The planner compared with numbers computed by hand; its remedies checked with the planner itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan(*overrides: str) -> dict[str, Any]:
 
 
 def quick(*overrides: str) -> dict[str, Any]:
-    """The same in this process, without looking whether torch was loaded."""
+    """Plan in this process, without the check that torch is not imported."""
     with redirect_stdout(io.StringIO()) as told:
         assert main(["app=plan", "plan.format=json", *overrides]) == 0
     return json.loads(told.getvalue())  # type: ignore[no-any-return]
@@ -58,7 +58,7 @@ def test_llama3_70b_on_eight_h200() -> None:
 def test_fp8_halves_weights_and_cache() -> None:
     bf16, fp8 = plan("+preset=h200_bf16_tp1"), plan("+preset=h200_fp8_tp1")
     assert fp8["kv_bytes_per_token"] == bf16["kv_bytes_per_token"] // 2
-    # Embedding and logits stay in bfloat16: 1.05 of 8.03 billion parameters.
+    # Embedding and LM head stay in bfloat16: 1.05 of 8.03 billion parameters.
     assert fp8["bytes_per_gpu"]["weights"] == pytest.approx(6.98e9 + 2 * 1.05e9, rel=0.01)
     assert all(ours["tpot_ms"] < theirs["tpot_ms"] for ours, theirs in zip(fp8["speed"], bf16["speed"], strict=True))
 
@@ -68,7 +68,7 @@ PRESETS = sorted(file.stem for file in (ROOT / "conf" / "preset").glob("h200_*.y
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_fits(preset: str) -> None:
-    """On the GPUs that its name says, with room for a sequence of the model's whole context."""
+    """On the GPUs in its name, with room for one sequence of the model's full context."""
     facts = quick(f"+preset={preset}")
     assert facts["fits"] and facts["sequences_of_max_len"] >= 1 and facts["max_len"] >= 8192
     named = {part[:2]: int(part[2:]) for part in preset.split("_") if part[:2] in ("tp", "dp") and part[2:].isdigit()}
@@ -86,7 +86,7 @@ def test_replicas_divide_the_work_and_add_up() -> None:
     assert spread[1]["output_tokens_per_s"] == alone[1]["output_tokens_per_s"]
     assert alone[16]["tpot_ms"] < spread[256]["tpot_ms"] < alone[64]["tpot_ms"]
     assert spread[256]["output_tokens_per_s"] == pytest.approx(256 / spread[256]["tpot_ms"] * 1e3)
-    # Tensor parallel answers one request sooner, replicas answer many.
+    # Tensor parallelism lowers the latency of one request; replicas raise the throughput of many.
     ranks = {row["batch"]: row for row in quick("+preset=h200_fp8_tp8")["speed"]}
     assert ranks[1]["tpot_ms"] < spread[1]["tpot_ms"] / 2
 
@@ -109,7 +109,7 @@ def test_slots_of_adapters_take_their_share() -> None:
     eight = quick("+preset=h200_bf16_tp1", "adapter=lora", "adapter.slots=8", "adapter.max_rank=32")
     assert eight["bytes_per_gpu"]["adapters"] == 16 * each
     shared = quick("+preset=h200_bf16_tp8", "model=llama3_8b", "adapter=lora", "adapter.slots=1")
-    # Each rank has the whole width of what is not split: inputs of q, k, v, gate and up, outputs of o and down.
+    # Not sharded, thus full on each rank: inputs of q, k, v, gate and up, outputs of o and down.
     assert shared["bytes_per_gpu"]["adapters"] == 2 * 16 * 32 * (7 * 4096 + 2 * 512 + 2 * 128 + 3 * 1792)
 
 
@@ -179,7 +179,7 @@ THREES = [
         }.items()
     ),
 ]
-"""1, 2, 3, 6, 12, 24 or 48 ranks: 4, 8 and 16 divide heads and channels, not the 6 kv heads."""
+"""Allows 1, 2, 3, 6, 12, 24 or 48 ranks: 4, 8 and 16 divide heads and channels, but not the 6 kv heads."""
 
 
 @pytest.mark.parametrize(("gigabytes", "layouts"), [(80, {2}), (40, {3}), (20, {6}), (14, {12})])

@@ -1,4 +1,4 @@
-"""A start that takes long tells its phase, and only where no bar does."""
+"""A long start prints its phase, unless a progress bar shows it."""
 
 from __future__ import annotations
 

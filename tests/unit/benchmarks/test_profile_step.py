@@ -38,8 +38,7 @@ def test_a_layer_by_place() -> None:
 def test_prompts_by_the_hosts_clock() -> None:
     script = runpy.run_path(str(SCRIPT))
     words = ["model=tiny", "engine.device=cpu", "engine.max_seqs=3", "engine.max_len=64", "engine.token_budget=48"]
-    engine = script["Engine"](compose(words))
-    engine.start()
+    engine = script["start_engine"](compose(words))
     seconds, steps = script["clocked"](engine, 3, 32)
     assert seconds > 0 and steps >= 2 and not engine.has_work
     engine.shutdown()

@@ -88,7 +88,7 @@ def test_a_clone_without_links_says_so_in_one_line(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import dovetail"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and "is a text file where a link should be" in last and "core.symlinks" in last
+    assert done.returncode == 1 and "is a text file and not a symbolic link" in last and "core.symlinks" in last
 
 
 def test_the_real_defaults_compose_and_presets_are_sound():

@@ -221,7 +221,7 @@ def test_the_plugins_app_lists_variants_and_presets_with_their_package(install, 
     assert [c["name"] for c in of_package["components"]] == ["swift"]
     assert {p["package"] for p in of_package["problems"]} == {"acme_plans 1.0"}
     assert acme in presets["presets"] and presets["components"] == presets["variants"] == []
-    with pytest.raises(ConfigError, match="acme_plan: no such package brings anything. Did you mean `acme_plans`?"):
+    with pytest.raises(ConfigError, match="acme_plan: no such package provides anything. Did you mean `acme_plans`?"):
         listed(discover(), capsys, "package=acme_plan")
 
 

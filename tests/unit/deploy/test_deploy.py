@@ -1,4 +1,4 @@
-"""deploy/: what it configures exists, what it asks for is measured, and the programs that read it accept it."""
+"""deploy/: configured options and queried metrics exist, and the programs that read the files accept them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ KUBERNETES = "1.31"
 
 
 class Strict(yaml.SafeLoader):
-    """A key that stands twice is a mistake, which YAML readers overlook."""
+    """YAML loader that refuses duplicate keys, which others accept."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        assert len(keys) == len(set(keys)), f"a key stands twice: {sorted(map(str, keys))}{node.start_mark}"
+        assert len(keys) == len(set(keys)), f"duplicate key: {sorted(map(str, keys))}{node.start_mark}"
         return super().construct_mapping(node, deep)
 
 
@@ -53,7 +53,7 @@ def test_yaml_is_sound(file: Path) -> None:
 
 
 def measured() -> dict[str, set[str]]:
-    """Name of each series -> its labels."""
+    """Return name of each exported series -> its labels."""
     found: dict[str, set[str]] = {}
     metrics = Metrics("m")
     metrics.error(500)
@@ -69,7 +69,7 @@ class Record:
 
 
 ADDED = {"instance", "job"}
-"""Labels that Prometheus gives to everything."""
+"""Labels that Prometheus adds to every series."""
 
 
 def queries() -> Iterator[tuple[str, str]]:
@@ -84,7 +84,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def unmeasured(query: str) -> set[str]:
-    """Series and labels of a query that nobody exports."""
+    """Return series and labels of a query that are not exported."""
     series, wrong = measured(), set()
     for name, selector in re.findall(r"(dovetail:\w+)(\{[^}]*\})?", query):
         if name not in series:
@@ -110,7 +110,7 @@ def test_a_misspelt_metric_or_label_would_be_found() -> None:
 
 
 def test_the_dashboard_shows_what_is_measured() -> None:
-    """Every series of ours is on some panel."""
+    """Every exported series is on some panel."""
     text = DASHBOARD.read_text()
     names = {re.sub(r"_(bucket|sum|count|created|total)$", "", n) for n in measured() if n.startswith("dovetail:")}
     assert not [name for name in sorted(names) if name not in text]
@@ -232,7 +232,7 @@ def test_what_is_started_can_be_composed(where: str) -> None:
     assert compose(command_lines()[where]).app == "serve"
 
 
-# Programs that read their own file.
+# Checks by the programs that read the files.
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dovetail.core.compose import Composition, compose
 from dovetail.core.engine.drafting import SELDOM, Drafting
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import Row, RowFlag, RowResult, RowWork, SamplingParams, StepPlan, StepResult
 from dovetail.core.testing.scheduler import SchedulerContract, random_load
 from dovetail.plugins.scheduler.config import FCFSConfig
@@ -205,8 +205,7 @@ def words(*more: str) -> list[str]:
 
 
 def run(composition: Composition, watch: Callable[[Engine], object]) -> list[list[int]]:
-    engine = Engine(composition)
-    engine.start()
+    engine = start_engine(composition)
     watch(engine)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     found = [engine.add(prompt, params)[0] for prompt in ([5, 6, 7] * 4, list(range(3, 40)), [9] * 20)]

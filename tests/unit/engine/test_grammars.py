@@ -15,7 +15,7 @@ import pytest
 
 from dovetail import LLM, Grammar, RequestError, SamplingParams
 from dovetail.core.compose import Capabilities, EngineConfig, Host
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.interfaces import FinishReason, KVGroup, RowFlag
 from dovetail.core.testing.executor import small_composition
@@ -277,8 +277,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     composition.build = lambda kind, build=composition.build, **given: (  # type: ignore[method-assign]
         Held(None, VOCABULARY) if kind == "grammar" else build(kind, **given)
     )
-    engine = Engine(composition)  # type: ignore[arg-type]
-    engine.start()
+    engine = start_engine(composition)  # type: ignore[arg-type]
     yield engine
     Held.may_compile.set()
     Held.may_mask.set()

@@ -1,4 +1,4 @@
-"""Launching late: who comes while a step runs is in the next one, and the device never waits for it."""
+"""Late launches: a request that arrives while a step runs is in the next step, and the device never waits for it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from dovetail.core.compose import compose
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import start_engine
 from dovetail.core.engine.launch_timer import LEAST_SLACK, MOST_SLACK, LaunchTimer
-from dovetail.core.frontend.engine_loop import StepLoop
-from dovetail.core.interfaces import Row, RowFlag, SamplingParams, SchedulerContext, StepPlan, StepResult
+from dovetail.core.frontend.engine_loop import EngineLoop
+from dovetail.core.frontend.messages import Add, EngineStats, SampleUpdate
+from dovetail.core.interfaces import (
+    Grammar,
+    RequestOptions,
+    Row,
+    RowFlag,
+    SamplingParams,
+    SchedulerContext,
+    StepPlan,
+    StepResult,
+)
 
 STEP = 0.01
 DEVICE = ("app=generate", "executor=simulated", "model=tiny", "engine.depth=2", "engine.max_seqs=8", "cost=h200")
+LATE = "engine.late_launch=true"
 
 
 class Clock:
-    """Stands still but when somebody waits."""
+    """Time that passes only while the program sleeps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -33,70 +43,68 @@ class Clock:
 
 
 class Served:
-    """A real step loop over an engine whose device is simulated, in virtual time; requests come as commands do."""
+    """An engine loop over a simulated device, in virtual time. This object is its mailbox and only port."""
+
+    delays_launches, up_to_date = True, True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
         self.clock = Clock(monkeypatch)
-        self.engine = Engine(compose([*DEVICE, f"cost.step_us={STEP * 1e6}", "cost.kernel_us=0", *more]))
-        self.engine.start()
-        self.coming: list[tuple[float, int]] = []
-        """When, and the output tokens."""
-        self.over = False
-        self.came: dict[int, list[float]] = {}
-        """By uid, in the order of arrival."""
-        self.loop: Any = StepLoop.__new__(StepLoop)
-        self.loop._engine, self.loop._requests, self.loop._control = self.engine, self, mock.Mock()
-        self.loop._poller, self.loop._links, self.loop._loading, self.loop._stats_due = self, {}, [], float("inf")
-        self.loop._by_socket = {"link": self}
-        self.loop._obey = lambda link, tokens: self.add(tokens)
-        self.loop._ordered = lambda: False
+        self.engine = start_engine(compose([*DEVICE, f"cost.step_us={STEP * 1e6}", "cost.kernel_us=0", *more]))
+        self.updates: list[SampleUpdate] = []
+        self.ports = (self,)
+        self.waits: list[float] = []
+        """How long the loop was ready to wait before a launch."""
+        self.times: list[list[float]] = []
+        """When each request's tokens came, in the order of arrival."""
+        self._coming: list[tuple[float, Add]] = []
 
-    def add(self, tokens: int) -> None:
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        (seq,) = self.engine.add([len(self.came) + 1, 2, 3], params)
-        self.came[seq.uid] = []
+    def receive(self, seconds: float | None) -> Iterator[tuple[Served, Add]]:
+        self.waits.append(seconds or 0.0)
+        until = float("inf") if seconds is None else self.clock.now + seconds
+        if self._coming and self._coming[0][0] <= until:
+            self.clock.now = max(self.clock.now, self._coming[0][0])
+            while self._coming and self._coming[0][0] <= self.clock.now:
+                yield self, self._coming.pop(0)[1]
+        elif seconds is None:
+            self.stopped = True
+        else:
+            self.clock.now = until
 
-    def note(self, event: Any) -> None:
-        self.came[event.uid] += [self.clock.now] * len(event.tokens)
+    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+        for update in self.updates:
+            self.times[update.id] += [self.clock.now] * len(update.tokens)
+        self.updates = []
 
-    # As a poller and as a link.
-
-    def poll(self, milliseconds: int | None) -> list[tuple[Any, int]]:
-        until = float("inf") if milliseconds is None else self.clock.now + milliseconds * 1e-3
-        if self.coming and self.coming[0][0] <= until:
-            self.clock.now = max(self.clock.now, self.coming[0][0])
-            return [("link", 1)]
-        if milliseconds is None:
-            return [(self.loop._control.fileno(), 1)]  # Nobody will come: stop.
-        self.clock.now = until
-        return []
-
-    def receive(self) -> Iterator[int]:
-        while self.coming and self.coming[0][0] <= self.clock.now:
-            yield self.coming.pop(0)[1]
-
-    def serve(self, coming: Sequence[tuple[float, int]]) -> list[list[float]]:
-        """Requests that come so many seconds from now; when each one's tokens came."""
-        first, began = len(self.came), self.clock.now
-        self.coming = [(began + after, tokens) for after, tokens in coming]
-        self.loop.run()
-        return [[moment - began for moment in moments] for moments in list(self.came.values())[first:]]
+    def serve(self, *coming: tuple[float, int], prompt: int = 3, grammar: Grammar | None = None) -> list[list[float]]:
+        """Serve requests of (seconds from now, output tokens); return when each one's tokens came."""
+        first, began, self.stopped = len(self.times), self.clock.now, False
+        for after, tokens in coming:
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, grammar=grammar)
+            ids = [len(self.times) + 1] + [7] * (prompt - 1)
+            self._coming.append((began + after, Add(len(self.times), ids, params, RequestOptions())))
+            self.times.append([])
+        EngineLoop(self.engine, self).run()  # type: ignore[arg-type]
+        return [[moment - began for moment in moments] for moments in self.times[first:]]
 
 
-def first_tokens(monkeypatch: pytest.MonkeyPatch, late: bool, *after: float, more: Sequence[str] = ()) -> list[float]:
-    """Seconds from arrival, of requests that come in the 20th step of one that decodes; device idle last."""
-    served = Served(monkeypatch, f"engine.late_launch={late}", *more)
+def gaps(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+
+
+def first_tokens(monkeypatch: pytest.MonkeyPatch, late: bool, *after: float) -> list[float]:
+    """Seconds to the first token of requests that arrive in the 20th step of one that decodes; device idle last."""
+    served = Served(monkeypatch, f"engine.late_launch={late}")
     begun = 20 * STEP
-    _, *others = served.serve([(0.0, 64), *((begun + moment, 4) for moment in after)])
+    _, *others = served.serve((0.0, 64), *((begun + moment, 4) for moment in after))
     found = [times[0] - begun - moment for times, moment in zip(others, after, strict=True)]
     return [*found, served.engine.counters.idle_seconds]
 
 
 @pytest.mark.parametrize("after", [(0.001,), (0.005,), (0.009,), (0.002, 0.005, 0.009)])
-def test_who_comes_while_a_step_runs_is_in_the_next_one(
+def test_a_request_that_arrives_while_a_step_runs_is_in_the_next_step(
     after: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them; otherwise in the one after that. The host takes no time here."""
+    """Without late launches it is in the step after that. The host takes no time here."""
     *late, idle = first_tokens(monkeypatch, True, *after)
     *early, _ = first_tokens(monkeypatch, False, *after)
     assert late == pytest.approx([2 * STEP - moment for moment in after], rel=0.05)
@@ -104,83 +112,70 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one(
     assert idle == 0.0
 
 
-def test_tokens_come_as_they_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    gaps = []
-    for late in (False, True):
-        (times,) = Served(monkeypatch, f"engine.late_launch={late}").serve([(0.0, 40)])
-        gaps.append([after - before for before, after in zip(times, times[1:], strict=False)])
-    assert gaps[1] == pytest.approx(gaps[0], abs=1e-9)
+def test_tokens_come_as_often_as_without_late_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [gaps(Served(monkeypatch, f"engine.late_launch={late}").serve((0.0, 40))[0]) for late in (False, True)]
+    assert both[1] == pytest.approx(both[0], abs=1e-9)
 
 
-def test_nothing_waits_where_nobody_could_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slot: a launch that is put off would bring nobody in."""
-    served = Served(monkeypatch, "engine.late_launch=true", "engine.max_seqs=1")
-    put_off = mock.Mock(wraps=served.engine._launch_timer.delay)
-    served.engine._launch_timer.delay = put_off
-    served.serve([(0.0, 20)])
-    assert not put_off.called
+@pytest.mark.parametrize("max_seqs", [1, 2])
+def test_no_launch_waits_when_no_request_could_join(max_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch, LATE, f"engine.max_seqs={max_seqs}")
+    served.serve((0.0, 20))
+    assert any(served.waits) is (max_seqs > 1)
 
 
-def test_nothing_waits_beside_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its mask is made between two results, and the plan that needs it would wait as well."""
-    engine: Any = Served(monkeypatch, "engine.late_launch=true").engine
-    monkeypatch.setattr(engine._launch_timer, "delay", lambda now: 0.5)
-    engine._launched.append(None)
-    assert engine.launch_delay() == 0.5
-    monkeypatch.setattr(engine, "_grammars", ["one that runs"])
-    assert engine.launch_delay() == 0.0
+def test_no_launch_waits_while_a_request_with_a_grammar_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar's mask is made between two results, and the plan that needs it would wait as well."""
+    served = Served(monkeypatch, LATE)
+    served.serve((0.0, 20), grammar=Grammar(kind="regex", value="[0-9]{60}"))
+    assert len(served.times[0]) == 20 and not any(served.waits)
 
 
-def test_steps_that_become_quicker_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_adapt_when_steps_become_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short request after one whose context made each step long."""
-    more = ("model=llama3_8b", "cost.step_us=100", "engine.late_launch=true", "engine.max_len=120000")
-    served = Served(monkeypatch, *more, "engine.token_budget=131072")
-    long = served.engine.add([7] * 100_000, SamplingParams(max_tokens=40, ignore_eos=True))[0]
-    served.came[long.uid] = []
-    served.serve([])
-    served.serve([(5.0, 40)])
-    before, after = (
-        [later - earlier for earlier, later in zip(times[2:], times[3:], strict=False)]
-        for times in served.came.values()
-    )
-    assert min(before) > 1.5 * max(after), "or the long one's steps were no longer"
+    more = ("model=llama3_8b", "cost.step_us=100", "engine.max_len=120000", "engine.token_budget=131072")
+    served = Served(monkeypatch, LATE, *more)
+    (long,), (short,) = served.serve((0.0, 40), prompt=100_000), served.serve((5.0, 40))
+    before, after = gaps(long)[2:], gaps(short)[2:]
+    assert min(before) > 1.5 * max(after), "the long request's steps must take longer for this test to mean anything"
     assert max(after) < 1.01 * min(after) and served.engine.counters.idle_seconds < 1e-6
 
 
-def test_a_host_that_falters_is_believed_to_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served(monkeypatch, "engine.late_launch=true")
+def test_a_slow_launch_makes_later_launches_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch, LATE)
     engine, calls = served.engine, []
     schedule = engine.scheduler.schedule
 
     def slow(ctx: SchedulerContext) -> StepPlan | None:
         calls.append(engine.counters.idle_seconds)
-        served.clock.wait(0.003 if 30 <= len(calls) else 0.0005)
+        served.clock.wait(0.003 if len(calls) >= 30 else 0.0005)
         return schedule(ctx)
 
     engine.scheduler.schedule = slow  # type: ignore[method-assign]
-    served.serve([(0.0, 100)])
-    at_first, late = calls[29], engine.counters.idle_seconds - calls[29]
-    assert at_first < 1e-9, "what a launch takes is known"
-    assert 0.0 < late < 0.004, "one launch was late, and no other"
+    served.serve((0.0, 100))
+    at_first, later = calls[29], engine.counters.idle_seconds - calls[29]
+    assert at_first < 1e-9, "the time that a launch takes is known"
+    assert 0.0 < later < 0.004, "one launch came too late, and no other"
 
 
-def test_a_device_that_was_quicker_than_expected_gets_its_plans_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_faster_than_predicted_gets_its_plans_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step takes 3 % less than the one before, which is more than the slack."""
-    served = Served(monkeypatch, "engine.late_launch=true")
-    engine = served.engine
-    took = [STEP * 0.97 ** max(number - 20, 0) for number in range(60)]
+    served = Served(monkeypatch, LATE)
+    seconds = [STEP * 0.97 ** max(number - 20, 0) for number in range(60)]
     numbers = iter(range(60))
-    monkeypatch.setattr(engine.executor, "_cost", SimpleNamespace(seconds=lambda plan: took[next(numbers)]))
-    served.serve([(0.0, 50)])
-    missed = sum(max(before - after - LEAST_SLACK, 0.0) for before, after in zip(took[:50], took[1:51], strict=True))
-    assert 0.0 < engine.counters.idle_seconds < 0.2 * missed
+    monkeypatch.setattr(served.engine.executor, "_cost", SimpleNamespace(seconds=lambda plan: seconds[next(numbers)]))
+    served.serve((0.0, 50))
+    missed = sum(
+        max(before - after - LEAST_SLACK, 0.0) for before, after in zip(seconds[:50], seconds[1:51], strict=True)
+    )
+    assert 0.0 < served.engine.counters.idle_seconds < 0.2 * missed
 
 
-# The pace alone.
+# The timer alone.
 
 
 def plan(decodes: int, prompts: int = 0, keys: int = 100) -> Any:
-    """Rows as the records have them: slot, uid, epoch, count, bound, draft, flags."""
+    """Rows with the fields slot, uid, epoch, count, bound, draft, flags."""
     rows = [(0, 0, 0, 1, keys, 0, RowFlag.DECODE)] * decodes + [(0, 0, 0, 1, keys, 0, RowFlag.SAMPLE)] * prompts
     return SimpleNamespace(rows=[Fields(row) for row in rows])
 
@@ -209,8 +204,8 @@ def test_the_next_step_is_expected_to_take_what_the_quickest_of_its_size_took() 
         assert timer.delay(5.0) == 0.0, "no step as small was seen"
 
 
-def test_a_result_that_was_there_says_nothing_of_when_the_next_is() -> None:
-    """As of a device that the host runs itself, or one that waited for the host."""
+def test_a_result_that_was_already_there_does_not_tell_when_the_next_comes() -> None:
+    """The host runs the device itself, or the device waited for the host."""
     timer = LaunchTimer()
     timer.observe(plan(4), result(0.010), False, 0.001, 5.0, plan(4))
     assert timer.delay(5.0) > 0.0
@@ -221,25 +216,25 @@ def test_a_result_that_was_there_says_nothing_of_when_the_next_is() -> None:
 def test_launches_come_earlier_by_what_they_take_and_once_they_came_too_late() -> None:
     timer = LaunchTimer()
 
-    def spare(put_off: bool = False, idle: float = 0.0) -> float:
+    def delay(put_off: bool = False, idle: float = 0.0) -> float:
         timer.observe(plan(4), result(0.010, idle), put_off, 0.001, 5.0, plan(4))
         return timer.delay(5.0)
 
-    at_first = spare()
-    assert timer.launched(plan(4), 0.002), "it was asked whether the launch could wait"
-    assert spare() == pytest.approx(at_first - 0.002)
+    at_first = delay()
+    assert timer.launched(plan(4), 0.002), "`delay` was asked before this launch"
+    assert delay() == pytest.approx(at_first - 0.002)
     timer.launched(plan(4, 1), 0.5)
-    before = spare(put_off=True)
-    assert before == pytest.approx(at_first - 0.002), "what a prompt's launch takes is no measure"
-    assert spare(put_off=False, idle=0.001) == before, "it was not put off"
-    assert spare(put_off=True, idle=0.0005) == pytest.approx(before - 0.001)
+    before = delay(put_off=True)
+    assert before == pytest.approx(at_first - 0.002), "the launch of a step with prompts does not count"
+    assert delay(put_off=False, idle=0.001) == before, "this launch had not waited"
+    assert delay(put_off=True, idle=0.0005) == pytest.approx(before - 0.001)
     for _ in range(500):
-        eased = spare()
-    assert eased == pytest.approx(before), "or nothing would be put off again"
-    assert spare(put_off=True, idle=1.0) == pytest.approx(0.010 - 0.002 - MOST_SLACK)
+        eased = delay()
+    assert eased == pytest.approx(before), "otherwise no launch would wait again"
+    assert delay(put_off=True, idle=1.0) == pytest.approx(0.010 - 0.002 - MOST_SLACK)
 
 
-def test_what_was_not_worth_waiting_for_or_not_launched_was_not_put_off() -> None:
+def test_a_launch_that_had_no_delay_worth_waiting_for_does_not_count_as_delayed() -> None:
     timer = LaunchTimer()
     timer.observe(plan(4), result(0.010), False, 0.001, 5.0, plan(4))
     assert timer.delay(5.0) > 0.0
@@ -250,7 +245,7 @@ def test_what_was_not_worth_waiting_for_or_not_launched_was_not_put_off() -> Non
     assert not timer.launched(plan(4), 0.001)
 
 
-def test_steps_with_drafts_tell_nothing_of_those_without() -> None:
+def test_steps_with_drafts_do_not_predict_steps_without() -> None:
     decode = int(RowFlag.SAMPLE | RowFlag.DECODE)
     plain, wide = (StepPlan(0, [Row(0, 0, 0, 1 + drafts, 100, drafts, decode)]) for drafts in (0, 4))
     for left, known in ((plain, False), (wide, True)):

@@ -11,7 +11,7 @@ import pytest
 from dovetail.core import host
 from dovetail.core.compose import Host, compose
 from dovetail.core.engine.checks import check_fit, check_weights_fit
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import start_engine
 from dovetail.core.errors import CapabilityError, CapacityError
 from dovetail.core.interfaces import Model
 from dovetail.plugins.model.llama.families import spec_of
@@ -50,7 +50,7 @@ def test_mistakes(overrides: list[str], words: list[str], tmp_path: Path) -> Non
 )
 def test_a_model_that_cannot_run_is_refused_before_anything_is_loaded(model: str, facts: list[str]) -> None:
     with pytest.raises(CapabilityError) as caught:
-        Engine(compose([f"model={model}", "engine.device=cpu"])).start()
+        start_engine(compose([f"model={model}", "engine.device=cpu"]))
     for fact, conflict in zip(facts, caught.value.conflicts, strict=True):
         assert f"requires model with {fact} false" in conflict and "MistralForCausalLM" in conflict
         assert f"Would work: a checkpoint with {fact} false" in conflict
@@ -122,13 +122,12 @@ def test_they_are_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host, "detect_host", lambda device: Host(memory_bytes=1 << 20))
     phases: list[str] = []
     with pytest.raises(CapacityError, match="GiB of weights"):
-        Engine(compose(["engine.device=cpu"])).start(lambda phase, share: phases.append(phase))
+        start_engine(compose(["engine.device=cpu"]), lambda phase, share: phases.append(phase))
     assert phases == []
 
 
 def test_a_length_that_the_model_was_not_made_for_is_told() -> None:
-    engine = Engine(compose(["+preset=tiny_cpu", "engine.max_len=1000000"]))
-    engine.start()
+    engine = start_engine(compose(["+preset=tiny_cpu", "engine.max_len=1000000"]))
     try:
         assert engine.info.max_len == engine.info.spec.max_len < 1000000
         told = f"engine.max_len=1000000, and the model was made for {engine.info.max_len}"

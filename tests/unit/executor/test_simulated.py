@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from dovetail.core.compose import compose
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import FinishReason, Grammar, SamplingParams, SchedulerContext, StepPlan
+from dovetail.core.interfaces import FinishReason, Grammar, RequestOptions, SamplingParams, SchedulerContext, StepPlan
 from dovetail.core.tokenizer import Tokenizer
 
 SHAPES = ("app=generate", "executor=simulated", "model=llama3_8b", "engine.max_len=256", "engine.max_seqs=4")
@@ -19,8 +19,7 @@ SHAPES = ("app=generate", "executor=simulated", "model=llama3_8b", "engine.max_l
 
 @contextmanager
 def engine(*overrides: str) -> Iterator[Engine]:
-    made = Engine(compose([*SHAPES, *overrides]))
-    made.start()
+    made = start_engine(compose([*SHAPES, *overrides]))
     try:
         yield made
     finally:
@@ -106,7 +105,7 @@ def test_a_grammar_is_obeyed() -> None:
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_prompts_are_embedded(pooling: str) -> None:
     with engine("engine.token_budget=16") as simulated:
-        simulated.add([1] * 40, SamplingParams(max_tokens=1), pooling=pooling)
+        simulated.add([1] * 40, SamplingParams(max_tokens=1), RequestOptions(pooling=pooling))
         events = []
         while simulated.has_work:
             events += simulated.step()

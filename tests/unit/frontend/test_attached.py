@@ -1,5 +1,5 @@
-"""Engines that several processes use: their owner and two of those, in one event loop, over real links to an engine
-that does what it is told."""
+"""Engines shared by several processes: their owner and two users in one event loop, over real links to a scripted
+engine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
 from dovetail.core.compose import compose
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import EngineDown, RequestError
 from dovetail.core.frontend import supervised as owned
 from dovetail.core.frontend.attached import AttachedFleet, Sharing
-from dovetail.core.frontend.client import EngineDown
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.frontend.messages import Command, EngineInfo, EngineStats, Reply, SampleUpdate
 from dovetail.core.frontend.process_rpc import Peer
@@ -35,10 +33,10 @@ GREEDY = SamplingParams(max_tokens=4)
 SECONDS = 60
 
 
-class PlayedEngine:
-    """In place of EngineProcess. Has its end of each link that it is told of, and hears nothing by itself."""
+class FakeEngine:
+    """Fake EngineProcess. Opens its end of each announced link; receives messages only on a call of the test."""
 
-    lives: list[PlayedEngine] = []
+    lives: list[FakeEngine] = []
 
     def __init__(self, composition: Any, listener: Any, **options: Any) -> None:
         self.listener, self.hung_at_start = listener, False
@@ -57,9 +55,9 @@ class PlayedEngine:
             link.close()
         self.links.clear()
 
-    def send(self, data: bytes) -> None:
-        command = msgspec.msgpack.decode(data, type=Command)
-        self.listener.on_message(self, Reply(command.id, "done"))
+    def send(self, *commands: Command) -> None:
+        for command in commands:
+            self.listener.on_message(self, Reply(command.id, "done"))
 
     def order(self, message: dict[str, Any]) -> None:
         self.orders.append(message["op"])
@@ -71,8 +69,8 @@ class PlayedEngine:
     def end_hung(self, seconds: float) -> None:
         self.hung.append(seconds)
 
-    def says(self, link: int, *news: SampleUpdate, stats: EngineStats | None = None) -> None:
-        self.links[link].news += news
+    def says(self, link: int, *updates: SampleUpdate, stats: EngineStats | None = None) -> None:
+        self.links[link].updates += updates
         self.links[link].tell(stats)
 
     def heard(self, link: int) -> Any:
@@ -84,7 +82,7 @@ class PlayedEngine:
 
 
 class House:
-    """An owner and two processes that use its engine."""
+    """An owner and two processes that share its engine."""
 
     def __init__(self, timeout: float) -> None:
         composition = compose(["+preset=tiny_cpu"], app="generate")
@@ -116,21 +114,21 @@ class House:
 
 
 @pytest.fixture(autouse=True)
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(PlayedEngine, "lives", [])
-    monkeypatch.setattr(owned, "EngineProcess", PlayedEngine)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(FakeEngine, "lives", [])
+    monkeypatch.setattr(owned, "EngineProcess", FakeEngine)
     yield
-    for engine in PlayedEngine.lives:
+    for engine in FakeEngine.lives:
         engine.close()
 
 
-def housed(test: Callable[[House, list[PlayedEngine]], Awaitable[None]], timeout: float = SECONDS) -> None:
+def housed(test: Callable[[House, list[FakeEngine]], Awaitable[None]], timeout: float = SECONDS) -> None:
     async def run() -> None:
         house = House(timeout)
         house.owner.start()
         for number in (1, 2):
             house.join(number)
-        await test(house, PlayedEngine.lives)
+        await test(house, FakeEngine.lives)
         for fleet in (*house.users.values(), house.owner):
             await fleet.close()
         for number in list(house.sockets):
@@ -145,13 +143,13 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def all_ready(house: House, engine: PlayedEngine) -> None:
+async def all_ready(house: House, engine: FakeEngine) -> None:
     engine.listener.on_ready(engine, INFO)
     await until(lambda: all(user.state == "ready" for user in house.users.values()))
 
 
 def test_each_has_its_own_requests_and_sees_the_load_of_all() -> None:
-    async def test(house: House, lives: list[PlayedEngine]) -> None:
+    async def test(house: House, lives: list[FakeEngine]) -> None:
         first, second = house.users.values()
         with pytest.raises(EngineDown, match="starting"):
             first.submit([1], GREEDY)
@@ -159,10 +157,10 @@ def test_each_has_its_own_requests_and_sees_the_load_of_all() -> None:
         await until(lambda: first.phase == second.phase == "weights")
         await all_ready(house, lives[0])
         assert first.info == INFO
-        # Another way than the word that the engine is ready.
+        # The message takes another route than the one that the engine is ready.
         await until(lambda: first.stats.running == 1)
         streams = [first.submit([1, 2], GREEDY), second.submit([3], GREEDY), first.submit([4], GREEDY)]
-        assert [stream.id for stream in streams] == [1, 2, 4], "no number comes twice"
+        assert [stream.request.id for stream in streams] == [1, 2, 4], "no number comes twice"
         assert [fleet.samples for fleet in (first, second, house.owner)] == [3, 3, 3]
         assert first.clients[0].prompt_tokens == 4
         assert [(lives[0].heard(link).id, link) for link in (1, 2, 1)] == [(1, 1), (2, 2), (4, 1)]
@@ -173,23 +171,23 @@ def test_each_has_its_own_requests_and_sees_the_load_of_all() -> None:
     housed(test)
 
 
-def test_who_dies_leaves_nothing_and_whoever_comes_in_its_place_counts_on() -> None:
-    async def test(house: House, lives: list[PlayedEngine]) -> None:
+def test_a_dead_process_leaves_nothing_and_its_successor_goes_on_counting() -> None:
+    async def test(house: House, lives: list[FakeEngine]) -> None:
         await all_ready(house, lives[0])
         gone = house.users[1]
-        assert [gone.submit([1], GREEDY).id for _ in range(2)] == [1, 4]
+        assert [gone.submit([1], GREEDY).request.id for _ in range(2)] == [1, 4]
         house.leave(1)
         assert lives[0].orders == ["attach", "attach", "detach"] and house.users[2].samples == 0
         again = house.join(1)
         await until(lambda: again.state == "ready")
-        assert again.submit([1], GREEDY).id == 7
+        assert again.submit([1], GREEDY).request.id == 7
         await gone.close()
 
     housed(test)
 
 
 def test_a_death_of_the_engine_is_one_for_all() -> None:
-    async def test(house: House, lives: list[PlayedEngine]) -> None:
+    async def test(house: House, lives: list[FakeEngine]) -> None:
         await all_ready(house, lives[0])
         streams = [user.submit([1], GREEDY) for user in house.users.values()]
         lives[0].die()
@@ -199,9 +197,9 @@ def test_a_death_of_the_engine_is_one_for_all() -> None:
         assert house.owner.samples == 0
         await until(lambda: all(user.state == "starting" for user in house.users.values()))
         await all_ready(house, lives[1])
-        assert [user.submit([1], GREEDY).id for user in house.users.values()] == [4, 5]
+        assert [user.submit([1], GREEDY).request.id for user in house.users.values()] == [4, 5]
         assert lives[1].heard(1).prompt_ids == [1]
-        # One more than it may: no engine comes back, and all know.
+        # One death more than allowed: the engine is not restarted, and all processes are notified.
         lives[1].die()
         await until(lambda: all(user.clients[0].state == "failed" for user in house.users.values()))
         assert house.owner.failed.is_set()
@@ -209,8 +207,8 @@ def test_a_death_of_the_engine_is_one_for_all() -> None:
     housed(test)
 
 
-def test_an_engine_that_hangs_is_reported_by_whoever_waits() -> None:
-    async def test(house: House, lives: list[PlayedEngine]) -> None:
+def test_an_engine_that_hangs_is_reported_by_a_waiting_process() -> None:
+    async def test(house: House, lives: list[FakeEngine]) -> None:
         await all_ready(house, lives[0])
         house.users[1].submit([1], GREEDY)
         await until(lambda: lives[0].hung)
@@ -220,7 +218,7 @@ def test_an_engine_that_hangs_is_reported_by_whoever_waits() -> None:
 
 
 def test_adapters_are_known_to_all_when_the_answer_comes() -> None:
-    async def test(house: House, lives: list[PlayedEngine]) -> None:
+    async def test(house: House, lives: list[FakeEngine]) -> None:
         await all_ready(house, lives[0])
         first, second = house.users.values()
         await first.load_adapter("sql", "/sql")
@@ -253,4 +251,6 @@ def test_the_board() -> None:
     assert [board.load(i).samples for i in (0, 1)] == [2, 0]
     board.clear(2)
     assert board.turns(2) == 0
-    assert next(Board(3, 2, own=1, fd=board.fd).numbers()) == 10, "who takes a place goes on where it was left"
+    assert next(Board(3, 2, own=1, fd=board.fd).numbers()) == 10, (
+        "a successor continues the counters of its predecessor"
+    )

@@ -6,16 +6,16 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 
 from dovetail.core.engine.results import SequenceEvent
-from dovetail.core.frontend.engine_loop import StepLoop
+from dovetail.core.frontend.engine_loop import EngineLoop
 from dovetail.core.frontend.messages import Abort, Control, Reply, StepMessage
-from dovetail.core.frontend.zmq_link import Link
+from dovetail.core.frontend.zmq_link import Link, ZmqMailbox
 from dovetail.core.interfaces import SamplingParams
 from dovetail.core.parallel.channel import Channel
 from dovetail.core.testing.observer import observed_engine
@@ -38,7 +38,8 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
     owner, control = map(Channel, socket.socketpair())
     heard: queue.SimpleQueue[StepMessage | Reply] = queue.SimpleQueue()
     stays, goes = Link(heard.put), Link(heard.put)
-    loop = StepLoop(engine, control, stays.addresses)
+    mailbox = ZmqMailbox(control, **stays.addresses)
+    loop = EngineLoop(engine, mailbox)
     owner.send({"op": "attach", "link": 1, **goes.addresses})
     threads = [
         threading.Thread(target=loop.run, daemon=True),
@@ -50,13 +51,14 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
         assert in_step.wait(SECONDS)
         for link in (goes, stays):
             link.open()
-        goes.send(msgspec.msgpack.encode(Abort(7)))
-        assert loop._links[1].commands.poll(SECONDS * 1000)
+        goes.send(Abort(7))
+        unread = max(mailbox.ports, key=list(mailbox.ports).index)
+        assert unread.commands.poll(SECONDS * 1000)
         owner.send({"op": "detach", "link": 1})
         go_on.set()
         # The first may be read in one go with the order to detach.
         for number in (3, 4):
-            stays.send(msgspec.msgpack.encode(Control(number, "check")))
+            stays.send(Control(number, "check"))
             while not isinstance(message := heard.get(timeout=SECONDS), Reply):
                 pass
             assert message.id == number and not message.error
@@ -65,7 +67,7 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
         owner.send({"op": "stop"})
         threads[0].join(SECONDS)
         # Where the loop failed its sockets are open, and what they still had to send would be waited for.
-        loop._context.destroy(linger=0)
+        mailbox.close()
         control.close()
         threads[1].join(SECONDS)
         for link in (goes, stays):
@@ -73,15 +75,42 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
         engine.shutdown()
 
 
-def test_a_step_is_put_off_while_commands_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For whole milliseconds at the poller, for less by naps."""
+class ScriptedMailbox:
+    """Notes how long the loop is ready to wait for commands; stops after the last of `polls`."""
+
+    delays_launches, ports = True, ()
+
+    def __init__(self, polls: int) -> None:
+        self.waits: list[float | None] = []
+        self._polls, self.stopped = polls, False
+
+    def receive(self, seconds: float | None) -> Iterator[Any]:
+        self.waits.append(seconds)
+        self.stopped = len(self.waits) == self._polls
+        return iter(())
+
+
+@pytest.mark.parametrize("delays", [True, False])
+def test_a_launch_waits_for_commands_as_long_as_the_engine_allows(delays: bool) -> None:
+    engine = mock.Mock(has_work=True)
+    engine.launch_delay.side_effect = [0.0057, 0.0006, 0.0]
+    engine.step.return_value = []
+    mailbox = ScriptedMailbox(4)
+    mailbox.delays_launches = delays
+    EngineLoop(engine, mailbox).run()
+    assert mailbox.waits == ([0.0, 0.0057, 0.0006, 0.0] if delays else [0.0] * 4)
+    assert engine.step.call_count == (1 if delays else 3)
+
+
+def test_a_wait_shorter_than_the_pollers_unit_is_a_nap(monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)
-    loop: Any = StepLoop.__new__(StepLoop)
-    loop._poller, loop._links, loop._loading, loop._stats_due = mock.Mock(), {}, [], 0.0
-    loop._poller.poll.return_value = []
-    loop._engine = mock.Mock(has_work=True)
-    loop._engine.launch_delay.side_effect = [0.0057, 0.0006, 0.0004, 0.0]
-    assert loop._take_commands()
-    assert [call.args[0] for call in loop._poller.poll.call_args_list] == [0, 5, 0, 0]
-    assert len(naps) == 2
+    owner, control = map(Channel, socket.socketpair())
+    link = Link(lambda message: None)
+    mailbox = ZmqMailbox(control, **link.addresses)
+    for seconds in (0.0, 5e-4, 2e-3):
+        assert list(mailbox.receive(seconds)) == []
+    assert len(naps) == 1 and 0.0 < naps[0] < 5e-4
+    mailbox.close()
+    for end in (owner, control, link):
+        end.close()

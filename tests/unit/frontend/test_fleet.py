@@ -1,4 +1,4 @@
-"""A fleet over engines that do what they are told: who gets what, and what a death means for the rest."""
+"""A fleet over scripted engines: distribution of requests, and the effect of a death on other requests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from dovetail.core.compose import compose
-from dovetail.core.errors import PluginError, RequestError
+from dovetail.core.errors import EngineDown, PluginError, RequestError
 from dovetail.core.frontend import supervised as owned
-from dovetail.core.frontend.client import EngineDown
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.frontend.messages import (
     Abort,
@@ -27,7 +25,7 @@ from dovetail.core.frontend.messages import (
 )
 from dovetail.core.frontend.replicas import replica_compositions
 from dovetail.core.frontend.supervised import OwnedFleet as Fleet
-from dovetail.core.interfaces import SamplingParams
+from dovetail.core.interfaces import RequestOptions, SamplingParams
 
 INFO = EngineInfo(
     model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
@@ -37,7 +35,7 @@ GREEDY = SamplingParams(max_tokens=4)
 
 
 class FakeProcess:
-    """Answers control messages and remembers the rest."""
+    """Fake engine process: answers control messages and records the others."""
 
     lives: list[FakeProcess] = []
 
@@ -46,7 +44,7 @@ class FakeProcess:
         self.adapters = None if adapters is None else dict(adapters)
         self.heard: list[Any] = []
         self.refuses = ""
-        """An operation that it answers with an error."""
+        """Operation that it answers with an error."""
         self.pid, self.stopped, self.hung_at_start = 1, False, False
 
     def start(self) -> None:
@@ -55,13 +53,13 @@ class FakeProcess:
     def stop(self) -> None:
         self.stopped = True
 
-    def send(self, data: bytes) -> None:
-        command = msgspec.msgpack.decode(data, type=Command)
-        self.heard.append(command)
-        if isinstance(command, Control):
-            value = f"{command.op} {self.composition.engine.first_gpu}"
-            error = "no room" if command.op == self.refuses else ""
-            self.listener.on_message(self, Reply(command.id, value, error, 409))
+    def send(self, *commands: Command) -> None:
+        for command in commands:
+            self.heard.append(command)
+            if isinstance(command, Control):
+                value = f"{command.op} {self.composition.engine.first_gpu}"
+                error = "no room" if command.op == self.refuses else ""
+                self.listener.on_message(self, Reply(command.id, value, error, 409))
 
     def ready(self) -> None:
         self.listener.on_ready(self, INFO)
@@ -161,7 +159,7 @@ def test_requests_spread_and_come_back_to_where_they_run() -> None:
         lives[2].says(2, [7])
         await settle()
         assert [one.prompt_tokens for one in fleet.clients] == [20, 10, 10], "what has output needs no prefill any more"
-        # Samples count 512 tokens each: replica 1 has one, the others two.
+        # Each sample counts as 512 tokens: replica 1 has one, the others two.
         assert fleet.submit([5], GREEDY).replica == 1
         lives[2].says(2, [8], "length")
         await settle()
@@ -188,7 +186,7 @@ def test_a_death_takes_its_own_requests_and_the_rest_goes_on() -> None:
         lives[3].ready()
         await settle()
         assert restarted == [1] and fleet.submit([1], GREEDY).replica == 1
-        # Once more than it may: it stays away. When the last one goes, so does the fleet.
+        # One death more than allowed: no restart. When the last replica has failed, the fleet has failed.
         lives[3].die()
         await settle()
         assert len(lives) == 4 and fleet.state == "ready" and fleet.health()[1]["state"] == "failed"
@@ -210,7 +208,7 @@ def test_a_death_takes_its_own_requests_and_the_rest_goes_on() -> None:
 
 @pytest.mark.parametrize("ready", [0, 2, 3])
 def test_a_death_that_ends_the_fleet(ready: int) -> None:
-    """Of a replica that never started, though it might be restarted later; and of any where nobody is."""
+    """A replica dies before it was ever ready, even if restarts are left, or dies with no other replica left."""
 
     async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
         for process in lives[:ready]:
@@ -264,7 +262,7 @@ def test_adapters_are_on_every_replica_or_on_none() -> None:
         with pytest.raises(RequestError, match="'sql' is not loaded; there is chat") as refused:
             await fleet.unload_adapter("sql")
         assert refused.value.status == 404
-        # What starts again begins with what there is; until then nothing changes.
+        # A restarted replica gets the current adapters; until then nothing changes.
         lives[0].die()
         await settle()
         assert lives[3].adapters == {"chat": "/chat"}
@@ -274,14 +272,14 @@ def test_adapters_are_on_every_replica_or_on_none() -> None:
         lives[3].ready()
         await settle()
         await fleet.load_adapter("sql", "/sql")
-        assert fleet.submit([1], GREEDY, adapter="sql").replica == 0
-        assert lives[3].heard[-1].adapter == "sql"
+        assert fleet.submit([1], GREEDY, RequestOptions(adapter="sql")).replica == 0
+        assert lives[3].heard[-1].options.adapter == "sql"
 
     with_fleet(test, max_restarts=1)
 
 
 @pytest.mark.parametrize("chosen", [3, -1, None])
-def test_a_router_that_chooses_nobody_fails_that_request_alone(chosen: int | None) -> None:
+def test_a_router_that_chooses_no_replica_fails_only_that_request(chosen: int | None) -> None:
     async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
         await all_ready(fleet, lives)
         right = fleet._router._router.route  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""An engine's process that is slow and one that hangs, played by a script."""
+"""Detection of a hung engine process, with scripts in place of slow and hung engines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import socket
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
 from dovetail import compose
 from dovetail.core.frontend import engine_process as process
-from dovetail.core.frontend.messages import Abort, Add, StepMessage
+from dovetail.core.frontend.messages import Abort, Add, StepMessage, encode_output
+from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.parallel.channel import Channel
 from dovetail.core.parallel.process import SHOW_STACKS, start_process
 
@@ -23,9 +23,9 @@ INFO = dict(model="m", folder=None, vocab=1, max_len=1, max_seqs=1, device="cpu"
 INFO |= dict(embedding=None, hidden=1, head=True, notes=[])
 
 
-def played(control_fd: int, parent: int) -> None:
-    """Slow to start. Works on the first command for three times the timeout, then has nothing to do; never carries out
-    the second."""
+def scripted(control_fd: int, parent: int) -> None:
+    """Script of an engine process: starts slowly, works on the first command for three times the timeout, is then idle,
+    and never executes the second command."""
     signal.signal(SHOW_STACKS, signal.SIG_IGN)
     control = Channel(socket.socket(fileno=control_fd))
     order, _ = control.recv()
@@ -37,9 +37,9 @@ def played(control_fd: int, parent: int) -> None:
     control.send({"op": "ready", "info": INFO})
     commands.recv()
     for _ in range(6):
-        outputs.send(msgspec.msgpack.encode(StepMessage([], None, 1)))
+        outputs.send(encode_output(StepMessage([], None, 1)))
         time.sleep(TIMEOUT / 2)
-    outputs.send(msgspec.msgpack.encode(StepMessage([], None, 1, idle=True)))
+    outputs.send(encode_output(StepMessage([], None, 1, idle=True)))
     time.sleep(60)
 
 
@@ -70,7 +70,7 @@ class Heard:
 
 
 def playing(script, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> process.EngineProcess:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # where the script's process finds this module
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # lets the script's process import this module
     entry = f"{__name__}:{script.__name__}"
     monkeypatch.setattr(process, "start_process", lambda _, environment: start_process(entry))
     engine = process.EngineProcess(compose(["+preset=tiny_cpu"]), heard, timeout=TIMEOUT)
@@ -87,13 +87,13 @@ def test_a_start_without_progress_is_death(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard()
-    engine = playing(played, heard, monkeypatch)
+    engine = playing(scripted, heard, monkeypatch)
     assert heard.said.get(timeout=90) == "ready"
-    engine.send(msgspec.msgpack.encode(Add(1, [1], {})))
+    engine.send(Add(1, [1], SamplingParams(), RequestOptions()))
     assert heard.said.get(timeout=90) == "idle"
     with pytest.raises(queue.Empty):
         heard.said.get(timeout=3 * TIMEOUT)
     began = time.monotonic()
-    engine.send(msgspec.msgpack.encode(Abort(1)))
+    engine.send(Abort(1))
     assert str(heard.said.get(timeout=90)).startswith("hangs")
     assert time.monotonic() - began > TIMEOUT * 0.7

@@ -1,4 +1,4 @@
-"""What the log says while an engine starts."""
+"""Log lines while an engine starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.core.compose import compose
 from dovetail.core.frontend import supervised as owned
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.frontend.messages import EngineInfo
-from dovetail.plugins.app.serve import owner
+from dovetail.plugins.app.serve import lifecycle
 
 INFO = EngineInfo(
     model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
@@ -22,9 +22,9 @@ INFO = EngineInfo(
 )  # fmt: skip
 
 
-class PlayedEngine:
+class FakeEngine:
     hung_at_start = False
-    lives: list[PlayedEngine] = []
+    lives: list[FakeEngine] = []
 
     def __init__(self, composition: Any, listener: Any, **options: Any) -> None:
         self.listener = listener
@@ -35,11 +35,11 @@ class PlayedEngine:
     def stop(self) -> None: ...
 
 
-def test_each_phase_is_told_once_as_it_begins_with_the_time_of_the_one_before(
+def test_each_phase_is_logged_once_as_it_begins_with_the_duration_of_the_previous_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(PlayedEngine, "lives", lives := [])
-    monkeypatch.setattr(owned, "EngineProcess", PlayedEngine)
+    monkeypatch.setattr(FakeEngine, "lives", lives := [])
+    monkeypatch.setattr(owned, "EngineProcess", FakeEngine)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     caplog.set_level(logging.INFO, "dovetail")
     changes: list[str] = []
@@ -51,7 +51,7 @@ def test_each_phase_is_told_once_as_it_begins_with_the_time_of_the_one_before(
         message(*arguments)
         await asyncio.sleep(0)
 
-    async def starts(engine: PlayedEngine) -> None:
+    async def starts(engine: FakeEngine) -> None:
         heard = engine.listener
         await says(1.5, heard.on_progress, engine, "load weights")
         await says(2.0, heard.on_progress, engine, "load weights")
@@ -61,7 +61,7 @@ def test_each_phase_is_told_once_as_it_begins_with_the_time_of_the_one_before(
     async def test() -> None:
         composition = compose(["app=serve", "+preset=tiny_cpu"])
         reports = Reports(changed=lambda: changes.append(fleet.phase))
-        fleet = owner.owned_fleet(composition.app_part.config, composition, reports)
+        fleet = lifecycle.owned_fleet(composition.app_part.config, composition, reports)
         fleet.start()
         await starts(lives[0])
         await says(60.0, lives[0].listener.on_death, lives[0], "was killed")
@@ -80,4 +80,4 @@ def test_each_phase_is_told_once_as_it_begins_with_the_time_of_the_one_before(
         "started (warm up took 0.1 s)",
     ]
     assert (told[1].phase, told[1].previous, told[1].seconds) == ("warm up", "load weights", 2.5)
-    assert changes.count("load weights") == 2, "what has not changed is told to nobody"
+    assert changes.count("load weights") == 2, "an unchanged phase is not reported"

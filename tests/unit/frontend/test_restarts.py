@@ -1,4 +1,4 @@
-"""What dies too often is not started again; deaths of more than an hour ago are forgotten."""
+"""A process that dies too often is not restarted; deaths more than an hour ago do not count."""
 
 from __future__ import annotations
 

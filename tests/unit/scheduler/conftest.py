@@ -10,7 +10,7 @@ import pytest
 from dovetail.core.engine import engine as engine_module
 from dovetail.core.engine import requests as intake
 from dovetail.core.engine.engine import Engine
-from dovetail.core.interfaces import SamplingParams, Sequence, Status
+from dovetail.core.interfaces import RequestOptions, SamplingParams, Sequence, Status
 from dovetail.core.testing.scheduler import SchedulerContract
 from dovetail.core.testing.toy import expected_output
 
@@ -33,7 +33,7 @@ class Bench:
 
     def add(self, prompt: list[int], max_tokens: int = 4, **request: object) -> Sequence:
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        (seq,) = self.engine.add(prompt, params, **request)  # type: ignore[arg-type]
+        (seq,) = self.engine.add(prompt, params, RequestOptions(**request))  # type: ignore[arg-type]
         self.sequences[seq.uid] = seq
         return seq
 

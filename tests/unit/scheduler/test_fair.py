@@ -2,7 +2,7 @@
 
 import pytest
 
-from dovetail.core.interfaces import SamplingParams
+from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.plugins.scheduler.config import FairConfig, FCFSConfig
 from dovetail.plugins.scheduler.fair import FairScheduler
 from dovetail.plugins.scheduler.fcfs import FCFSScheduler
@@ -103,7 +103,7 @@ def test_who_has_left_is_forgotten(bench):
     b = bench(FairScheduler, FairConfig(), max_seqs=4)
     for i in range(50):
         b.add(PROMPT, 3, user=f"u{i}")
-    (gone,) = b.engine.add(PROMPT, SamplingParams(max_tokens=4, temperature=0), user="gone")
+    (gone,) = b.engine.add(PROMPT, SamplingParams(max_tokens=4, temperature=0), RequestOptions(user="gone"))
     b.engine.abort(gone.uid)
     b.run()
     assert not b.engine.scheduler._users and not b.engine.scheduler._charged

@@ -1,4 +1,4 @@
-"""What a client reads of a body that is none."""
+"""Error messages for invalid request bodies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class Body(BaseModel):
     ("content", "kind", "message", "param"),
     [
         (b'{"prompt": "x", ', "application/json", "the body is not JSON: Expecting .* at character 16", None),
-        (b'{"prompt": "x"}', "application/x-www-form-urlencoded", "without the header `content-type: appl", None),
+        (b'{"prompt": "x"}', "application/x-www-form-urlencoded", "lacks the header `content-type: appl", None),
         (b'{"prompt": "x", "max_token": 3}', "application/json", "max_token: there is no such field", "max_token"),
     ],
 )
-def test_a_body_that_is_none_says_why(content: bytes, kind: str, message: str, param: str | None) -> None:
+def test_an_invalid_body_gets_a_message_with_the_cause(
+    content: bytes, kind: str, message: str, param: str | None
+) -> None:
     app = FastAPI()
     errors.install(app)
 

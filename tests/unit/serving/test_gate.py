@@ -1,4 +1,4 @@
-"""What stands between uvicorn and the endpoints."""
+"""The middleware between uvicorn and the endpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def through(app: Callable[..., Awaitable[None]]) -> list[dict]:
 
 
 def test_an_error_that_was_answered_goes_no_further(caplog):
-    """uvicorn would close the connection under the client's next request."""
+    """Otherwise uvicorn would close the connection that the client may be reusing."""
 
     async def app(scope, receive, send):
         await send(START)

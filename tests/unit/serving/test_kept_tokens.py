@@ -1,4 +1,4 @@
-"""Special tokens that a parser reads stay in the text; the others do not."""
+"""Special tokens that a parser reads stay in the text; others are dropped."""
 
 from __future__ import annotations
 

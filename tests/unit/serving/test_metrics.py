@@ -1,4 +1,4 @@
-"""Metrics and traces: what is reported is what comes out."""
+"""Metrics and traces: reported values appear in the output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def counters(**changes: float) -> SimpleNamespace:
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
-    """Of one model; and of an engine, whose metrics say which replica it is, the first unless another is asked for."""
+    """Return a metric of the model; for an engine metric, that of `replica`, by default the first."""
     asked = {"model_name": "tiny", **labels}
     found = registry.get_sample_value(f"dovetail:{name}", asked)
     return registry.get_sample_value(f"dovetail:{name}", {"replica": "0"} | asked) if found is None else found
@@ -85,7 +85,7 @@ def test_a_request_is_in_every_histogram_once() -> None:
 
 
 def test_times_between_tokens_are_in_their_buckets() -> None:
-    """As prometheus_client's own histogram shows them."""
+    """Equal to a histogram of prometheus_client."""
     metrics, values = Metrics("tiny"), [0.0005, 0.001, 0.0011, 0.3, 99.0]
     own = Histogram("own", "For comparison.", ("model_name",), buckets=SHORT, registry=None)
     for seconds in values:
@@ -126,11 +126,11 @@ def test_steps_are_read_over_http() -> None:
     samples = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples if not s.labels}
     assert samples["dovetail:step_tokens_sum"] == 20
     assert samples["dovetail:step_rows_count"] == 2
-    assert samples["dovetail:step_device_seconds_count"] == 1, "a time that nobody knows was counted"
+    assert samples["dovetail:step_device_seconds_count"] == 1, "an unknown time was counted"
     assert samples["dovetail:step_running"] == 0
 
 
-def test_a_port_in_use_is_told_at_once() -> None:
+def test_a_port_in_use_is_reported_at_once() -> None:
     first = Prometheus(PrometheusConfig(port=0))
     with pytest.raises(ConfigError, match=f"observer.prometheus.port={first.port}"):
         Prometheus(PrometheusConfig(port=first.port))

@@ -1,4 +1,4 @@
-"""What a slow client gets: everything, in fewer pieces."""
+"""A slow client gets all of the output in fewer pieces."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from types import SimpleNamespace
 
 from dovetail.core.frontend.client import Stream
 from dovetail.core.frontend.outputs import Delta
-from dovetail.plugins.app.serve.output import news
+from dovetail.plugins.app.serve.output import choice_deltas
 
 
 def test_what_came_while_the_client_was_slow_is_one_piece():
     async def follow() -> tuple[list[list[tuple[int, Delta]]], SimpleNamespace]:
-        stream = Stream(1, [None, None], asyncio.get_running_loop())  # type: ignore[list-item]
+        stream = Stream(asyncio.get_running_loop())
         job = SimpleNamespace(stream=stream, output_tokens=0, outcome="")
         taken = []
         for sample, text, last in ((0, "a", False), (1, "x", False), (0, "b", False)):
-            stream.put(Delta(sample, text, (ord(text),)), last, 1.0)
-        async for items in news([job], 2):  # type: ignore[list-item]
+            stream.put([Delta(sample, text, (ord(text),))], last=last)
+        async for items in choice_deltas([job], 2):  # type: ignore[list-item]
             taken.append(items)
             if len(taken) == 1:
-                # While this piece is being written, the engine goes on.
-                stream.put(Delta(0, "c", (99,)), False, 1.0)
-                stream.put(Delta(0, "d", (100,), finish_reason="length"), False, 1.0)
-                stream.put(Delta(1, "y", (121,), finish_reason="stop"), True, 1.0)
+                # The engine goes on while this piece is being written.
+                stream.put([Delta(0, "c", (99,))], last=False)
+                stream.put([Delta(0, "d", (100,), finish_reason="length")], last=False)
+                stream.put([Delta(1, "y", (121,), finish_reason="stop")], last=True)
         return taken, job
 
     taken, job = asyncio.run(follow())

@@ -1,4 +1,4 @@
-"""Who starts the processes that answer HTTP, and when it gives up; they and the engine are played."""
+"""The supervisor of front-end processes: restarts and shutdown. The processes and the engine are fakes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.supervisor import Supervisor
 
 
-class PlayedEngine:
+class FakeEngine:
     def __init__(self, *arguments: Any, **options: Any) -> None: ...
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def order(self, message: Any) -> None: ...
 
 
-class PlayedFrontEnd:
-    """Ends when it is told to stop, and when it hangs: the event loop of `stuck` turns only once."""
+class FakeFrontEnd:
+    """Fake front-end process. Ends on "stop" and when reported as hung; process `stuck` has a single heartbeat."""
 
-    lives: list[PlayedFrontEnd] = []
+    lives: list[FakeFrontEnd] = []
     stuck = 0
 
     def __init__(self, number: int, order: Any, inherited: Any, *, on_start: Any, on_end: Any) -> None:
@@ -54,13 +54,13 @@ class PlayedFrontEnd:
 
 
 @pytest.fixture(autouse=True)
-def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlayedFrontEnd, "lives", [])
-    monkeypatch.setattr(supervisor, "FrontEnd", PlayedFrontEnd)
-    monkeypatch.setattr(owned, "EngineProcess", PlayedEngine)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeFrontEnd, "lives", [])
+    monkeypatch.setattr(supervisor, "FrontEndProcess", FakeFrontEnd)
+    monkeypatch.setattr(owned, "EngineProcess", FakeEngine)
 
 
-def supervised(test: Callable[[list[PlayedFrontEnd]], Awaitable[None]], *words: str) -> int:
+def supervised(test: Callable[[list[FakeFrontEnd]], Awaitable[None]], *words: str) -> int:
     composition = compose(["app=serve", "+preset=tiny_cpu", "serve.processes=2", "serve.max_restarts=2", *words])
     config = composition.app_part.config
     assert isinstance(config, ServeConfig)
@@ -69,7 +69,7 @@ def supervised(test: Callable[[list[PlayedFrontEnd]], Awaitable[None]], *words: 
         with socket.create_server(("127.0.0.1", 0)) as sock:
             running = asyncio.ensure_future(Supervisor(config, composition, Keys({}), sock).run())
             await asyncio.sleep(0)
-            await test(PlayedFrontEnd.lives)
+            await test(FakeFrontEnd.lives)
             async with asyncio.timeout(60):
                 return await running
 
@@ -77,7 +77,7 @@ def supervised(test: Callable[[list[PlayedFrontEnd]], Awaitable[None]], *words: 
 
 
 def test_one_that_dies_is_started_again_until_too_many_have(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(lives: list[PlayedFrontEnd]) -> None:
+    async def test(lives: list[FakeFrontEnd]) -> None:
         assert [one.number for one in lives] == [1, 2]
         lives[1].end(-9, "was killed")
         lives[0].end(-9, "was killed")
@@ -95,18 +95,18 @@ def test_one_that_dies_is_started_again_until_too_many_have(caplog: pytest.LogCa
 
 
 def test_one_that_hangs_is_one_that_dies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    async def test(lives: list[PlayedFrontEnd]) -> None:
-        """All happens by itself."""
+    async def test(lives: list[FakeFrontEnd]) -> None:
+        """Do nothing: the watchdog acts on its own."""
 
-    monkeypatch.setattr(PlayedFrontEnd, "stuck", 2)
+    monkeypatch.setattr(FakeFrontEnd, "stuck", 2)
     assert supervised(test, "serve.front_end_timeout=0.02") == 1
-    assert [one.number for one in PlayedFrontEnd.lives] == [1, 2, 2, 2]
+    assert [one.number for one in FakeFrontEnd.lives] == [1, 2, 2, 2]
     said = [record.getMessage() for record in caplog.records if "front-end" in record.getMessage()]
     assert said == ["front-end 2 hangs; it is started again"] * 2 + ["front-end 2 hangs"]
 
 
 def test_one_that_cannot_start_ends_the_server_with_its_reason() -> None:
-    async def test(lives: list[PlayedFrontEnd]) -> None:
+    async def test(lives: list[FakeFrontEnd]) -> None:
         lives[0].failed = True
         lives[0].end(1, "failed: no such template")
 
@@ -114,19 +114,19 @@ def test_one_that_cannot_start_ends_the_server_with_its_reason() -> None:
         supervised(test)
 
 
-def test_told_to_stop_it_waits_for_all() -> None:
-    async def test(lives: list[PlayedFrontEnd]) -> None:
+def test_shutdown_waits_for_all() -> None:
+    async def test(lives: list[FakeFrontEnd]) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     assert supervised(test) == 0
-    assert len(PlayedFrontEnd.lives) == 2
+    assert len(FakeFrontEnd.lives) == 2
 
 
 def test_a_port_belongs_to_one_server_and_its_processes() -> None:
-    with ports.take(ServeConfig(processes=2, port=0)) as taken:
+    with ports.bind(ServeConfig(processes=2, port=0)) as taken:
         address = taken.getsockname()
-        with ports.join(address) as one, ports.join(address) as other:
+        with ports.bind_shared(address) as one, ports.bind_shared(address) as other:
             one.listen()
             other.listen()
             with pytest.raises(ConfigError, match="cannot listen there"):
-                ports.take(ServeConfig(processes=2, port=address[1]))
+                ports.bind(ServeConfig(processes=2, port=address[1]))

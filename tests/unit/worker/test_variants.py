@@ -23,7 +23,7 @@ import torch
 import triton
 
 from dovetail.core.compose import Composition, compose
-from dovetail.core.engine.engine import Engine
+from dovetail.core.engine.engine import start_engine
 from dovetail.core.interfaces import RowFlag, SamplingParams
 from dovetail.core.ops.kernels import launch
 from dovetail.core.testing.no_gpu import no_gpu
@@ -63,8 +63,7 @@ Do = Callable[[Runner], None]
 def served(rng: random.Random, *overrides: str, drafts: int = 0) -> Iterator[Do]:
     """What a rank is told while requests come and go: few and many, of all kinds, in chunks and one token a step. In
     two of three steps decode rows have so many drafts: the simulated device has none."""
-    engine = Engine(compose([*SHAPES, *overrides, *SIMULATED]))
-    engine.start()
+    engine = start_engine(compose([*SHAPES, *overrides, *SIMULATED]))
     told: deque[Do] = deque()
     submit, complete = engine.executor.submit, engine.executor.complete
 

@@ -1,4 +1,4 @@
-"""Items of /v1/responses: what the input's mean as messages of a chat, and the output as items and events."""
+"""Items of /v1/responses: conversion of input items to chat messages, and of the output to items and events."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dovetail.plugins.app.serve.schemas import FunctionCall, Message, ResponseIt
 from dovetail.plugins.app.serve.text import text_of
 
 Event = tuple[str, dict[str, Any]]
-"""Name, without `response.`, and fields."""
+"""(name without the prefix `response.`, fields)"""
 
 
 def messages_of(items: Sequence[ResponseItem]) -> list[Message]:
-    """Reasoning, a message and calls that follow one another, in this order, are one turn of the assistant."""
+    """Convert items to messages. Consecutive reasoning, message and calls, in this order, form one assistant turn."""
     messages: list[Message] = []
     names: dict[str, str] = {}
-    """call_id -> tool, of calls made so far."""
+    """call_id -> tool name, for the calls seen so far."""
     for item in items:
         kind = _kind(item)
         if kind == "function_call_output":
@@ -70,19 +70,19 @@ _NEEDS = {
 def _kind(item: ResponseItem) -> str:
     if item.type not in _NEEDS:
         there_are = ", ".join(_NEEDS)
-        raise FieldError(f"input: an item of type {item.type!r}; this server reads {there_are}", "input")
+        raise FieldError(f"input: an item of type {item.type!r}; this server supports {there_are}", "input")
     if missing := [name for name in _NEEDS[item.type] if getattr(item, name) is None]:
         raise FieldError(f"input: an item of type {item.type} needs {missing[0]}", "input")
     return item.type
 
 
 class OutputItems:
-    """One output as items, and the events that build them up. An item is closed before the next one opens."""
+    """Items of one output, and the events of a stream that build them. At most one item is open at a time."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._pieces: list[str] = []
-        """Text or arguments of the item that is open."""
+        """Pieces of the text or arguments of the open item."""
         self._open = False
 
     def take(self, event: ParserEvent) -> Iterator[Event]:
@@ -102,7 +102,7 @@ class OutputItems:
                 yield from self._end("completed")
 
     def finish(self, status: str) -> Iterator[Event]:
-        """`status`: "completed" or "incomplete", of the item that is open. There is one item at least."""
+        """Close the open item with `status`, "completed" or "incomplete". An empty output gets one empty message."""
         if not self.items:
             yield from self._text("message", "")
         yield from self._end(status)

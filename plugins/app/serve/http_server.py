@@ -1,4 +1,4 @@
-"""One process that answers HTTP: uvicorn around the endpoints, and how it stops."""
+"""HTTP server of one process: uvicorn around the endpoints, with graceful shutdown."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.service import Service
 
 _KEEP_ALIVE_SECONDS = 75
-LAST_WORDS_SECONDS = 1.0
-"""For answers that say why a request was cut off."""
+FLUSH_SECONDS = 1.0
+"""Time to send the error responses of requests that were cut off."""
 
 
 def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """A factory of uvicorn's choice."""
+    """Return the event loop factory that uvicorn prefers."""
     return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
-def limit(seconds: float | None) -> float:
-    """null: for ever."""
+def seconds_or_inf(seconds: float | None) -> float:
+    """Convert an optional time limit; None = no limit."""
     return math.inf if seconds is None else seconds
 
 
-def settle() -> None:
-    """What was loaded stays: the collector need not walk it again and again."""
+def freeze_heap() -> None:
+    """Exclude all objects loaded so far from garbage collection, so that each collection is faster."""
     gc.collect()
     gc.freeze()
 
 
-class Front(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again once it has ended, and the exit code would not be 0."""
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling: it re-raises signals after shutdown, and the exit code would not be 0."""
 
     def __init__(self, service: Service, accepted: Keys, on_listening: Callable[[], None]) -> None:
         self.service, self._on_listening = service, on_listening
@@ -51,7 +51,7 @@ class Front(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                # The end of the grace period is ours: see cut_off.
+                # The grace period is enforced by cut_off.
                 timeout_graceful_shutdown=None,
                 server_header=False,
             )
@@ -65,11 +65,11 @@ class Front(uvicorn.Server):
         await super().startup(sockets)
         self._on_listening()
 
-    async def answer(self, sock: socket.socket, *watches: Any) -> None:
-        """Until it is told to stop; `watches` run meanwhile."""
+    async def answer(self, sock: socket.socket, *background: Any) -> None:
+        """Answer requests until `stop`, with the awaitables `background` running concurrently."""
         service = self.service
         service.client.start()
-        tasks = [asyncio.ensure_future(one) for one in (*watches, service.text.threaded(chat_template.warm))]
+        tasks = [asyncio.ensure_future(one) for one in (*background, service.text.threaded(chat_template.warm))]
         try:
             await self.serve(sockets=[sock])
         finally:
@@ -79,14 +79,14 @@ class Front(uvicorn.Server):
             service.close()
 
     def stop(self) -> bool:
-        """The first time in order, the second time at once: then it returns False."""
+        """Shut down gracefully; a second call closes all connections and returns False."""
         first = not self.service.draining
         self.service.draining = self.should_exit = True
         self.force_exit = not first
         return first
 
     async def cut_off(self) -> None:
-        """What still runs is told so, and the connections close."""
+        """End the running requests with an error, then close all connections."""
         await self.service.client.close()
-        await asyncio.sleep(LAST_WORDS_SECONDS)
+        await asyncio.sleep(FLUSH_SECONDS)
         self.force_exit = True

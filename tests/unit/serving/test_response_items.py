@@ -1,8 +1,8 @@
-"""What items of /v1/responses mean as messages."""
+"""Conversion of /v1/responses items to messages."""
 
 from __future__ import annotations
 
-from dovetail.plugins.app.serve.items import messages_of
+from dovetail.plugins.app.serve.response_items import messages_of
 from dovetail.plugins.app.serve.schemas import ResponseItem
 
 

@@ -1,4 +1,4 @@
-"""A process that answers HTTP and does not own the engines: one of serve.processes."""
+"""Front-end process, one of serve.processes: answers HTTP; another process owns the engines."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.plugins.app.serve import ports
 from dovetail.plugins.app.serve.config import ServeConfig
-from dovetail.plugins.app.serve.front import Front, event_loop, limit, settle
+from dovetail.plugins.app.serve.http_server import HttpServer, event_loop, freeze_heap, seconds_or_inf
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.monitor import Reporter
 from dovetail.plugins.app.serve.service import Service
-from dovetail.plugins.app.serve.watch import turn
+from dovetail.plugins.app.serve.watchdog import heartbeat
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 
 def main(control_fd: int, parent: int) -> None:
-    """Entry of the process, which runs until it is told to stop, or the supervisor is gone."""
+    """Process entry point. Runs until the supervisor sends "stop" or ends."""
     channel = enter(control_fd, parent, signal.SIGINT, signal.SIGTERM)
     try:
         order, _ = channel.recv()
@@ -42,13 +42,13 @@ def main(control_fd: int, parent: int) -> None:
         with asyncio.Runner(loop_factory=event_loop()) as runner:
             runner.run(_answer(config, composition, channel, order))
     except ChannelClosed:
-        # Nobody is left to tell.
+        # The supervisor has ended, so the error cannot be reported.
         os._exit(1)
     except BaseException as error:
         report(channel, error)
         os._exit(1)
     sys.stderr.flush()
-    # Threads that make text have nothing left to do.
+    # Skip waiting for the text threads, which are idle.
     os._exit(0)
 
 
@@ -56,28 +56,30 @@ async def _answer(config: ServeConfig, composition: Composition, channel: Channe
     owner = Peer(channel, asyncio.get_running_loop())
     monitor = Reporter(owner)
     board = Board(config.processes + 1, composition.engine.dp, own=order["number"], fd=order["board"])
-    reports = Reports(more=monitor.more)
-    fleet = AttachedFleet(composition, owner, board, timeout=limit(config.engine_timeout), reports=reports)
+    reports = Reports(more=monitor.token_gaps)
+    fleet = AttachedFleet(composition, owner, board, timeout=seconds_or_inf(config.engine_timeout), reports=reports)
     service = Service(config, composition, fleet, monitor, order["started"])
     accepted = Keys({bytes.fromhex(digest): name for digest, name in order["keys"].items()})
-    front = Front(service, accepted, lambda: owner.tell("listening"))
+    server = HttpServer(service, accepted, lambda: owner.tell("listening"))
     cutting: list[asyncio.Future[None]] = []
     owner.handlers |= {
-        "stop": front.stop,
-        "cut_off": lambda: cutting.append(asyncio.ensure_future(front.cut_off())),
+        "stop": server.stop,
+        "cut_off": lambda: cutting.append(asyncio.ensure_future(server.cut_off())),
     }
 
     async def ready() -> None:
         await fleet.wait_ready()
-        settle()
+        freeze_heap()
         owner.tell("ready")
 
     threading.Thread(target=_listen, args=(owner,), name="dovetail-owner", daemon=True).start()
-    await front.answer(ports.join(order["address"]), ready(), turn(board, limit(config.front_end_timeout)))
+    await server.answer(
+        ports.bind_shared(order["address"]), ready(), heartbeat(board, seconds_or_inf(config.front_end_timeout))
+    )
     monitor.close()
 
 
 def _listen(owner: Peer) -> None:
-    """Without the one that owns the engines there is nothing to answer."""
+    """Receive messages of the owner of the engines; exit when it ends."""
     owner.listen()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Which process hangs, by a clock that is played."""
+"""Detection of hung processes, with a fake clock."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from dovetail.core.frontend.shared_counters import Board
-from dovetail.plugins.app.serve.watch import Watch
+from dovetail.plugins.app.serve.watchdog import Watchdog
 
 LOOKS = 4
-"""After which one hangs that turned before the look before them."""
+"""Number of checks without a heartbeat after which a process counts as hung."""
 
 
 class Clock:
-    """In place of threading.Event: time passes while one waits, and more of it where the script says so."""
+    """Fake threading.Event: time advances in `wait`, by more than requested if the script yields a delay."""
 
     def __init__(self, script: Iterator[float]) -> None:
         self.now, self._script = 1000.0, script
@@ -29,11 +29,11 @@ class Clock:
 def hung(board: Board, script: Iterator[float], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
     clock, found = Clock(script), []
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    Watch(board, 3.0, lambda process, seconds: found.append((process, seconds))).run(clock)
+    Watchdog(board, 3.0, lambda process, seconds: found.append((process, seconds))).run(clock)
     return found
 
 
-def test_who_turned_and_does_no_more_hangs_and_who_starts_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_hangs_if_its_heartbeats_stop_but_not_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(4, 1)
     first, second = (Board(4, 1, own=own, fd=board.fd) for own in (1, 2))
 
@@ -60,7 +60,7 @@ def test_a_new_life_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hung(board, script(), monkeypatch) == []
 
 
-def test_where_all_were_stopped_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_counts_as_hung_if_all_were_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(2, 1)
     only = Board(2, 1, own=1, fd=board.fd)
 

@@ -1,4 +1,4 @@
-"""How outputs are read: tool calls and reasoning, by the parsers that request or model ask for."""
+"""Parsing of outputs for tool calls and reasoning, with the parsers chosen by the request or the model."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ P = TypeVar("P", ToolParser, ReasoningParser)
 
 
 class Parsers:
-    """Every parser that is installed, built once."""
+    """All installed parsers, built once."""
 
     def __init__(self, config: ServeConfig, composition: Composition) -> None:
         self._config = config
         self._tools: dict[str, ToolParser] = _build(composition, "tool_parser", config.tool_parser)
         self._reasoning: dict[str, ReasoningParser] = _build(composition, "reasoning_parser", config.reasoning_parser)
 
-    def reading(self, body: Conversing, offer: Offer, template: str, prompt: str) -> Reading:
-        """`prompt`: rendered by `template`. Raises FieldError for what cannot be read or forced."""
-        tools, forced = offer.tools, offer.forced
+    def for_request(self, body: Conversing, offered: OfferedTools, template: str, prompt: str) -> OutputParsing:
+        """Choose the parsers of a request, whose prompt was rendered by `template`. Raises FieldError if none fits."""
+        tools, forced = offered.tools, offered.forced
         tool_parser = reasoning_parser = None
         if tools:
             asked = body.tool_parser or self._config.tool_parser
@@ -50,17 +50,19 @@ class Parsers:
             if tool_parser is None:
                 there_are = ", ".join(self._tools)
                 raise FieldError(
-                    "tools: no tool parser fits this model's chat template; name the format that the model writes as "
-                    f"serve.tool_parser or in the request as tool_parser: {there_are}",
+                    "tools: no tool parser fits this model's chat template; choose the format of its tool calls with "
+                    f"serve.tool_parser or with tool_parser in the request: {there_are}",
                     "tools",
                 )
-        # What is held to a call from its first token on has no reasoning.
+        # A forced call starts at the first token, so there is no reasoning.
         if not forced:
             asked = body.reasoning_parser or self._config.reasoning_parser
             reasoning_parser = _pick("reasoning_parser", self._reasoning, asked, template)
         elif body.reasoning_parser is not None:
             _pick("reasoning_parser", self._reasoning, body.reasoning_parser, template)
-        return Reading(tools, tool_parser, reasoning_parser, forced, body.parallel_tool_calls is not False, prompt)
+        return OutputParsing(
+            tools, tool_parser, reasoning_parser, forced, body.parallel_tool_calls is not False, prompt
+        )
 
 
 def _build(composition: Composition, kind: str, chosen: str) -> dict[str, Any]:
@@ -78,42 +80,42 @@ def _pick(kind: str, parsers: Mapping[str, P], asked: str, template: str) -> P |
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """The tools that one request may call."""
+class OfferedTools:
+    """Tools that one request may call."""
 
     tools: tuple[Tool, ...] = ()
     forced: bool = False
-    """It must call one."""
+    """Whether the output must call one of them."""
 
 
-def offer(functions: Sequence[Function], forced: bool | str) -> Offer:
-    """`forced`: one of them must be called; its name, where only one will do."""
+def offered_tools(functions: Sequence[Function], forced: bool | str) -> OfferedTools:
+    """Check the tools of a request. `forced`: whether one must be called, or the name of the one to call."""
     if not functions and forced:
         raise FieldError("tool_choice: there are no tools to choose from", "tool_choice")
     tools: dict[str, Tool] = {}
     for function in functions:
         if not _NAME.fullmatch(function.name):
-            raise FieldError(f"tools: {function.name!r} is no name of a tool: letters, digits and _ . - alone", "tools")
+            raise FieldError(f"tools: {function.name!r} is not a valid name: use letters, digits and _ . -", "tools")
         if function.name in tools:
-            raise FieldError(f"tools: two are called {function.name}", "tools")
+            raise FieldError(f"tools: two have the name {function.name}", "tools")
         tools[function.name] = Tool(function.name, function.description or "", function.parameters or {})
     if isinstance(forced, bool):
-        return Offer(tuple(tools.values()), forced)
+        return OfferedTools(tuple(tools.values()), forced)
     if forced not in tools:
-        raise FieldError(f"tool_choice: {forced!r} is none of the tools {', '.join(tools)}", "tool_choice")
-    return Offer((tools[forced],), True)
+        raise FieldError(f"tool_choice: {forced!r} is not among the tools {', '.join(tools)}", "tool_choice")
+    return OfferedTools((tools[forced],), True)
 
 
-_OWN = {
+_RESERVED = {
     *("self", "tools", "messages", "chat_template", "conversations"),
     *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
 }
 
 
 def template_variables(body: Conversing, functions: Sequence[Function], effort: str | None) -> dict[str, Any]:
-    """What the chat template is given beside the messages."""
+    """Return the variables of the chat template besides the messages."""
     variables = dict(body.chat_template_kwargs or {})
-    if wrong := sorted(_OWN & variables.keys()):
+    if wrong := sorted(_RESERVED & variables.keys()):
         raise FieldError(f"chat_template_kwargs: {wrong[0]} cannot be set here", "chat_template_kwargs")
     if effort is not None:
         variables["reasoning_effort"] = effort
@@ -122,8 +124,8 @@ def template_variables(body: Conversing, functions: Sequence[Function], effort: 
     return variables | {"tools": tools or None}
 
 
-class Reading:
-    """Of one request."""
+class OutputParsing:
+    """Parsers of one request, and the grammar of a forced tool call."""
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class Reading:
         """Special tokens whose text must stay in the output."""
 
     def grammar(self) -> Grammar | None:
-        """What the output is held to, where the request must call a tool."""
+        """Return the grammar that forces a tool call; None if none is forced."""
         if not self._forced:
             return None
         assert self._tool_parser is not None
@@ -150,24 +152,24 @@ class Reading:
         except ValidationError as error:
             raise FieldError(f"tools: {error.errors()[0]['msg']}", "tools") from None
 
-    def output(self) -> Output:
-        """For one output."""
+    def output(self) -> ParsedOutput:
+        """Return a parser for one output."""
         streams: list[ParserStream] = []
         if self._reasoning_parser is not None:
             streams.append(self._reasoning_parser.stream(self._prompt))
         if self._tool_parser is not None:
             streams.append(self._tool_parser.stream(self._tools, forced=self._forced))
-        return Output(OutputStream(*streams) if len(streams) == 2 else streams[0] if streams else None)
+        return ParsedOutput(OutputStream(*streams) if len(streams) == 2 else streams[0] if streams else None)
 
 
-class Output:
-    """One output on its way."""
+class ParsedOutput:
+    """Incremental parser of one output."""
 
     def __init__(self, stream: ParserStream | None) -> None:
         self._stream = stream
 
     def take(self, text: str, reason: str | None) -> list[ParserEvent]:
-        """What this piece brings; `reason`: why the output ended with it."""
+        """Parse a piece and return its events. `reason`: finish reason if this piece is the last."""
         if self._stream is None:
             return [Content(text)] if text else []
         events = self._stream.feed(text)

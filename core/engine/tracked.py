@@ -1,0 +1,29 @@
+"""Tracked: everything that rank 0's engine keeps for one sequence, besides what scheduler and allocator keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dovetail.core.engine.grammars import CompilingGrammar, GrammarState
+    from dovetail.core.interfaces import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """From `Engine.add` until the sequence ends, whatever ends it. Dropping the record drops all of its state."""
+
+    seq: Sequence
+    compiling: CompilingGrammar | None = None
+    """The grammar that the sequence waits for before the scheduler gets it. Written by Grammars."""
+    grammar: GrammarState | None = None
+    """The output's place in its grammar. Written by Grammars."""
+    embedding: tuple[int, NDArray[np.float32]] | None = None
+    """(epoch, sum of the pooled states so far) of a prompt that is embedded in chunks. Written by Results."""
+    prompt_logprobs: tuple[int, int, int] | None = None
+    """(epoch, prompt positions reported in it, positions ever reported). A preempted prompt is fed again, and its
+    positions must not be reported twice. Written by Results."""

@@ -1,0 +1,111 @@
+"""LocalEngine: an engine and its loop in a thread of this process. Records pass as they are, without encoding."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
+
+from dovetail.core.engine.engine import Engine, start_engine
+from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
+from dovetail.core.frontend.messages import Command, EngineInfo, EngineStats, Reply, SampleUpdate, StepMessage
+from dovetail.core.interfaces import Progress
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+STEP_SECONDS = 2.0
+"""Grace period for the step in flight on `stop`; after it a rank is assumed to hang, and the step is interrupted."""
+
+
+class LocalEngine:
+    """A Transport. `on_message` and `on_death` are called in the engine's thread."""
+
+    def __init__(
+        self,
+        composition: Composition,
+        on_message: Callable[[StepMessage | Reply], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self.composition = composition
+        self._on_death = on_death
+        self._mailbox = _QueueMailbox(on_message)
+        self._ended = threading.Event()
+        self._engine: Engine | None = None
+
+    def start(self, progress: Progress) -> EngineInfo:
+        """Load the engine in the calling thread, then start its loop. Errors of loading are raised here."""
+        began = time.perf_counter()
+        engine = self._engine = start_engine(self.composition, progress)
+        info = describe_engine(self.composition, engine, time.perf_counter() - began)
+        threading.Thread(target=self._run, args=(engine,), name="dovetail-engine", daemon=True).start()
+        return info
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which its own thread uses."""
+        assert self._engine is not None, "the engine has not started"
+        return self._engine
+
+    def send(self, *commands: Command) -> None:
+        self._mailbox.put(commands)
+
+    def stop(self) -> None:
+        """End the loop, drop what runs and free the engine's memory. Blocks."""
+        if self._engine is None:
+            return
+        self._mailbox.put(None)
+        # Not joined: a join that Ctrl-C breaks off marks the thread as ended (Python 3.11).
+        if not self._ended.wait(STEP_SECONDS):
+            self.engine.interrupt()
+            self._ended.wait()
+        self.engine.shutdown()
+
+    def _run(self, engine: Engine) -> None:
+        failure: BaseException = RuntimeError("closed while requests ran")
+        try:
+            EngineLoop(engine, self._mailbox).run()
+        except BaseException as error:
+            failure = error
+        try:
+            self._on_death(failure)
+        finally:
+            self._ended.set()
+
+
+class _QueueMailbox:
+    """Mailbox and only port of a loop in this process."""
+
+    delays_launches = False
+
+    def __init__(self, on_message: Callable[[StepMessage | Reply], None]) -> None:
+        self.stopped = False
+        self.updates: list[SampleUpdate] = []
+        self.up_to_date = True
+        self.ports: Collection[_QueueMailbox] = (self,)
+        self._on_message = on_message
+        self._queue: queue.SimpleQueue[tuple[Command, ...] | None] = queue.SimpleQueue()
+
+    def put(self, commands: tuple[Command, ...] | None) -> None:
+        """None = stop."""
+        self._queue.put(commands)
+
+    def receive(self, seconds: float | None) -> Iterator[tuple[_QueueMailbox, Command]]:
+        try:
+            commands = self._queue.get(block=seconds != 0.0, timeout=seconds)
+            while commands is not None:
+                for command in commands:
+                    yield self, command
+                commands = self._queue.get(block=False)
+            self.stopped = True
+        except queue.Empty:
+            pass
+
+    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+        updates, self.updates = self.updates, []
+        self._on_message(StepMessage(updates, stats))
+
+    def send(self, reply: Reply) -> None:
+        self._on_message(reply)

@@ -1,0 +1,373 @@
+"""RequestTable over both transports: records passed within a process, and messages to another process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import pytest
+import zmq
+
+from dovetail.core.compose import compose
+from dovetail.core.errors import EngineDown, RequestError
+from dovetail.core.frontend.client import tokenizer_of
+from dovetail.core.frontend.engines import OneLocalEngine, start_engines
+from dovetail.core.frontend.local_engine import LocalEngine
+from dovetail.core.frontend.messages import (
+    Abort,
+    Add,
+    Command,
+    Control,
+    EngineStats,
+    Finish,
+    Reply,
+    SampleUpdate,
+    StepMessage,
+)
+from dovetail.core.frontend.outputs import Delta
+from dovetail.core.frontend.replicas import CheckedRouter
+from dovetail.core.frontend.request_table import NewRequest, OpenRequest, RequestTable
+from dovetail.core.frontend.zmq_link import EngineEnd, Link
+from dovetail.core.interfaces import RequestOptions, SamplingParams, TokenLogprobs
+from dovetail.core.parallel.channel import Channel
+from dovetail.core.tokenizer import Tokenizer
+
+SECONDS = 60
+COMPOSITION = compose(["+preset=tiny_cpu"], app="generate")
+
+
+class Engine(Protocol):
+    """An engine under the test's control, at the far end of a transport."""
+
+    def heard(self) -> Command:
+        """The next command."""
+
+    def brings(self, *updates: SampleUpdate, stats: EngineStats | None = None) -> None:
+        """One step's message."""
+
+    def answers(self, reply: Reply) -> None: ...
+
+
+class LocalPlayed:
+    """Records pass as they are, as between a table and LocalEngine's loop."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        table.connect(0, self)
+
+    def send(self, *commands: Command) -> None:
+        for command in commands:
+            self._commands.put(command)
+
+    def heard(self) -> Command:
+        return self._commands.get(timeout=SECONDS)
+
+    def brings(self, *updates: SampleUpdate, stats: EngineStats | None = None) -> None:
+        self._table.receive(0, StepMessage(list(updates), stats))
+
+    def answers(self, reply: Reply) -> None:
+        self._table.receive(0, reply)
+
+
+class LinkedPlayed:
+    """Messages pass over the sockets of a Link, as to an engine's process."""
+
+    def __init__(self, table: RequestTable, link: Link, end: EngineEnd) -> None:
+        self._end = end
+        link.open()
+        table.connect(0, link)
+
+    def heard(self) -> Command:
+        assert self._end.commands.poll(SECONDS * 1000)
+        return next(self._end.receive())
+
+    def brings(self, *updates: SampleUpdate, stats: EngineStats | None = None) -> None:
+        self._end.updates += updates
+        self._end.tell(stats)
+
+    def answers(self, reply: Reply) -> None:
+        self._end.send(reply)
+
+
+@contextmanager
+def linked(table: RequestTable) -> Iterator[LinkedPlayed]:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    link = Link(partial(table.receive, 0))
+    end = EngineEnd(zmq.Context.instance(), **link.addresses)
+    listening = threading.Thread(target=link.listen, args=(theirs.fileno(), lambda: False), daemon=True)
+    listening.start()
+    try:
+        yield LinkedPlayed(table, link, end)
+    finally:
+        ours.close()
+        listening.join(SECONDS)
+        link.close()
+        end.close()
+        Channel(theirs).close()
+
+
+@contextmanager
+def local(table: RequestTable) -> Iterator[LocalPlayed]:
+    yield LocalPlayed(table)
+
+
+TRANSPORTS: list[Callable[[RequestTable], AbstractContextManager[Engine]]] = [local, linked]
+
+
+class Collected:
+    """What one request brought, by delivery."""
+
+    def __init__(self) -> None:
+        self.deliveries: queue.SimpleQueue[tuple[list[Delta], Exception | None, bool]] = queue.SimpleQueue()
+
+    def deliver(self, request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
+        self.deliveries.put((deltas, error, request.ended))
+
+    def next(self) -> tuple[list[Delta], Exception | None, bool]:
+        return self.deliveries.get(timeout=SECONDS)
+
+    @property
+    def silent(self) -> bool:
+        return self.deliveries.empty()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    model = compose(["model=tiny"], app="generate").part("model")
+    folder = model.target().source(model.config).folder
+    return Tokenizer(folder)
+
+
+@pytest.fixture(params=TRANSPORTS, ids=["local", "process"])
+def front(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[tuple[RequestTable, Engine]]:
+    table = RequestTable(CheckedRouter(COMPOSITION))
+    table.tokenizer = tokenizer
+    with request.param(table) as engine:
+        yield table, engine
+
+
+Front = tuple[RequestTable, Engine]
+
+
+def submit(table: RequestTable, params: SamplingParams | None = None, **options: Any) -> tuple[OpenRequest, Collected]:
+    collected = Collected()
+    (request,) = table.submit(
+        NewRequest([1, 2, 3], params or SamplingParams(), RequestOptions(**options), collected.deliver)
+    )
+    return request, collected
+
+
+def load(table: RequestTable) -> tuple[int, int]:
+    return table.load(0).samples, table.load(0).prompt_tokens
+
+
+def test_a_request_becomes_one_command_and_its_updates_become_text(front: Front, tokenizer: Tokenizer) -> None:
+    table, engine = front
+    request, collected = submit(table, SamplingParams(logprobs=1, seed=3), user="ann", hints={"tokens": 4.0})
+    add = engine.heard()
+    assert isinstance(add, Add) and (add.id, list(add.prompt_ids)) == (request.id, [1, 2, 3])
+    assert SamplingParams.model_validate(add.params) == SamplingParams(logprobs=1, seed=3)
+    assert add.options == RequestOptions(user="ann", hints={"tokens": 4.0})
+    assert load(table) == (1, 3) and table.busy
+    ids = tuple(tokenizer.encode("def f(x):"))
+    logprobs = tuple(TokenLogprobs(-0.5, ((token, -0.5),)) for token in ids)
+    engine.brings(SampleUpdate(request.id, 0, ids, logprobs=logprobs, cached=2), stats=EngineStats(running=1))
+    (delta,), error, ended = collected.next()
+    assert (delta.token_ids, delta.logprobs, error, ended) == (ids, logprobs, None, False)
+    assert load(table) == (1, 0), "a request with output has no prompt left to read"
+    engine.brings(SampleUpdate(request.id, 0, ids[:1], "length"))
+    (last,), _, ended = collected.next()
+    assert ended and last.finish_reason == "length" and request.cached == 0
+    assert delta.text + last.text == tokenizer.decode([*ids, ids[0]])
+    assert request.timing.arrival <= request.timing.first_token <= request.timing.finished
+    assert load(table) == (0, 0) and not table.busy and table.stats(0).running == 1
+
+
+def test_a_stop_string_across_two_updates_ends_the_sample(front: Front, tokenizer: Tokenizer) -> None:
+    table, engine = front
+    ids = tokenizer.encode("return value")
+    text = tokenizer.decode(ids)
+    cut = next(n for n in range(1, len(ids)) if len(tokenizer.decode(ids[:n])) > 2)
+    shown = len(tokenizer.decode(ids[:cut]))
+    stop = text[shown - 2 : shown + 2]
+    request, collected = submit(table, SamplingParams(stop=(stop,)))
+    assert isinstance(engine.heard(), Add)
+    engine.brings(SampleUpdate(request.id, 0, tuple(ids[:cut])))
+    (first,), _, ended = collected.next()
+    assert not ended and first.text == text[: shown - 2], "text that may begin a stop string is held back"
+    engine.brings(SampleUpdate(request.id, 0, tuple(ids[cut:])))
+    (last,), _, ended = collected.next()
+    assert ended and last.finish_reason == "stop" and first.text + last.text == text[: text.index(stop)]
+    finish = engine.heard()
+    assert finish == Finish(request.id, 0, len(first.token_ids) + len(last.token_ids))
+    # The engine may have run ahead: what it still brings for the request is dropped.
+    engine.brings(SampleUpdate(request.id, 0, (5, 6)), SampleUpdate(request.id, 0, (7,), "length"))
+    engine.answers(Reply(0))
+    assert collected.silent and load(table) == (0, 0)
+
+
+def test_samples_of_one_message_come_in_one_delivery(front: Front) -> None:
+    table, engine = front
+    request, collected = submit(table, SamplingParams(n=3))
+    other, others = submit(table)
+    engine.brings(
+        SampleUpdate(request.id, 0, (5,)), SampleUpdate(other.id, 0, (9,)), SampleUpdate(request.id, 2, (6,), "stop")
+    )
+    deltas, _, ended = collected.next()
+    assert [(delta.sample, delta.token_ids) for delta in deltas] == [(0, (5,)), (2, (6,))] and not ended
+    assert [delta.token_ids for delta in others.next()[0]] == [(9,)]
+    assert load(table) == (4, 0)
+    engine.brings(SampleUpdate(request.id, 0, (7,), "stop"), SampleUpdate(request.id, 2, (8,)))
+    deltas, _, ended = collected.next()
+    assert [delta.sample for delta in deltas] == [0] and not ended, "sample 2 has ended before"
+    engine.brings(SampleUpdate(request.id, 1, (7,), "length"))
+    assert collected.next()[2] and load(table) == (1, 0)
+
+
+def test_an_abort_between_two_updates_is_silent_and_idempotent(front: Front) -> None:
+    table, engine = front
+    request, collected = submit(table)
+    kept, others = submit(table)
+    engine.brings(SampleUpdate(request.id, 0, (5,)))
+    collected.next()
+    table.abort(request)
+    table.abort(request)
+    assert request.ended and load(table) == (1, 3)
+    engine.brings(SampleUpdate(request.id, 0, (6,)), SampleUpdate(kept.id, 0, (7,), "stop"))
+    assert others.next()[2] and collected.silent
+    assert [type(engine.heard()) for _ in range(3)] == [Add, Add, Abort]
+    table.abort(kept)
+    assert load(table) == (0, 0)
+
+
+def test_the_death_of_the_engine_fails_everything_of_it(front: Front) -> None:
+    table, engine = front
+    streams = [submit(table) for _ in range(2)]
+    engine.brings(SampleUpdate(streams[0][0].id, 0, (5,)))
+    streams[0][1].next()
+    asked = table.control(0, "check")
+    table.fail(0, EngineDown("the engine was killed"))
+    for request, collected in streams:
+        deltas, error, ended = collected.next()
+        assert (deltas, str(error), ended) == ([], "the engine was killed", True) and request.ended
+    with pytest.raises(EngineDown, match="killed"):
+        asked.result(SECONDS)
+    assert load(table) == (0, 0) and not table.busy
+    with pytest.raises(EngineDown):
+        submit(table)
+    assert not table.busy
+
+
+def test_a_refused_prompt_fails_alone(front: Front) -> None:
+    table, engine = front
+    good, collected = submit(table)
+    bad, refused = submit(table, SamplingParams(n=2))
+    engine.brings(SampleUpdate(good.id, 0, (5,)), SampleUpdate(bad.id, 0, (), "rejected", detail="no room", status=413))
+    assert collected.next()[0][0].token_ids == (5,)
+    deltas, error, ended = refused.next()
+    assert deltas == [] and ended and isinstance(error, RequestError) and (str(error), error.status) == ("no room", 413)
+    engine.brings(SampleUpdate(good.id, 0, (6,), "length"))
+    assert collected.next()[2] and load(table) == (0, 0)
+
+
+def test_controls_are_answered_by_number(front: Front) -> None:
+    table, engine = front
+    asked = [table.control(0, "load_adapter", name=name, folder="/x") for name in ("a", "b")]
+    commands = [engine.heard() for _ in asked]
+    assert [command.arguments["name"] for command in commands if isinstance(command, Control)] == ["a", "b"]
+    engine.answers(Reply(commands[1].id, error="no room", status=409))
+    engine.answers(Reply(commands[0].id, 7))
+    assert asked[0].result(SECONDS) == 7
+    with pytest.raises(RequestError, match="no room") as refused:
+        asked[1].result(SECONDS)
+    assert refused.value.status == 409
+
+
+def test_requests_that_are_submitted_together_are_checked_before_the_first_is_sent() -> None:
+    def validate(new: NewRequest) -> None:
+        if 99 in new.prompt_ids:
+            raise RequestError("token 99")
+
+    table = RequestTable(CheckedRouter(COMPOSITION), validate=validate)
+    engine = LocalPlayed(table)
+    collected = Collected()
+    good, bad = (NewRequest([token], SamplingParams(), RequestOptions(), collected.deliver) for token in (1, 99))
+    with pytest.raises(RequestError, match="token 99"):
+        table.submit(good, good, bad)
+    assert not table.busy and load(table) == (0, 0)
+    first, second = table.submit(good, good)
+    assert second.id == first.id + 1
+    assert [engine.heard(), engine.heard()] == [
+        Add(one.id, [1], SamplingParams(), RequestOptions()) for one in (first, second)
+    ]
+
+
+def test_a_value_that_no_message_holds_is_refused_where_there_are_messages() -> None:
+    table = RequestTable(CheckedRouter(COMPOSITION))
+    with linked(table), pytest.raises(RequestError, match="cannot be sent to the engine"):
+        submit(table, user="\ud800")
+    assert not table.busy and load(table) == (0, 0)
+
+
+def test_many_threads_submit_and_abort_while_updates_come() -> None:
+    """Each request is delivered to its own callback, in order, and the counts return to zero."""
+    table = RequestTable(CheckedRouter(COMPOSITION))
+    engine = LocalPlayed(table)
+    per_thread, threads = 40, 6
+    failures: list[object] = []
+
+    def user(number: int) -> None:
+        for i in range(per_thread):
+            request, collected = submit(table, SamplingParams(n=1 + i % 2))
+            if (i + number) % 3 == 0:
+                table.abort(request)
+                continue
+            found: dict[int, list[int]] = {}
+            ended = False
+            while not ended:
+                deltas, error, ended = collected.next()
+                for delta in deltas:
+                    found.setdefault(delta.sample, []).extend(delta.token_ids)
+            if error is not None or found != {n: [request.id, 1, 2, 3] for n in range(1 + i % 2)}:
+                failures.append((request.id, found, error))
+
+    users = [threading.Thread(target=user, args=(number,), daemon=True) for number in range(threads)]
+    for one in users:
+        one.start()
+    adds = 0
+    while adds < per_thread * threads:
+        command = engine.heard()
+        if isinstance(command, Add):
+            adds += 1
+            samples = range(SamplingParams.model_validate(command.params).n)
+            for tokens, reason in (((command.id, 1), None), ((2,), None), ((3,), "length")):
+                engine.brings(*(SampleUpdate(command.id, n, tokens, reason) for n in samples))
+    for one in users:
+        one.join(SECONDS)
+    assert not failures and not table.busy and load(table) == (0, 0)
+
+
+def test_an_engine_in_this_process_ends_with_what_broke_it() -> None:
+    """The real transport: a step that fails ends every request with its cause."""
+    engines = start_engines(compose(["+preset=tiny_cpu", "engine.max_len=128"], app="generate"))
+    assert isinstance(engines, OneLocalEngine)
+    assert isinstance(engines.local, LocalEngine)
+    engines.table.tokenizer = tokenizer_of(engines.info)
+
+    def broken() -> list[Any]:
+        raise OSError("the device fell off")
+
+    engines.local.engine.step = broken  # type: ignore[method-assign]
+    _, collected = submit(engines.table)
+    _, error, ended = collected.next()
+    assert ended and "the device fell off" in str(error) and isinstance(error, RuntimeError)
+    with pytest.raises(RuntimeError, match="the device fell off"):
+        submit(engines.table)
+    engines.close()
