@@ -567,7 +567,11 @@ def test_kernel_arguments_are_in_order(monkeypatch):
         split=6, prefetch_l2=4, prefetch_cycles=1000, BLOCK_T=16, BLOCK_O=64, BOXES=4, X_PLACES=3, PLACES=5, grid=(240,)
     )
     assert {name: passed[name] for name in wanted} == wanted
-    assert passed["weight_ptr"] is weight and passed["x_scale_ptr"] is scales[0] and passed["weight_scale_ptr"] is scales[1]
+    assert (
+        passed["weight_ptr"] is weight
+        and passed["x_scale_ptr"] is scales[0]
+        and passed["weight_scale_ptr"] is scales[1]
+    )
 
 
 @pytest.mark.parametrize(("rows", "left"), [(64, False), (65, True), (256, True), (257, False)])
