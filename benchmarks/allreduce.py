@@ -96,7 +96,7 @@ def run_rank(rank: int, size: int, address: str, todo: list[list[Any]], playing:
         if rank == 0:
             _tell({"begin": "measuring the table"})
         began = time.perf_counter()
-        sums, edges, sharded = collective.measured(shards=True)
+        sums, edges, sharded = collective.autotune(shards=True)
         if rank == 0:
             tables = {"sum": str(sums), "boundary": str(edges)}
             tables |= {f"boundary, {8 if narrow else 16} bits": str(table) for narrow, table in sharded.items()}
@@ -116,8 +116,8 @@ def _case(collective: Any, columns: int, kind: str, name: str, rows: int, right:
     from dovetail.core.interfaces import Partial
     from dovetail.core.ops import rms_norm
     from dovetail.plugins.collective.nccl import NcclCollective
-    from dovetail.plugins.collective.sharded import RowShard, edge, own_rows
-    from dovetail.plugins.collective.symm_mem.choice import measure
+    from dovetail.plugins.collective.sharded import RowShard, own_rows, sharded_boundary
+    from dovetail.plugins.collective.symm_mem.size_table import measure
     from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
     reducer, device = collective.reducer, collective._device
@@ -143,10 +143,10 @@ def _case(collective: Any, columns: int, kind: str, name: str, rows: int, right:
 
     def boundary() -> tuple[Any, Any]:
         if name == "sharded":
-            bundle, after = reducer.share(x_TC, own.values, weight_C, EPS, (FP8_TOKEN,))
+            bundle, after = reducer.sharded_boundary(x_TC, own.values, weight_C, EPS, (FP8_TOKEN,))
             return bundle, RowShard(after, rows)
         if name == "nccl_sharded":
-            return edge(collective, Partial(x_TC), own, norm, (FP8_TOKEN,))
+            return sharded_boundary(collective, Partial(x_TC), own, norm, (FP8_TOKEN,))
         if name == "nccl":
             return norm(reduced(x_TC), residual_TC, (FP8_TOKEN,))
         return reducer.boundary(x_TC, residual_TC, weight_C, EPS, (FP8_TOKEN,), name)
@@ -200,7 +200,7 @@ def _argmax(collective: Any, name: str, rows: int) -> dict[str, Any]:
 
     from dovetail.core.interfaces import Collective
     from dovetail.plugins.collective.nccl import NcclCollective
-    from dovetail.plugins.collective.symm_mem.choice import measure
+    from dovetail.plugins.collective.symm_mem.size_table import measure
 
     device, rank = collective._device, collective.rank
     generator = torch.Generator(device).manual_seed(1000 * rows + rank)

@@ -28,9 +28,9 @@ from dovetail.core.worker.runner import Runner as OneRank
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import kernels, mailbox, reduce, sharded_kernels
 from dovetail.plugins.collective.symm_mem.collective import COLUMNS, SymmMemCollective
-from dovetail.plugins.collective.symm_mem.copies import CopiedRows, meeting
+from dovetail.plugins.collective.symm_mem.copies import CopiedRows, barrier_operations
 from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
-from dovetail.plugins.collective.symm_mem.memory import Block, SharedMemory
+from dovetail.plugins.collective.symm_mem.memory import SharedBlock, SharedMemory
 from dovetail.plugins.executor.multiproc import MultiprocExecutor
 
 PLAYERS = 2
@@ -69,36 +69,36 @@ class Collective(SymmMemCollective):
         NcclCollective.connect(self, rank, PLAYERS, address, device)
         self.size = size
         self._memory: Any = Peers(self._of_both(), rank, size)
-        self.reducer = reduce.Reducer(self._made_mailbox(self._memory), rank, size)
+        self.reducer = reduce.Reducer(self._make_mailbox(self._memory), rank, size)
         self._choose()
 
     def _of_both(self) -> SharedMemory:
         store = dist.PrefixStore("symm_mem", self._rendezvous.store)
         return SharedMemory(self.rank, PLAYERS, store, self._device)
 
-    def _made_mailbox(self, memory: SharedMemory) -> Mailbox:
-        mail = super()._made_mailbox(memory)
+    def _make_mailbox(self, memory: SharedMemory) -> Mailbox:
+        mail = super()._make_mailbox(memory)
         steps = torch.tensor(steps_to_places(self.rank, self.size), device=self._device) * WORD
         mail.one_shot_peers += steps * ROW
         mail.gather_peers += steps * ROW
         mail.two_shot_peers += steps * (ROW // self.size)
         return mail
 
-    def _made_copies(self) -> CopiedRows:
-        first, copies = self.copies is None, super()._made_copies()
+    def _ensure_copies(self) -> CopiedRows:
+        first, copies = self.copies is None, super()._ensure_copies()
         if first:
             steps = steps_to_places(self.rank, self.size)
-            words = [word + WORD * step for word, step in zip(copies._words.addresses, steps, strict=True)]
-            copies._meeting = copies._driver.operations(meeting(words, self.rank, copies._others))
+            words = [word + WORD * step for word, step in zip(copies._epochs.addresses, steps, strict=True)]
+            copies._barrier_ops = copies._driver.operations(barrier_operations(words, self.rank, copies._others))
         return copies
 
     def _candidates(self, rows: int, shards: bool) -> dict[tuple[int, str], Callable[[], object]]:
         found = super()._candidates(rows, shards and rows % self.size == 0)
         return {key: call for key, call in found.items() if not key[1].startswith("nccl")}
 
-    def _edge(self, x: torch.Tensor, emit: tuple[ActFormat, ...]) -> str:
+    def _boundary_algorithm(self, x: torch.Tensor, emit: tuple[ActFormat, ...]) -> str:
         """By rows only where each rank has as many: of a rank's row that is not there nothing is sent."""
-        return super()._edge(x, emit) if len(x) % self.size == 0 else self.edges.pick(x.nbytes)
+        return super()._boundary_algorithm(x, emit) if len(x) % self.size == 0 else self.boundaries.pick(x.nbytes)
 
     def _stacked(self, x: torch.Tensor) -> torch.Tensor:
         size, self.size = self.size, PLAYERS
@@ -126,7 +126,7 @@ class Peers:
     def stop(self) -> None:
         self._memory.stop()
 
-    def allocate(self, words: int, fill: int) -> Block:
+    def allocate(self, words: int, fill: int) -> SharedBlock:
         block = self._memory.allocate(words, fill)
         own, other = block.addresses[self._rank], block.addresses[1 - self._rank]
         return replace(block, addresses=tuple(own if rank == self._rank else other for rank in range(self._ranks)))

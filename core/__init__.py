@@ -1,1 +1,1 @@
-"""Contracts and engine. Nothing here imports a plugin."""
+"""Contracts, engine and supporting libraries. Nothing here imports a plugin."""

@@ -1,4 +1,4 @@
-"""Integer arithmetic that several parts need."""
+"""Integer arithmetic shared by several modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: messages to the prompt that the model was trained on. Rendered in transformers' Jinja sandbox."""
+"""Chat templates: render messages into the model's prompt format, in transformers' Jinja sandbox."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dovetail.core.errors import ConfigError, RequestError
 
 
 class ChatTemplate:
-    """Thread-safe."""
+    """Renders one chat template. Thread-safe."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """`special`: what the template may name, bos_token and the like."""
+        """`special`: variables that the template may use, such as bos_token."""
         self.source, self._special = source, dict(special)
 
     @classmethod
     def load(cls, folder: Path, file: Path | None = None) -> ChatTemplate | None:
-        """The one in `file`, else the model folder's own: chat_template.jinja, or in tokenizer_config.json. None where
-        there is none."""
+        """Load the template from `file`, or else from the model folder: chat_template.jinja or tokenizer_config.json.
+        Returns None if there is none."""
         config = _tokenizer_config(folder)
         special = {name: _text(token) for name, token in config.items() if name.endswith("_token") and _text(token)}
         if file is not None:
@@ -28,8 +28,8 @@ class ChatTemplate:
                 return cls(file.read_text(encoding="utf-8"), special)
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat template {file}: cannot be read ({error})") from None
-        if (beside := folder / "chat_template.jinja").is_file():
-            return cls(beside.read_text(encoding="utf-8"), special)
+        if (template := folder / "chat_template.jinja").is_file():
+            return cls(template.read_text(encoding="utf-8"), special)
         stated = config.get("chat_template")
         if isinstance(stated, list):
             named = {entry["name"]: entry["template"] for entry in stated}
@@ -45,8 +45,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Takes milliseconds, the first time seconds. Raises RequestError for what the template refuses."""
-        # Imported here: it takes a second (see warm).
+        """Render the prompt. Takes milliseconds; the first call takes seconds. Raises RequestError if the template
+        refuses the messages."""
+        # Imported here because it takes a second (see warm).
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -65,7 +66,7 @@ class ChatTemplate:
 
 
 def warm() -> None:
-    """Import what rendering needs: a second that no request has to wait for."""
+    """Import the rendering libraries ahead of time, which takes a second, so that no request waits for it."""
     import transformers.utils.chat_template_utils  # noqa: F401
 
 
@@ -81,7 +82,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _text(token: object) -> str:
-    """Written as a string, or as an object that holds it."""
+    """Return the text of a special token, which is a string or an object with `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""

@@ -1,6 +1,7 @@
-"""A model folder as Hugging Face lays it out: config.json, generation_config.json and safetensors, opened lazily.
+"""Model folders in the Hugging Face layout: config.json, generation_config.json and safetensors, opened lazily.
 
-Importing this loads no torch. Only safetensors are read: pickled weights run code when they are opened.
+Importing this module loads no torch. Only safetensors files are read: pickled weights execute code when they are
+opened.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class LazyTensor(Protocol):
-    """A checkpoint tensor that reads only what is sliced out of it (safetensors' get_slice)."""
+    """A checkpoint tensor that reads only the requested slices (safetensors' get_slice)."""
 
     def get_shape(self) -> list[int]: ...
     def __getitem__(self, index: Any) -> Any: ...
 
 
 WeightSource = Iterator[tuple[str, Callable[[], LazyTensor]]]
-"""(name, opener) of every tensor; openers stay valid after the iteration."""
+"""(name, opener) of every tensor. Openers stay valid after the iteration."""
 
 
 def resolve(path: str) -> Path:
-    """The folder of a `model.path`: a path, or pkg://package.module/folder for one inside an installed package."""
+    """Return the folder of a `model.path`: a path, or pkg://package.module/folder inside an installed package."""
     folder = _in_package(path) if path.startswith(PACKAGE_SCHEME) else Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -43,7 +44,8 @@ def resolve(path: str) -> Path:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """config.json; eos_token_id and bos_token_id come from generation_config.json where that has them."""
+    """Read config.json. If generation_config.json has eos_token_id or bos_token_id, its value replaces
+    config.json's."""
     folder = resolve(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -52,19 +54,20 @@ def read_config(path: str) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():
-        said = read_json(generation)
-        config |= {key: said[key] for key in ("eos_token_id", "bos_token_id") if said.get(key) is not None}
+        ids = read_json(generation)
+        config |= {key: ids[key] for key in ("eos_token_id", "bos_token_id") if ids.get(key) is not None}
     return config
 
 
 def open_weights(path: str) -> WeightSource:
-    """Every tensor of the folder, file by file. Raises ConfigError for missing, pickled or misplaced files."""
+    """Iterate over all tensors of the folder, file by file. Raises ConfigError for missing, pickled or misplaced
+    files."""
     folder = resolve(path)
     for file, names in _files(folder, path):
         reader = open_safetensors(file)
         held = set(reader.keys())
         if names is not None and (absent := sorted(set(names) - held)):
-            raise ConfigError(f"{file}: {_INDEX} promises {len(absent)} tensors that it lacks, first {absent[0]!r}")
+            raise ConfigError(f"{file}: {_INDEX} lists {len(absent)} tensors that are not in it, first {absent[0]!r}")
         for name in sorted(held if names is None else names):
             yield name, partial(reader.get_slice, name)
 
@@ -80,7 +83,7 @@ def _in_package(path: str) -> Path:
 
 
 def _files(folder: Path, path: str) -> list[tuple[Path, list[str] | None]]:
-    """(file, names to take from it; None = all)"""
+    """Return (file, names of its tensors to read; None = all)."""
     if (folder / _INDEX).is_file():
         by_file: dict[str, list[str]] = {}
         for name, file in _weight_map(folder / _INDEX).items():
@@ -107,24 +110,24 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         raise ConfigError(f"{index}: no weight_map")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_inside(file):
-            raise ConfigError(f"{index}: tensor {name!r} is said to lie in {file!r}, outside the model folder")
+            raise ConfigError(f"{index}: tensor {name!r} is in {file!r}, outside the model folder")
         if not file.endswith(".safetensors"):
-            raise ConfigError(f"{index}: tensor {name!r} lies in {file!r}; only safetensors files are read")
+            raise ConfigError(f"{index}: tensor {name!r} is in {file!r}; only safetensors files are read")
         if not (index.parent / file).is_file():
             raise ConfigError(f"{index}: {file} is missing from the folder (an interrupted download?)")
     return weight_map
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name from a file or the command line stays in its folder, on any system. Links in the folder are its
-    owner's own: download caches consist of them."""
+    """Whether a name from a file or the command line stays inside its folder, on any operating system. Symbolic links
+    inside the folder are trusted, because download caches consist of them."""
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     outside = posix.is_absolute() or windows.drive or windows.root or ".." in (*posix.parts, *windows.parts)
     return bool(name) and not outside
 
 
 def open_safetensors(file: Path) -> Any:
-    """Its `keys()` and `get_slice(name)`, a LazyTensor. Raises ConfigError."""
+    """Return a reader with `keys()` and `get_slice(name)` -> LazyTensor. Raises ConfigError for an unreadable file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -134,7 +137,7 @@ def open_safetensors(file: Path) -> Any:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Raises ConfigError unless the file holds an object."""
+    """Read a JSON object. Raises ConfigError for anything else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""Checked reading of a config.json: the file came from a stranger, so every value is checked where it is read.
+"""Validated reading of config.json. The file is untrusted, so every value is checked where it is read.
 
-Importing this loads no torch. Nothing named in the file is ever imported or run (`auto_map`, custom code).
+Importing this module loads no torch. Nothing named in the file is ever imported or executed (`auto_map`, custom code).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LARGEST = 2**31 - 1
 
 
 class ConfigJson:
-    """The values of a config.json by key. A key that is absent or null has its default; without one it must be there.
+    """Values of a config.json by key. An absent or null key has its default value; a key without a default is required.
 
     Errors name the file, the key and the value.
     """
@@ -23,11 +23,12 @@ class ConfigJson:
         self.values, self.where, self._section = values, where, section
 
     def get(self, key: str) -> Any:
-        """As it stands, unchecked."""
+        """Return the value unchecked."""
         return self.values.get(key)
 
     def count(self, key: str, default: int | None = None, *, at_least: int = 1, at_most: int = LARGEST) -> int:
-        """A whole number. Bounds keep what follows from overflowing; what fits the memory is checked elsewhere."""
+        """Return an integer within bounds. The bounds prevent overflow in derived values; memory limits are checked
+        elsewhere."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.wrong(key, "it must be a whole number")
@@ -36,7 +37,7 @@ class ConfigJson:
         return value
 
     def number(self, key: str, default: float | None = None, *, at_most: float = 1e12) -> float:
-        """A number from 1e-12; no model has a smaller one."""
+        """Return a number of at least 1e-12, below any sensible model value."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
             raise self.wrong(key, "it must be a number")
@@ -53,19 +54,19 @@ class ConfigJson:
     def choice(self, key: str, options: Sequence[str], default: str | None = None) -> str:
         value = self._value(key, default)
         if value not in options:
-            raise self.wrong(key, f"there are {', '.join(options)}")
+            raise self.wrong(key, f"the options are {', '.join(options)}")
         return str(value)
 
     def counts(self, key: str, *, at_most: int = LARGEST) -> tuple[int, ...]:
-        """One whole number from 0 or a list of them; nothing is an empty tuple."""
+        """Return a list of integers >= 0 as a tuple. A single integer becomes one entry; an absent key gives ()."""
         value = self.get(key)
         found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= at_most for n in found):
-            raise self.wrong(key, f"it must be a whole number from 0 to {at_most}, or a list of such")
+            raise self.wrong(key, f"it must be a whole number from 0 to {at_most}, or a list of these")
         return tuple(found)
 
     def section(self, *keys: str) -> ConfigJson:
-        """The object under the first of these keys that has one; else an empty one."""
+        """Return the object under the first of these keys that is present, or an empty one."""
         key = next((key for key in keys if self.get(key) is not None), keys[0])
         value = {} if self.get(key) is None else self.get(key)
         if not isinstance(value, Mapping):
@@ -73,7 +74,7 @@ class ConfigJson:
         return ConfigJson(value, self.where, f"{self._section}{key}.")
 
     def wrong(self, key: str, why: str) -> ConfigError:
-        """To be raised: `key` has a value that cannot be."""
+        """Return the error for an invalid value of `key`."""
         value = repr(self.get(key))
         shown = value if len(value) <= 80 else f"{value[:77]}..."
         return ConfigError(f"{self.where}: {self._section}{key} is {shown}; {why}")

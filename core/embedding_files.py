@@ -1,6 +1,6 @@
-"""How a checkpoint's embeddings are made, from the files that sentence-transformers lays beside its weights.
+"""Reads how a checkpoint computes embeddings from the sentence-transformers files next to its weights.
 
-Importing this loads no torch. Nothing named in a file is ever imported or run.
+Importing this module loads no torch. Nothing named in a file is ever imported or executed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _FLAG, _MEAN = "pooling_mode_", "pooling_mode_mean_tokens"
 
 
 def read_embedding(folder: Path) -> EmbeddingSpec | None:
-    """None where the folder is not sentence-transformers' (it has no modules.json)."""
+    """Return the embedding settings, or None if the folder has no modules.json and so is not a sentence-transformers
+    model."""
     file = folder / _MODULES
     if not file.is_file():
         return None
@@ -28,12 +29,12 @@ def read_embedding(folder: Path) -> EmbeddingSpec | None:
         raise ConfigError(f"{file}: not a list of modules")
     by_kind = {str(module.get("type")).rpartition(".")[2]: str(module.get("path")) for module in modules}
     if unknown := sorted(by_kind.keys() - {"Transformer", "Pooling", "Normalize"}):
-        raise ConfigError(f"{file}: a module of type {unknown[0]}; there are Transformer, Pooling, Normalize")
+        raise ConfigError(f"{file}: module type {unknown[0]}; the options are Transformer, Pooling, Normalize")
     if "Pooling" not in by_kind or by_kind.get("Transformer"):
         raise ConfigError(f"{file}: needs a Pooling, and a Transformer whose path is the folder itself")
     pooling = by_kind["Pooling"]
     if pooling not in {entry.name for entry in folder.iterdir()}:
-        raise ConfigError(f"{file}: {pooling!r} is no folder beside it")
+        raise ConfigError(f"{file}: {pooling!r} is not a folder next to it")
     return EmbeddingSpec(_pooling(folder / pooling / "config.json"), normalize="Normalize" in by_kind)
 
 
@@ -49,7 +50,8 @@ def _pooling(file: Path) -> Pooling:
         return "last"
     if modes == [_MEAN]:
         return "mean"
-    raise ConfigError(f"{file}: pools by {' and '.join(modes) or 'nothing'}; there are {_FLAG}lasttoken and {_MEAN}")
+    found = " and ".join(modes) or "none"
+    raise ConfigError(f"{file}: the pooling mode is {found}; the options are {_FLAG}lasttoken and {_MEAN}")
 
 
 def _read(file: Path) -> Any:

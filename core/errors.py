@@ -1,4 +1,4 @@
-"""Every error that Dovetail raises on purpose. Each message names the value, the reason and the options."""
+"""All errors that Dovetail raises deliberately. Each message names the value, the reason and the options."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 class DovetailError(Exception):
-    """A mistake or a limit outside the engine's own code: shown to the user as one message, without a traceback."""
+    """A mistake or limit outside the engine's own code. Shown to the user as one message without a traceback."""
 
 
 class ConfigError(DovetailError, ValueError):
-    """What was asked for cannot be composed, or a value in it is not valid."""
+    """The requested composition does not exist, or one of its values is invalid."""
 
 
 class CapabilityError(DovetailError):
-    """Parts of one composition do not fit each other. `conflicts` holds one sentence for each conflict."""
+    """Parts of a composition do not fit together. `conflicts` has one sentence per conflict."""
 
     def __init__(self, conflicts: Sequence[str]) -> None:
         self.conflicts = tuple(conflicts)
@@ -22,7 +22,7 @@ class CapabilityError(DovetailError):
 
 
 class PluginError(DovetailError):
-    """A chosen component cannot be used. `package` is the distribution that must be mended or blocked."""
+    """A selected component cannot be used. `package` is the distribution that must be fixed or blocked."""
 
     def __init__(self, package: str, reason: str) -> None:
         self.package = package
@@ -31,7 +31,7 @@ class PluginError(DovetailError):
 
 
 class CapacityError(DovetailError):
-    """Memory does not suffice. `missing_bytes` is the gap; any one of the three overrides in `settings` would fit."""
+    """Memory is insufficient. `missing_bytes` is the gap; each of the overrides in `settings` alone would fit."""
 
     def __init__(self, what: str, *, missing_bytes: int, settings: Sequence[str]) -> None:
         self.missing_bytes = missing_bytes
@@ -42,15 +42,15 @@ class CapacityError(DovetailError):
 
 
 class EngineStopped(DovetailError, RuntimeError):
-    """The engine has ended, by what its cause names: a rank that died, for one. No request runs any more."""
+    """The engine has ended for the reason in the message, for instance a dead rank. It runs no more requests."""
 
 
 class EngineDown(DovetailError):
-    """There is no engine to run a request, or the engine died while the request ran. A retry may succeed."""
+    """No engine is available, or the engine died while the request ran. A retry may succeed."""
 
 
 class RequestError(DovetailError):
-    """One request is refused; the others go on. `status` is the HTTP status, 400 to 499."""
+    """One request is refused; others continue. `status` is the HTTP status, 400 to 499."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         if not 400 <= status < 500:
@@ -60,4 +60,4 @@ class RequestError(DovetailError):
 
 
 class DovetailDeprecationWarning(FutureWarning):
-    """Something still works and will stop working. The message names the package that has to change."""
+    """Something still works but is deprecated. The message names the package that must change."""

@@ -1,4 +1,4 @@
-"""Logs of a program that others watch: text for people, or one JSON object a line."""
+"""Logging for programs under supervision: readable text, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _STANDARD = set(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {
 
 
 class JsonFormatter(logging.Formatter):
-    """time (ISO 8601, UTC), level, logger, message; `extra={...}` of the call beside them; exception where there is
-    one. Always one line, whatever the message holds."""
+    """Formats a record as one line of JSON: time (ISO 8601, UTC), level, logger and message, followed by the fields of
+    `extra={...}` and by the exception if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -34,8 +34,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(form: Literal["text", "json"], *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Log to `stream` (stderr) in this form, in place of what the root logger has: Dovetail's lines from `level` on,
-    others from warnings on. For programs, not libraries."""
+    """Log to `stream` (default stderr) in this format, replacing the root logger's handlers: Dovetail's records from
+    `level` on, others from warnings on. For programs, not libraries."""
     handler = logging.StreamHandler(stream or sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)

@@ -1,6 +1,7 @@
-"""What a server and an engine tell Prometheus. Plain classes that hold no engine: who sees something reports it.
+"""Prometheus metrics of a server and of an engine. These classes hold no engine; the code that observes an event
+reports it.
 
-Names follow the field's habits. Times are seconds, shares lie between 0 and 1.
+Names follow common practice. Times are in seconds; ratios are between 0 and 1.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from prometheus_client.utils import floatToGoString
 from dovetail.core.interfaces import StepRecord
 
 SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Of the time between tokens."""
+"""Buckets for times between tokens."""
 LONG = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
-"""Of requests."""
+"""Buckets for request times."""
 STEP = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1.0)
 POWERS = tuple(float(2**n) for n in range(18))
-"""Of token counts."""
+"""Buckets for token counts."""
 
 
 M = TypeVar("M", Counter, Gauge)
 
 
 class EngineCounters(Protocol):
-    """Counts since an engine started, and its state of the moment. Counts that fall belong to a new engine."""
+    """Counts since an engine's start, and its current state. A count that decreases belongs to a new engine."""
 
     running: int
     waiting: int
@@ -47,11 +48,11 @@ class EngineCounters(Protocol):
 
     @property
     def kv_usage(self) -> float:
-        """Share of KV pages that running samples own."""
+        """Fraction of KV pages owned by running samples."""
 
 
 class FinishedRequest(Protocol):
-    """One prompt that is over, whatever became of it. Seconds."""
+    """A finished request with any outcome. Times in seconds."""
 
     @property
     def outcome(self) -> str: ...
@@ -61,15 +62,15 @@ class FinishedRequest(Protocol):
     def output_tokens(self) -> int: ...
     @property
     def ttft(self) -> float:
-        """Arrival to first token; 0 where none came."""
+        """Time from arrival to first token; 0 if there was none."""
 
     @property
     def duration(self) -> float:
-        """Arrival to end."""
+        """Time from arrival to end."""
 
     @property
     def tpot(self) -> float:
-        """Per output token after the first; 0 where there are fewer than two."""
+        """Time per output token after the first; 0 for fewer than two tokens."""
 
 
 COUNTED = {
@@ -78,17 +79,17 @@ COUNTED = {
     "output_tokens": ("generation_tokens", "Output tokens sampled."),
     "preemptions": ("num_preemptions", "Sequences that lost their KV pages to others and are recomputed."),
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hits": ("prefix_cache_hits", "Of those, tokens found."),
-    "evictions": ("kv_cache_evictions", "Cached KV pages given up for new ones."),
+    "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "evictions": ("kv_cache_evictions", "Cached KV pages evicted."),
     "drafted": ("spec_decode_num_draft_tokens", "Draft tokens verified."),
     "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
-    "decode_rows": ("spec_decode_num_drafts", "Rows that could verify drafts: 1 + accepted / drafts is the length."),
+    "decode_rows": ("spec_decode_num_drafts", "Rows that could verify drafts; mean length: 1 + accepted / drafts."),
 }
-"""Field of EngineCounters -> metric and its help."""
+"""Field of EngineCounters -> (metric, help text)."""
 
 
 class Tally:
-    """Counts of values by upper bound, and their sum."""
+    """Histogram counts by upper bound, and the sum of values."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -101,13 +102,13 @@ class Tally:
             self.sum += value
 
     def add(self, counts: Iterable[int], total: float) -> None:
-        """What another tally of these bounds has counted."""
+        """Add the counts of another tally with equal bounds."""
         self.counts = [mine + others for mine, others in zip(self.counts, counts, strict=True)]
         self.sum += total
 
 
 class TallyCollector(Collector):
-    """A histogram of what every token has: prometheus_client's own takes 4 us a value, this one a tenth."""
+    """A histogram for values that occur per token. prometheus_client's own takes 4 us per value, this one a tenth."""
 
     def __init__(self, name: str, about: str, tally: Tally, labels: Mapping[str, str]) -> None:
         self._name, self._about, self._tally, self._labels = name, about, tally, dict(labels)
@@ -121,7 +122,7 @@ class TallyCollector(Collector):
 
 
 class Metrics:
-    """A server's. One model a registry; what an engine counts has a label `replica`."""
+    """Metrics of a server with one model. Engine metrics have a label `replica`."""
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None, replicas: int = 1) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
@@ -130,7 +131,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._running = self._engine(Gauge, "num_requests_running", "Samples that own KV pages.")
         self._waiting = self._engine(Gauge, "num_requests_waiting", "Samples that wait for their first or next step.")
-        self._kv_usage = self._engine(Gauge, "kv_cache_usage_ratio", "Share of KV pages that running samples own.")
+        self._kv_usage = self._engine(Gauge, "kv_cache_usage_ratio", "Fraction of KV pages owned by running samples.")
         self._counters = {field: self._engine(Counter, name, about) for field, (name, about) in COUNTED.items()}
         self._restarts = self._engine(Counter, "engine_restarts", "Engines started in place of one that died.")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LONG)
@@ -151,17 +152,17 @@ class Metrics:
         self._output = self._histogram("request_generation_tokens", "Output tokens of a finished request.", POWERS)
         self._finished = Counter(
             "dovetail:requests_finished",
-            "Requests that were run, by what became of them: stop, length, abort, error.",
+            "Finished requests, by outcome: stop, length, abort, error.",
             ("model_name", "outcome"),
             registry=self.registry,
         )
         self._refused = Counter(
             "dovetail:request_errors",
-            "Requests that were answered with an error, by HTTP status.",
+            "Requests answered with an error, by HTTP status.",
             ("model_name", "status"),
             registry=self.registry,
         )
-        # From the beginning every series is there.
+        # Create every series at the start.
         for replica in range(replicas):
             for metric in (self._running, self._waiting, self._kv_usage, *self._counters.values(), self._restarts):
                 metric.labels(model, str(replica))
@@ -173,10 +174,10 @@ class Metrics:
         labels = ("model_name",)
         return Histogram(f"dovetail:{name}", about, labels, buckets=buckets, registry=self.registry).labels(self._model)
 
-    # What happened.
+    # Events.
 
     def stats(self, replica: int, stats: EngineCounters) -> None:
-        """The counters of an engine as they stand, a few times a second."""
+        """Update from an engine's counters. Called several times per second."""
         labels = self._model, str(replica)
         self._running.labels(*labels).set(stats.running)
         self._waiting.labels(*labels).set(stats.waiting)
@@ -198,11 +199,12 @@ class Metrics:
             self._tpot.observe(record.tpot)
 
     def more_tokens(self, seconds: Iterable[float]) -> None:
-        """Of samples that got tokens, not for the first time: time since those before, divided by their number."""
+        """Record inter-token latencies of samples that already had tokens: time since the previous delivery divided by
+        the number of new tokens."""
         self._itl.observe(seconds)
 
     def more_tokens_elsewhere(self, counts: Iterable[int], total: float) -> None:
-        """The same of another process, as counted by a Tally of SHORT."""
+        """Add inter-token latencies counted in another process by a Tally with bounds SHORT."""
         self._itl.add(counts, total)
 
     def error(self, status: int) -> None:
@@ -213,8 +215,8 @@ class Metrics:
 
 
 class StepMetrics:
-    """Of every step, from an engine's own records. Names begin with `dovetail:step_`, so that nothing is counted twice
-    where a server's metrics are read as well."""
+    """Metrics of every step, from the engine's own records. Names begin with `dovetail:step_`, so that a server's
+    metrics can be collected together with them without counting anything twice."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
@@ -222,14 +224,16 @@ class StepMetrics:
 
         self._rows = histogram("rows", "Rows of a plan.", POWERS[:12])
         self._tokens = histogram("tokens", "Tokens fed in a step, drafts included.", POWERS)
-        self._sampled = Counter("dovetail:step_output_tokens", "Output tokens gained.", registry=registry)
-        self._drafted = Counter("dovetail:step_draft_tokens", "Draft tokens verified at most.", registry=registry)
+        self._sampled = Counter("dovetail:step_output_tokens", "Output tokens produced.", registry=registry)
+        self._drafted = Counter("dovetail:step_draft_tokens", "Draft tokens verified, upper bound.", registry=registry)
         self._accepted = Counter("dovetail:step_accepted_tokens", "Draft tokens accepted.", registry=registry)
         self._schedule = histogram("schedule_seconds", "Host time spent on a plan.", STEP)
-        self._device = histogram("device_seconds", "Time on the device, where the executor can tell.", STEP)
+        self._device = histogram("device_seconds", "Device time, if the executor measures it.", STEP)
         self._running = Gauge("dovetail:step_running", "Running sequences after a step.", registry=registry)
         self._waiting = Gauge("dovetail:step_waiting", "Waiting sequences after a step.", registry=registry)
-        self._kv_usage = Gauge("dovetail:step_kv_usage_ratio", "Share of KV pages that are owned.", registry=registry)
+        self._kv_usage = Gauge(
+            "dovetail:step_kv_usage_ratio", "Fraction of KV pages owned by sequences.", registry=registry
+        )
 
     def step(self, record: StepRecord) -> None:
         self._rows.observe(record.rows)

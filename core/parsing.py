@@ -1,4 +1,5 @@
-"""What tool and reasoning parsers are made of: parsers of streamed text, written as generators that wait for more."""
+"""Building blocks of tool and reasoning parsers: parsers of streamed text, written as generators that wait for more
+text."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ from dovetail.core.interfaces.parsers import (
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A part of a parser: yields to wait for more text, returns a T."""
+"""Part of a parser: yields to wait for more text, returns a T."""
 
 
 class Malformed(Exception):
-    """The text is not what it seemed to be. Never leaves a stream."""
+    """The text does not match the expected format. Never leaves a stream."""
 
 
 class TextStream(ParserStream):
-    """Subclass it and write `parse` top to bottom, as if the whole text were there:
+    """Base class. Write `parse` top to bottom, as if the whole text were available:
 
-        def parse(self):
-            while (yield from self.until("<call>")):
-                yield from self.attempt(self.my_call, self.opening)
+            def parse(self):
+                while (yield from self.until("<call>")):
+                    yield from self.attempt(self.my_call, self.opening)
 
     `self.text[self.at:]` is the text not consumed yet.
     """
@@ -43,15 +44,15 @@ class TextStream(ParserStream):
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
         self.opening = 0
-        """Characters that the last `until` passed without emitting them: the mark, and blanks before it."""
+        """Characters that the last `until` consumed without emitting them: the mark and white space before it."""
         self._events: list[ParserEvent] = []
         self._kept: int | None = None
-        """Text from here on is kept, because it may yet turn out to be content."""
+        """Keep text from this index on, because it may still turn out to be content."""
         self._steps: Steps[None] | None = self.parse()
 
     @abstractmethod
     def parse(self) -> Steps[None]:
-        """Everything up to the end of the text. What is left when it returns is content."""
+        """Parse up to the end of the text. Text that is left when it returns is content."""
 
     def feed(self, text: str) -> list[ParserEvent]:
         kept = self.at if self._kept is None else self._kept
@@ -78,11 +79,11 @@ class TextStream(ParserStream):
         return events
 
     def emit(self, event: ParserEvent) -> None:
-        """Empty pieces are dropped."""
+        """Emit an event, dropping empty text."""
         if getattr(event, "text", True):
             self._events.append(event)
 
-    # Reading. A character is "" where the text has ended.
+    # Reading. A character is "" at the end of the text.
 
     def peek(self) -> Steps[str]:
         while self.at == len(self.text):
@@ -92,13 +93,13 @@ class TextStream(ParserStream):
         return self.text[self.at]
 
     def blanks(self) -> Steps[str]:
-        """Pass white space; the character after it, not consumed."""
+        """Skip white space and return the next character without consuming it."""
         while (char := (yield from self.peek())) and char.isspace():
             self.at += 1
         return char
 
     def accept(self, mark: str) -> Steps[bool]:
-        """Pass the mark if it comes next."""
+        """Consume the mark if it comes next, and return whether it did."""
         while len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
             if self.ended:
                 return False
@@ -109,15 +110,15 @@ class TextStream(ParserStream):
         return True
 
     def expect(self, mark: str) -> Steps[None]:
-        """Pass the mark, or raise Malformed."""
+        """Consume the mark, or raise Malformed."""
         if not (yield from self.accept(mark)):
             raise Malformed
 
     def until(
         self, mark: str, emit: Callable[[str], ParserEvent] = Content, *, trim: bool = False, drop: bool = False
     ) -> Steps[bool]:
-        """Emit text up to the mark and pass it; False where the text ended first. trim: leave out blanks before it.
-        drop: leave out text that has nothing but blanks up to the end."""
+        """Emit text up to the mark and consume the mark. Returns False if the text ends first. trim: omit white space
+        before the mark. drop: omit the text if it is only white space up to the end."""
         seen = False
         while True:
             found = self.text.find(mark, self.at)
@@ -140,12 +141,13 @@ class TextStream(ParserStream):
             yield
 
     def _overlap(self, mark: str) -> int:
-        """Length of the longest ending of the text that begins the mark."""
+        """Length of the longest suffix of the text that is a prefix of the mark."""
         longest = min(len(mark) - 1, len(self.text) - self.at)
         return next((n for n in range(longest, 0, -1) if self.text.endswith(mark[:n])), 0)
 
     def closing(self, mark: str) -> Steps[None]:
-        """Pass blanks and the mark, or what is there of them at the end of the text; else pass nothing."""
+        """Consume white space and the mark, or the part of them that is there at the end of the text; otherwise consume
+        nothing."""
         yield from self.attempt(lambda: self._closing(mark))
 
     def _closing(self, mark: str) -> Steps[None]:
@@ -156,8 +158,8 @@ class TextStream(ParserStream):
             self.at = len(self.text)
 
     def attempt(self, part: Callable[[], Steps[None]], opening: int = 0) -> Steps[bool]:
-        """Run a part that may raise Malformed; then the text returns to where it began, and of that, the `opening`
-        characters before it are content."""
+        """Run a part that may raise Malformed. In that case return to the start of the part and emit the preceding
+        `opening` characters as content."""
         self.keep(opening)
         try:
             yield from part()
@@ -171,7 +173,7 @@ class TextStream(ParserStream):
         return True
 
     def keep(self, back: int = 0) -> None:
-        """Text from here on, or `back` characters earlier, may yet be rewound to."""
+        """Allow `rewind` to this position, or to `back` characters before it."""
         self._kept = self.at - back
 
     def rewind(self) -> None:
@@ -181,8 +183,8 @@ class TextStream(ParserStream):
     # JSON.
 
     def json_value(self, sink: Callable[[str], None]) -> Steps[None]:
-        """Pass one JSON value and hand its text to `sink`, in pieces as they come. Control characters in strings, which
-        models write and JSON forbids, come out escaped."""
+        """Consume one JSON value and pass its text to `sink` in pieces as they arrive. Control characters in strings,
+        which models write although JSON forbids them, are escaped."""
         scanner, taken = JsonScanner(), list[str]()
         while True:
             if self.at == len(self.text):
@@ -208,11 +210,11 @@ class TextStream(ParserStream):
 
 
 class JsonScanner:
-    """Checks one JSON value (RFC 8259) character by character, to any depth."""
+    """Validates one JSON value (RFC 8259) of any depth, character by character."""
 
     def __init__(self) -> None:
         self.done = False
-        """The value is complete. A number is complete when the character after it comes, which then does not fit."""
+        """Whether the value is complete. A number is complete only at the next character, which then does not match."""
         self._open: list[str] = []
         self._next: Callable[[str], bool] = self._value
         self._token = ""
@@ -222,7 +224,7 @@ class JsonScanner:
         return self._next in (self._string, self._key_string)
 
     def feed(self, char: str) -> bool:
-        """Whether the character can be the next one of the value; "" is the end of the text."""
+        """Whether the character can come next in the value; "" is the end of the text."""
         return self._next(char)
 
     def _value(self, char: str) -> bool:
@@ -325,8 +327,8 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 class CallStream(TextStream):
-    """Calls as JSON: `{"name": "f", "arguments": {...}}`; "parameters" does for "arguments", and "id" and "type" are
-    passed over. Call `call` from `parse` through `attempt`."""
+    """Calls as JSON: `{"name": "f", "arguments": {...}}`. "parameters" is accepted for "arguments"; "id" and "type" are
+    ignored. Run `call` through `attempt` in `parse`."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
@@ -334,7 +336,7 @@ class CallStream(TextStream):
         self._index = -1
 
     def begin(self, name: str) -> None:
-        """From here on the attempt cannot fail."""
+        """Emit the begin of a call. From here on the attempt cannot fail."""
         self._kept = None
         self._index += 1
         self.emit(ToolCallBegin(self._index, name))
@@ -345,7 +347,7 @@ class CallStream(TextStream):
         return name
 
     def arguments(self) -> Steps[bool]:
-        """The arguments of the call that has begun; where they break off, it ends, and False is returned."""
+        """Emit the arguments of the open call. If they break off, end the call and return False."""
         try:
             yield from self.json_value(self._more)
         except Malformed:
@@ -360,10 +362,10 @@ class CallStream(TextStream):
         self.emit(ToolCallEnd(self._index))
 
     def call(self) -> Steps[None]:
-        """One object. Raises Malformed if it is none, or calls no offered tool."""
+        """Parse one call object. Raises Malformed if it is not one or if it names a tool that is not offered."""
         name: str | None = None
         early: list[str] | None = None
-        """Arguments that came before the name."""
+        """Arguments that precede the name."""
         begun = False
         yield from self._pass("{")
         try:
@@ -406,7 +408,7 @@ class CallStream(TextStream):
         except Malformed:
             if not begun:
                 raise
-            # What follows the arguments is content, unless the text only ended before the closing brace.
+            # Text after the arguments is content, unless only the closing brace is missing at the end of the text.
             self.rewind()
             if self.ended and not self.text[self.at :].strip():
                 self.at = len(self.text)
@@ -424,25 +426,25 @@ class CallStream(TextStream):
 
 
 def call_rules(tools: Sequence[Tool], arguments: str = "arguments") -> str:
-    """Rules of a Lark grammar (llguidance's dialect) in which `call` is one object that CallStream reads."""
+    """Rules of a Lark grammar (llguidance's dialect) in which `call` is one object that CallStream parses."""
     heads = [json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ') for tool in tools]
     calls = [f'{head} arguments_{i} "}}"' for i, head in enumerate(heads)]
     return f"call: {' | '.join(calls)}\n{argument_rules(tools)}"
 
 
 def argument_rules(tools: Sequence[Tool]) -> str:
-    """Rules `arguments_0`, `arguments_1` and so on: the objects that are arguments of each tool."""
+    """Rules `arguments_0`, `arguments_1` and so on: the argument objects of each tool."""
     rules = []
     for i, tool in enumerate(tools):
         if tool.parameters.get("type", "object") != "object":
             kind = tool.parameters["type"]
-            raise RequestError(f"tool {tool.name}: its parameters are of type {kind!r}; arguments are an object")
+            raise RequestError(f"tool {tool.name}: its parameters are of type {kind!r}; arguments must be an object")
         rules.append(f"arguments_{i}: %json {json.dumps({'type': 'object', **tool.parameters})}\n")
     return "".join(rules)
 
 
 class OutputStream(ParserStream):
-    """Both parsers of one output, one behind the other."""
+    """Chains the reasoning parser and the tool parser of one output."""
 
     def __init__(self, reasoning: ParserStream, tools: ParserStream) -> None:
         self._reasoning, self._tools = reasoning, tools
@@ -464,5 +466,5 @@ P = TypeVar("P", ToolParser, ReasoningParser)
 
 
 def fitting(parsers: Mapping[str, P], chat_template: str) -> str | None:
-    """The name of the first parser that fits the template, where none is named; None if there is none."""
+    """Name of the first parser that fits the template; None if no parser does."""
     return next((name for name, parser in parsers.items() if parser.fits(chat_template)), None)

@@ -1,6 +1,6 @@
-"""What a config.json says of rotary positions (Su et al. 2021) and of the scalings that stretch a model's context.
+"""Reads rotary position settings (Su et al. 2021) and context-extension scalings from a config.json.
 
-Importing this loads no torch; dovetail.core.layers.build_rope makes the table.
+Importing this module loads no torch; dovetail.core.layers.build_rope builds the table.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ KINDS = ("default", "linear", "llama3", "yarn")
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     dim: int
-    """Dimensions of a head that are rotated, the first ones."""
+    """Number of leading head dimensions that are rotated."""
     theta: float = 10000.0
     kind: str = "default"
-    """Of KINDS; the fields below are read as far as it needs them."""
+    """One of KINDS. It determines which of the fields below are used."""
     factor: float = 1.0
-    """How many times longer than trained."""
+    """Ratio of the extended to the trained context length."""
     trained_len: int = 0
-    """Positions seen in training."""
+    """Number of positions seen in training."""
     low: float = 1.0
     high: float = 1.0
-    """Turns within trained_len: frequencies of fewer than low are scaled, of more than high kept, between blended."""
+    """Bounds, in rotations within trained_len: frequencies below low are scaled, those above high are kept, those
+    between are blended."""
     truncate: bool = True
-    """yarn: widen the blend to whole dimensions."""
+    """yarn: widen the blended range to whole dimensions."""
     attention_factor: float = 1.0
     """Multiplies cos and sin."""
 
     @property
     def max_len(self) -> int:
-        """Positions that the scaling reaches; 0 = it does not say."""
+        """Number of positions that the scaling covers; 0 = unknown."""
         return int(self.factor * self.trained_len) if self.kind == "yarn" else 0
 
 
 def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None = None) -> RopeConfig:
-    """From rope_parameters or, in older files, rope_theta and rope_scaling; `dim` where the model fixes it."""
+    """Read rope_parameters or, in older files, rope_theta and rope_scaling. `dim` is set if the model fixes it."""
     options = config.section("rope_parameters", "rope_scaling")
     for key, value in options.values.items():
         if isinstance(value, Mapping):
@@ -90,7 +91,8 @@ def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None =
 
 
 def _yarn_attention(options: ConfigJson, factor: float) -> float:
-    """Longer contexts flatten the softmax; YaRN (Peng et al. 2023) and DeepSeek's variant sharpen it again."""
+    """Default attention factor: longer contexts flatten the softmax; YaRN (Peng et al. 2023) and DeepSeek's variant
+    compensate."""
 
     def at(strength: float) -> float:
         return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""Notes of one engine's start-up: slower paths that were taken, and options that give less than was asked for."""
+"""Notes of an engine's start-up: slower paths that were selected, and options that give less than requested."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def collect_notes() -> Iterator[dict[str, None]]:
 
 
 def note(text: str) -> None:
-    """Record a note once. Outside `collect_notes` it is dropped: start-up is over, or no engine starts."""
+    """Record a note once. Outside `collect_notes`, when no engine is starting, it is dropped."""
     if (found := _notes.get()) is not None:
         found[text] = None

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a model folder's tokenizer.json alone (no code of the model's runs)."""
+"""Converts text to token ids and back, using only the model folder's tokenizer.json (no code of the model runs)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tokenizers.decoders import DecodeStream
 from dovetail.core.errors import ConfigError
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A byte that no token of a SentencePiece vocabulary holds."""
+"""Name of a single-byte token in a SentencePiece vocabulary."""
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """The printable characters that stand for bytes in byte-level BPE (GPT-2, Radford et al. 2019)."""
+    """Map the printable characters of byte-level BPE (GPT-2, Radford et al. 2019) to the bytes that they represent."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     shown = {chr(byte): bytes([byte]) for byte in printable}
@@ -27,7 +27,7 @@ _BYTES = _byte_alphabet()
 
 
 class Tokenizer:
-    """Thread-safe."""
+    """Tokenizer of one model. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         file = folder / "tokenizer.json"
@@ -46,8 +46,8 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """special: let the tokenizer add its own special tokens (a leading BOS, as a rule)."""
-        # As a batch of one: `encode` would hold the interpreter all the while, seconds for a text of megabytes.
+        """special: add the tokenizer's special tokens (usually a leading BOS)."""
+        # `encode` would hold the GIL, for seconds on megabytes of text; encoding a batch of one releases it.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return list(encoding.ids)
 
@@ -55,7 +55,7 @@ class Tokenizer:
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token stands for, be it part of a character. Special tokens: their name."""
+        """Bytes of the token, possibly part of a character. For special tokens: their name."""
         if token not in self._bytes:
             self._bytes[token] = self._spell(token)
         return self._bytes[token]
@@ -73,7 +73,7 @@ class Tokenizer:
         return piece.replace("\u2581", " ").encode()
 
     def stream(self, keep: Collection[str] = ()) -> Detokenizer:
-        """keep: special tokens whose text is part of the output. Others never are."""
+        """keep: special tokens whose text is part of the output. All others are dropped."""
         special = {
             token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         }
@@ -83,10 +83,10 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a growing output, piece by piece; holds bytes back until they form whole characters."""
+    """Incremental text of a growing output. Holds bytes back until they form complete characters."""
 
     def __init__(self, tokenizer: _Tokenizer, skip: frozenset[int] | None = None) -> None:
-        """skip: the tokens that have no text; None: every special one."""
+        """skip: tokens without text; None = all special tokens."""
         self._tokenizer, self._skip = tokenizer, skip
         self._stream = DecodeStream(skip_special_tokens=skip is None)
 

@@ -1,4 +1,4 @@
-"""One OpenTelemetry span a request, with the field's attribute names. Needs the extra: pip install 'dovetail[otel]'."""
+"""One OpenTelemetry span per request, with standard attribute names. Requires: pip install 'dovetail[otel]'."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 _SEND_SECONDS = 3.0
-"""Retries included. A server that stops waits for it once."""
+"""Timeout for sending spans, retries included. Shutdown waits at most this long, once."""
 
 
 class Traces:
-    """Spans leave in batches, from a thread of their own. Nothing of a prompt or an output is in them."""
+    """Exports spans in batches from a background thread. Spans contain no text of prompts or outputs."""
 
     def __init__(self, endpoint: str | None = None, exporter: SpanExporter | None = None) -> None:
-        """`endpoint`: where an OTLP collector listens over HTTP, such as http://localhost:4318/v1/traces. Without one,
-        OpenTelemetry's own environment variables say it. `exporter`: takes the spans in its place."""
+        """`endpoint`: OTLP collector over HTTP, such as http://localhost:4318/v1/traces; None = OpenTelemetry's
+        environment variables. `exporter` replaces it."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -35,7 +35,7 @@ class Traces:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("dovetail")
         self._propagator = TraceContextTextMapPropagator()
-        # Times come from perf_counter, spans want the time of day.
+        # Times come from perf_counter; spans need wall-clock time.
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
 
     def request(
@@ -50,8 +50,8 @@ class Traces:
         error: str | None = None,
         traceparent: str = "",
     ) -> None:
-        """A request that is over. Times are of time.perf_counter; None: it never came so far. `traceparent`: the W3C
-        header of that name, which says whose trace this belongs to."""
+        """Record a finished request. Times are from time.perf_counter; None = the stage was not reached. `traceparent`:
+        W3C header with the parent trace."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         span = self._tracer.start_span(
@@ -74,7 +74,7 @@ class Traces:
         span.end(self._ns(finished))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
     def _ns(self, seconds: float) -> int:

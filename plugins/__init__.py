@@ -1,4 +1,4 @@
-"""Everything built in, loaded through the entry-point group that third parties use."""
+"""Built-in components, loaded through the same entry-point group as third-party ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 from dovetail.core.compose import Component, hookimpl
 
-# Each is a package here whose __init__ has COMPONENTS and imports nothing heavy.
+# Packages in this folder. Each __init__ defines COMPONENTS and imports nothing heavy.
 _KINDS = (
     "adapter",
     "app",

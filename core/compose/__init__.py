@@ -1,4 +1,4 @@
-"""Composition: finding components, choosing among them, validating the result. Imports no torch."""
+"""Composition: find components, select among them and validate the result. Imports no torch."""
 
 from dovetail.core.compose.capabilities import Capabilities, Host, Requires
 from dovetail.core.compose.component import Component

@@ -1,7 +1,8 @@
-"""What components state about themselves and demand of each other: plain data, so that it can be checked and tabulated.
+"""Capabilities that components state and requirements between them: plain data, so that it can be checked and
+tabulated.
 
-A component's capabilities function takes (config, host) and returns `Capabilities`. Beside the kinds, three more names
-can be required of: `engine` (its config values), `host` (the record below) and `model` (what the model component
+A component's capabilities function takes (config, host) and returns `Capabilities`. Requirements may name a kind or one
+of three other records: `engine` (its config values), `host` (the record below) and `model` (what the model component
 provides, together with facts from the checkpoint).
 """
 
@@ -17,34 +18,34 @@ from dovetail.core.compose.wording import show
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The machine that a composition is checked for. Plain values: a check needs no device."""
+    """The machine that a composition is checked for. Plain values, so that a check needs no device."""
 
     device: str = "cpu"
-    """Either "cpu" or "cuda"."""
+    """"cpu" or "cuda"."""
     device_count: int = 0
-    """GPUs that this process may use."""
+    """Number of GPUs that this process may use."""
     compute_capability: tuple[int, int] = (0, 0)
-    """Of the first GPU; (9, 0) is Hopper."""
+    """Compute capability of the first GPU; (9, 0) is Hopper."""
     memory_bytes: int = 0
-    """Of the first GPU; on the CPU, of the machine."""
+    """Memory of the first GPU; on the CPU, of the machine."""
     platform: str = "linux"
     """sys.platform."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requires:
-    """One demand on another part. Exactly one of `allowed`, `contains`, `at_least`, `at_most` is given."""
+    """One requirement on another part. Set exactly one of `allowed`, `contains`, `at_least`, `at_most`."""
 
     kind: str
-    """A kind, or "engine", "model", "host"."""
+    """A kind, "engine", "model" or "host"."""
     key: str
-    """What is asked for: a key of that part's `provides`, a field of the engine's config or of the host."""
+    """Required fact: a key of that part's `provides`, or a field of the engine's config or of the host."""
     reason: str
-    """Why, to end a sentence: "its kernel reads pages of that size"."""
+    """Reason, as the end of a sentence: "its kernel reads pages of that size"."""
     allowed: tuple[object, ...] | None = None
-    """The value is one of these."""
+    """The value must be one of these."""
     contains: object | None = None
-    """The value is a collection, and this is in it."""
+    """The value must be a collection that contains this."""
     at_least: Any = None
     at_most: Any = None
 
@@ -77,7 +78,8 @@ class Requires:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     provides: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """Facts that others may require of this component; values are strings, numbers, flags or tuples of these."""
+    """Facts that other parts may require. Values are strings, numbers, flags or tuples of these."""
     requires: tuple[Requires, ...] = ()
     lacks: tuple[str, ...] = ()
-    """What is missing here, whatever the other parts are, and how to get it: "the package x: pip install x"."""
+    """Prerequisites missing on this host, regardless of the other parts, and how to get them: "the package x: pip
+    install x"."""

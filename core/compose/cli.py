@@ -1,4 +1,4 @@
-"""The command line. A user's mistake is one message and exit code 2, never a traceback."""
+"""The command line. A user's mistake gives one message and exit code 2, never a traceback."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import NoReturn, TextIO
 from dovetail.core.compose.composer import compose
 from dovetail.core.compose.discovery import installed
 from dovetail.core.compose.kinds import KINDS, PRESET
-from dovetail.core.compose.sources import Repository, hydra_as_we_know_it, open_sources
+from dovetail.core.compose.sources import Repository, hydra_1_3, open_sources
 from dovetail.core.compose.wording import listing, program
 from dovetail.core.errors import ConfigError, DovetailDeprecationWarning, DovetailError
 
 DEBUG = "DOVETAIL_DEBUG"
 _SIGPIPE = 141
-"""What a shell reports of a program that this signal ended."""
+"""Exit code that a shell reports for a program ended by this signal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
-        sys.stdout.flush()  # here, where a reader that is gone can be told from a bug
+        sys.stdout.flush()  # flush here, where a closed pipe can be distinguished from a bug
         return code
     except DovetailError as error:
         if os.environ.get(DEBUG):
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _SIGPIPE
     except SystemExit as error:
-        # Rich, which prints tables, has then put /dev/null in place of stdout.
+        # Rich, which prints tables, has already replaced stdout by /dev/null.
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         return _SIGPIPE
@@ -49,11 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether stdout is the broken pipe, as under `| head`: then nothing more is written to it, at exit either."""
+    """Whether stdout is a broken pipe, as under `| head`. If so, redirect it, so that nothing is written to it at
+    exit."""
     try:
         out = sys.stdout.fileno()
     except OSError:
-        return False  # a caller put something else in its place
+        return False  # a caller replaced it
     poll = select.poll()
     poll.register(out, select.POLLOUT)
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -63,7 +64,8 @@ def _reader_is_gone() -> bool:
 
 
 def _run(argv: list[str]) -> int:
-    # What follows `--` is text for the app: it may hold quotes, commas and equals signs, so Hydra never sees it.
+    # Words after `--` are text for the app. They may contain quotes, commas and equals signs, so Hydra never sees
+    # them.
     cut = argv.index("--") if "--" in argv else len(argv)
     words, prompts = argv[:cut], argv[cut + 1 :]
     args = _parser().parse_intermixed_args(words)
@@ -75,8 +77,8 @@ def _run(argv: list[str]) -> int:
         return 0
     if args.multirun:
         raise ConfigError(
-            "-m would run a sweep in one process, where one engine's memory, kernels and caches colour the next: "
-            "app=ablate 'ablate.vary={kv_cache:[paged,radix]}' runs each alternative in a process of its own"
+            "-m would run a sweep in one process, where one engine's memory, kernels and caches affect the next: "
+            "app=ablate 'ablate.vary={kv_cache:[paged,radix]}' runs each alternative in a separate process"
         )
     with warnings.catch_warnings():
         warnings.showwarning = _one_line
@@ -91,7 +93,7 @@ def _run(argv: list[str]) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; `{program()} --help` shows what there is")
+        raise ConfigError(f"{message}; `{program()} --help` lists the options")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,7 +120,7 @@ def _one_line(
 
 
 def _help(folders: tuple[str, ...]) -> str:
-    with hydra_as_we_know_it():
+    with hydra_1_3():
         _, sources = open_sources(installed(), folders)
         repository = Repository(sources)
         rows = [(kind, repository.get_group_options(kind)) for kind in (*KINDS, PRESET)]
@@ -130,10 +132,10 @@ usage: {program()} [<kind>=<name> | <kind>.<option>=<value> | engine.<setting>=<
 {chosen}
 
   --cfg job         print the composed config and stop
-  --config-dir DIR  a folder with presets and variants of your own
-  app=plugins       every component with its options, package and version
+  --config-dir DIR  read your own presets and variants from this folder
+  app=plugins       list every component with its options, package and version
 
-  --version         of the package
+  --version         print the package version
 
 {program()} -- "Once upon a time"
 {program()} scheduler=static engine.max_seqs=8"""

@@ -1,4 +1,5 @@
-"""Checks that chosen parts fit each other, from what they state; the matrix in the docs comes from the same data."""
+"""Checks that selected parts fit each other, from the capabilities that they state. The matrix in the docs uses the
+same data."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ _UNSTATED = object()
 
 
 def conflicts(composition: Composition, host: Host, model_facts: Mapping[str, object]) -> list[str]:
-    """One sentence for each demand that is not met, with the options that would meet it."""
+    """Return one sentence per unmet requirement, with the options that would meet it."""
     return list(dict.fromkeys(_Check(composition, host, model_facts).run()))
 
 
 def layout_conflicts(composition: Composition, host: Host) -> list[str]:
-    """Those of the model's demands on the engine: what holds even where nothing is built."""
+    """Return the unmet requirements of the model on the engine. They apply even if nothing is built."""
     check = _Check(composition, host, {})
     demands = [demand for demand in check.demands if demand[0] == "model" and demand[2].kind == "engine"]
     return list(dict.fromkeys(check.unmet(demands)))
 
 
 def stated_by_default(registered: Registered, host: Host) -> Capabilities | None:
-    """What a component states with its default options; None where it cannot say without being configured."""
+    """Return a component's capabilities with default options; None if it has required options or nested parts."""
     if part_fields(registered.component.config):
         return None
     try:
@@ -51,7 +52,7 @@ class _Check:
         parts = [(path, part, part.capabilities(host)) for path, part in _walk(composition.parts)]
         self.lacking = [(path, part, what) for path, part, stated in parts for what in stated.lacks]
         self.demands = [(path, part, demand) for path, part, stated in parts for demand in stated.requires]
-        # Only top-level parts answer demands: the model inside a drafter is not *the* model.
+        # Only top-level parts can meet requirements: the model inside a drafter is not *the* model.
         self.provided = {path: stated.provides for path, _, stated in parts}
 
     def run(self) -> Iterator[str]:
@@ -71,7 +72,7 @@ class _Check:
                     )
 
     def _answers(self, demand: Requires) -> list[tuple[str, object]]:
-        """(who answers, value) of every part that the demand is about."""
+        """Return (source, value) for every part that the requirement refers to."""
         if demand.kind == "engine":
             return [("engine", _field(self.composition.engine_config, demand.key))]
         if demand.kind == "host":
@@ -100,7 +101,7 @@ class _Check:
                 yield from (f"{kind}={name}" for name in self._options(kind))
 
     def _options(self, kind: str) -> Iterator[str]:
-        """Components of a kind that would fit everything else as it stands."""
+        """Components of a kind that would fit all other parts as selected."""
         chosen = self.composition.part(kind)
         demands = [d for path, _, d in self.demands if d.kind == kind and path.split(".")[0] != kind]
         for name in self.composition.registry.options(kind):
@@ -108,9 +109,7 @@ class _Check:
                 continue
             try:
                 stated = stated_by_default(self.composition.registry.get(kind, name), self.host)
-            except (
-                PluginError
-            ):  # one that does not load is no suggestion; it was not chosen, so it may not fail the check
+            except PluginError:  # not suggested; it is not selected, so it must not fail the check
                 continue
             if stated is None:
                 continue

@@ -1,4 +1,4 @@
-"""What a plugin hands over: a record that says where everything is and imports none of it."""
+"""The record that a plugin registers. It names everything by reference and imports none of it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from dovetail.core.compose.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One implementation of one kind, picked by name."""
+    """One implementation of one kind, selected by name."""
 
     kind: str
     """A name in `dovetail.core.compose.kinds.KINDS`."""
     name: str
-    """Lower case letters, digits and underscores; unique within its kind."""
+    """Lower-case letters, digits and underscores; unique within its kind."""
     config: type[Config]
-    """The options. Keep the class in a module that imports nothing heavy: listing and validating import it."""
+    """Class of the options. Keep it in a module that imports nothing heavy: listing and validating components import
+    it."""
     target: str
-    """Where the class is, "package.module:Class"; imported when the component is built: `Class(config, ...)`."""
+    """Reference to the class, "package.module:Class", called as `Class(config, ...)`. Imported when the component is
+    built."""
     api: str
-    """The version of the contract it was written for, a literal such as "scheduler/0.1"."""
+    """Version of the contract that it implements, a literal such as "scheduler/0.1"."""
     capabilities: str | None = None
-    """Where a function of `(config, host)` is that returns `Capabilities`; imported when they are checked."""
+    """Reference to a function of `(config, host)` that returns `Capabilities`. Imported when capabilities are
+    checked."""
     facts: str | None = None
-    """ "package.module:function" of `(config)`: what is known before anything is built, as the kind's own record (a
-    model: ModelSpec). It imports no torch, so that planning needs none."""
+    """Reference to a function of `(config)` that returns facts known before anything is built, as the kind's own record
+    (for a model: ModelSpec). It must not import torch, so that planning needs none."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Former option -> its name today. The former one still works, with a warning that names the package."""
+    """Former option name -> current name. The former name still works, with a warning that names the package."""

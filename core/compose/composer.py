@@ -1,4 +1,5 @@
-"""Overrides in, composition out: Hydra's defaults list and merging, without its globals, run folders or logging."""
+"""Turns overrides into a composition: Hydra's defaults list and merging, without its globals, run folders and
+logging."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from dovetail.core.compose.composition import Composition
 from dovetail.core.compose.discovery import installed
 from dovetail.core.compose.kinds import KINDS, PRESET
-from dovetail.core.compose.overrides import Checked, check_overrides
+from dovetail.core.compose.overrides import CheckedOverrides, check_overrides
 from dovetail.core.compose.registry import Registry
 from dovetail.core.compose.selected import Placement
-from dovetail.core.compose.sources import Repository, hydra_as_we_know_it, open_sources
-from dovetail.core.compose.validation import Draft, Path, validate
+from dovetail.core.compose.sources import Repository, hydra_1_3, open_sources
+from dovetail.core.compose.validation import ComposedConfig, Path, validate
 from dovetail.core.compose.wording import words
 from dovetail.core.errors import ConfigError
 
@@ -37,11 +38,11 @@ def compose(
     registry: Registry | None = None,
     config_dirs: Sequence[str] = (),
 ) -> Composition:
-    """Choose and validate the parts of a run.
+    """Select and validate the parts of a run.
 
-    `overrides` are those of the command line (`scheduler=static`, `engine.tp=2`, `+preset=tiny_cpu`), in any order.
-    `app` fixes the app whatever a preset chooses. `config_dirs` are folders with presets and variants of your own.
-    Raises ConfigError with every mistake, or PluginError where a chosen component cannot be used.
+    `overrides` are words of the command line (`scheduler=static`, `engine.tp=2`, `+preset=tiny_cpu`), in any order.
+    `app` fixes the app regardless of presets. `config_dirs` are folders with the user's own presets and variants.
+    Raises ConfigError listing every mistake, or PluginError if a selected component cannot be used.
     """
     texts = words(overrides)
     if app is not None:
@@ -49,37 +50,37 @@ def compose(
             if text.startswith("app=") and text != f"app={app}":
                 raise ConfigError(f"`{text}`: the app is {app} here")
         texts.append(f"app={app}")
-    with hydra_as_we_know_it():
+    with hydra_1_3():
         full, sources = open_sources(registry or installed(), tuple(config_dirs))
         repository = Repository(sources)
         checked = check_overrides(texts, repository, full)
         if checked.faults and {"app", PRESET} & checked.unsettled:
-            # Without these two it is unknown what else is wrong.
+            # An invalid app or preset hides further mistakes.
             raise ConfigError("\n".join(checked.faults))
-        draft = _in_our_words(_compose, repository, checked, full)
-    nodes = validate(draft, full)
+        composed = _with_config_errors(_compose, repository, checked, full)
+    nodes = validate(composed, full)
     return Composition(
         registry=full,
         overrides=tuple(texts),
-        app_part=nodes[draft.app],
-        parts={kind: nodes[kind] for kind in KINDS if kind in nodes and kind != draft.app},
+        app_part=nodes[composed.app],
+        parts={kind: nodes[kind] for kind in KINDS if kind in nodes and kind != composed.app},
         engine_config=nodes.get("engine"),
         config_dirs=tuple(map(os.path.abspath, config_dirs)),
-        choices=draft.choices,
+        choices=composed.choices,
     )
 
 
-def _in_our_words(step: Any, *args: Any) -> Draft:
+def _with_config_errors(step: Any, *args: Any) -> ComposedConfig:
     try:
-        draft = step(*args)
+        composed = step(*args)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_without_hints(error)) from error
-    assert isinstance(draft, Draft)
-    return draft
+    assert isinstance(composed, ComposedConfig)
+    return composed
 
 
 def _without_hints(error: Exception) -> str:
-    """Hydra's message without its advice, which speaks of flags and folders that are not there."""
+    """Return Hydra's message without its advice, which mentions flags and folders that do not exist here."""
     lines = []
     for line in (str(error) or type(error).__name__).splitlines():
         if line.startswith(("To append", "Config search path", "Set the environment")):
@@ -90,7 +91,7 @@ def _without_hints(error: Exception) -> str:
     return " ".join(line for line in lines if line)
 
 
-def _compose(repository: Repository, checked: Checked, registry: Registry) -> Draft:
+def _compose(repository: Repository, checked: CheckedOverrides, registry: Registry) -> ComposedConfig:
     defaults = _defaults_list(repository, checked.overrides)
     if added := _added(repository, checked):
         longer = [_lengthened(kind, names, defaults) for kind, names in added.items()]
@@ -98,10 +99,10 @@ def _compose(repository: Repository, checked: Checked, registry: Registry) -> Dr
         defaults = _defaults_list(repository, [*kept, *OverridesParser.create().parse_overrides(longer)])
     loader = ConfigLoaderImpl(ConfigSearchPathImpl())
     config = loader._compose_config_from_defaults_list(defaults=defaults.defaults, repo=repository)
-    # The config stays open: an unknown key is found by validation, together with every other mistake.
+    # The config stays open: validation reports unknown keys together with all other mistakes.
     loader._apply_overrides_to_config(defaults.config_overrides, config)
     placements, broken = _placements(defaults, registry)
-    return Draft(
+    return ComposedConfig(
         app=_app(config),
         nodes=_plain(config),
         placements=placements,
@@ -120,8 +121,9 @@ def _defaults_list(repository: Repository, overrides: list[Override]) -> Default
     )
 
 
-def _added(repository: Repository, checked: Checked) -> dict[str, list[str]]:
-    """Kind that is a list -> what presets add, unless a word of the command line chose the list, and what words add."""
+def _added(repository: Repository, checked: CheckedOverrides) -> dict[str, list[str]]:
+    """Map each list kind to the items added by presets (unless the command line selects the list) and by `+<kind>=`
+    words."""
     chosen = {override.key_or_group for override in checked.overrides}
     kinds = [*(kind for kind in repository.added if kind not in chosen), *checked.added]
     return {
@@ -131,13 +133,13 @@ def _added(repository: Repository, checked: Checked) -> dict[str, list[str]]:
 
 
 def _lengthened(kind: str, names: Sequence[str], defaults: DefaultsList) -> str:
-    """The override that chooses what `defaults` has of a kind, and then these."""
-    # Entries of other parents are the bases of variants, or parts inside parts.
+    """Return the override that selects the items of a kind in `defaults`, followed by `names`."""
+    # Entries with another parent are bases of variants or nested parts.
     paths = [str(entry.config_path) for entry in defaults.defaults if entry.parent == PRIMARY]
     chosen = [path.removeprefix(f"{kind}/") for path in paths if path.startswith(f"{kind}/")]
     for name in names:
         if name in chosen:
-            raise ConfigError(f"+{kind}={name}: it is chosen already: {kind}=[{','.join(chosen)}]")
+            raise ConfigError(f"+{kind}={name}: already chosen: {kind}=[{','.join(chosen)}]")
         chosen.append(name)
     return f"{kind}=[{','.join(chosen)}]"
 
@@ -159,7 +161,8 @@ def _app(config: DictConfig) -> str:
 
 
 def _placements(defaults: DefaultsList, registry: Registry) -> tuple[dict[Path, Placement], dict[Placement, str]]:
-    """Which component the defaults list put where, and the root node of each choice that is listed as broken."""
+    """Return the component that the defaults list puts at each node, and the root node of each selected component that
+    is broken."""
     placements: dict[Path, Placement] = {}
     broken: dict[Placement, str] = {}
     for entry in defaults.defaults:
@@ -185,7 +188,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _drop_missing(value: Any) -> Any:
-    """A value that nobody gave is absent, so that validation calls it required."""
+    """Remove missing values, so that validation reports them as required."""
     if isinstance(value, dict):
         return {str(key): _drop_missing(item) for key, item in value.items() if item != "???"}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The result of composing: every part chosen and validated, nothing built."""
+"""The result of composing: every part selected and validated, nothing built."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from dovetail.core.errors import CapabilityError
 class Composition:
     registry: Registry
     overrides: tuple[str, ...]
-    """What was asked for. Composing these again, with the same registry and config_dirs, gives an equal composition."""
+    """The overrides given. Composing them again with the same registry and config_dirs gives an equal composition."""
     app_part: Selected
     parts: Mapping[str, Selected | dict[str, Selected]]
-    """Kind -> its part, or name -> part in the chosen order for kinds of which there are many."""
+    """Kind -> its part. For list kinds: kind -> name -> part, in the selected order."""
     engine_config: EngineConfig | None
-    """None for an app that does not read it."""
+    """None if the app does not read it."""
     config_dirs: tuple[str, ...] = ()
-    """Folders of the user's own presets and variants, absolute: a worker or a replica composes the same again."""
+    """Absolute paths of the user's folders with presets and variants. Workers and replicas compose the same again."""
     choices: Mapping[str, str] = field(default_factory=dict)
-    """Kind -> the name that its one part was chosen by, in words or by a preset: a component's, or a variant's."""
+    """Kind -> the name that selected its part, on the command line or in a preset: a component or a variant."""
 
     @property
     def app(self) -> str:
@@ -47,14 +47,14 @@ class Composition:
         return isinstance(self.app_part.config, AppConfig) and self.app_part.config.takes_prompts
 
     def part(self, kind: str) -> Selected:
-        """The one part of a kind."""
+        """Return the part of a kind that allows one part."""
         part = self._declared(kind)
         if not isinstance(part, Selected):
             raise ValueError(f"there may be several parts of kind `{kind}`; use many({kind!r})")
         return part
 
     def many(self, kind: str) -> dict[str, Selected]:
-        """The parts of a kind of which there may be several."""
+        """Return the parts of a kind that allows several."""
         parts = self._declared(kind)
         if isinstance(parts, Selected):
             raise ValueError(f"there is one part of kind `{kind}`; use part({kind!r})")
@@ -69,7 +69,7 @@ class Composition:
         return self.part(kind).target()
 
     def build(self, kind: str, *args: Any, **kwargs: Any) -> Any:
-        """Import the class of the one part of a kind and call it: `Class(config, *args, **kwargs)`."""
+        """Import the class of a kind's part and return `Class(config, *args, **kwargs)`."""
         return self.part(kind).build(*args, **kwargs)
 
     def check(self, host: Host, model_facts: Mapping[str, object] | None = None) -> None:
@@ -78,7 +78,8 @@ class Composition:
             raise CapabilityError(found)
 
     def check_layout(self, host: Host) -> None:
-        """As `check`, of the model's demands on the engine alone: for an app that plans and builds nothing."""
+        """Like `check`, but only for the model's requirements on the engine: for an app that plans and builds
+        nothing."""
         if found := layout_conflicts(self, host):
             raise CapabilityError(found)
 
@@ -86,7 +87,7 @@ class Composition:
         return int(self.app_part.build().run(self, prompts))
 
     def to_yaml(self) -> str:
-        """The composed config, for people; only what the app reads."""
+        """Return the composed config as readable YAML: only the nodes that the app reads."""
         nodes: dict[str, Any] = {"app": self.app}
         options = self.app_part.to_node()
         del options["name"]

@@ -1,4 +1,4 @@
-"""The base class of every component's config, and the fields that hold another component."""
+"""Base class of every component's config, and fields that hold another component."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from pydantic.fields import FieldInfo
 class Config(BaseModel):
     """Options of one component: frozen, no unknown keys, a docstring with the unit under each field.
 
-    `name` is taken: the composed node of a component says under that key which component it configures.
+    `name` is reserved: in the composed config it names the component that a node configures.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class AppConfig(Config):
-    """Options of an app, which also declares what the app reads. Nothing else is validated or built for it."""
+    """Options of an app, which also declares what the app reads. No other node is validated or built."""
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """The nodes that the app reads: "engine" and kinds."""
+    """Nodes that the app reads: "engine" and kinds."""
     takes_prompts: ClassVar[bool] = False
-    """Whether words after `--` on the command line are handed to the app."""
+    """Whether words after `--` on the command line are passed to the app."""
 
 
 _PART, _PARTS = "dovetail_part", "dovetail_parts"
 
 
 def Part(kind: str, *, default: str) -> Any:
-    """A field that holds one component of `kind`; annotate it with `Selected`.
+    """Return a field that holds one component of `kind`; annotate it with `Selected`.
 
-    It becomes a config group of its own: `model@spec_decode.model=tiny` chooses, `spec_decode.model.x=1` sets.
+    It becomes a separate config group: `model@spec_decode.model=tiny` selects, `spec_decode.model.x=1` sets an option.
     """
     return Field(json_schema_extra={_PART: kind, "default": default})
 
 
 def Parts(kind: str, *, default: Sequence[str] = ()) -> Any:
-    """A field that holds several components of a many-kind by name; annotate it with `dict[str, Selected]`."""
+    """Return a field that holds several components of a list kind by name; annotate it with `dict[str, Selected]`."""
     return Field(json_schema_extra={_PARTS: kind, "default": list(default)})
 
 
 def part_fields(config: type[Config]) -> dict[str, tuple[str, str | list[str]]]:
-    """The nested parts of a config class: field name -> (kind, default choice or list of choices)."""
+    """Nested parts of a config class: field name -> (kind, default choice or list of choices)."""
     found: dict[str, tuple[str, str | list[str]]] = {}
     for name, info in config.model_fields.items():
         marks = _marks(info)

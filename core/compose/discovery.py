@@ -1,7 +1,7 @@
-"""Loads the packages in entry-point group `dovetail`, built-in ones included, each on its own.
+"""Loads the packages in entry-point group `dovetail`, built-in ones included, independently of each other.
 
-One package that fails never stops the others: what is wrong with it becomes a `Problem`, which is listed by
-`app=plugins` and raised only when somebody chooses it.
+A package that fails does not stop the others. Each fault becomes a `Problem`, which `app=plugins` lists and which is
+raised only if the faulty component is selected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REFERENCE = re.compile(r"[\w.]+:\w+")
 
 @functools.cache
 def installed() -> Registry:
-    """The registry of this environment, loaded once a process."""
+    """Return the registry of this environment, loaded once per process."""
     return discover(os.environ.get(SWITCH, ""))
 
 
@@ -52,10 +52,10 @@ def discover(switch: str = "") -> Registry:
             problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}"))
             continue
         try:
-            # What a package prints while it loads is no result of the run.
+            # Output that a package prints while loading must not mix with the run's output.
             with redirect_stdout(sys.stderr):
                 components, folders = _load(entry, f"{package.name}:{entry.name}")
-        except (Exception, SystemExit) as error:  # whatever a third party's module raises is its problem, listed
+        except (Exception, SystemExit) as error:  # third-party code may raise anything; list it
             what = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
             problems.append(Problem(str(package), f"entry point {entry.name}: {what}"))
             continue
@@ -63,7 +63,7 @@ def discover(switch: str = "") -> Registry:
         for component in components:
             try:
                 reason = _fault(component)
-            except Exception as error:  # a component of odd types is that package's problem too
+            except Exception as error:  # a component with invalid field types is the package's problem too
                 reason = f"the component cannot be read: {type(error).__name__}: {error}"
             if reason:
                 kind, name = getattr(component, "kind", ""), getattr(component, "name", "")
@@ -95,7 +95,7 @@ def _normal(distribution: str) -> str:
 
 
 def _load(entry: EntryPoint, key: str) -> tuple[list[Component], list[str]]:
-    """A plugin manager for each package, so that an error in one names that one."""
+    """Load one package with a separate plugin manager, so that an error names the right package."""
     plugin = entry.load()
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
@@ -114,7 +114,7 @@ def _load(entry: EntryPoint, key: str) -> tuple[list[Component], list[str]]:
 
 
 def _returned(manager: pluggy.PluginManager, hook: str) -> list[Any]:
-    """What the package's functions for a hook return. Pluggy would pass over a forgotten `return`."""
+    """Return the combined results of a package's functions for one hook. Pluggy would ignore a missing `return`."""
     items: list[Any] = []
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         returned = implementation.function()
@@ -134,7 +134,7 @@ def _misspelt_hook(manager: pluggy.PluginManager, fallback: str) -> str:
 
 
 def _fault(component: Any) -> str:
-    """Why a component cannot be used, or nothing."""
+    """Return the reason why a component cannot be used, or ""."""
     if not isinstance(component, Component):
         return f"dovetail_components() gave {component!r}, not a Component"
     if component.kind not in KINDS:
@@ -158,9 +158,9 @@ def _wrong_api(component: Component) -> str:
     if kind != component.kind or not re.fullmatch(r"\d+\.\d+", version):
         return f"its api {component.api!r} is not of the form {component.kind}/<major>.<minor>, such as {ours}"
     (major, minor), (our_major, our_minor) = (map(int, v.split(".")) for v in (version, ours.partition("/")[2]))
-    # Below 1.0 a minor version may change anything; from there on it only adds.
+    # Below 1.0 a minor version may change anything; from 1.0 on it only adds.
     fits = major == our_major and (minor == our_minor if major == 0 else minor <= our_minor)
-    return "" if fits else f"it is made for {component.api}, and this Dovetail speaks {ours}"
+    return "" if fits else f"it is made for {component.api}, and this Dovetail implements {ours}"
 
 
 def _config_faults(component: Component) -> Iterator[str]:
@@ -172,26 +172,26 @@ def _config_faults(component: Component) -> Iterator[str]:
     if config.model_config.get("extra") != "forbid" or not config.model_config.get("frozen"):
         yield f"its config {config.__name__} must stay frozen, with extra='forbid'"
     if "name" in config.model_fields:
-        yield f"its config {config.__name__} has a field `name`, which says which component a node configures"
+        yield f"its config {config.__name__} has a field `name`, a reserved name in composed configs"
     if issubclass(config, AppConfig):
         nodes = ("engine", *KINDS)
         if component.name in nodes:
-            yield f"an app cannot be called `{component.name}`: its options would lie under that part's node"
+            yield f"an app cannot be called `{component.name}`: its options would be under that part's node"
         for need in config.needs:
             if need not in nodes:
-                yield f"{config.__name__}.needs names `{need}`, which is no node.{did_you_mean(need, nodes)}"
+                yield f"{config.__name__}.needs names `{need}`, which is not a node.{did_you_mean(need, nodes)}"
     for field, (kind, default) in part_fields(config).items():
         if kind not in KINDS:
-            yield f"its part `{field}` is of no kind `{kind}`.{did_you_mean(kind, KINDS)}"
+            yield f"its part `{field}` names the unknown kind `{kind}`.{did_you_mean(kind, KINDS)}"
         elif isinstance(default, str) != (KINDS[kind].cardinality == "one"):
-            yield f"its field `{field}` holds a {kind}: Part is for kinds of which there is one, Parts for the others"
+            yield f"its field `{field}` holds a {kind}: Part is for kinds with one component, Parts for the others"
     required = [name for name, info in config.model_fields.items() if info.is_required()]
     if KINDS[component.kind].cardinality == "per_request" and required:
-        yield f"a {component.kind} is always at hand, so its options {listing(required)} must have defaults"
+        yield f"a {component.kind} is always available, so its options {listing(required)} must have defaults"
     try:
         plain_defaults(config)
     except PydanticSerializationError as error:
-        yield f"its config {config.__name__} has a default that is no plain value: {error}"
+        yield f"its config {config.__name__} has a default that is not a plain value: {error}"
     for old, new in component.renamed.items():
         if old in config.model_fields or new not in config.model_fields:
             yield f"it renames `{old}` to `{new}`, but its options are {listing(config.model_fields)}"
@@ -200,8 +200,8 @@ def _config_faults(component: Component) -> Iterator[str]:
 def _without_duplicates(
     registered: list[Registered], problems: list[Problem]
 ) -> tuple[list[Registered], list[Problem]]:
-    """Two third parties that share a name are both refused: which one is meant cannot be known, and must not depend on
-    an order. A built-in keeps its name, and whoever takes it again is refused."""
+    """Refuse both of two third-party components with the same name: the choice would be ambiguous and must not depend
+    on order. A built-in component keeps its name, and others with that name are refused."""
     by_key: dict[tuple[str, str], list[Registered]] = defaultdict(list)
     for one in registered:
         by_key[one.component.kind, one.component.name].append(one)

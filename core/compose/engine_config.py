@@ -1,4 +1,4 @@
-"""The root node `engine`: what several parts read, so that swapping one part changes nothing else."""
+"""The root node `engine`: settings that several parts read, so that swapping one part changes nothing else."""
 
 from __future__ import annotations
 
@@ -11,53 +11,54 @@ from dovetail.core.compose.config import Config
 
 class EngineConfig(Config):
     tp: int = Field(1, ge=1)
-    """Ranks that share each layer (tensor parallel)."""
+    """Ranks that share each layer (tensor parallelism)."""
     pp: int = Field(1, ge=1)
-    """Groups of layers that run one after another on ranks of their own (pipeline parallel)."""
+    """Groups of layers that run one after another on separate ranks (pipeline parallelism)."""
     dp: int = Field(1, ge=1)
-    """Replicas of the model on this host (data parallel), each with tp x pp ranks, a scheduler and a KV cache, in
-    processes of its own; `router` spreads requests over them."""
+    """Replicas of the model on this host (data parallelism). Each has tp x pp ranks, a scheduler and a KV cache, in
+    separate processes; `router` distributes requests over them."""
     max_len: int | None = Field(None, ge=1)
-    """Tokens in the longest sequence, prompt and output; null: the model's own limit. Never more than that."""
+    """Maximum sequence length in tokens, prompt and output together, never more than the model's limit; null: that
+    limit."""
     token_budget: int = Field(2048, ge=1)
-    """Tokens in one step of a replica, over all sequences."""
+    """Maximum number of tokens in one step of a replica, over all sequences."""
     max_seqs: int = Field(64, ge=1)
-    """Sequences in one step of a replica."""
+    """Maximum number of sequences in one step of a replica."""
     page_size: int = Field(16, ge=1)
-    """Tokens in one KV page."""
+    """Tokens per KV page."""
     kv_dtype: str = "auto"
-    """Number format of keys and values in the cache; auto: that of the activations."""
+    """Number format of keys and values in the cache; auto: the same as activations."""
     dtype: str = "auto"
     """Number format of activations; auto: the checkpoint's on CUDA, float32 on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; auto: CUDA where there is one."""
+    """Device of all tensors; auto: CUDA if available."""
     first_gpu: int = Field(0, ge=0)
-    """GPU of rank 0; rank r takes the r-th after it, and replicas follow one another."""
+    """GPU of rank 0. The other ranks, then the other replicas, take the following GPUs."""
     depth: int = Field(1, ge=1, le=8)
-    """Plans in flight: 1 waits for each step, 2 schedules one step while another runs."""
+    """Plans in flight: 1 waits for each step, 2 schedules a step while the previous one runs."""
     late_launch: bool = False
-    """In a server, with a `depth` of 2: launch a step just before the device would have nothing left to do, so that
-    requests which come meanwhile are in it. First tokens come sooner, by most of a step; a device that is quicker than
-    expected waits. (In `app=bench`, too; `LLM` launches at once.)"""
+    """Launch a step just before the device would become idle, so that it includes requests that arrive until then;
+    needs `depth` 2. First tokens come earlier, by most of a step; a device that is faster than predicted waits. Applies
+    to servers and `app=bench`; `LLM` launches at once."""
     drafts: Literal["paying", "always"] = "paying"
-    """Steps that verify drafts of `spec_decode`. paying: those in which they are expected to bring more tokens a second
-    than they cost, by the cost model (`cost`), the device's own times, and what was accepted lately; without a cost
-    model every one. A scheduler may decide by itself."""
+    """Which steps verify drafts of `spec_decode`. paying: those expected to yield more tokens per second than without
+    drafts, from the cost model (`cost`), measured step times and recent acceptance (without a cost model: all steps). A
+    scheduler may decide for itself."""
     seed: int = Field(0, ge=0)
-    """Start of every random draw, on host and device."""
+    """Seed of all random draws, on host and device."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
-    """Share of a GPU's memory that the engine may fill."""
+    """Fraction of a GPU's memory that the engine may use."""
     cuda_graphs: bool = True
-    """Replay steps as CUDA graphs where device, attention and ranks allow; start-up says where they do not."""
+    """Replay steps as CUDA graphs if device, attention and ranks support them; start-up reports if they do not."""
     graph_tokens: int = Field(2048, ge=0)
-    """Tokens in the largest step with prompts in it that has a graph; 0: decode steps alone have graphs."""
+    """Tokens in the largest step with prompt tokens that gets a CUDA graph; 0: only decode steps have graphs."""
     overlap_tokens: int = Field(0, ge=0)
-    """Tokens from which on a step without a graph runs as two half-batches, so that the ranks' sums of one run under
-    the products of the other; 0: no step does."""
+    """Minimum number of tokens for which a step without a graph runs as two half-batches, so that collectives of one
+    overlap with matmuls of the other; 0: never."""
     mask_wait: float = Field(0.01, ge=0)
-    """Seconds that a step waits for the mask of a row with a grammar; one without it sits the step out."""
+    """Seconds that a step waits for the grammar mask of a row; a row without its mask yields no token in this step."""
     start_timeout: float | None = Field(900.0, gt=0)
-    """Seconds without progress of any rank, while the engine starts, after which it hangs and is ended; null: never.
-    Compiling kernels and reading one tensor are such steps, so it must outlast the longest."""
+    """Seconds without progress of any rank after which start-up counts as hung and is ended; null: never. It must
+    exceed the longest single step of start-up, such as compiling a kernel or reading one tensor."""
     kv_pages: int | None = Field(None, ge=1)
-    """Pages in each KV group; null: as many as fit, measured."""
+    """Pages in each KV group; null: as many as fit into the measured free memory."""

@@ -1,4 +1,4 @@
-"""The two hooks. They are called once, while composing; nothing in a step calls a hook."""
+"""The two plugin hooks. They are called once, while composing; no step calls a hook."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def dovetail_components() -> Iterable[Component]:  # type: ignore[empty-body]
-    """Everything that this package adds."""
+    """Return all components of this package."""
 
 
 @hookspec
 def dovetail_config_dirs() -> Iterable[str]:  # type: ignore[empty-body]
-    """Folders with presets and variants, as "pkg://acme_dovetail.conf"; laid out like Dovetail's own conf/."""
+    """Return folders with presets and variants, as "pkg://acme_dovetail.conf", laid out like Dovetail's conf/."""

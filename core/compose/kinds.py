@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PRESET = "preset"
-"""The config group of presets. Not a kind: a preset holds choices and has no component."""
+"""Config group of presets. It is not a kind: a preset holds choices and has no component."""
 
 Cardinality = Literal["one", "many", "per_request"]
 
@@ -15,11 +15,12 @@ Cardinality = Literal["one", "many", "per_request"]
 class Kind:
     name: str
     cardinality: Cardinality
-    """one: exactly one is chosen; many: an ordered list; per_request: all are at hand and a request picks."""
+    """one: exactly one component is selected; many: an ordered list; per_request: all are available and a request
+    picks."""
     api: str
-    """The version of the contract, "<kind>/<major>.<minor>", that a component's `api` is compared with."""
+    """Version of the contract, "<kind>/<major>.<minor>". A component's `api` is compared with it."""
     interface: str
-    """Where the contract's class is, "module:Class". A component's target must be a subclass of it."""
+    """Reference to the contract's class, "module:Class". A component's target must be a subclass of it."""
     about: str
 
 
@@ -33,7 +34,7 @@ KINDS: dict[str, Kind] = {
         _kind("app", "one", "App", "what a run does: generate text, serve, measure, compare"),
         _kind("model", "one", "Model", "layers, weight names and the forward pass"),
         _kind("scheduler", "one", "Scheduler", "which sequences run in a step, and how many tokens of each"),
-        _kind("kv_cache", "one", "KVAllocator", "who owns which KV page, and what is reused"),
+        _kind("kv_cache", "one", "KVAllocator", "which sequence owns which KV page, and what is reused"),
         _kind("attention", "one", "AttentionBackend", "writes keys and values to pages and attends over them"),
         _kind("quant", "one", "Quantizer", "the number format of weights, activations and KV"),
         _kind("adapter", "one", "Adapters", "changes to linear layers that requests choose by name"),
@@ -44,7 +45,7 @@ KINDS: dict[str, Kind] = {
         _kind("cost", "one", "CostModel", "predicts the time of a plan"),
         _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled"),
         _kind("grammar", "one", "GrammarCompiler", "which tokens may come next, for outputs of a given form"),
-        _kind("observer", "many", "Observer", "sees one record a step, off the critical path"),
+        _kind("observer", "many", "Observer", "receives one record per step, off the critical path"),
         _kind("tool_parser", "per_request", "ToolParser", "finds tool calls in generated text"),
         _kind("reasoning_parser", "per_request", "ReasoningParser", "separates reasoning from the answer"),
         _kind("workload", "one", "Workload", "the requests of a benchmark"),
@@ -68,4 +69,4 @@ ENGINE_NODES = (
     "grammar",
     "observer",
 )
-"""What an app that runs an engine reads. A kind that later engines are made of joins them."""
+"""The nodes of an app that runs an engine. Add new kinds that engines are built from."""

@@ -1,4 +1,4 @@
-"""A component as Hydra sees it: a node of plain JSON values and a defaults list for its nested parts."""
+"""Components in Hydra's form: a node of plain JSON values, and a defaults list for nested parts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MISSING = "???"
 
 
 def component_node(component: Component) -> dict[str, Any]:
-    """The content of config `<kind>/<name>`; an app's is placed at the root, everything else under its kind."""
+    """Return the content of config `<kind>/<name>`. An app's is placed at the root, all others under their kind."""
     node = {"name": component.name, **plain_defaults(component.config)}
     at_root = component.kind == "app"
-    # Apps and items of a list lie one level below their package: an app's options under its own name, and two items of
-    # a list would otherwise merge into one node.
+    # Apps and list items are nested one level deeper: an app's options are under its own name, and two items of a
+    # list would otherwise merge into one node.
     nested = at_root or KINDS[component.kind].cardinality != "one"
     below = f"{component.name}." if nested else ""
     defaults: list[Any] = [
@@ -48,7 +48,7 @@ def _plain(value: object) -> Any:
 
 
 def _escape(value: Any) -> Any:
-    """OmegaConf would take `${x}` for an interpolation."""
+    """Escape `${x}`, which OmegaConf would resolve as an interpolation."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
     if isinstance(value, dict):

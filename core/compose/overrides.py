@@ -1,4 +1,4 @@
-"""Reads overrides and finds what Hydra would refuse one at a time, or in words of its own."""
+"""Parses overrides and reports the ones that Hydra would refuse one at a time, or with unsuitable messages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dovetail.core.compose.wording import program
 
 
 @dataclass(slots=True)
-class Checked:
-    """Overrides that Hydra can apply, and sentences about those it cannot."""
+class CheckedOverrides:
+    """Overrides that Hydra can apply, and messages about the others."""
 
     overrides: list[Override] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     added: dict[str, list[str]] = field(default_factory=dict)
-    """Kind that is a list -> what `+<kind>=` adds to the list that is chosen otherwise."""
+    """List kind -> items that `+<kind>=` adds to the list selected otherwise."""
     unsettled: set[str] = field(default_factory=set)
-    """Nodes whose choice failed: what else is wrong with them is unknown, so nothing more is said about them."""
+    """Nodes whose selection failed. Further mistakes in them are unknown and not reported."""
 
 
-def check_overrides(texts: Sequence[str], repository: IConfigRepository, registry: Registry) -> Checked:
-    checked, parser = Checked(), OverridesParser.create()
+def check_overrides(texts: Sequence[str], repository: IConfigRepository, registry: Registry) -> CheckedOverrides:
+    checked, parser = CheckedOverrides(), OverridesParser.create()
     for text in texts:
         try:
             override = parser.parse_override(text)
@@ -47,7 +47,7 @@ def check_overrides(texts: Sequence[str], repository: IConfigRepository, registr
 
 
 def _adds(override: Override, repository: IConfigRepository) -> bool:
-    """`+logits=mine`: one more item of a kind that is a list."""
+    """Whether it adds one item to a list kind, such as `+logits=mine`."""
     group = override.key_or_group
     many = group in KINDS and KINDS[group].cardinality != "one"
     return override.is_add() and many and not override.package and repository.group_exists(group)
@@ -70,7 +70,7 @@ def _fault(override: Override, repository: IConfigRepository, registry: Registry
     if override.is_sweep_override():
         return (
             f"`{text}` gives several values. A list is written {group}=[a,b], a string with commas is quoted, "
-            "and alternatives are runs of their own"
+            "and alternatives need separate runs"
         )
     value = override.value()
     if group == PRESET and not override.is_add() and not override.is_delete():

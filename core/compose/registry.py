@@ -1,4 +1,4 @@
-"""What can be chosen, from which package, and what cannot be and why."""
+"""Registry of components: what can be selected, from which package, and what cannot be and why."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A component and the package that brought it."""
+    """A component and the package that registered it."""
 
     component: Component
     package: Package
 
     def load(self, reference: str) -> Any:
-        """The object at "module:name"; a failure names the package."""
+        """Import the object at "module:name". A failure names the package."""
         module, _, name = reference.partition(":")
         with self.blamed(f"needs {reference}, which does not load"):
             return getattr(importlib.import_module(module), name)
 
     @contextmanager
     def blamed(self, what: str) -> Iterator[None]:
-        """Around code of the package: whatever it raises, even SystemExit, becomes a PluginError that names it. Our own
-        errors pass as they are."""
+        """Context manager around code of the package: anything it raises, even SystemExit, becomes a PluginError that
+        names the package. Dovetail's own errors pass unchanged."""
         try:
             yield
         except DovetailError:
@@ -59,7 +59,7 @@ class Registered:
             ) from error
 
     def target(self) -> type[Any]:
-        """The component's class, checked against the contract of its kind."""
+        """Import the component's class and check it against the contract of its kind."""
         target = self.load(self.component.target)
         module, _, name = KINDS[self.component.kind].interface.partition(":")
         interface = getattr(importlib.import_module(module), name)
@@ -74,7 +74,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that a package brought and that cannot be used. Without a kind it concerns the whole package."""
+    """Something in a package that cannot be used. Without a kind it concerns the whole package."""
 
     package: str
     reason: str
@@ -84,21 +84,21 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ConfigFile:
-    """A preset or a variant, found in a config folder and free of faults."""
+    """A valid preset or variant from a config folder."""
 
     group: str
     """A kind, or "preset"."""
     name: str
     package: str
-    """Whose folder it lies in: a package with its version, or the user's own folder."""
+    """Owner of the folder: a package with its version, or the path of the user's folder."""
     chooses: tuple[str, ...]
-    """Of a variant its base; of a preset "<kind>=<name>" in order."""
+    """For a variant its base; for a preset each "<kind>=<name>" in order."""
     about: str
-    """The first comment of the file; may be empty."""
+    """First comment of the file; may be empty."""
 
 
 class Registry:
-    """Immutable. Its order never depends on the order in which packages were found."""
+    """Immutable. Its order does not depend on the order in which packages were found."""
 
     def __init__(
         self,
@@ -110,14 +110,14 @@ class Registry:
         by_key = {(r.component.kind, r.component.name): r for r in registered}
         self.registered: Mapping[tuple[str, str], Registered] = MappingProxyType(dict(sorted(by_key.items())))
         self.problems = tuple(sorted(set(problems), key=lambda p: (p.package, p.kind, p.name, p.reason)))
-        # Our own come first: they hold the primary config.
+        # Dovetail's own folder comes first: it holds the primary config.
         self.config_dirs = tuple(sorted(config_dirs, key=lambda entry: (not entry[0].is_builtin, entry)))
 
         self.files = tuple(sorted(files))
-        """Known once the folders were opened: in the registry of a composition."""
+        """Filled in once the folders are opened, in the registry of a composition."""
 
     def with_files(self, files: Iterable[ConfigFile], problems: Iterable[Problem]) -> Registry:
-        """After the config folders were read: with what is in them, and what is wrong with it."""
+        """Return a registry with the contents of the config folders and the problems found in them."""
         return Registry(self.registered.values(), (*self.problems, *problems), self.config_dirs, files)
 
     def options(self, kind: str) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class Registry:
         return tuple(p for p in self.problems if (p.kind, p.name) == (kind, name))
 
     def get(self, kind: str, name: str) -> Registered:
-        """The component, or the reason why it cannot be chosen."""
+        """Return the component, or raise the reason why it cannot be selected."""
         self.refuse_broken(kind, name)
         try:
             return self.registered[kind, name]
@@ -145,12 +145,13 @@ class Registry:
         message = f"{kind}={name}: no such {kind}.{did_you_mean(name, options)} Options: {listing(options)}."
         if kind == "model" and "/" in name:
             message += f" A folder is given as model=llama model.path={name}"
-        # The name may be in a package that never got as far as naming its components.
+        # The name may be in a package that failed before it registered components.
         whole = [f"{p.package} ({p.reason})" for p in self.problems if not p.kind]
         return message + (f" Packages that could not be used: {'; '.join(whole)}." if whole else "")
 
     def fingerprint(self) -> str:
-        """Ranks and hosts compare this before they load: equal means the same components from the same versions."""
+        """Digest that ranks and hosts compare before loading. Equal means the same components from the same
+        versions."""
         lines = [
             f"{kind} {name} {r.package.name} {r.package.version} {r.component.api}"
             for (kind, name), r in self.registered.items()

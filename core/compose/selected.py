@@ -1,4 +1,4 @@
-"""A component with its validated options: what a composition consists of."""
+"""A component with its validated options. A composition consists of these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """Chosen, validated, not yet built. Also the type of a `Part` field: `model: Selected = Part("model", ...)`."""
+    """Selected and validated, not yet built. Also the type of a `Part` field: `model: Selected = Part("model",
+    ...)`."""
 
     registered: Registered
     config: Config
@@ -40,11 +41,12 @@ class Selected:
         return self.component.name
 
     def target(self) -> type[Any]:
-        """Import the class; it is checked against the contract of its kind."""
+        """Import the class and check it against the contract of its kind."""
         return self.registered.target()
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """`Class(config, *args, **kwargs)`. What the class raises leaves as a PluginError that names its package."""
+        """Return `Class(config, *args, **kwargs)`. Any exception of the class becomes a PluginError that names its
+        package."""
         target = self.target()
         with self.registered.blamed("could not be built"):
             try:
@@ -55,27 +57,27 @@ class Selected:
             return target(self.config, *args, **kwargs)
 
     def capabilities(self, host: Host) -> Capabilities:
-        """What the component states for these options on this host; nothing, if it has no capabilities function."""
+        """Return what the component states for these options on this host; empty without a capabilities function."""
         if self.component.capabilities is None:
             return Capabilities()
         function = self.registered.load(self.component.capabilities)
-        with self.registered.blamed(f"cannot tell its capabilities, {self.component.capabilities} failed"):
+        with self.registered.blamed(f"cannot state its capabilities, {self.component.capabilities} failed"):
             stated = function(self.config, host)
         if not isinstance(stated, Capabilities):
-            raise PluginError(str(self.package), f"{self.component.capabilities} gave {stated!r}, not Capabilities")
+            raise PluginError(str(self.package), f"{self.component.capabilities} returned {stated!r}, not Capabilities")
         return stated
 
     def facts(self) -> Any:
-        """The kind's record of facts, or None where the component names no function for it."""
+        """Return the kind's record of facts, or None if the component declares no function for it."""
         reference = self.component.facts
         if reference is None:
             return None
         function = self.registered.load(reference)
-        with self.registered.blamed(f"cannot tell its facts, {reference} failed"):
+        with self.registered.blamed(f"cannot state its facts, {reference} failed"):
             return function(self.config)
 
     def to_node(self) -> dict[str, Any]:
-        """Plain values, as the composed config shows them."""
+        """Return plain values, as in the composed config."""
         return {"name": self.name, **self.config.model_dump(mode="json")}
 
     @classmethod
@@ -87,19 +89,19 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which component sits at a node; the defaults list says so, not the node, so an override cannot change it."""
+    """The component at a node. It comes from the defaults list, not from the node, so an override cannot change it."""
 
     kind: str
     name: str
 
 
 def placed(placement: Placement, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A node in the form that a field of type `Selected` validates."""
+    """Return a node in the form that a field of type `Selected` validates."""
     return {"kind": placement.kind, "name": placement.name, "options": options}
 
 
 NOT_CHOSEN = "not_chosen"
-"""Type of the error for a node that the defaults list put no component at."""
+"""Error type for a node without a component in the defaults list."""
 _PLACED = {"kind", "name", "options"}
 
 
@@ -112,8 +114,8 @@ def _select(value: object, info: ValidationInfo) -> Selected:
     if not (isinstance(value, dict) and value.keys() == _PLACED):
         raise PydanticCustomError(NOT_CHOSEN, "is not chosen")
     registered = registry.get(value["kind"], value["name"])
-    # Strict, from JSON: true is not 1, "3" is not 3, and a JSON list is still a tuple where the config wants one.
-    # A validation error that leaves from here is joined to the root model's, with its path.
+    # Strict, from JSON: true is not 1, "3" is not 3, and a JSON list is still a tuple where the config has one. A
+    # validation error raised here is joined to the root model's, with its path.
     options = json.dumps(value["options"])
     config = registered.component.config.model_validate_json(options, strict=True, context=info.context)
     return Selected(registered, config)

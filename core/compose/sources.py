@@ -1,6 +1,6 @@
-"""Where Hydra reads configs from: the registry, Dovetail's conf/, folders of packages, folders of the user.
+"""Config sources for Hydra: the registry, Dovetail's conf/, folders of packages, folders of the user.
 
-Hydra's own `ConfigStore` is one per process and belongs to the user's program; nothing is stored there.
+Hydra's own `ConfigStore` is process-wide and belongs to the user's program, so nothing is stored there.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def hydra_as_we_know_it() -> Iterator[None]:
-    """Hydra keeps the version that it imitates in a process-wide place, where the user's own app may need another."""
+def hydra_1_3() -> Iterator[None]:
+    """Select Hydra 1.3 behaviour. Hydra keeps this setting process-wide, and the user's own app may need another
+    version."""
     base = hydra_version.VersionBase.instance()
     with _lock:
-        theirs = base.getbase()
+        previous = base.getbase()
         base.setbase(hydra_version.Version("1.3"))
         try:
             yield
         finally:
-            base.version_base = theirs
+            base.version_base = previous
 
 
 class RegistrySource(ConfigSource):
-    """Components as configs. One that cannot be used is still found here; choosing it then says why."""
+    """Components as configs. Broken components are found here too; selecting one then reports why it is broken."""
 
     def __init__(self, registry: Registry) -> None:
         super().__init__("components", "dovetail://")
@@ -87,19 +88,19 @@ class RegistrySource(ConfigSource):
 
 
 class Repository(ConfigRepository):
-    """Hydra's repository over our own sources, each config loaded once. It serves one composition."""
+    """Hydra's repository over Dovetail's sources. Loads each config once and serves one composition."""
 
     def __init__(self, sources: Sequence[ConfigSource]) -> None:
         self.sources = list(sources)
         self._loaded: dict[str, ConfigResult | None] = {}
         self.added: dict[str, list[str]] = {}
-        """Kind that is a list -> what the presets that were loaded add to it."""
+        """List kind -> items that the loaded presets add to it."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         if config_path not in self._loaded:
             result = super().load_config(config_path)
             if result is not None:
-                # Hydra would look in its ConfigStore for a schema of that name.
+                # Otherwise Hydra would look for a schema of that name in its ConfigStore.
                 result.is_schema_source = True
                 if config_path.startswith(f"{PRESET}/"):
                     self._take_additions(result)
@@ -107,7 +108,8 @@ class Repository(ConfigRepository):
         return self._loaded[config_path]
 
     def _take_additions(self, preset: ConfigResult) -> None:
-        """Hydra takes `/logits: mine` for a second choice of the kind. It is one more item: the composer adds it."""
+        """Collect entries such as `/logits: mine` for the composer. Hydra would treat them as a second selection of the
+        kind."""
         entries, preset.defaults_list = preset.defaults_list or [], []
         for entry in entries:
             if isinstance(entry, GroupDefault) and not entry.override and entry.group is not None:
@@ -121,8 +123,8 @@ Opened = tuple[Registry, tuple[ConfigSource, ...]]
 
 
 def open_sources(registry: Registry, folders: tuple[str, ...]) -> Opened:
-    """All sources, and the registry with their presets and variants, and with what is wrong in them."""
-    # A user's own files may change between two compositions, those of packages do not.
+    """Return all sources, and the registry extended by their presets, variants and problems."""
+    # The user's own files may change between two compositions; those of packages do not.
     return _open(registry, folders) if folders else _open_packages(registry)
 
 
@@ -150,7 +152,7 @@ def _open(registry: Registry, folders: tuple[str, ...]) -> Opened:
 
 
 def _folder_of(reference: str) -> Path | None:
-    """Where "pkg://package.folder" lies. The folder needs no __init__.py."""
+    """Return the path of "pkg://package.folder". The folder needs no __init__.py."""
     try:
         spec = importlib.util.find_spec(reference.removeprefix("pkg://").replace("/", "."))
     except ModuleNotFoundError:
@@ -162,7 +164,7 @@ def _folder_of(reference: str) -> Path | None:
 def _read_files(
     components: ConfigSource, files: Sequence[tuple[str, ConfigSource]]
 ) -> tuple[list[ConfigFile], list[Problem]]:
-    """The presets and variants that can be chosen, and what is wrong with the others."""
+    """Return the usable presets and variants, and the problems of the others."""
     problems: list[Problem] = []
     owners: dict[tuple[str, str], str] = {}
     found: dict[tuple[str, str], ConfigFile] = {}
@@ -170,11 +172,11 @@ def _read_files(
     for owner, source in files:
         for name in source.list("", ObjectType.CONFIG):
             if source is not files[0][1]:
-                reason = f"{name}.yaml lies beside the folders; a file belongs in preset/ or in a kind's folder"
+                reason = f"{name}.yaml is outside the folders; a file belongs in preset/ or in a kind's folder"
                 problems.append(Problem(owner, reason))
         for group in source.list("", ObjectType.GROUP):
             if group not in KINDS and group != PRESET:
-                reason = f"its config folder `{group}` is no kind.{did_you_mean(group, [*KINDS, PRESET])}"
+                reason = f"its config folder `{group}` is not a kind.{did_you_mean(group, [*KINDS, PRESET])}"
                 problems.append(Problem(owner, reason))
                 continue
             for name in source.list(group, ObjectType.CONFIG):
@@ -196,11 +198,11 @@ def _read_files(
 
 
 def _read(known: Repository, source: ConfigSource, owner: str, group: str, name: str) -> ConfigFile:
-    """A preset or variant; ConfigError says why it cannot be used."""
+    """Read a preset or variant. Raises ConfigError if it cannot be used."""
     path = f"{group}/{name}"
     try:
         result = source.load_config(path)
-    except Exception as error:  # a YAML error has many types; each one is reported with the file's name
+    except Exception as error:  # YAML errors have many types; report each with the file's name
         raise ConfigError(f"{path}.yaml cannot be read: {error}") from error
     if not isinstance(result.config, DictConfig):
         raise ConfigError(f"{path}.yaml is not a mapping")
@@ -225,7 +227,7 @@ def _read(known: Repository, source: ConfigSource, owner: str, group: str, name:
 
 
 def _overridden(key: str) -> str:
-    """As on the command line, like `_choice`."""
+    """Return the key as on the command line, to match `_choice`."""
     return f"+{key[1:]}" if key.startswith("/") else key.split()[1].removeprefix("/")
 
 
@@ -234,7 +236,7 @@ def _choice(value: object) -> str:
 
 
 def _about(source: ConfigSource, path: str) -> str:
-    """The first comment, which says what the file is for."""
+    """Return the first comment of the file, which describes its purpose."""
     lines = (Path(source.path) / f"{path}.yaml").read_text(encoding="utf-8").splitlines()
     comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line[1:].strip() for line in comments if "@package" not in line).strip()

@@ -1,4 +1,4 @@
-"""One root model for the whole composition: every mistake at once, in words."""
+"""One root model for the whole composition, so that every mistake is reported at once, in readable messages."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ Node = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A composed, resolved, not yet validated config."""
+class ComposedConfig:
+    """A composed and resolved config before validation."""
 
     app: str
     nodes: Node
     placements: Mapping[Path, Placement]
-    """Node -> the component that the defaults list put there."""
+    """Node -> the component that the defaults list puts there."""
     broken: Mapping[Placement, str]
-    """Choices that cannot be used -> the node at their root; presets have one of their own."""
+    """Unusable choices -> the node at their root. For a preset this is its own node."""
     options: Callable[[str], Sequence[str]]
-    """Kind -> everything that can be chosen, variants included."""
+    """Kind -> everything that can be selected, variants included."""
     touched: Mapping[str, str]
     """Override of a value -> the node at its root."""
     choices: Mapping[str, str]
-    """Kind -> the name that its one part was chosen by: a component's, or a variant's."""
+    """Kind -> the name that selected its part: a component or a variant."""
     faults: tuple[str, ...] = ()
     unsettled: frozenset[str] = frozenset()
 
 
-def validate(draft: Draft, registry: Registry) -> dict[str, Any]:
-    """The validated nodes that the app reads: `engine`, kinds, and its own under the app's name."""
-    return _Validation(draft, registry).run()
+def validate(composed: ComposedConfig, registry: Registry) -> dict[str, Any]:
+    """Return the validated nodes that the app reads: `engine`, kinds, and its own options under the app's name."""
+    return _Validation(composed, registry).run()
 
 
 class _Validation:
-    def __init__(self, draft: Draft, registry: Registry) -> None:
-        self.draft, self.registry = draft, registry
-        self.app = registry.get("app", draft.app)
+    def __init__(self, composed: ComposedConfig, registry: Registry) -> None:
+        self.composed, self.registry = composed, registry
+        self.app = registry.get("app", composed.app)
         config = self.app.component.config
         assert issubclass(config, AppConfig)
         self.needs = config.needs
-        self.faults = list(draft.faults)
+        self.faults = list(composed.faults)
 
     def run(self) -> dict[str, Any]:
         self._refuse_broken()
@@ -70,7 +70,7 @@ class _Validation:
             )
         except ValidationError as error:
             details = error.errors(include_url=False)
-            self.faults += [self._words(e) for e in details if e["loc"][0] not in self.draft.unsettled]
+            self.faults += [self._words(e) for e in details if e["loc"][0] not in self.composed.unsettled]
         faults = list(dict.fromkeys(self.faults))
         if faults:
             one = len(faults) == 1
@@ -80,25 +80,25 @@ class _Validation:
         assert validated is not None
         return {name: getattr(validated, name) for name in type(validated).model_fields}
 
-    # What goes in.
+    # Input of the root model.
 
     def _reads(self, root: str) -> bool:
-        return root in self.needs or root in (self.draft.app, "app")
+        return root in self.needs or root in (self.composed.app, "app")
 
     def _refuse_broken(self) -> None:
-        for placement, root in self.draft.broken.items():
+        for placement, root in self.composed.broken.items():
             if self._reads(root) or placement.kind == PRESET:
                 self.registry.refuse_broken(placement.kind, placement.name)
 
     def _find_idle_overrides(self) -> None:
-        for text, root in self.draft.touched.items():
+        for text, root in self.composed.touched.items():
             if (root in KINDS or root == "engine") and not self._reads(root) and root != "app":
-                self.faults.append(f"`{text}` has no effect: app={self.draft.app} does not read `{root}`")
+                self.faults.append(f"`{text}` has no effect: app={self.composed.app} does not read `{root}`")
 
     def _nodes(self) -> Node:
-        """The app's nodes, and those that nobody knows, for the root model to refuse."""
+        """Return the app's nodes, and the unknown ones, which the root model refuses."""
         nodes: Node = {}
-        for root, node in self.draft.nodes.items():
+        for root, node in self.composed.nodes.items():
             known = root in KINDS or root == "engine"
             if root == "app" or (known and not self._reads(root)):
                 continue
@@ -132,7 +132,7 @@ class _Validation:
     def _placement(self, path: Path) -> Placement | None:
         if path in self.registry.registered and KINDS[path[0]].cardinality == "per_request":
             return Placement(*path)
-        return self.draft.placements.get(path)
+        return self.composed.placements.get(path)
 
     def _rename(self, path: Path, registered: Registered, options: Node) -> None:
         for old, new in registered.component.renamed.items():
@@ -147,7 +147,7 @@ class _Validation:
             warnings.warn(message, DovetailDeprecationWarning, stacklevel=2)
 
     def _root_model(self) -> type[BaseModel]:
-        fields: dict[str, Any] = {self.draft.app: (Selected, Field())}
+        fields: dict[str, Any] = {self.composed.app: (Selected, Field())}
         for need in self.needs:
             if need == "engine":
                 fields[need] = (EngineConfig, Field())
@@ -155,7 +155,7 @@ class _Validation:
                 fields[need] = (Selected if KINDS[need].cardinality == "one" else dict[str, Selected], Field())
         return create_model("Composition", __config__=ConfigDict(extra="forbid", frozen=True), **fields)
 
-    # What comes out.
+    # Messages for its errors.
 
     def _words(self, error: ErrorDetails) -> str:
         loc = tuple(str(part) for part in error["loc"])
@@ -165,12 +165,12 @@ class _Validation:
             return self._unknown_root(loc[0]) if len(loc) == 1 else self._unknown_option(loc, config)
         if error["type"] == "missing":
             if len(loc) == 1:
-                there_are = listing(self.draft.options(path))
-                return f"{path}: app={self.draft.app} needs one, and none is chosen. Options: {there_are}."
+                there_are = listing(self.composed.options(path))
+                return f"{path}: app={self.composed.app} needs one, and none is chosen. Options: {there_are}."
             about = config.model_fields[loc[-1]].description if config and loc[-1] in config.model_fields else None
             return f"{path} is required" + (f": {about}" if about else "")
         if error["type"] == NOT_CHOSEN:
-            options = self.draft.options(loc[0]) if len(loc) == 2 else ()
+            options = self.composed.options(loc[0]) if len(loc) == 2 else ()
             if options and loc[1] not in options:
                 return self.registry.no_such(loc[0], loc[1], options)
             how = f"{loc[0]}=[..., {loc[1]}]" if len(loc) == 2 else f"{loc[0]}=<name>"
@@ -185,14 +185,14 @@ class _Validation:
 
     def _unknown_root(self, root: str) -> str:
         if root in self.registry.options("app"):
-            return f"`{root}` has the options of app={root}, and the app is {self.draft.app}"
+            return f"`{root}` has the options of app={root}, and the app is {self.composed.app}"
         if root == "hydra":
             return (
                 "`hydra` has no options here: a run makes no folders, does not change directory and sets up no logging"
             )
-        nodes = ("app", "engine", "preset", self.draft.app, *KINDS)
+        nodes = ("app", "engine", "preset", self.composed.app, *KINDS)
         there_are = listing(dict.fromkeys(nodes))
-        return f"`{root}` is nothing that can be set.{did_you_mean(root, nodes)} There are: {there_are}."
+        return f"`{root}` cannot be set.{did_you_mean(root, nodes)} Options: {there_are}."
 
     def _unknown_option(self, loc: Path, config: type[BaseModel] | None) -> str:
         options: Iterable[str] = config.model_fields if config else ()
@@ -204,7 +204,7 @@ class _Validation:
         return f"{'.'.join(loc)}: {whose} has no option `{loc[-1]}`.{hint} Options: {listing(options)}."
 
     def _config_at(self, path: Path) -> type[BaseModel] | None:
-        """The model that a node is validated with, if one can be told."""
+        """Return the model that validates a node, if it can be determined."""
         if placement := self._placement(path):
             return self.registry.get(placement.kind, placement.name).component.config
         if path == ("engine",):

@@ -1,4 +1,4 @@
-"""Values, lists and did-you-mean, worded alike in every message."""
+"""Common wording of values, lists and did-you-mean hints in messages."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dovetail.core.errors import ConfigError
 
 
 def program() -> str:
-    """What the user typed before the words."""
+    """The command that the user typed."""
     names = {"dovetail": "dovetail", "__main__": "python -m dovetail"}
     return names.get(Path(sys.argv[0]).stem, "python run.py")
 
 
 def words(overrides: Sequence[str]) -> list[str]:
-    """As a list; a text alone would be taken apart into its letters."""
+    """Return overrides as a list. Raises ConfigError for a single string, which would be split into letters."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides are a list of words: [{overrides!r}], not {overrides!r}")
     return list(overrides)
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """' Did you mean `x`?' or nothing."""
+    """Return ' Did you mean `x`?' or ""."""
     close = get_close_matches(word, sorted(options), n=1, cutoff=0.6)
     return f" Did you mean `{close[0]}`?" if close else ""
 
@@ -34,5 +34,5 @@ def listing(options: Iterable[str]) -> str:
 
 
 def show(value: object) -> str:
-    """As a user would type it."""
+    """Return the value as a user would type it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

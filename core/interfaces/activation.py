@@ -1,8 +1,8 @@
-"""Activation formats: how a linear layer wants its input, so that the producer before it can write it that way
+"""Activation formats: how a linear layer needs its input, so that the preceding operation can write that format
 directly.
 
-A producer (norm, SiLU-and-multiply, attention, all-reduce + norm) gets `emit`, the formats its consumers asked for, and
-returns a Bundle with one Activation per format: a router may want bf16 beside a quantized copy.
+A producer (norm, SiLU-and-multiply, attention, all-reduce + norm) gets `emit`, the formats that its consumers need, and
+returns a Bundle with one Activation per format. A router, for example, may need bf16 in addition to a quantized copy.
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActFormat:
-    """An open record: a third-party quantizer makes its own. Compared by identity.
+    """An open record, compared by identity: a third-party quantizer creates its own.
 
-    `encode` is a triton.JITFunction `encode(x_GC, scale_in) -> (values_GC, scale_G)` that the core's fused kernels
-    inline (Triton takes a JITFunction as a constexpr). x_GC is float32: scale groups of one row, each reduced along
-    axis 1, padded columns zero; scale_in is static_scale or 1. `reference` computes the same in torch: (x_TC float) ->
-    (values_TC, scale_TG | None).
+    `encode` is a triton.JITFunction `encode(x_GC, scale_in) -> (values_GC, scale_G)`, which the core's fused kernels
+    inline (Triton takes a JITFunction as a constexpr). x_GC is float32: the scale groups of one row, each reduced along
+    axis 1, with padded columns set to zero. scale_in is static_scale or 1. `reference` computes the same in torch:
+    (x_TC float) -> (values_TC, scale_TG | None).
     """
 
     name: str
     dtype: torch.dtype | None = None
-    """Of the values; None = the model's own."""
+    """Dtype of the values; None = the model's."""
     group: Literal["none", "tensor", "token"] | int = "none"
-    """Values that share a scale: the whole tensor, a token's row, or so many consecutive columns of a row."""
+    """Values that share one scale: the whole tensor, one token's row, or (an integer) that many consecutive columns of
+    a row."""
     scale_layout: Literal["none", "row", "column"] = "none"
-    """Memory order of the scales of shape [T, groups]: row-major or column-major."""
+    """Memory order of the scales [T, groups]: row-major or column-major."""
     static_scale: torch.Tensor | None = None
-    """Calibrated scale, for group == "tensor"."""
+    """Calibrated scale for group == "tensor"."""
     pre_scale: torch.Tensor | None = None
-    """[C] multiplied in before encoding (SmoothQuant, AWQ)."""
+    """[C]: factor applied before encoding (SmoothQuant, AWQ)."""
     perm: torch.Tensor | None = None
-    """[C] column order the consumer wants (GPTQ act-order)."""
+    """[C]: column order that the consumer needs (GPTQ act-order)."""
     encode: Any = None
     reference: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
 
 PLAIN = ActFormat("plain")
-"""The model's own dtype, unscaled."""
+"""The model's dtype without scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """values_TC in a format; scale is None for unscaled formats."""
+    """values_TC in one format; scale is None for formats without scales."""
 
     format: ActFormat
     values: torch.Tensor
@@ -57,7 +58,7 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The same activation in each format that was asked for."""
+    """One activation in each requested format."""
 
     items: tuple[Activation, ...]
 
@@ -73,13 +74,13 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A row-parallel product before its sum over ranks: the full value is the sum of every rank's `values`."""
+    """Output of a row-parallel matmul before the sum over ranks: the result is the sum of every rank's `values`."""
 
     values: torch.Tensor
     scale: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of each row [T, 1] and of each column [C], float32, which the values still lack: a library's product without them
-    is quicker. Those of columns are the weight's: no kernel of a step writes them. Only where the layer was told that
-    what follows takes scales, and never before a sum over ranks."""
+    """Scales not yet applied to `values`: per row [T, 1] and per output channel [C], float32. The matmul library skips
+    them; the consumer applies them. Channel scales belong to the weight, so no kernel of a step writes them. Set only
+    if the layer may defer scales to its consumer, and never before a sum over ranks."""
 
     def scaled(self) -> torch.Tensor:
         if self.scale is None:

@@ -1,9 +1,9 @@
-"""The adapter seam: small changes to a model's linear layers that each request chooses by name, such as LoRA (Hu et
-al. 2021).
+"""Adapter contract: small changes to a model's linear layers that each request selects by name, such as LoRA (Hu et al.
+2021).
 
-An adapter is a folder. Every rank reads its share into host memory (`read`), and copies it into one of the device's
-slots when a sequence that uses it joins (`place`). Slots are allocated once, so that captured steps serve whatever they
-hold. Rows of one step may use different adapters, or none.
+An adapter is a folder. Every rank reads its share into host memory (`read`) and copies it into a device slot when a
+sequence that uses it joins (`place`). Slots are allocated once, so captured CUDA graphs stay valid for any contents.
+Rows of one step may use different adapters, or none.
 
 Shapes: T tokens, I input, O output.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What a component takes of each device, told without building it: `Component.facts` names a function of its config
-    that gives one."""
+    """Per-device memory of a component, available without building it. `Component.facts` names the function that
+    computes this record from the config."""
 
     slots: int
     numbers: Callable[[int, int], int]
-    """numbers(inputs, outputs): what one slot holds, in the model's dtype, for a rank's share of one matrix."""
+    """numbers(inputs, outputs): values in one slot, in the model's dtype, for a rank's share of one matrix."""
 
 
 class LinearSite(Protocol):
@@ -37,39 +37,40 @@ class LinearSite(Protocol):
 
     @property
     def shape(self) -> LinearShape:
-        """Of this rank; `names` are the checkpoint's, one a part."""
+        """Shape on this rank; `names` are the checkpoint's names, one per part."""
 
     @property
     def whole(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of each part's whole matrix."""
+        """(outputs, inputs) of each part's unsharded matrix."""
 
     def output_share(self, part: int, tensor: Any) -> torch.Tensor:
-        """Of a lazily sliced tensor with a row for each output of the part's whole matrix: the rows of this rank, in
-        the layer's order."""
+        """Return this rank's rows, in the layer's order, of a lazily sliced tensor with one row per output of the
+        part's unsharded matrix."""
 
     def input_share(self, tensor: Any) -> torch.Tensor:
-        """Of one with a column for each input: this rank's columns."""
+        """Return this rank's columns of a lazily sliced tensor with one column per input."""
 
 
 class LayerAdapters(ABC):
-    """Every slot of one layer."""
+    """All adapter slots of one layer."""
 
     @abstractmethod
     def apply(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots_T: torch.Tensor) -> None:
-        """Change y, the layer's output for the plain input x, in place: each row as the adapter in its slot says.
+        """Change y, the layer's output for the plain input x, in place: apply to each row the adapter in its slot.
 
-        slots_T is int32; rows of slot -1 stay as they are to the bit, and no row depends on another. Under tensor
-        parallelism a row-parallel layer's x is a share of the inputs and its y is summed over ranks later, so what is
-        added must be that share's. Capturable; no host sync.
+        slots_T is int32. Rows of slot -1 must stay bit-identical, and rows must not depend on each other. Under tensor
+        parallelism the x of a row-parallel layer is a share of the inputs and y is summed over ranks later, so add only
+        this rank's share. Capturable; no host sync.
         """
 
 
 class Adapters(ABC):
-    """One on every rank. Life: attach (once a layer, while the model is built) -> allocate -> the rest in any order."""
+    """Adapters of one rank. Lifecycle: attach (once per layer, while the model is built) -> allocate -> other calls in
+    any order."""
 
     slots_T: torch.Tensor | None = None
-    """Each token's slot, int32, -1 = none; None = no row of this step has an adapter, and layers do not call `apply`.
-    Written by the core around the model's forward."""
+    """int32: adapter slot of each token, -1 = none; None = no row of this step has an adapter, and layers skip `apply`.
+    Written by the core before the model's forward."""
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is the model's."""
@@ -78,35 +79,35 @@ class Adapters(ABC):
     @classmethod
     @abstractmethod
     def initial(cls, config: Any) -> Mapping[str, str]:
-        """Adapters to load at start-up: name -> folder."""
+        """Return the adapters to load at start-up: name -> folder."""
 
     @property
     @abstractmethod
     def slots(self) -> int:
-        """Different adapters in one step at most; 0 = this engine has none, and nothing else here is called."""
+        """Maximum number of different adapters in one step; 0 = adapters are off, and no other method is called."""
 
     @abstractmethod
     def attach(self, site: LinearSite) -> LayerAdapters:
-        """For one layer of the model, whose `apply` is called after its product."""
+        """Return the adapter slots of one linear layer. Their `apply` is called after the layer's matmul."""
 
     @abstractmethod
     def allocate(self) -> None:
-        """Every layer is attached: take the slots' memory, all of them without effect."""
+        """Allocate the memory of all slots, initially without effect. Called once, after every layer is attached."""
 
     @abstractmethod
     def read(self, key: str, folder: Path) -> None:
-        """Read this rank's share of an adapter into host memory, under a key never used before.
+        """Read this rank's share of an adapter into host memory, under a key not used before.
 
-        Called from a thread of its own while steps run. The folder is not to be trusted: run nothing from it, check
-        shapes before reading. Raises RequestError that names what does not fit; then nothing of it is kept, and equal
-        on every rank.
+        Called from a separate thread while steps run. The folder is untrusted: execute nothing from it, and check
+        shapes before reading. Raises RequestError naming what does not fit, equally on every rank; nothing of the
+        adapter is kept then.
         """
 
     @abstractmethod
     def place(self, slot: int, key: str) -> None:
-        """From the next step on, the slot holds this adapter, which was read. Copies after what is enqueued already;
-        nothing where the slot holds it anyway."""
+        """Make the slot hold this adapter from the next step on. The adapter must have been read. The copy is ordered
+        after the work already enqueued; nothing is copied if the slot already holds it."""
 
     @abstractmethod
     def drop(self, key: str) -> None:
-        """Forget the host's copy; unknown keys are ignored. Slots keep what they hold."""
+        """Drop the host's copy. Unknown keys are ignored. Slots keep their contents."""

@@ -1,4 +1,4 @@
-"""An app: what one run of the program does with a composition."""
+"""App contract: what one run of the program does with a composition."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class App(ABC):
     """Built as `Class(config)`, then run once.
 
-    Its config class derives from `AppConfig` and declares in `needs` the nodes that the app reads; no other part of the
-    composition is validated. Its options lie under its own name: `generate.max_tokens`.
+    Its config class derives from `AppConfig` and lists in `needs` the nodes that the app reads; other parts of the
+    composition are not validated. Its options are addressed by its own name: `generate.max_tokens`.
     """
 
     def __init__(self, config: AppConfig) -> None:
@@ -24,6 +24,6 @@ class App(ABC):
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
         """Do the work and return the exit code of the process.
 
-        `prompts` are the words after `--`, untouched; empty unless the config says `takes_prompts`. A user's mistake
-        leaves as a `DovetailError`, which the caller prints as one message with exit code 2.
+        `prompts` are the unparsed words after `--`; they are empty unless the config sets `takes_prompts`. A user's
+        mistake must be raised as a `DovetailError`, which the caller prints as one message with exit code 2.
         """

@@ -1,6 +1,7 @@
-"""The attention seam: writes a step's K and V into pages and attends over them.
+"""Attention contract: write a step's K and V into pages and attend over them.
 
-Shape suffixes: T tokens of the step, B rows, H query heads, K kv heads, D head dim, P pages per table, S slots.
+Shape suffixes: T tokens of the step, B rows, H query heads, K kv heads, D head dim, P pages per table, W tree-mask
+width.
 """
 
 from __future__ import annotations
@@ -20,47 +21,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What a backend must know of one layer, on this rank."""
+    """Facts about one layer on this rank."""
 
     index: int
-    """Model layer."""
+    """Index of the layer in the model."""
     group: int
     """KV group id."""
     local: int
-    """Position of the layer in its group's pool."""
+    """Index of the layer in its group's pool."""
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
-    """Multiplies q.k; 1/sqrt(D) as a rule."""
+    """Multiplies q.k; usually 1/sqrt(D)."""
     window: int = 0
-    """Tokens to look back, the current one included; 0 = all."""
+    """Tokens that each token sees, itself included; 0 = all."""
     k_scale: float | torch.Tensor = 1.0
-    """What K is divided by before it is stored in 8 bits: one number, or float32 [kv_heads] on the device."""
+    """Divides K before it is stored in 8 bits: a number, or float32 [kv_heads] on the device."""
     v_scale: float | torch.Tensor = 1.0
-    """The same of V; both are numbers or both tensors."""
+    """The same for V. Both are numbers or both are tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostBounds:
-    """What the host knows of a step before it runs. Lengths are upper bounds; the device has the exact ones.
+    """Facts about a step that the host knows before it runs. Lengths are upper bounds; the device has the exact ones.
 
-    While a graph of mixed steps is captured (capability `graphs`: "mixed") counts are upper bounds, too, and together
-    more than the step has tokens: rows may have fewer or none, and tokens after those of the last row belong to none.
+    During capture of a mixed-step graph (capability `graphs`: "mixed") counts are upper bounds too, and their sum
+    exceeds the number of tokens: rows may have fewer tokens or none, and tokens after the last row's belong to no row.
     """
 
     counts: tuple[int, ...]
     """Tokens of each row."""
     bounds: tuple[int, ...]
-    """KV length of each row after the step, at most."""
+    """Upper bound of each row's KV length after the step."""
     num_decode: int
-    """The first rows, each of equal count when speculation is uniform, are decode rows."""
+    """Number of decode rows. They come first, with equal counts if speculation is uniform."""
 
 
 @dataclass(slots=True)
 class BatchMeta:
-    """Device metadata of one step for one KV group. Tensors of fixed capacity, so that one graph serves any batch of
-    its size.
+    """Device metadata of one step for one KV group. The tensors have a fixed capacity, so that one CUDA graph serves
+    every batch of its size.
 
     Written by the runner before `plan_device`; read-only for backends.
     """
@@ -68,7 +69,7 @@ class BatchMeta:
     row_start_B1: torch.Tensor
     """int32 [B+1]: first token of each row, then T."""
     kv_len_B: torch.Tensor
-    """int32: exact KV length of each row after this step's write, counting padded draft positions too."""
+    """int32: exact KV length of each row after this step's write, padded draft positions included."""
     slots_B: torch.Tensor
     """int64: slot of each row."""
     positions_T: torch.Tensor
@@ -78,38 +79,37 @@ class BatchMeta:
     page_table_BP: torch.Tensor
     """int32: page ids of each row."""
     write_T: torch.Tensor
-    """int64: flat token slot (page * page_tokens + offset) where each token's K and V go."""
+    """int64: flat token slot (page * page_tokens + offset) to which each token's K and V are written."""
     page_tokens: int
     tree_mask_TW: torch.Tensor | None = None
-    """bool [T, W]: which of the row's last W tokens a tree-draft token sees; None = causal chain."""
+    """bool [T, W]: which of the row's last W tokens each token of a draft tree sees; None = causal chain."""
 
 
 @dataclass(slots=True)
 class AttnCtx:
-    """One step's plan of one backend for one KV group; several live at once."""
+    """A backend's plan of one step for one KV group. Several exist at a time."""
 
     meta: BatchMeta
     host: HostBounds
     state: Any = None
-    """The backend's own."""
+    """Private to the backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """The tensors of one KV group: planes[name] is [layers, pages + 1, page_tokens, *plane.shape]; page 0 is
-    scratch."""
+    """Tensors of one KV group: planes[name] is [layers, pages + 1, page_tokens, *plane.shape]. Page 0 is scratch."""
 
     group: KVGroup
     planes: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def layer(self, local: int, name: str) -> torch.Tensor:
-        """[pages + 1, page_tokens, *plane.shape] of one layer."""
+        """Return [pages + 1, page_tokens, *plane.shape] of one layer."""
         return self.planes[name][local]
 
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMSNorm over head_dim of q and k (Qwen 3), applied before rotary."""
+    """RMSNorm over head_dim of q and k (Qwen 3), applied before the rotary embedding."""
 
     q_weight_D: torch.Tensor
     k_weight_D: torch.Tensor
@@ -118,40 +118,41 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """cos|sin of every position, [max_len, rotary_dim] float32: the first half cos, the second sin (NeoX halves)."""
+    """Rotary table of all positions, [max_len, rotary_dim] float32: the first half of the columns is cos, the second
+    sin (NeoX halves)."""
 
     table: torch.Tensor
 
 
 class AttentionBackend(ABC):
-    """Stateless between steps but for what `bind` gives it. Built once per rank."""
+    """Built once per rank. Between steps it keeps no state except what `bind` gives it."""
 
     exact_lengths: Literal["device", "host"] = "device"
-    """"host": plan_host needs exact KV lengths, so speculation cannot overlap; the capability check says so."""
+    """"host" = plan_host needs exact KV lengths. Speculation then cannot overlap steps, which the capability check
+    reports."""
 
     def __init__(self, config: object) -> None:
         self.config = config
         self.pools: Mapping[int, KVPool] = {}
 
     def bind(self, pools: Mapping[int, KVPool]) -> None:
-        """Take the KV tensors, by group id. Called again whenever they change: with
-        trial pools while memory is measured, with {} to let go of them, then with the real ones."""
+        """Take the KV tensors, by group id. Called again whenever they change: with trial pools while memory is
+        measured, with {} to release them, then with the final pools."""
         self.pools = pools
 
     def plan_host(self, bounds: HostBounds) -> Any:
-        """Host-side planning of a step; runs ahead of the device. The result is AttnCtx.state for plan_device to
-        refine."""
+        """Plan a step on the host, ahead of the device. The result is passed to plan_device as `state`."""
         return None
 
     def plan_device(self, meta: BatchMeta, host: HostBounds, state: Any) -> AttnCtx:
-        """Device-side planning, capturable: no host sync."""
+        """Plan a step on the device and return its AttnCtx. Capturable; no host sync."""
         return AttnCtx(meta, host, state)
 
     def write(
         self, layer: AttentionLayer, ctx: AttnCtx, qkv: torch.Tensor, rope: Rope | None, qk_norm: QKNorm | None = None
     ) -> torch.Tensor:
-        """Split qkv_T(H+2K)D, norm and rotate q and k, write k and v to their pages; returns q_THD. Default: the
-        core's op."""
+        """Split qkv [T, (H+2K)*D], norm and rotate q and k, write k and v to their pages, and return q_THD. The default
+        is the core's op."""
         from dovetail.core.ops.kv_write import rope_kv_write
 
         return rope_kv_write(layer, ctx.meta, self.pools[layer.group], qkv, rope, qk_norm)
@@ -160,8 +161,8 @@ class AttentionBackend(ABC):
     def attend(
         self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
     ) -> Bundle:
-        """Causal attention of q_THD over each row's pages; T x (H*D) in the formats asked for. Rows see position <=
-        their own."""
+        """Causal attention of q_THD over each row's pages: a token sees positions up to its own. Returns [T, H*D] in
+        the formats of `emit`."""
 
     def write_and_attend(
         self,
@@ -172,11 +173,11 @@ class AttentionBackend(ABC):
         qk_norm: QKNorm | None = None,
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> Bundle:
-        """`attend` of what `write` returns. For backends that do both in one kernel.
+        """Run `write`, then `attend`. Override it in a backend that does both in one kernel.
 
-        A backend may read what is older than the step while the kernel in front still runs. So the keys of earlier
-        steps and what `plan_device` is told stand before it is called, `rope`, `qk_norm` and the layer's scales
-        before the step begins, and nothing writes any of them until it ends.
+        A kernel launched with PDL may run before its predecessor ends. Before its grid-dependency wait it may read only
+        data written before this step (KV of earlier steps, `rope`, `qk_norm`, the layer's scales) and the inputs of
+        `plan_device`, which are ready when this is called. None of them is written until the step ends.
         """
         return self.attend(layer, ctx, self.write(layer, ctx, qkv, rope, qk_norm), emit)
 
@@ -188,5 +189,6 @@ class AttentionBackend(ABC):
         q_rope: torch.Tensor,
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> Bundle:
-        """Attention over a compressed latent (DeepSeek-V2, 2024). Optional: the capability `kinds` says who has it."""
+        """Attention over a compressed latent (DeepSeek-V2, 2024). Optional; a backend that implements it names "mla" in
+        its capability `kinds`."""
         raise NotImplementedError(f"{type(self).__name__} has no MLA; its capability `kinds` must not name it")

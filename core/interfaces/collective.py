@@ -1,5 +1,4 @@
-"""The collective seam: how tensor-parallel ranks sum, gather and agree. Rank counts and groups come from
-core.parallel."""
+"""Collective contract: how tensor-parallel ranks sum, gather and agree. Ranks and groups come from core.parallel."""
 
 from __future__ import annotations
 
@@ -14,24 +13,27 @@ if TYPE_CHECKING:
     import torch
 
     Norm = Callable[..., tuple[Bundle, torch.Tensor]]
-    """norm(x, residual, emit) -> (bundle of norm(x + residual), x + residual); norms behind layers that leave their
-    scales to them take scale=Partial.scale, too. It treats each row by itself, so a component may call it on some."""
+    """norm(x, residual, emit) -> (bundle of norm(x + residual), x + residual). A norm that follows a layer which defers
+    its scales also takes scale=Partial.scale. Each row is normed independently, so a component may call it on a subset
+    of the rows."""
 
 Residual = Any
-"""The sum of all blocks so far, as the component keeps it: every row [T, C], or a form of its own. Models hand it on as
-it is, and ask `Collective.whole` where they want to read it."""
+"""Sum of all blocks so far, in the component's own form or as all rows [T, C]. Models pass it on unchanged and read it
+through `Collective.whole`."""
 
 
 class Collective(ABC):
-    """One per rank. Every method is a collective call: all ranks make it in the same order. Identity at size 1.
+    """Communication of one rank with the others. Every method is a collective call: all ranks make the same calls in
+    the same order. Identity at size 1.
 
-    On CUDA a call enqueues on the current stream. That may be another one than the last call's, which is done before
-    anything of this one begins there."""
+    On CUDA a call enqueues work on the current stream. If that stream differs from the previous call's, the previous
+    call is complete before this one begins on the device.
+    """
 
     overlapped = False
-    """Set by the engine, on every rank alike, while products of other tokens run beside the calls
-    (`engine.overlap_tokens`): a component does well to take few multiprocessors from them. Meanwhile the
-    bundle that `boundary` makes of a Partial may be overwritten by the second such call from there."""
+    """Written by the engine, equally on every rank. True while matmuls of the other half-batch run concurrently
+    (`engine.overlap_tokens`): prefer a transport that uses few SMs. While it is true, `boundary` may reuse the memory
+    of a Partial's bundle at the second such call after it."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -39,20 +41,20 @@ class Collective(ABC):
 
     @abstractmethod
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
-        """Join the group; address is "host:port" of rank 0. Raises CapabilityError when the transport cannot serve the
-        device."""
+        """Join the group. `address` is "host:port" of rank 0. Raises CapabilityError if the transport does not support
+        the device."""
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks; may write into x. The same bits on every rank."""
+        """Sum over ranks; bit-identical on every rank. May write into x."""
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate along the last dimension in rank order."""
 
     def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
-        """Of each row the index_N (int64, under 2^31) of the rank with the largest value_N (float32); of equal ones the
-        least index. The same on every rank; NaN never wins."""
+        """For each row, return the index_N (int64, below 2^31) of the rank with the largest value_N (float32), the same
+        on every rank. Ties go to the smallest index. NaN never wins."""
         if self.size == 1:
             return index_N
         import torch
@@ -66,15 +68,16 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """The root's x, on every rank."""
+        """Return the root's x on every rank."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return once every rank has called, on the host."""
+        """Block the host until every rank has called this."""
 
     def abort(self) -> None:
-        """Called from another thread, perhaps several times, when a rank died: end the calls that wait for it,
-        `connect` included. Their results no longer count. Transports whose calls fail by themselves need nothing."""
+        """Unblock all pending calls, `connect` included, because a rank died. Called from another thread, possibly
+        several times. The results of the unblocked calls are discarded. A transport whose calls fail by themselves need
+        not implement it."""
         return None
 
     @abstractmethod
@@ -88,22 +91,24 @@ class Collective(ABC):
         norm: Norm,
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> tuple[Bundle, Residual]:
-        """The edge between two blocks: sum a Partial over ranks, add the residual, norm, emit. This is the one place
-        where row-parallel layers reduce, so that a component can fuse all four.
+        """Connect two blocks: sum a Partial over ranks, add the residual, apply the norm, emit. Row-parallel layers
+        reduce only here, so that a component can fuse all four operations.
 
-        `residual` is None, every row, or what an earlier edge of the same pass returned; so may x be, where a block
-        norms that twice. The bundle has every row and the same bits on every rank."""
+        `residual` is None, all rows, or the residual that an earlier boundary of the same forward returned. So is `x`
+        in a block that norms the residual twice. The bundle has all rows, bit-identical on every rank.
+        """
         if isinstance(x, Partial) and x.scale is not None:
             return norm(x.values, residual, emit, scale=x.scale)
         return norm(self.reduce(x), residual, emit)
 
     def whole(self, residual: Residual) -> torch.Tensor:
-        """Every row [T, C] of what `boundary` returned, the same bits on every rank. Leaves it as it is."""
+        """Return all rows [T, C] of a residual that `boundary` returned, bit-identical on every rank. Does not change
+        it."""
         rows: torch.Tensor = residual
         return rows
 
     def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
-        """A Partial to its sum over ranks; a tensor as it is."""
+        """Sum a Partial over ranks; return a tensor unchanged."""
         if not isinstance(x, Partial):
             return x
         return self.all_reduce(x.values) if self.size > 1 else x.scaled()

@@ -1,5 +1,5 @@
-"""The cost seam: predicts how long a step takes. One component for scheduler, simulator, planner and adaptive
-drafting."""
+"""Cost contract: predicts how long a step takes. Scheduler, simulator, planner and adaptive drafting share one
+component."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Number formats of a composition, as far as they cost time and memory."""
+    """Number formats of a composition that determine time and memory."""
 
     dtype: str
-    """Of activations, embedding, logits and attention: "bfloat16", "float16" or "float32"."""
+    """Dtype of activations, embedding, logits and attention: "bfloat16", "float16" or "float32"."""
     dtype_bytes: int
     weight_bits: float
-    """Of one weight in a linear layer, with its share of scales."""
+    """Bits per weight of a linear layer, its share of the scales included."""
     product: str
-    """Number format in which linear layers multiply: `dtype`, "fp8", "int8", "fp4"."""
+    """Number format of the matmuls in linear layers: `dtype`, "fp8", "int8" or "fp4"."""
     kv_bytes: int
-    """Of one cached value."""
+    """Bytes per cached value."""
 
 
 class RowWork(NamedTuple):
     """One row of a step, real or hypothetical."""
 
     tokens: int
-    """Fed."""
+    """Tokens fed."""
     bound: int
     """KV length after the step."""
     sampled: int = 1
     """Positions whose logits are computed."""
     times: int = 1
-    """Rows like this one."""
+    """Number of identical rows."""
 
     @classmethod
     def of(cls, row: Row) -> RowWork:
@@ -50,35 +50,38 @@ class RowWork(NamedTuple):
 
 
 class CostModel(ABC):
-    """Built as `Class(config)`, then bound to a model. Every other method is valid after that, pure and light: no torch
-    and no device, so planner and simulator need none. Seconds are from a step's start to its end; with pipeline
-    parallelism other steps run meanwhile."""
+    """Built as `Class(config)`, then bound to a model; all other methods are valid only after `bind`. They are pure and
+    cheap, and use neither torch nor a device, so planner and simulator can call them.
+
+    Seconds are measured from a step's start to its end. With pipeline parallelism other steps run concurrently.
+    """
 
     predicts = True
-    """False = "off": nobody asks, and a scheduler finds no cost model in its context."""
+    """False = the cost model is off: it is never called, and the scheduler's context has none."""
 
     def __init__(self, config: object) -> None:
         self.config = config
 
     def bind(self, spec: ModelSpec, engine: EngineConfig, formats: Formats) -> None:
-        """Take the model and how it is laid out over GPUs, once. Raises ConfigError for what it cannot predict."""
+        """Take the model and its parallel layout. Called once. Raises ConfigError for a model that it cannot
+        predict."""
         self.spec, self.engine, self.formats = spec, engine, formats
 
     @abstractmethod
     def step_seconds(self, rows: Iterable[RowWork]) -> float:
-        """Device time of a step of these rows. 0.0 for none."""
+        """Device time of a step with these rows; 0.0 for no rows."""
 
     def seconds(self, plan: StepPlan) -> float:
         """Device time of the plan."""
         return self.step_seconds(RowWork.of(row) for row in plan.rows)
 
     def decode_seconds(self, batch: int, context: int) -> float:
-        """A step that gives each of `batch` sequences one token: the time per output token."""
+        """Time per output token: a step that feeds one token to each of `batch` sequences of length `context`."""
         return self.step_seconds([RowWork(1, context, times=batch)])
 
     def prefill_seconds(self, tokens: int, cached: int = 0, chunk: int | None = None) -> float:
-        """To feed a prompt's `tokens` after `cached` ones, alone, in steps of at most `chunk` (default:
-        engine.token_budget)."""
+        """Time to feed `tokens` prompt tokens after `cached` ones, with no other rows, in steps of at most `chunk`
+        tokens (default: engine.token_budget)."""
         chunk, end = chunk or self.engine.token_budget, cached + tokens
         bounds = [*range(cached + chunk, end, chunk), end]
         return sum(
@@ -86,16 +89,16 @@ class CostModel(ABC):
             for start, bound in zip([cached, *bounds], bounds, strict=False)
         )
 
-    # Bytes follow from shapes and formats alone. They stand here so that whoever predicts time also answers for memory.
+    # Bytes follow from shapes and formats alone. They are here so that one component predicts time and memory.
 
     def weight_bytes(self) -> float:
-        """All weights, over all ranks."""
+        """Bytes of all weights, over all ranks."""
         p = self._parameters
         return self.step_weight_bytes() + (p.embedding * self.formats.dtype_bytes if p.head else 0)
 
     def step_weight_bytes(self, tokens: int | None = None) -> float:
-        """Weights that a step of so many tokens reads, over all ranks: all but the embedding table, and of the routed
-        experts those that some token chose, if they choose at random. None = all experts."""
+        """Bytes of the weights that a step of `tokens` tokens reads, over all ranks: all except the embedding table and
+        the routed experts that no token selects, assuming random routing. None = all experts."""
         p = self._parameters
         experts = float(p.experts)
         if tokens is not None and p.experts:
@@ -104,11 +107,13 @@ class CostModel(ABC):
         return quantized + ((p.head or p.embedding) + p.rest) * self.formats.dtype_bytes
 
     def kv_bytes(self, tokens: int) -> int:
-        """KV cache of a sequence of so many tokens, on one rank."""
+        """KV cache bytes of a sequence of `tokens` tokens, on one rank."""
         return self.spec.kv_bytes(tokens, self.formats.kv_bytes, self.engine.tp)
 
     @property
     def _parameters(self) -> Parameters:
         if self.spec.parameters is None:
-            raise ConfigError(f"{self.spec.architecture} does not say how many parameters it has: no cost can be told")
+            raise ConfigError(
+                f"{self.spec.architecture} does not state its number of parameters: its cost cannot be predicted"
+            )
         return self.spec.parameters

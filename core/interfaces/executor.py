@@ -1,4 +1,4 @@
-"""The executor seam: where plans run. It hides processes, hosts and device queues from the engine."""
+"""Executor contract: where plans run. It hides processes, hosts and device queues from the engine."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.records import Request, StepResult
 
 Progress = Callable[[str, float | None], None]
-"""progress(phase, share done 0..1 or None): start-up phases, for a bar. Each call is a sign of life, may repeat the
-last one, and may come from any thread."""
+"""progress(phase, fraction done in 0..1 or None) reports start-up phases. Each call is a sign of progress,
+may repeat the previous one and may come from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinBlob:
-    """What a Join refers to by (uid, epoch): ids of every known token, and the request's parameters."""
+    """Data of a Join, identified by (uid, epoch): the ids of all known tokens, and the request with its parameters."""
 
     tokens: tuple[int, ...]
     request: Request
     sample: int
     adapter: int = -1
-    """Slot of its adapter on the device; -1 = the base model."""
+    """Device slot of its adapter; -1 = the base model."""
 
 
 Blobs = Mapping[tuple[int, int], JoinBlob]
@@ -36,66 +36,67 @@ Blobs = Mapping[tuple[int, int], JoinBlob]
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What start-up found: the engine builds allocator and scheduler from it."""
+    """Results of start-up. The engine builds allocator and scheduler from them."""
 
     spec: ModelSpec
     groups: tuple[KVGroup, ...]
     num_pages: Mapping[int, int]
-    """Usable pages per group, the least over ranks."""
+    """Usable pages per group: the minimum over ranks."""
     max_len: int
     lookahead: int
-    """Draft tokens per step."""
+    """Maximum number of draft tokens per row and step."""
     device: str
     phases: Mapping[str, float]
-    """Start-up seconds by phase."""
+    """Duration of each start-up phase in seconds."""
     notes: tuple[str, ...] = ()
-    """Slower paths that were chosen, in words."""
+    """Slower paths that start-up selected, described for the user."""
     adapter_slots: int = 0
-    """Different adapters in one step at most; 0 = none can be loaded."""
+    """Maximum number of different adapters in one step; 0 = adapters are off."""
 
 
 class Executor(ABC):
-    """Runs plans in order. One thread calls it, but for `interrupt`."""
+    """Runs plans in order. All calls come from one thread, except `interrupt`."""
 
     @abstractmethod
     def start(self, progress: Progress) -> ExecutorInfo:
-        """Load everything. Errors of any rank surface here, first cause first."""
+        """Load everything and return when plans can run. Raises the errors of any rank, first cause first."""
 
     @abstractmethod
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        """Enqueue a plan; returns before the device is done where the device is asynchronous. Plan and blobs are the
-        executor's from here on: the caller changes neither. Of a plan with LATE rows only the forward half is enqueued,
-        and `complete` must follow before another `submit`."""
+        """Enqueue a plan. On an asynchronous device this returns before the device is done. The executor owns plan and
+        blobs from now on, so the caller must not change them. For a plan with LATE rows only the forward half is
+        enqueued, and `complete` must be called before the next `submit`."""
 
     @abstractmethod
     def complete(self, late: LateInputs) -> None:
         """Enqueue the sampling half of the newest plan, which has LATE rows. Earlier plans may be collected before this
-        call, the plan itself only after it. Raises ValueError if no such plan waits."""
+        call, the plan itself only after it. Raises ValueError if no plan waits for late inputs."""
 
     @abstractmethod
     def collect(self) -> StepResult:
-        """The oldest submitted plan's result; waits for it. Raises ValueError if that plan lacks its late inputs, and
-        RankError or the like if a rank died."""
+        """Wait for the oldest submitted plan and return its result. Raises ValueError if that plan lacks its late
+        inputs, and RankError (or similar) if a rank died."""
 
     @property
     @abstractmethod
     def pending(self) -> int:
-        """Plans submitted and not collected."""
+        """Number of plans submitted and not collected."""
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
-        """Let every rank read an adapter, while steps go on; done when all have it. The future raises RequestError
-        where the folder does not fit. A join may name the key from then on. Only where adapter_slots > 0."""
+        """Make every rank read an adapter while steps continue. The future completes when all ranks have it, and joins
+        may then refer to the key. It raises RequestError if the folder does not fit the model. Only valid if
+        adapter_slots > 0."""
         raise NotImplementedError(f"{type(self).__name__} loads no adapters")
 
     def unload_adapter(self, key: str) -> None:
-        """Let every rank forget an adapter once it has run the plans submitted so far. Ranks that do not know the key
-        ignore it."""
+        """Make every rank drop an adapter once the plans submitted so far have run. Unknown keys are ignored."""
         raise NotImplementedError(f"{type(self).__name__} loads no adapters")
 
     def interrupt(self) -> None:
-        """From any other thread: end a call that waits for a step which does not end, as a rank's death would; only
-        `shutdown` may follow. An executor whose steps wait for nobody has nothing to end."""
+        """Abort a call that waits for a step which does not end, with the error that a dead rank would cause. Called
+        from any other thread; afterwards only `shutdown` is valid. An executor that never blocks on a step need not
+        implement it."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Free devices and processes. Idempotent."""
+        """Release devices and processes. Idempotent."""

@@ -1,8 +1,8 @@
-"""The grammar seam: which tokens may come next, for requests whose output must have a given form.
+"""Grammar contract: which tokens may come next, for requests whose output must have a given form.
 
-A request carries a Grammar. A compiler turns it into a matcher off the step loop; each sequence then has a matcher of
-its own, which follows its output token by token and says as a bitmask what may follow. The mask reaches the device
-between a step's forward and its sampling (dovetail.core.interfaces.LateInputs).
+A request carries a Grammar. A compiler turns it into a matcher outside the step loop. Each sequence has its own
+matcher, which follows the output token by token and returns the allowed next tokens as a bitmask. The mask reaches the
+device between a step's forward and its sampling (dovetail.core.interfaces.LateInputs).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_CHARACTERS = 1 << 20
-"""Of a grammar. A compiler may allow less."""
+"""Maximum length of a grammar. A compiler may allow less."""
 
 
 class Grammar(BaseModel):
-    """The form of an output. Hashable: equal grammars are compiled once."""
+    """Required form of an output. Hashable: equal grammars are compiled once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf"]
-    """json_schema: a value that the schema in `value` allows; json_object: any JSON object; regex: the whole output
+    """json_schema: a value that matches the schema in `value`; json_object: any JSON object; regex: the whole output
     matches; choice: one of the strings in `value`; lark: a grammar in the Lark dialect of llguidance; ebnf: a grammar
     in GBNF, the notation of llama.cpp."""
     value: str | tuple[str, ...] = ""
-    """The schema (an object, or its JSON text), the regular expression, the strings to choose from, or the grammar.
-    Nothing for json_object."""
+    """The schema (an object or its JSON text), the regular expression, the list of strings, or the grammar. Empty for
+    json_object."""
 
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, data: object) -> object:
-        """A schema as text, a list as a tuple."""
+        """Convert a schema to text and a list to a tuple."""
         if not isinstance(data, dict):
             return data
         value = data.get("value")
@@ -75,59 +75,59 @@ class Grammar(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a compiler may know of the model's tokens."""
+    """Facts about the model's tokens for a compiler."""
 
     size: int
-    """Columns of the logits. It may exceed the tokenizer's own count."""
+    """Number of logits columns. May exceed the tokenizer's vocabulary."""
     eos_ids: tuple[int, ...]
     """The model's end-of-sequence tokens."""
     tokenizer: Path | None
-    """The tokenizer.json of Hugging Face's tokenizers; None where the model has none."""
+    """Path of tokenizer.json (Hugging Face tokenizers); None = the model has none."""
 
 
 class Matcher(ABC):
-    """Follows one output. One thread at a time calls it, not always the same one."""
+    """Follows one output. Calls come from one thread at a time, but the thread may change."""
 
     @abstractmethod
     def mask(self, out: NDArray[np.uint32]) -> None:
-        """Write which tokens may come next into out [ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is token t.
+        """Write the allowed next tokens into out [ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is token t.
 
-        Whatever `out` held is overwritten. End-of-sequence tokens are the core's: it allows them where `accepting`, so
-        what is written of them does not matter. Changes nothing that a later call could see; release the GIL where it
-        takes long, since the step loop runs meanwhile. Raises RequestError when a limit on the work is reached.
+        Overwrites all of `out`. The core sets the end-of-sequence tokens itself, from `accepting`, so their bits do not
+        matter. Changes no state that later calls can observe. Release the GIL if the computation is long, since the
+        step loop runs concurrently. Raises RequestError if a limit on the work is reached.
         """
 
     @abstractmethod
     def advance(self, token: int) -> None:
-        """The output goes on with this token. Raises RequestError if the grammar does not allow that, or a limit on the
-        work is reached; the matcher is then of no more use. Called in the step loop: microseconds."""
+        """Append this token to the output. Raises RequestError if the grammar does not allow it or a limit on the work
+        is reached; the matcher is unusable afterwards. Called in the step loop, so it must take microseconds."""
 
     @property
     @abstractmethod
     def accepting(self) -> bool:
-        """The output may end here."""
+        """Whether the output may end here."""
 
     @property
     @abstractmethod
     def finished(self) -> bool:
-        """The output may end here, and no token may follow: the core then ends it without an end-of-sequence token.
-        Where only an empty mask would tell, False is fine."""
+        """Whether the output may end here and no token may follow: the core then ends it without an end-of-sequence
+        token. May return False if only an empty mask would show this."""
 
     @abstractmethod
     def fork(self) -> Matcher:
-        """An independent matcher in the same state. Several threads may fork one matcher."""
+        """Return an independent matcher in the same state. Several threads may fork one matcher concurrently."""
 
 
 class GrammarCompiler(ABC):
-    """Makes matchers. Built on rank 0 alone, when the engine starts; importing its module loads nothing heavy."""
+    """Creates matchers. Built only on rank 0, at engine start. Importing its module must load nothing heavy."""
 
     timeout: float = 30.0
-    """Seconds after which a request no longer waits for its grammar and is refused."""
+    """Seconds that a request waits for its grammar before it is rejected."""
 
     def __init__(self, config: Any, vocabulary: Vocabulary) -> None:
         self.config, self.vocabulary = config, vocabulary
 
     @abstractmethod
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher at the start of an output. Several threads call it, never the step loop. Grammars come from
-        clients: bound the work. Raises RequestError, which names what is wrong with the grammar."""
+        """Return a matcher at the start of an output. Called from several threads, never from the step loop. Grammars
+        come from clients: bound the work. Raises RequestError that names the mistake in the grammar."""

@@ -1,4 +1,4 @@
-"""The KV allocator seam: which pages hold which sequence's keys and values. Pages, never tensors.
+"""KV allocator contract: which pages hold which sequence's keys and values. It handles page ids, never tensors.
 
 Paging follows PagedAttention (Kwon et al. 2023); block-hash reuse follows vLLM, radix reuse SGLang (Zheng et al. 2023).
 """
@@ -22,7 +22,7 @@ class Plane:
 
     name: str
     shape: tuple[int, ...]
-    """Per token, for instance (kv_heads, head_dim)."""
+    """Shape per token, for instance (kv_heads, head_dim)."""
     dtype: torch.dtype
 
     @property
@@ -43,26 +43,27 @@ class KVGroup:
     planes: tuple[Plane, ...] = field(default=())
     kind: Literal["full", "window", "mla"] = "full"
     window: int = 0
-    """Tokens a window group looks back, the current one included. Pages wholly behind it are given back."""
+    """Tokens that a window group looks back, the current one included. Pages that have left the window are given
+    back."""
     page_tokens: int = 16
 
     @property
     def bytes_per_page(self) -> int:
-        """Over all layers and planes."""
+        """Bytes per page over all layers and planes."""
         return self.page_tokens * len(self.layers) * sum(p.bytes_per_token for p in self.planes)
 
     def pages_behind(self, position: int) -> int:
-        """Leading pages of a table that no token at `position` or later looks back at; 0 without a window."""
+        """Number of leading page-table entries that no token at `position` or later can read; 0 without a window."""
         return max(position - self.window + 1, 0) // self.page_tokens if self.window else 0
 
     def tokens_held(self, tokens: int, ahead: int) -> int:
-        """Token slots in the pages that a sequence of so many tokens holds at once at most, when plans write up to
-        `ahead` tokens past what is published."""
+        """Maximum number of token slots in the pages that a sequence of `tokens` tokens holds at one time, if plans
+        write up to `ahead` tokens past the published ones."""
         return min(tokens, self.window + ahead + self.page_tokens - 1) if self.window else tokens
 
 
 class KVSequence(Protocol):
-    """What an allocator reads of a sequence (dovetail.core.interfaces.Sequence has it)."""
+    """The part of a sequence that an allocator reads. dovetail.core.interfaces.Sequence implements it."""
 
     @property
     def uid(self) -> int: ...
@@ -72,7 +73,7 @@ class KVSequence(Protocol):
     def salt(self) -> str: ...
     @property
     def limit(self) -> int:
-        """Tokens it is expected to have at most, for allocators that reserve ahead."""
+        """Expected maximum length in tokens, for allocators that reserve ahead."""
         ...
 
 
@@ -85,64 +86,67 @@ class Hit:
     """A cached prefix, pinned for the sequence."""
 
     tokens: int = 0
-    """Prefix tokens whose KV the sequence now owns a share of; less than len(seq.tokens). Need not fill the last page:
-    reserve copies that one, as after fork."""
+    """Prefix tokens whose KV the sequence now shares; less than len(seq.tokens). The last page may be partly filled:
+    reserve then copies it, as after fork."""
     entries: tuple[PageEntry, ...] = ()
     ops: tuple[PageOp, ...] = ()
-    """LOADs that bring host or remote pages in before they are read, and STOREs of what gave way to them. They must
-    run, in order of calls, even if the sequence is released before it runs: others may find these pages by then."""
+    """LOADs that bring host or remote pages in before they are read, and STOREs of the pages they evict. They must run
+    in call order, even if the sequence is released first: other sequences may already have found these pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Page-table changes that make room; empty when nothing changed."""
+    """Page-table changes that make room. Empty if nothing changed."""
 
     entries: tuple[PageEntry, ...] = ()
     ops: tuple[PageOp, ...] = ()
-    """Must run, in order, before the plan's forward."""
+    """Operations that must run, in order, before the plan's forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """Of all groups together."""
+    """Counters over all groups."""
 
     pages: int
     free: int
-    """Never written or given back, nothing reusable in them."""
+    """Pages with nothing to reuse in them: never written, or given back."""
     cached: int
-    """Owned by no sequence, kept for reuse, evictable."""
+    """Pages that no sequence owns and that are kept for reuse. They can be evicted."""
     owned: int
-    """Owned by at least one sequence."""
+    """Pages that at least one sequence owns."""
     used_tokens: int
-    """Token slots in owned pages that reserve was asked for; the rest of owned slots is waste."""
+    """Token slots in owned pages that were requested from reserve. The other owned slots are waste."""
     owned_tokens: int
     """Token slots in owned pages."""
     evictions: int = 0
-    """Cached pages forgotten to make room, since start. (What was found, the engine counts.)"""
+    """Cached pages evicted since start. (The engine counts cache hits.)"""
     host_pages: int = 0
-    """Pages with contents in host memory."""
+    """Host pages with contents."""
     loads: int = 0
-    """Pages brought back from host memory, since start."""
+    """Pages copied back from host memory since start."""
     stores: int = 0
-    """Pages copied to host memory, since start."""
+    """Pages copied to host memory since start."""
 
     @property
     def waste(self) -> float:
-        """Share of owned token slots that nobody has asked for yet: rests of last pages, and what was taken ahead."""
+        """Fraction of owned token slots that are not requested yet: ends of last pages, and slots reserved ahead."""
         return 1 - self.used_tokens / self.owned_tokens if self.owned_tokens else 0.0
 
 
 class KVAllocator(ABC):
-    """Owns the pages 1 .. num_pages[g] of each group g. Page 0 is the core's own, for padding: never hand it out.
+    """Owns the pages 1 .. num_pages[g] of each group g. Page 0 belongs to the core, for padding, and is never handed
+    out.
 
-    A sequence is known from its first acquire, fork or reserve until release. Every call is atomic over all groups:
-    it succeeds in all or changes nothing. Calls cost O(pages touched), never O(pages cached). publish, trim and fork's
-    parent must be known (ValueError). seq.tokens only grows, except past what trim gave.
+    A sequence is known from its first acquire, fork or reserve until release. publish, trim and fork raise ValueError
+    if the sequence (for fork: the parent) is not known. Every call is atomic over all groups: it succeeds in all of
+    them or changes nothing. Calls cost O(pages touched), never O(pages cached). seq.tokens only grows, except past the
+    length given to trim.
 
-    In a window group a sequence owns no page that lies wholly behind the window of every token still to be fed:
-    publish(upto) gives back the first group.pages_behind(upto - 1) pages of its table, and a hit of n tokens has
-    entries only from group.pages_behind(n) on. Plans in flight may still read them: whoever gets them writes in a later
-    plan. An allocator that cannot do without these pages may treat a window group like any other; pages_needed says so.
+    In a window group a sequence owns no page that is outside the window of every token still to be fed: publish(upto)
+    gives back the first group.pages_behind(upto - 1) pages of its table, and a hit of n tokens has entries only from
+    group.pages_behind(n) on. Plans in flight may still read these pages; their next owner writes to them in a later
+    plan. An allocator that has to keep them may treat a window group like any other, and pages_needed must then count
+    them.
     """
 
     def __init__(self, config: object, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
@@ -150,76 +154,82 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def peek(self, seq: KVSequence) -> int:
-        """Prefix tokens that acquire would find now. Pure."""
+        """Number of prefix tokens that acquire would find now. Changes nothing."""
 
     @abstractmethod
     def acquire(self, seq: KVSequence, *, reuse: bool = True) -> Hit:
-        """Register the sequence and pin its longest cached prefix (none when reuse is False).
+        """Register the sequence and pin its longest cached prefix (no prefix if reuse is False).
 
-        At most len(seq.tokens) - 1 tokens are given, since the last one must be fed to get logits. Raises ValueError
-        when the sequence is already known.
+        The hit has at most len(seq.tokens) - 1 tokens, because the last one must be fed to get logits. Raises
+        ValueError if the sequence is already known.
         """
 
     @abstractmethod
     def reserve(self, seq: KVSequence, upto: int, ahead: int = 0) -> Reservation | None:
-        """Make room for tokens [0, upto): absolute and idempotent. None = not enough pages, and nothing changed.
+        """Make room for tokens [0, upto), an absolute and idempotent bound. Returns None, and changes nothing, if pages
+        are short.
 
-        Groups without a window take room for [0, ahead) at once, so that a prompt fed in chunks does not run out
-        half-way; a window group need not, since its pages come back.
+        Groups without a window also reserve [0, ahead), so that a prompt fed in chunks does not run out of pages
+        half-way. Window groups need not, since they give pages back.
 
-        It may also put cached pages in place of the sequence's own that hold the same tokens. Pages in [written so far,
-        upto) that are shared are replaced by private copies (COPY ops): the sequence is about
-        to write there. "Written so far" is the largest `upto` of publish, or what acquire or fork gave.
+        The call may replace the sequence's own pages by cached pages with the same tokens. Shared pages in [written so
+        far, upto) are replaced by private copies (COPY ops), because the sequence is about to write there. "Written so
+        far" is the largest `upto` passed to publish, or the length given by acquire or fork.
         """
 
     @abstractmethod
     def publish(self, seq: KVSequence, upto: int) -> None:
-        """Tokens [0, upto) are written (the writing plan is enqueued) and their ids are in seq.tokens: others may share
-        their pages. The contract of order: any plan launched later sees the pages written. It may feed the last of
-        these tokens once more (where a grammar's mask came late), and none before it."""
+        """Declare tokens [0, upto) written, so that other sequences may share their pages. The plan that writes them
+        must be enqueued and their ids must be in seq.tokens.
+
+        Ordering contract: every plan launched later sees these pages written. Such a plan may feed the last of these
+        tokens once more (if a grammar mask was late), but none before it.
+        """
 
     @abstractmethod
     def trim(self, seq: KVSequence, length: int) -> None:
-        """Give back the pages that lie wholly past `length` tokens (rejected drafts, a shorter bound).
+        """Give back the pages that are entirely past `length` tokens (after rejected drafts, or for a shorter bound).
 
-        Lowers "written so far" to `length`: what lay past it may be written anew, with other tokens. ValueError where
-        the token at `length` would look back at pages of a window group that were given back.
+        Lowers "written so far" to `length`: tokens past it may be written again, with other ids. Raises ValueError if
+        the token at `length` would read pages of a window group that were given back.
         """
 
     @abstractmethod
     def fork(self, parent: KVSequence, child: KVSequence, upto: int) -> Hit:
-        """Register child sharing parent's pages of tokens [0, upto), the last one possibly partial.
+        """Register the child, which shares the parent's pages of tokens [0, upto). The last of them may be partly
+        filled.
 
-        No copying yet: that is reserve's when either of them writes to a shared page. A copy runs before its plan's
-        forward, so the plan that writes [0, upto) must be launched before the one that child joins; these tokens count
-        as written for parent too. Where the parent's window has passed what child would read, this is acquire(child).
+        Nothing is copied yet: reserve copies a shared page when either sequence writes to it. A copy runs before its
+        plan's forward, so the plan that writes [0, upto) must be launched before the plan that the child joins. These
+        tokens then count as written for the parent too. If the parent's window has passed pages that the child would
+        read, this is acquire(child).
         """
 
     @abstractmethod
     def release(self, seq: KVSequence) -> None:
-        """Give up the sequence. Published pages may stay cached; idempotent for unknown sequences."""
+        """Remove the sequence. Published pages may stay cached. Unknown sequences are ignored."""
 
     @abstractmethod
     def pages_needed(self, tokens: int, ahead: int | None = None) -> dict[int, int]:
-        """Pages per group that a sequence of so many tokens owns when nothing is shared: reserved at once, or with
-        `ahead` at most while it grows and plans write up to so many tokens past what is published."""
+        """Pages per group that a sequence of `tokens` tokens owns if it shares none. Without `ahead`: reserved in one
+        call. With `ahead`: the maximum while it grows and plans write up to `ahead` tokens past the published ones."""
 
     @abstractmethod
     def stats(self) -> KVStats:
-        """Of all groups together; light."""
+        """Return the counters. Must be cheap."""
 
     @abstractmethod
     def check(self) -> None:
-        """Verify that every page is exactly one of free, cached, owned, and that reference counts add up.
+        """Verify that every page is exactly one of free, cached and owned, and that reference counts add up.
 
-        Raises AssertionError that prints the numbers. May be slow; tests and idle integrity checks call it.
+        Raises AssertionError with the numbers. May be slow; tests and idle integrity checks call it.
         """
 
     @classmethod
     def host_pages(cls, config: object, groups: Sequence[KVGroup]) -> dict[int, int]:
-        """Pages 1 .. n of host memory per group that its LOADs and STOREs use; the executor allocates them."""
+        """Number of host pages per group (ids 1 .. n) that LOADs and STOREs use. The executor allocates them."""
         return {}
 
     def reset(self) -> None:
-        """Forget every cached (unowned) page; for benchmarks between runs."""
+        """Drop all cached (unowned) pages, for benchmarks between runs."""
         raise NotImplementedError(f"{type(self).__name__} cannot reset")

@@ -1,4 +1,4 @@
-"""The logits-processor seam: changes logits before sampling, for the requests that ask for it."""
+"""Logits-processor contract: changes logits before sampling, for the requests that ask for it."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LogitsContext:
-    """Where each row of logits stands. N logits rows: one per sampled position, draft positions included."""
+    """History of each row of logits. Shapes: N rows, one per sampled position (draft positions included), S slots, L
+    tokens."""
 
     slots_N: torch.Tensor
     """int64"""
     lengths_N: torch.Tensor
-    """int64: tokens before the one to be sampled; drafts ahead of a draft position count."""
+    """int64: number of tokens before the one to sample, including drafts that precede a draft position."""
     tokens_SL: torch.Tensor
     """int32: tokens_SL[slot, :length] is that history, drafts included."""
     prompt_len_S: torch.Tensor
-    """int64"""
+    """int64: prompt length of each slot's request."""
     max_length: int
-    """Host bound of lengths_N."""
+    """Upper bound of lengths_N, known on the host."""
 
 
 class LogitsProcessor(ABC):
-    """State lives in tensors with a row per slot, so that a step needs no Python per request.
+    """Keeps its state in tensors with one row per slot, so that a step needs no Python per request.
 
-    Beside the one on each rank there is one on the host, with a single slot on the CPU. It is asked about each request
-    that arrives: `validate`, `wants`, and for those that want it a `join`. What one of these raises fails that request
-    alone; later, in a step, it would end the engine.
+    In addition to the instance on each rank there is one on the host, with a single slot on the CPU. It checks each
+    arriving request: `validate`, `wants`, and then `join` if wanted. An exception there fails only that request. An
+    exception in a step ends the engine.
     """
 
     serves: tuple[str, ...] = ()
-    """Fields of SamplingParams that this processor carries out. A request that sets a field which no chosen processor
-    serves is refused."""
+    """Fields of SamplingParams that this processor implements. A request that sets a field which no selected processor
+    serves is rejected."""
     params: type[BaseModel] | None = None
-    """Parameters of a request beyond SamplingParams: a pydantic model whose fields have defaults and names of their own
-    among the chosen processors. A request gives them in `SamplingParams.extra`; `parameters` reads them."""
+    """Additional request parameters: a pydantic model whose fields all have defaults and names that are unique among
+    the selected processors. Requests set them in `SamplingParams.extra`; `parameters` reads them."""
     graph_safe: bool = True
-    """apply makes no host sync and no data-dependent shapes."""
+    """Whether apply is free of host syncs and data-dependent shapes, so that CUDA graphs can capture it."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -55,25 +56,26 @@ class LogitsProcessor(ABC):
         """Create the per-slot state."""
 
     def parameters(self, request: Request) -> Any:
-        """An instance of `params` with what the request gave, checked as strictly as options are."""
+        """Return an instance of `params` with the request's values, validated as strictly as config options."""
         if self.params is None:
             raise TypeError(f"{type(self).__name__} declares no `params`")
         mine = {name: value for name, value in request.params.extra.items() if name in self.params.model_fields}
         return self.params.model_validate_json(json.dumps(mine), strict=True)
 
     def validate(self, request: Request, vocab: int) -> None:
-        """Raise RequestError for what the request may not ask; its `parameters` are valid already. Pure; called on the
-        host when the request arrives. `vocab` is the model's: a token id is below it."""
+        """Raise RequestError if the request's values are not allowed. `parameters` is already valid, and token ids are
+        below `vocab`, the model's vocabulary. Pure; called on the host when the request arrives."""
 
     @abstractmethod
     def wants(self, request: Request) -> bool:
-        """Whether this request needs the processor. Pure; called on the host when the request arrives."""
+        """Whether this request uses the processor. Pure; called on the host when the request arrives."""
 
     @abstractmethod
     def join(self, slot: int, request: Request) -> None:
-        """A sequence takes the slot: of a request that wants the processor, or of one that does not, where the slot's
-        state is another's (reset it)."""
+        """Set the slot's state for a sequence that takes it. Also called for a request that does not want the
+        processor, if the slot holds the state of another request: reset it."""
 
     @abstractmethod
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Changed logits (in place is fine). Rows of slots that do not want the processor must come out unchanged."""
+        """Return the changed logits; changing them in place is allowed. Rows whose request does not want the processor
+        must be unchanged."""

@@ -1,4 +1,4 @@
-"""The model seam: layers from a Hugging Face config, and the names its checkpoint uses."""
+"""Model contract: layers built from a Hugging Face config, and the tensor names of its checkpoint."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MLA:
-    """Attention over a compressed latent (DeepSeek-V2, 2024): a token's cache is kv_rank + rope_dim values, for all
-    heads."""
+    """Attention over a compressed latent (DeepSeek-V2, 2024). The cache holds kv_rank + rope_dim values per token,
+    shared by all heads."""
 
     q_rank: int
     """0 = queries are not compressed."""
     kv_rank: int
     rope_dim: int
     nope_dim: int
-    """Of each head's query and key, the part without rotary."""
+    """Per-head dimensions of query and key without rotary embedding."""
     v_dim: int
 
 
@@ -41,32 +41,32 @@ class MoE:
 
     experts: int
     active: int
-    """Routed experts that one token passes."""
+    """Routed experts per token."""
     intermediate: int
-    """Of one expert."""
+    """Channels of one expert."""
     shared: int = 0
-    """Experts, of the same size, that every token passes."""
+    """Experts of the same size that process every token."""
     dense_layers: int = 0
-    """The first layers, which have a plain MLP of ModelSpec.intermediate."""
+    """Number of leading layers with a plain MLP of ModelSpec.intermediate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """How many weights a model has, by what becomes of them. Prediction layers past the last (MTP) are not counted."""
+    """Number of weights, by role. Layers for multi-token prediction (MTP) are not counted."""
 
     embedding: int
     head: int
-    """0 where the embedding serves as head."""
+    """0 if the embedding also serves as head."""
     attention: int
-    """Matrices of attention."""
+    """Attention matrices."""
     mlp: int
-    """Matrices of dense MLPs and shared experts."""
+    """Matrices of dense MLPs and of shared experts."""
     experts: int = 0
     """Matrices of all routed experts."""
     active_experts: int = 0
-    """Those of `experts` that one token passes."""
+    """The part of `experts` that processes one token."""
     rest: int = 0
-    """Norms, biases and routers, which quantizers leave in the model's dtype."""
+    """Norms, biases and routers. Quantizers leave them in the model's dtype."""
 
     @property
     def total(self) -> int:
@@ -74,24 +74,24 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """What one token passes, embeddings included."""
+        """Weights that process one token, embeddings included."""
         return self.total - self.experts + self.active_experts
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """How a checkpoint means its hidden states to become one vector of a text."""
+    """How a checkpoint turns hidden states into one vector per text."""
 
     pooling: Pooling
     normalize: bool = True
-    """Scale to length 1."""
+    """Scale the vector to length 1."""
     dimensions: tuple[int, ...] | None = ()
-    """Lengths to which it may be cut (Matryoshka, Kusupati et al. 2022); None = any."""
+    """Lengths to which the vector may be truncated (Matryoshka, Kusupati et al. 2022); None = any."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Facts every part of the engine may need, read from config.json without weights and without torch."""
+    """Facts about a model, read from config.json without weights and without torch."""
 
     architecture: str
     vocab: int
@@ -103,32 +103,32 @@ class ModelSpec:
     intermediate: int
     max_len: int
     dtype: str
-    """Of the checkpoint: "bfloat16", "float16", "float32"."""
+    """Dtype of the checkpoint: "bfloat16", "float16" or "float32"."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     tied: bool = False
     windows: tuple[int, ...] = ()
     """Attention window of each layer, 0 = full; empty = all full."""
     hf: Mapping[str, Any] | None = None
-    """config.json as it stands."""
+    """The unmodified config.json."""
     mla: MLA | None = None
     """None = each kv head has a key and a value of head_dim."""
     moe: MoE | None = None
     """None = every layer has a plain MLP of `intermediate`."""
     parameters: Parameters | None = None
-    """None = the model cannot say without being built."""
+    """None = unknown until the model is built."""
     embedding: EmbeddingSpec | None = None
-    """None = the checkpoint states none."""
+    """None = the checkpoint does not define one."""
     head: bool = True
-    """It can generate. Without a head `logits` is never called."""
+    """Whether the model can generate. If False, `logits` is never called."""
 
     def longest(self, wanted: int | None) -> int:
-        """Tokens of the longest sequence where so many are wanted: never more than the model was made for."""
+        """Maximum sequence length: `wanted` tokens, limited by the model's own maximum."""
         return min(wanted or self.max_len, self.max_len)
 
     def shares(self) -> dict[int, int]:
-        """Numbers of ranks (engine.tp) that can share heads and MLP channels -> what both sides of each matrix of a
-        rank divide by."""
+        """Return a map: number of ranks (engine.tp) that can split heads and MLP channels evenly -> greatest common
+        divisor of the sides of a rank's matrices."""
         shares = {}
         for ranks in range(1, self.heads + 1):
             if self.intermediate % ranks == 0 and can_share_heads(self.heads, self.kv_heads, ranks):
@@ -138,42 +138,42 @@ class ModelSpec:
         return shares
 
     def kv_bytes_per_token(self, dtype_bytes: int, tp: int = 1) -> int:
-        """KV cache of one token over all layers, on one of `tp` ranks, before any window slides. Heads are split over
-        ranks as far as there are any; a compressed latent is on every rank."""
+        """KV cache bytes of one token over all layers, on one of `tp` ranks, ignoring windows. Heads are split over
+        ranks, with at least one per rank; a compressed latent is replicated."""
         return self.layers * self._kv_values(tp) * dtype_bytes
 
     def kv_bytes(self, tokens: int, dtype_bytes: int, tp: int = 1) -> int:
-        """KV cache of a sequence of so many tokens; layers with a window keep no more than that."""
+        """KV cache bytes of a sequence of `tokens` tokens. A layer with a window keeps at most that many tokens."""
         windows = self.windows or (0,) * self.layers
         held = sum(min(tokens, window) if window else tokens for window in windows)
         return held * self._kv_values(tp) * dtype_bytes
 
     def _kv_values(self, tp: int) -> int:
-        """Of one token in one layer."""
+        """Cached values of one token in one layer."""
         if self.mla is not None:
             return self.mla.kv_rank + self.mla.rope_dim
         return 2 * max(1, self.kv_heads // tp) * self.head_dim
 
 
 def can_share_heads(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Each rank gets as many query heads, and as many kv heads; with fewer kv heads than ranks, neighbouring ranks hold
-    the same one."""
+    """Whether heads split evenly over ranks: each rank gets equally many query and kv heads. With fewer kv heads than
+    ranks, adjacent ranks hold copies of one head."""
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model's files are."""
+    """Location of a model's files."""
 
     folder: Path | None
-    """With config.json, tokenizer.json and safetensors; None = shapes alone."""
+    """Folder with config.json, tokenizer.json and safetensors; None = shapes only."""
     dummy: bool = False
-    """Random weights even where the folder has real ones."""
+    """Use random weights even if the folder has real ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What a model is built from, on one rank."""
+    """Everything that a model is built from, on one rank."""
 
     spec: ModelSpec
     device: torch.device
@@ -184,35 +184,36 @@ class BuildContext:
     quantizer: Quantizer
     attention: AttentionBackend
     collective: Collective
-    """rank and size of tensor parallelism are its."""
+    """Also holds rank and size of tensor parallelism."""
     adapters: Adapters | None = None
-    """What every linear layer hands its products to (dovetail.core.layers.Linear does); None = no adapters."""
+    """Every linear layer passes its output to it (dovetail.core.layers.Linear does so); None = no adapters."""
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """One step as layers see it."""
+    """The data of one step that layers read."""
 
     positions_T: torch.Tensor
-    """int64"""
+    """int64: position of each token in its sequence."""
     attn: Mapping[int, AttnCtx]
-    """By KV group id."""
+    """Attention plan of each KV group, by group id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Output of forward: final-norm hidden states_TC and the hidden states after each tapped layer."""
+    """Output of forward: hidden states_TC after the final norm, and the hidden states after each tapped layer, by
+    layer."""
 
     states: torch.Tensor
     taps: Mapping[int, torch.Tensor]
 
 
 Layers = Generator[Callable[[], Any], Any, Hidden]
-"""A forward under way (Model.layers): yields collective calls, is sent what each returned, returns its outcome."""
+"""A forward in progress (Model.layers). It yields collective calls, is sent the result of each, and returns Hidden."""
 
 
 class Model(ABC):
-    """Built on the meta of ModelSpec with BuildContext; weights come through `load` (or `init_dummy`)."""
+    """Built from BuildContext, without weights. `load` or `init_dummy` then fills them in."""
 
     def __init__(self, config: object, build: BuildContext) -> None:
         self.config, self.build = config, build
@@ -220,50 +221,54 @@ class Model(ABC):
     @classmethod
     @abstractmethod
     def spec(cls, config: Any) -> ModelSpec:
-        """Read the model folder's config.json. No torch, no weights. Raises ConfigError naming the file and the key."""
+        """Read the model folder's config.json, without torch or weights. Raises ConfigError naming the file and the
+        key."""
 
     @classmethod
     @abstractmethod
     def source(cls, config: Any) -> ModelSource:
-        """Where weights and tokenizer come from. No torch. Raises ConfigError for a folder that is not there."""
+        """Return the location of weights and tokenizer, without torch. Raises ConfigError if the folder does not
+        exist."""
 
     @property
     @abstractmethod
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Known after construction: each layer in one group, with planes for this rank's heads."""
+        """Valid after construction. Each layer is in exactly one group; planes are sized for this rank's heads."""
 
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        """Take (name, opener) of every checkpoint tensor; the opener returns a lazily sliced tensor (safetensors
-        get_slice). Raises ConfigError listing missing and unexpected names."""
+        """Load weights from (name, opener) pairs of all checkpoint tensors. An opener returns a lazily sliced tensor
+        (safetensors get_slice). Raises ConfigError listing missing and unexpected names."""
 
     @abstractmethod
     def init_dummy(self, seed: int) -> None:
-        """Random weights of sensible scale, equal on every rank layout as far as the device allows
-        (model.load=dummy)."""
+        """Fill in random weights of a sensible scale (model.load=dummy), equal for every rank layout as far as the
+        device allows."""
 
     @abstractmethod
     def embed(
         self, tokens_T: torch.Tensor, extra_TC: torch.Tensor | None = None, mask_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Token embeddings_TC; where mask_T, rows of extra_TC instead (images)."""
+        """Return token embeddings_TC. Where mask_T is true, the row of extra_TC replaces them (images)."""
 
     @abstractmethod
     def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
-        """States after the final norm, and those after each tapped layer. Capturable; no host sync."""
+        """Return the states after the final norm and after each tapped layer. Capturable; no host sync."""
 
     def layers(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Layers:
-        """`forward` as a generator that makes no collective call by itself: it yields each as a function without
-        arguments, and goes on with what that returned. As many calls whatever the tokens, and nothing between two of
-        them is kept on the model. Optional: with it, large steps may run as two halves in turns
-        (`engine.overlap_tokens`), the calls on a stream of their own."""
+        """Like `forward`, as a generator that yields each collective call as a function without arguments and receives
+        its result. The number of calls must not depend on the tokens, and the model must keep no state between two
+        calls. Optional: large steps can then run as two interleaved halves, with the collective calls on a dedicated
+        stream (`engine.overlap_tokens`)."""
         raise NotImplementedError(f"{type(self).__name__} has no `layers`: engine.overlap_tokens must be 0")
 
     @abstractmethod
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
-        """Full-vocabulary logits_BV, equal on every rank: float32, or the model's dtype, which sampling then widens."""
+        """Return logits_BV over the full vocabulary, equal on every rank: float32, or the model's dtype, which sampling
+        then widens."""
 
     def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The columns of `logits` that this rank computes, at least one, and the token of the first. With the default,
-        all of them, draws gather the whole vocabulary on every rank; with less, one candidate of each rank."""
+        """Return the `logits` columns that this rank computes (at least one), and the token id of the first. With the
+        default, all columns, every rank gathers the whole vocabulary; with a share, sampling exchanges one candidate
+        per rank."""
         return self.logits(states_BC), 0

@@ -1,4 +1,4 @@
-"""The observer seam: sees one immutable record per step, off the critical path."""
+"""Observer contract: receives one immutable record per step, off the critical path."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ class StepRecord:
 
     step: int
     clock: float
-    """Engine clock when the result came, seconds."""
+    """Engine clock in seconds when the result arrived."""
     rows: int
     tokens: int
-    """Fed, drafts included."""
+    """Tokens fed, drafts included."""
     sampled: int
-    """Output tokens gained."""
+    """Output tokens produced."""
     drafted: int
-    """Draft tokens verified at most."""
+    """Upper bound of draft tokens verified."""
     accepted: int
     """Draft tokens accepted."""
     waiting: int
     running: int
     kv_used: float
-    """Share of pages owned by sequences."""
+    """Fraction of pages owned by sequences."""
     schedule_seconds: float
-    """Host time spent on this plan."""
+    """Host time for this plan."""
     device_seconds: float
 
 
 class Observer(ABC):
-    """A failing observer is named, reported once and removed; it never stops the engine."""
+    """Consumer of step records. An observer that raises is reported once, by name, and removed; it never stops the
+    engine."""
 
     def __init__(self, config: object) -> None:
         self.config = config
 
     @abstractmethod
     def step(self, record: StepRecord) -> None:
-        """After each step, in order, in the engine's thread. The record may be kept."""
+        """Called after each step, in order, in the engine's thread. The record may be kept."""
 
     def close(self) -> None:
-        """The engine shuts down, or `step` failed. May be called again."""
+        """Release resources. Called at engine shutdown or after `step` raised; may be called again."""

@@ -1,7 +1,7 @@
-"""The parser seams: tool calls and reasoning in generated text, found while it streams. Chosen per request; no torch.
+"""Parser contracts: find tool calls and reasoning in generated text while it streams. Chosen per request; no torch.
 
-The text of one output goes through a reasoning parser first and a tool parser next: what looks like a call inside the
-reasoning is reasoning. Both seams answer with the events below.
+The text of an output passes through the reasoning parser, then the tool parser: a call inside the reasoning is part of
+the reasoning. Both contracts return the events below.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that led to the answer."""
+    """Reasoning text that precedes the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallBegin:
-    """A call of an offered tool begins."""
+    """Start of a call of an offered tool."""
 
     index: int
-    """0, 1, ... in the order of the text."""
+    """Number of the call in text order, from 0."""
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next piece of the arguments of the call that is open, as the model wrote them."""
+    """Next piece of the open call's arguments, as the model wrote them."""
 
     index: int
     text: str
@@ -47,7 +47,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """The call is over: complete, or cut short by the end of the output or by text that cannot belong to it."""
+    """End of the call: complete, or cut short by the end of the output or by text that cannot belong to it."""
 
     index: int
 
@@ -62,69 +62,77 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, object] = field(default_factory=dict)
-    """JSON schema of the arguments; empty: any object."""
+    """JSON schema of the arguments; empty = any object."""
 
 
 class ParserStream(ABC):
-    """One output on its way. Streams of one parser share nothing that changes.
+    """Parser state of one output. Streams of one parser share no mutable state.
 
-    Text is never lost and never raises: what is no well-formed call comes out as content, word for word. Only markup is
-    left out: marks, what frames a call, and blanks beside them. Where the pieces of the text are
-    cut makes no difference to what comes out in sum.
+    Parsing never loses text and never raises: anything but a well-formed call is returned as content, word for word.
+    Only markup is dropped: special marks, the frame of a call, and adjacent white space. The combined result does not
+    depend on how the text is split into pieces.
     """
 
     @abstractmethod
     def feed(self, text: str) -> list[ParserEvent]:
-        """What is certain after this piece. Text that may become a mark is held back; other text is not."""
+        """Return the events that are certain after this piece of text. Only text that may become a mark is held
+        back."""
 
     @abstractmethod
     def finish(self) -> list[ParserEvent]:
-        """The output has ended: everything still held. Called once; nothing is fed after it."""
+        """End the output: return everything held back. Called once; no `feed` follows."""
 
 
 class ToolParser(ABC):
-    """One format of tool calls. Built as `Class(config)` once, used by many requests at a time: it does not change."""
+    """One tool-call format. Built once as `Class(config)` and used concurrently by many requests, so it is
+    immutable."""
 
     special: tuple[str, ...] = ()
-    """Special tokens of the format. The front-end keeps their text in the output, which it drops otherwise."""
+    """Special tokens of the format. The front end keeps their text in the output; other special tokens are dropped."""
 
     def __init__(self, config: object) -> None:
         self.config = config
 
     @abstractmethod
     def fits(self, chat_template: str) -> bool:
-        """Whether a model with this chat template writes this format; used where no parser is named."""
+        """Whether a model with this chat template writes this format. Selects the parser if none is configured."""
 
     @abstractmethod
     def stream(self, tools: Sequence[Tool], *, forced: bool = False) -> ParserStream:
-        """For one output. A call of anything but these tools is content. forced: the output is held to `grammar`.
+        """Return the stream of one output. A call of any other tool is content. `forced`: the output is constrained by
+        `grammar`.
 
-        Events: Content, ToolCallBegin, ToolCallArguments, ToolCallEnd; calls one after another."""
+        Events: Content, ToolCallBegin, ToolCallArguments, ToolCallEnd. Calls do not overlap.
+        """
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar:
-        """Outputs that are calls of these tools and nothing else: one, or with parallel one or more.
+        """Return the grammar of outputs that consist of calls of these tools only: exactly one, or with `parallel` one
+        or more.
 
-        A request that must call a tool samples under it. Raises RequestError for a format that cannot be forced."""
+        A request with a required tool call samples under it. Raises RequestError for a format that cannot be forced.
+        """
         raise RequestError(
             f"{type(self).__name__} cannot force a tool call: set tool_choice to auto, or choose another tool parser"
         )
 
 
 class ReasoningParser(ABC):
-    """One way of marking reasoning. Built as `Class(config)` once, used by many requests at a time."""
+    """One way of marking reasoning. Built once as `Class(config)` and used concurrently by many requests."""
 
     special: tuple[str, ...] = ()
-    """As in ToolParser."""
+    """Special tokens of the format, as in ToolParser."""
 
     def __init__(self, config: object) -> None:
         self.config = config
 
     @abstractmethod
     def fits(self, chat_template: str) -> bool:
-        """Whether a model with this chat template reasons this way; used where no parser is named."""
+        """Whether a model with this chat template marks reasoning this way. Selects the parser if none is
+        configured."""
 
     @abstractmethod
     def stream(self, prompt: str) -> ParserStream:
-        """For one output. `prompt` is the rendered prompt: some templates open the reasoning themselves.
+        """Return the stream of one output. `prompt` is the rendered prompt: some templates already open the reasoning.
 
-        Events: Reasoning, then Content."""
+        Events: Reasoning, then Content.
+        """

@@ -1,7 +1,7 @@
-"""StepPlan: everything the ranks must be told to run one step, and nothing about token values.
+"""StepPlan: everything the ranks need in order to run one step. It holds no token values.
 
-A plan is a diff: joins, leaves and page deltas change persistent device state; rows say what runs. Lengths in rows are
-upper bounds where the device decides (speculation with plans in flight); the device knows the exact ones.
+A plan is a diff. Joins, leaves and page deltas change the persistent device state; rows name the work of this step.
+With speculation and plans in flight only the device knows exact lengths, so lengths in rows are upper bounds.
 """
 
 from __future__ import annotations
@@ -17,53 +17,54 @@ if TYPE_CHECKING:
 
 
 class RowFlag(IntFlag):
+    """Bits of Row.flags. A row without SAMPLE yields no token: an unfinished prefill, or an embedding."""
+
     SAMPLE = 1
     """Sample after this row's last token."""
     DECODE = 2
-    """The row feeds the last sampled token and its drafts; where it starts and how many drafts it has, the device
-    knows."""
+    """A decode row: it feeds the last sampled token and its drafts. The device knows its position and draft count."""
     LATE = 4
-    """The row samples once its late inputs have come (LateInputs). Set by the engine, on rows that sample; such a row
-    has no drafts."""
+    """The row samples only when its late inputs have arrived (LateInputs). The engine sets this on rows that sample;
+    such a row has no drafts."""
 
 
 SAMPLE, DECODE, LATE = int(RowFlag.SAMPLE), int(RowFlag.DECODE), int(RowFlag.LATE)
 DECODE_AND_SAMPLE = DECODE | SAMPLE
-"""Plain integers for code that runs once per row: `&` on an IntFlag takes half a microsecond."""
+"""The flags as plain integers, for code that runs once per row: `&` on an IntFlag takes half a microsecond."""
 
 
 class Row(NamedTuple):
-    """One sequence's share of a step."""
+    """The work of one sequence in a step."""
 
     slot: int
     uid: int
     epoch: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a row
-    """Tokens fed: exact for a chunk, 1 + draft at most for a decode row."""
+    count: int  # type: ignore[assignment]  # hides tuple.count, which rows do not need
+    """Tokens fed: exact for a prefill chunk, at most 1 + draft for a decode row."""
     bound: int
-    """KV length after this step at most."""
+    """Upper bound of the KV length after this step."""
     draft: int
-    """Draft tokens verified at most."""
+    """Maximum number of draft tokens to verify."""
     flags: int
-    """RowFlag. What else a rank must know of a row (greedy, penalties, logprobs) came with the join's blob."""
+    """Bitwise or of RowFlag. Other per-row facts (greedy, penalties, logprobs) are in the JoinBlob."""
 
 
 _FLAGS = itemgetter(Row._fields.index("flags"))
 
 
 class Join(NamedTuple):
-    """A sequence takes a slot. Its token ids and sampling parameters travel beside the plan as the blob (uid,
+    """A sequence takes a slot. Its token ids and sampling parameters travel outside the plan, as the JoinBlob (uid,
     epoch)."""
 
     slot: int
     uid: int
     epoch: int
     computed: int
-    """Tokens whose KV is already in the pages given (prefix hit or fork)."""
+    """Tokens whose KV is already in the given pages (prefix hit or fork)."""
 
 
 class PageDelta(NamedTuple):
-    """Entry `index` of the slot's page table in this group becomes `page`."""
+    """Set entry `index` of the slot's page table in this group to `page`."""
 
     group: int
     slot: int
@@ -73,15 +74,15 @@ class PageDelta(NamedTuple):
 
 class PageOpKind(IntEnum):
     COPY = 0
-    """Device page to device page, every layer and plane of the group."""
+    """Copy device page src to device page dst, for every layer and plane of the group."""
     LOAD = 1
-    """Host page src to device page dst."""
+    """Copy host page src to device page dst."""
     STORE = 2
-    """Device page src to host page dst."""
+    """Copy device page src to host page dst."""
 
 
 class PageOp(NamedTuple):
-    """Moves one page before the step's forward runs, in list order."""
+    """Copy of one page, before the step's forward. Operations run in list order."""
 
     kind: int
     group: int
@@ -90,7 +91,7 @@ class PageOp(NamedTuple):
 
 
 class HostDraft(NamedTuple):
-    """Draft ids found on the host, for drafters that need host tokens."""
+    """Draft ids computed on the host, for drafters with needs_host_tokens."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -98,16 +99,17 @@ class HostDraft(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Built by a scheduler, encoded by core.engine.encoding, applied by every rank in `step` order.
+    """One step. The scheduler builds it, core.parallel.encoding encodes it, and every rank applies plans in `step`
+    order.
 
-    It has at least one row. Rows stand in canonical order: decode rows by slot, then chunks by slot.
+    It has at least one row. Row order is canonical: decode rows by slot, then prefill chunks by slot.
     """
 
     step: int
     rows: list[Row]
     joins: list[Join] = field(default_factory=list)
     leaves: list[int] = field(default_factory=list)
-    """Slots given up before the joins of this plan."""
+    """Slots freed before the joins of this plan."""
     pages: list[PageDelta] = field(default_factory=list)
     ops: list[PageOp] = field(default_factory=list)
     drafts: list[HostDraft] = field(default_factory=list)
@@ -119,16 +121,17 @@ class StepPlan:
 
     @property
     def late(self) -> bool:
-        """Its second half waits for late inputs."""
+        """Whether its sampling half waits for late inputs."""
         return max(map(_FLAGS, self.rows), default=0) >= LATE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateInputs:
-    """What rows of a launched plan need for sampling and the host learns only from earlier results."""
+    """Sampling inputs of a launched plan that the host can compute only from earlier results."""
 
     step: int
     rows: tuple[int, ...]
-    """Indices into the plan's rows, rising: those whose mask is here. A LATE row that is missing sits this step out."""
+    """Ascending indices into the plan's rows: the rows with a mask here. A LATE row that is not listed yields no token
+    in this step."""
     masks_MW: NDArray[np.uint32]
-    """Which tokens each of them may sample, [rows, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is token t."""
+    """Allowed tokens of each listed row, [rows, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is token t."""

@@ -1,6 +1,7 @@
-"""Records that cross seams: what a request asks for, and one sequence's life as scheduler, allocator and engine see it.
+"""Records shared by several contracts: what a request asks for, and one sequence as scheduler, allocator and engine see
+it.
 
-Light on purpose: no torch. Each mutable field says who writes it.
+Importing this module loads no torch. Each mutable field names its writer.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Pooling = Literal["last", "mean"]
-"""How the hidden states of a prompt become one embedding: those of its last token (E5-Mistral, Wang et al. 2024), or
-their mean."""
+"""How the hidden states of a prompt become one embedding: the last token's state (E5-Mistral, Wang et al. 2024) or the
+mean of all."""
 
 
 def _int32_token(token: int) -> int:
@@ -34,22 +35,23 @@ TokenId = Annotated[int, AfterValidator(_int32_token)]
 
 
 MOST_EXTRA_BYTES = 1 << 16
-"""Of SamplingParams.extra, as JSON."""
+"""Maximum size of SamplingParams.extra as JSON."""
 
 
 class SamplingParams(BaseModel):
-    """How to turn logits into tokens, and when to stop. Names and meaning follow the OpenAI API where it has them."""
+    """How to sample tokens from logits, and when to stop. Names and meanings follow the OpenAI API where it has
+    them."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=False
     )
 
     n: int = Field(1, ge=1, le=128)
-    """Samples drawn for one prompt; they share the prompt's KV pages (copy-on-write)."""
+    """Samples per prompt. They share the prompt's KV pages (copy-on-write)."""
     max_tokens: int | None = Field(128, ge=1)
-    """Output tokens at most; None = until the context is full."""
+    """Maximum number of output tokens; None = until the context is full."""
     min_tokens: int = Field(0, ge=0)
-    """Output tokens before which neither EOS nor a stop token may be sampled."""
+    """Number of output tokens before EOS or a stop token may be sampled."""
     temperature: float = Field(1.0, ge=0.0, le=100.0)
     """0 = greedy."""
     top_k: int = Field(0, ge=0)
@@ -69,26 +71,27 @@ class SamplingParams(BaseModel):
     )
     """Added to the logits of these token ids."""
     seed: int | None = Field(None, ge=0, lt=2**63)
-    """Same seed, prompt and parameters: same tokens, whatever else is in the batch. None = drawn from engine.seed."""
+    """Equal seed, prompt and parameters give equal tokens, whatever else is in the batch. None = drawn from
+    engine.seed."""
     stop: tuple[str, ...] = Field((), max_length=64)
-    """Strings that end the output; not part of it unless include_stop."""
+    """Strings that end the output. They are removed from it unless include_stop is set."""
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64)
-    """Token ids that end the output, beside the model's own EOS."""
+    """Token ids that end the output, in addition to the model's EOS."""
     include_stop: bool = False
     """Keep the stop string or stop token in the output."""
     ignore_eos: bool = False
-    """Go on past the model's EOS (benchmarks)."""
+    """Continue past the model's EOS (for benchmarks)."""
     logprobs: int | None = Field(None, ge=0, le=64)
-    """Report the log-probability of each output token and of this many most likely ones. Of the model's own
-    distribution: before penalties, bias and temperature."""
+    """Report the log-probability of each output token and of this many most likely tokens. They are taken from the
+    model's distribution, before penalties, bias and temperature."""
     prompt_logprobs: int | None = Field(None, ge=0, le=64)
-    """The same for prompt tokens. Such a request recomputes its prompt: it does not read the prefix cache."""
+    """The same for prompt tokens. Such a request recomputes its prompt instead of reading the prefix cache."""
     extra: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
-    """Parameters of chosen logits processors by their names, such as {"no_repeat_ngram": 3}; plain JSON values, 64 KiB
-    at most. A name that no chosen processor has is refused."""
+    """Parameters of selected logits processors, by name, such as {"no_repeat_ngram": 3}: plain JSON values, at most 64
+    KiB. A name that no selected processor declares is rejected."""
     grammar: Grammar | None = None
-    """The form that the output must have; {"kind": "regex", "value": "[a-z]+"} for instance. It ends the output when
-    nothing more may follow."""
+    """Required form of the output, for instance {"kind": "regex", "value": "[a-z]+"}. The output ends when the grammar
+    allows no further token."""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,57 +107,58 @@ class SamplingParams(BaseModel):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.extra and (size := len(json.dumps(self.extra, allow_nan=False))) > MOST_EXTRA_BYTES:
-            raise ValueError(f"extra: {size} bytes of JSON, of at most {MOST_EXTRA_BYTES}")
+            raise ValueError(f"extra: {size} bytes of JSON; the maximum is {MOST_EXTRA_BYTES}")
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What a caller may say of a request besides its prompt and sampling parameters."""
+    """Options of a request in addition to its prompt and sampling parameters."""
 
     priority: int = 0
-    """Lower runs first, with a scheduler that reads it."""
+    """Lower values run first, with a scheduler that uses priorities."""
     deadline: float | None = None
-    """Time on this process's `time.perf_counter()` by which the request should be complete, in seconds."""
+    """Time by which the request should be complete, in seconds of this process's `time.perf_counter()`."""
     user: str = ""
-    """Name that fair schedulers and routers group requests by."""
+    """Name by which fair schedulers and routers group requests."""
     cache_salt: str = ""
-    """Prefix pages are shared only between requests of equal salt."""
+    """Only requests with equal salts share prefix pages."""
     hints: Mapping[str, float] = field(default_factory=dict)
-    """Numbers from the client or an annotator (for instance expected output length); schedulers may read them."""
+    """Numbers from the client or an annotator (for instance the expected output length), for schedulers."""
     pooling: Pooling | None = None
-    """How the prompt's hidden states become one embedding; None = the request generates text."""
+    """How the prompt is embedded; None = the request generates text."""
     adapter: str = ""
     """Name of the adapter to run with; "" = the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request(RequestOptions):
-    """One prompt as the engine accepted it. Immutable.
+    """One accepted prompt. Immutable.
 
-    The engine rewrites two of the caller's options. `adapter` becomes the adapter's name and load, as "sql@2".
-    `cache_salt` includes the adapter. With `pooling`, the engine clears SAMPLE on the request's rows and the ranks
-    return pooled states in place of tokens; to a scheduler it is a request for one token.
+    The engine rewrites two of the caller's options: `adapter` becomes the adapter's name and load count, such as
+    "sql@2", and `cache_salt` includes the adapter. With `pooling` the engine clears SAMPLE in the request's rows, and
+    the ranks return pooled states instead of tokens. For the scheduler it is a request for one token.
     """
 
     uid: int
-    """Engine-wide, rising with arrival."""
+    """Unique in the engine, ascending with arrival."""
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
     """The model's end-of-sequence ids (empty when ignore_eos)."""
     arrival: float = 0.0
-    """Engine clock, seconds."""
+    """Engine clock in seconds."""
     processors: tuple[str, ...] = ()
-    """Logits processors that it wants. Written by the engine, which asked each of them on arrival."""
+    """Names of the logits processors that it uses. Written by the engine, which asks each processor when the request
+    arrives."""
 
     @property
     def feeds_all(self) -> bool:
-        """Every prompt token must be fed, so that none may come from the prefix cache."""
+        """Whether every prompt token must be fed, so that none may come from the prefix cache."""
         return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     stop_ids: frozenset[int] = field(init=False, repr=False, compare=False)
-    """Every token id that ends the output."""
+    """All token ids that end the output."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_ids", frozenset(self.eos_ids + self.params.stop_token_ids))
@@ -162,11 +166,11 @@ class Request(RequestOptions):
 
 class Status(Enum):
     WAITING = "waiting"
-    """Not on the device: new, or preempted. May enter a plan when inflight == 0."""
+    """Not on the device: new or preempted. May enter a plan when inflight == 0."""
     RUNNING = "running"
     """Owns a slot and pages."""
     FINISHED = "finished"
-    """Owns nothing; late results are dropped."""
+    """Owns neither slot nor pages. Late results are dropped."""
 
 
 class FinishReason(Enum):
@@ -178,7 +182,7 @@ class FinishReason(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request. The host's view: with plans in flight the device may be ahead of it.
+    """One sample of a request, as the host knows it. With plans in flight the device may be ahead.
 
     Invariants: known_len <= max_len; computed <= max_len; inflight == 0 implies max_len == known_len.
     """
@@ -187,30 +191,30 @@ class Sequence:
     """Unique among all sequences."""
     request: Request
     sample: int = 0
-    """0 .. n-1."""
+    """Index of the sample, 0 .. n-1."""
     parent: Sequence | None = None
     """Set for sample > 0: the sequence whose prompt pages this one forks."""
 
     tokens: list[int] = field(default_factory=list)
-    """Prompt and every output token the host has. Written by the engine, from results, before scheduler.update."""
+    """The prompt and all output tokens received so far. Written by the engine from results, before scheduler.update."""
     status: Status = Status.WAITING
     """Written by the scheduler."""
     slot: int = -1
     """Row of the persistent device state while RUNNING. Written by the scheduler."""
     epoch: int = 0
-    """Counts entries to the device; with uid it names one stay. Written by the scheduler."""
+    """Number of entries to the device; (uid, epoch) identifies one stay. Written by the scheduler."""
     limit: int = 0
-    """Tokens it may grow to: prompt and max_tokens, at most the context. Written by the engine."""
+    """Maximum length: prompt + max_tokens, limited by the context. Written by the engine."""
     max_len: int = 0
-    """Upper bound of the length once every launched plan has run (all drafts accepted). Written by the scheduler."""
+    """Upper bound of the length after every launched plan (all drafts accepted). Written by the scheduler."""
     computed: int = 0
-    """Upper bound of tokens whose KV is in the cache once every launched plan has run. Written by the scheduler."""
+    """Upper bound of the tokens whose KV is in the cache after every launched plan. Written by the scheduler."""
     inflight: int = 0
-    """Launched plans with a row of this sequence whose result has not come. Written by the scheduler."""
+    """Launched plans with a row of this sequence whose result has not arrived. Written by the scheduler."""
     cached: int = 0
     """Prompt tokens taken from the prefix cache at the first entry. Written by the scheduler."""
     preemptions: int = 0
-    """Written by the scheduler."""
+    """Number of preemptions. Written by the scheduler."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -221,7 +225,7 @@ class Sequence:
 
     @property
     def known_len(self) -> int:
-        """Tokens the host has."""
+        """Number of tokens that the host has."""
         return len(self.tokens)
 
     @property
@@ -234,42 +238,42 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to feed: more than 1 is prefill (new, or recomputing after preemption), 1 is decode."""
+        """Tokens left to feed: more than 1 means prefill (new, or recomputing after preemption), 1 means decode."""
         return self.max_len - self.computed
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of one token and of the most likely ones, best first."""
+    """Log-probability of one token and of the most likely tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class RowResult(NamedTuple):
-    """What one plan row brought. tokens is empty for a prefill chunk that does not sample, and for a LATE row whose
-    late inputs did not come: its last token is to be fed again."""
+    """Result of one plan row. `tokens` is empty for a prefill chunk that does not sample, and for a LATE row without
+    late inputs: its last token must be fed again."""
 
     row: int
     uid: int
     epoch: int
     tokens: tuple[int, ...] = ()
-    """Accepted drafts, then the token the target sampled itself."""
+    """Accepted drafts, then the token sampled by the target."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token, when asked for."""
+    """One per token, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per prompt token fed by this chunk, of the token that follows it, when asked for."""
+    """For each prompt token fed by this chunk, the logprobs of the token that follows it, if requested."""
     pooled_C: NDArray[np.float32] | None = None
-    """Final hidden states, where the request has a pooling: of the prompt's last token, or the sum over this row's."""
+    """Final hidden states of a request with pooling: the prompt's last token, or the sum over this row's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results of one plan; arrive in plan order."""
+    """Results of one plan. They arrive in plan order."""
 
     step: int
     rows: tuple[RowResult, ...]
     device_seconds: float = 0.0
-    """Time the device spent on the plan, where the executor can tell; 0 = unknown."""
+    """Device time of the plan; 0 = the executor cannot measure it."""
     idle_seconds: float = 0.0
-    """Time for which the device had nothing to do before it, since the plan before was done; 0 where device_seconds
-    is."""
+    """Time for which the device was idle before this plan, since the end of the previous one; 0 if device_seconds is
+    0."""

@@ -1,4 +1,5 @@
-"""The router seam: which data-parallel replica runs a request. It works at the front door, on the host."""
+"""Router contract: which data-parallel replica runs a request. It runs on the host, before a request reaches an
+engine."""
 
 from __future__ import annotations
 
@@ -11,38 +12,39 @@ from dovetail.core.interfaces.records import RequestOptions
 
 @dataclass(frozen=True, slots=True)
 class Arrival(RequestOptions):
-    """A request that has no replica yet. Its `cache_salt` includes the adapter: prefixes are cached per adapter."""
+    """A request that is not assigned to a replica yet. Its `cache_salt` includes the adapter, since prefixes are cached
+    per adapter."""
 
     prompt_ids: Sequence[int]
     samples: int = 1
-    """Completions of this prompt; all of them run on one replica and share its pages."""
+    """Completions of this prompt. All of them run on one replica and share its pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """One replica as the front door sees it when a request arrives. It counts what it sent and what came back, so the
-    first two are exact."""
+    """Load of one replica when a request arrives. The router's process counts samples and prompt tokens as it sends
+    requests and receives results, so these two numbers are exact."""
 
     replica: int
     samples: int = 0
-    """That run or wait there."""
+    """Samples that run or wait there."""
     prompt_tokens: int = 0
-    """Of requests there that have no output yet, cached ones included."""
+    """Prompt tokens, cached ones included, of its requests without output so far."""
     kv_usage: float = 0.0
-    """Share of its KV pages that running samples own, up to a quarter of a second ago."""
+    """Fraction of its KV pages owned by running samples; at most a quarter of a second old."""
 
 
 class Router(ABC):
-    """Built as `Class(config, replicas)`, where there are two replicas or more. Calls never overlap. Equal calls in the
-    same order give equal choices."""
+    """Built as `Class(config, replicas)` if there are at least two replicas. Calls do not overlap. Deterministic: equal
+    calls in equal order give equal choices."""
 
     def __init__(self, config: object, replicas: int) -> None:
         self.config, self.replicas = config, replicas
 
     @abstractmethod
     def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
-        """The `replica` of one of `loads`, which are those that take requests, rising, at least one. The request goes
-        there: the router may remember it."""
+        """Return the `replica` of one entry of `loads`. `loads` lists the replicas that accept requests, ascending, at
+        least one. The request is sent to the chosen replica, so the router may record the choice."""
 
     def forget(self, replica: int) -> None:
-        """Its prefix cache is empty: it died and starts anew, or its cache was reset."""
+        """Drop assumptions about the replica's prefix cache: it is empty after a restart or a reset."""

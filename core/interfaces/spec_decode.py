@@ -1,5 +1,5 @@
-"""The drafter seam: guesses the next tokens so that one target step can accept several (Leviathan et al. 2023, Chen et
-al. 2023)."""
+"""Drafter contract: propose tokens so that one target step can accept several (Leviathan et al. 2023, Chen et al.
+2023)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TargetView:
-    """What a drafter may use of the target model, on this rank."""
+    """The parts of the target model that a drafter may use, on this rank."""
 
     spec: ModelSpec
     device: torch.device
@@ -30,48 +30,50 @@ class TargetView:
 
 @dataclass(slots=True)
 class DraftContext:
-    """Device state after a step's verification. Shapes: B rows that sampled, S slots, L tokens."""
+    """Device state after a step's verification. Shapes: B rows that sampled, S slots, L tokens of a slot, T tokens of
+    the step."""
 
     slots_B: torch.Tensor
     """int64"""
     tokens_SL: torch.Tensor
-    """int32: every known token of every slot; tokens_SL[slot, :length] is valid."""
+    """int32: all known tokens of every slot; tokens_SL[slot, :length] is valid."""
     lengths_B: torch.Tensor
-    """int32: exact length of each row, tokens just accepted included."""
+    """int32: exact length of each row, including the tokens just accepted."""
     max_length: int
-    """Host bound of lengths_B."""
+    """Upper bound of lengths_B, known on the host."""
     k: int
-    """Tokens wanted per row."""
+    """Number of draft tokens requested per row."""
     key_S: torch.Tensor
-    """int64: key of each slot's random draws (core.ops.random); the only source of chance a drafter may use."""
+    """int64: key of each slot's random draws (core.ops.random), the only permitted source of randomness."""
     slots_T: torch.Tensor
-    """int64: slot of each token the step fed, in the order of the hidden states."""
+    """int64: slot of each token of the step, in the order of the hidden states."""
     positions_T: torch.Tensor
-    """int64: its position. A token behind the accepted ones was a rejected draft, or padding."""
+    """int64: position of each token of the step. Tokens after the accepted ones are rejected drafts or padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A chain of guesses per row (or a tree, when parents is set)."""
+    """A chain of draft tokens per row (or a tree, if parents_BK is set)."""
 
     tokens_BK: torch.Tensor
-    """int32; entries from count on are ignored."""
+    """int32; entries from count_B on are ignored."""
     count_B: torch.Tensor
-    """int32: guesses of each row, 0 .. K."""
+    """int32: number of draft tokens of each row, 0 .. K."""
     probs_BKV: torch.Tensor | None = None
-    """float32 q(token) the guesses were drawn from; None = point masses (a guess is certain to its drafter)."""
+    """float32: probabilities q(token) from which the tokens were drawn; None = point masses (deterministic drafts)."""
     parents_BK: torch.Tensor | None = None
-    """int32 index of each node's parent, -1 = the last accepted token; None = chain. This version verifies chains
-    alone and refuses trees."""
+    """int32: index of each node's parent, -1 = the last accepted token; None = chain. This version verifies only chains
+    and refuses trees."""
 
 
 class Drafter(ABC):
-    """Built once per rank. Every rank must propose the same tokens."""
+    """Proposes draft tokens. Built once per rank; all ranks must propose the same tokens."""
 
     needs_host_tokens: bool = False
-    """True: drafts come from the host (propose_host) instead of propose. That needs every token, so depth must be 1."""
+    """True = drafts come from propose_host instead of propose. That requires every token on the host, so depth must be
+    1."""
     taps: tuple[int, ...] = ()
-    """Target layers whose hidden states `observe` reads."""
+    """Target layers whose hidden states are passed to `observe`."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -79,24 +81,25 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def lookahead(self) -> int:
-        """Most drafts per row and step; 0 = speculation off."""
+        """Maximum number of drafts per row and step; 0 = speculation off."""
 
     def bind(self, target: TargetView) -> None:
-        """Called once, when the target stands."""
+        """Take the target model. Called once, after it is built."""
         self.target = target
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """KV groups of the drafter's own, beside the target's."""
+        """Additional KV groups for the drafter itself."""
         return ()
 
     def observe(self, ctx: DraftContext, hidden_TC: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> None:
-        """Sees every step's hidden states, also when no draft was wanted or no row sampled (ctx then has no rows)."""
+        """Receive the hidden states of every step, even if no draft was requested or no row sampled (ctx then has no
+        rows)."""
 
     @abstractmethod
     def propose(self, ctx: DraftContext) -> Draft:
-        """Guess ctx.k tokens a row. On the device, no host sync."""
+        """Propose up to ctx.k tokens per row. Runs on the device without host sync."""
 
     def propose_host(self, tokens: Sequence[int], k: int) -> Sequence[int]:
-        """At most k guesses for what follows tokens. Called on the host, on rank 0's process, only with
-        needs_host_tokens, and without bind: it sees tokens alone."""
+        """Return at most k tokens to follow `tokens`. Called on the host in rank 0's process, only with
+        needs_host_tokens and without `bind`: its sole input is `tokens`."""
         raise NotImplementedError(f"{type(self).__name__} sets needs_host_tokens and has no propose_host")

@@ -1,4 +1,4 @@
-"""The workload seam: the requests of a benchmark and the times at which they arrive."""
+"""Workload contract: the requests of a benchmark and their arrival times."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """A service-level objective of one request; what is None is not asked for."""
+    """Service-level objective of one request; None = no objective."""
 
     ttft: float | None = None
-    """Time to first token at most, seconds."""
+    """Maximum time to first token, seconds."""
     tpot: float | None = None
-    """Time per output token after the first at most, seconds."""
+    """Maximum time per output token after the first, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """One request of a benchmark. End-of-sequence is ignored, so the work is the same whatever the model answers."""
+    """One request of a benchmark. It ignores end-of-sequence tokens, so the work does not depend on the model's
+    answer."""
 
     prompt_ids: tuple[int, ...]
     output_tokens: int
-    """Exactly so many are generated, at least 1."""
+    """Exact number of generated tokens, at least 1."""
     arrival: float = 0.0
-    """Seconds after the run begins. Arrivals do not wait for answers (an open loop)."""
+    """Seconds after the start of the run. Arrivals do not wait for answers (open loop)."""
     slo: SLO | None = None
-    """None = that of the run."""
+    """None = the run's objective."""
     priority: int = 0
-    """Lower runs first, with a scheduler that reads it."""
+    """Lower values run first, with a scheduler that uses priorities."""
     user: str = ""
     cache_salt: str = ""
     adapter: str = ""
-    """By name; "" = the base model."""
+    """Adapter name; "" = the base model."""
 
 
 def no_tokenizer(text: str) -> Sequence[int]:
@@ -42,18 +43,18 @@ def no_tokenizer(text: str) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadContext:
-    """What requests are made for."""
+    """Limits and inputs for the requests of a run."""
 
     vocab: int
-    """Prompt ids lie in [0, vocab)."""
+    """Prompt ids are in [0, vocab)."""
     max_len: int
-    """Tokens of prompt and output together at most."""
+    """Maximum number of tokens of prompt and output together."""
     seed: int
-    """Differs between repeats of a run; equal seeds give equal requests."""
+    """Differs between repeats of a run. Equal seeds give equal requests."""
     rate: float | None = None
-    """The offered load, requests/s: one of `rates()`."""
+    """Offered load in requests/s: one of `rates()`."""
     encode: Callable[[str], Sequence[int]] = no_tokenizer
-    """The model's tokenizer. Raises ValueError where it has none."""
+    """The model's tokenizer. Raises ValueError if the model has none."""
 
 
 class Workload(ABC):
@@ -63,11 +64,12 @@ class Workload(ABC):
         self.config = config
 
     def rates(self) -> Sequence[float | None]:
-        """Offered loads to measure one after another, requests/s, each once; None = no rate is asked for. Several make
-        a load curve."""
+        """Offered loads in requests/s, measured one after another, each listed once; None = the workload sets no rate.
+        Several loads give a load curve."""
         return (None,)
 
     @abstractmethod
     def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        """The requests of one run, at least one, in order of arrival. Every random draw comes from ctx.seed. Raises
-        ConfigError for requests that cannot be made: too long for ctx.max_len, a file that cannot be read."""
+        """Return the requests of one run, at least one, in order of arrival. All random draws derive from ctx.seed.
+        Raises ConfigError if requests cannot be made, for instance too long for ctx.max_len or from an unreadable
+        file."""

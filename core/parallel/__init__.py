@@ -1,1 +1,1 @@
-"""Ranks as processes: how they are started and watched, and the channels between them."""
+"""Ranks as processes: starting and watching them, the channels between them, and the encoding of plans."""

@@ -1,4 +1,4 @@
-"""Control messages between two processes: a JSON object and, where wanted, raw bytes beside it. No pickle."""
+"""Control messages between two processes: a JSON object and optional raw bytes. No pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LENGTHS = struct.Struct("<IQ")
 
 
 class ChannelClosed(Exception):
-    """The other end is gone."""
+    """The other end is closed."""
 
 
 class Channel:
@@ -38,16 +38,16 @@ class Channel:
             raise ChannelClosed from error
 
     def recv(self) -> tuple[dict[str, Any], bytes]:
-        """Waits for a whole message."""
+        """Wait for one complete message and return it."""
         text_bytes, raw_bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
         return json.loads(self._take(text_bytes)), bytes(self._take(raw_bytes))
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is something to receive, or the end, within so many seconds."""
+        """Whether data or the end of the stream can be received within `seconds`."""
         return bool(select.select([self._socket], [], [], seconds)[0])
 
     def at_end(self) -> bool:
-        """Whether the other end is gone and everything it sent was received. Waits until that is known."""
+        """Whether the other end is closed and all its data was received. Blocks until this is known."""
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)
         except ConnectionResetError:

@@ -1,10 +1,11 @@
-"""Plans, join blobs and late inputs as bytes. Versioned, checked, no pickle: what was sent, or a ValueError.
+"""Encoding of plans, join blobs and late inputs as bytes: versioned and checked, without pickle. Decoding returns
+exactly what was encoded or raises ValueError.
 
     plan = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | 0 u32 | int64 ...
            int64: step, lane, state, then the seven counts of _COUNTS, then the sections in that order, row by row
     blob = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | JSON bytes u32 | int32 token ids ... | JSON
     late = magic 4s | version u16 | 0 u16 | crc32 u32 of the int64s | rows u32 | int64 step, words, row ... | uint32 ...
-           mask words, row by row: megabytes a step in a large batch, so that their number is checked and not their sum
+           mask words, row by row: megabytes per step in a large batch, so only their number is checked
 
 Everything is little-endian. Any change of the layout, or of a record's fields, raises VERSION.
 """
@@ -49,7 +50,8 @@ _flatten = chain.from_iterable
 
 
 def encode_plan(plan: StepPlan, state: int = 0) -> bytes:
-    """`state` is the sender's SlotLedger.digest before this plan (int64); receivers compare it with their own."""
+    """Encode a plan. `state` is the sender's SlotLedger.digest before this plan (int64); receivers compare it with
+    theirs."""
     rows, joins, leaves, pages, ops, drafts = plan.rows, plan.joins, plan.leaves, plan.pages, plan.ops, plan.drafts
     heads: list[tuple[int, int]] = [(draft.slot, len(draft.tokens)) for draft in drafts]
     draft_tokens = [token for draft in drafts for token in draft.tokens]
@@ -65,7 +67,7 @@ def encode_plan(plan: StepPlan, state: int = 0) -> bytes:
 
 
 def decode_plan(data: bytes | memoryview) -> tuple[StepPlan, int]:
-    """The plan, and the sender's state digest. ValueError for anything that encode_plan did not write."""
+    """Return the plan and the sender's state digest. Raises ValueError for anything that encode_plan did not write."""
     body, spare = _open(data, PLAN_MAGIC, "plan")
     if spare or len(body) % 8 or len(body) < 8 * _HEAD:
         raise ValueError(f"a plan of {len(body)} bytes after its prefix is not whole: it has at least {_HEAD} int64")
@@ -123,12 +125,12 @@ _REQUEST_FIELDS = (
     "processors",
     "pooling",
 )
-"""Fields of Request in their order on the wire; the prompt and the parameters travel apart."""
+"""Fields of Request in wire order. The prompt and the parameters are encoded separately."""
 assert {*_REQUEST_FIELDS, "prompt_ids", "params"} == {f.name for f in dataclasses.fields(Request) if f.init}
 
 
 def encode_blob(uid: int, epoch: int, blob: JoinBlob) -> bytes:
-    """What joins carry. The known tokens begin with the prompt, so the prompt travels as a length."""
+    """Encode the data of one join. The known tokens begin with the prompt, so only the prompt's length is added."""
     request = blob.request
     prompt = len(request.prompt_ids)
     if blob.tokens[:prompt] != request.prompt_ids:
@@ -156,7 +158,7 @@ def encode_blob(uid: int, epoch: int, blob: JoinBlob) -> bytes:
 
 
 def decode_blob(data: bytes | memoryview) -> tuple[int, int, JoinBlob]:
-    """uid, epoch and the blob. ValueError for anything that encode_blob did not write."""
+    """Return uid, epoch and the blob. Raises ValueError for anything that encode_blob did not write."""
     body, text_bytes = _open(data, BLOB_MAGIC, "blob")
     if text_bytes > len(body) or (len(body) - text_bytes) % 4:
         raise ValueError(f"a blob of {len(body)} bytes after its prefix cannot end in {text_bytes} bytes of JSON")
@@ -184,7 +186,7 @@ def encode_late(late: LateInputs) -> bytes:
 
 
 def decode_late(data: bytes | memoryview) -> LateInputs:
-    """ValueError for anything that encode_late did not write."""
+    """Return the late inputs. Raises ValueError for anything that encode_late did not write."""
     body, crc, rows = _prefix(data, LATE_MAGIC, "late input")
     size = 8 * (2 + rows)
     if len(body) < size or zlib.crc32(body[:size], rows) != crc:
@@ -197,7 +199,7 @@ def decode_late(data: bytes | memoryview) -> LateInputs:
 
 
 def _open(data: bytes | memoryview, magic: bytes, what: str) -> tuple[memoryview, int]:
-    """The checked body and the prefix's last number."""
+    """Check the prefix and the check sum. Return the body and the prefix's last number."""
     body, crc, number = _prefix(data, magic, what)
     if zlib.crc32(body, number) != crc:
         raise _altered(what, data)
@@ -209,7 +211,7 @@ def _altered(what: str, data: bytes | memoryview) -> ValueError:
 
 
 def _prefix(data: bytes | memoryview, magic: bytes, what: str) -> tuple[memoryview, int, int]:
-    """What follows the prefix, the check sum in it, and its last number."""
+    """Return the bytes after the prefix, the check sum in the prefix, and its last number."""
     view = memoryview(data)
     if len(view) < _PREFIX.size:
         raise ValueError(f"{len(view)} bytes are too few for a {what}: its prefix alone has {_PREFIX.size}")
@@ -217,7 +219,9 @@ def _prefix(data: bytes | memoryview, magic: bytes, what: str) -> tuple[memoryvi
     if found != magic:
         raise ValueError(f"this is not a {what}: it begins with {found!r}, not {magic!r}")
     if version != VERSION:
-        raise ValueError(f"{what} encoding {version} meets a build that reads {VERSION}: run one version on every rank")
+        raise ValueError(
+            f"{what} encoding {version} differs from this build's {VERSION}: run one version on every rank"
+        )
     if spare:
         raise _altered(what, data)
     return view[_PREFIX.size :], crc, number

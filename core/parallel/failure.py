@@ -1,4 +1,4 @@
-"""A rank that died, and which one died first."""
+"""Failures of ranks, and which of them came first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.core.errors import DovetailError
 
 
 class RankError(DovetailError):
-    """A rank died, and so the run is over. `rank` is the first that died."""
+    """A rank died, which ends the run. `rank` is the first rank that died."""
 
     def __init__(self, rank: int, cause: str) -> None:
         self.rank, self.cause = rank, cause
@@ -18,31 +18,32 @@ class RankError(DovetailError):
 
 
 class StartHung(RankError):
-    """No rank went on loading for engine.start_timeout. `rank` is the one that is furthest behind."""
+    """No rank made progress for engine.start_timeout. `rank` is the slowest one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     rank: int
     at: float
-    """time.monotonic(), which the processes of one machine share: when it raised, or was found dead."""
+    """Time of the error or of its detection, from time.monotonic(), which all processes of a machine share."""
     cause: str
-    """Ends a sentence that begins with the rank."""
+    """End of a sentence whose subject is the rank."""
     silent: bool
-    """It left no message: a signal, or an exit in C code."""
+    """The rank sent no message: it was killed by a signal or exited in C code."""
     kind: type[RankError] = RankError
 
     def error(self) -> RankError:
         return self.kind(self.rank, self.cause)
 
 
-def first_cause(failures: Iterable[Failure]) -> Failure:
-    """A silent death goes first: it is noticed a little late, while its neighbours report the closed connection."""
+def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
+    """Select the first failure. Silent deaths take precedence: they are detected late, after other ranks report closed
+    connections."""
     return min(failures, key=lambda failure: (not failure.silent, failure.at))
 
 
 def describe_exit(status: int, phase: str) -> str:
-    """`status` as subprocess gives it: negative is a signal."""
+    """Describe the exit `status` as given by subprocess: negative is a signal."""
     if status >= 0:
         return f"ended with exit status {status} and no message while {phase}"
     try:

@@ -1,4 +1,5 @@
-"""A Python process of ours: neither forked nor pickled. It composes for itself from the words it is sent."""
+"""Starts Python processes without fork or pickle. A started process composes its configuration from the overrides sent
+to it."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 SHOW_STACKS = signal.SIGUSR1
-"""Makes such a process write to stderr where each of its threads is."""
+"""Signal that makes such a process write the stacks of all its threads to stderr."""
 LAST_LOOK_SECONDS = 1.0
-"""For a process that hangs, to write that."""
+"""Time for a hung process to write its stacks before it is killed."""
 _PR_SET_PDEATHSIG = 1
 _BOOT = """
 import importlib, json, sys
@@ -43,10 +44,12 @@ def start_process(
     environment: Mapping[str, str] | None = None,
     output: int | None = None,
 ) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Runs `entry` ("module:function") as function(descriptor of its end of the channel, pid of this process).
-    `output`: descriptor that takes what it and its own processes print; None = where this one prints.
+    """Run `entry` ("module:function") in a new process as function(descriptor of its end of the channel, pid of this
+    process). `output`: descriptor for stdout and stderr of that process and its children; None = the same as this
+    process.
 
-    Linux ends the process with the *thread* that calls this (see `enter`)."""
+    Linux ends the process together with the *thread* that calls this (see `enter`).
+    """
     ours, theirs = socket.socketpair()
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     with theirs:
@@ -57,14 +60,14 @@ def start_process(
             stdout=output,
             stderr=output,
             env=environment,
-            # Ctrl-C in a terminal then reaches the starting process alone, which ends the others in order.
+            # Ctrl-C in a terminal then reaches only the starting process, which ends the others in order.
             process_group=0,
         )
     return popen, Channel(ours)
 
 
 def end_hung(popen: subprocess.Popen[bytes]) -> None:
-    """It writes where its threads are, and is killed. Returns at once; from any thread."""
+    """Make a hung process write its stacks, then kill it. Returns at once; callable from any thread."""
     popen.send_signal(SHOW_STACKS)
     last_look = threading.Timer(LAST_LOOK_SECONDS, popen.kill)
     last_look.daemon = True
@@ -72,8 +75,8 @@ def end_hung(popen: subprocess.Popen[bytes]) -> None:
 
 
 def enter(control_fd: int, parent: int, *ignored: signal.Signals) -> Channel:
-    """The first thing that the entry does; its end of the channel. `ignored`: they are the parent's to handle, which
-    then ends this process in order."""
+    """Set up the started process and return its end of the channel. Call it first in the entry function. The parent
+    handles the `ignored` signals and ends this process in order."""
     _die_with(parent)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
@@ -83,7 +86,8 @@ def enter(control_fd: int, parent: int, *ignored: signal.Signals) -> Channel:
 
 
 def _die_with(parent: int) -> None:
-    """Linux ends this process with the parent, even while it is stuck in a collective. Elsewhere the socket tells."""
+    """Let Linux end this process together with its parent, even if it is blocked in a collective. Elsewhere the closed
+    socket shows the parent's end."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -91,7 +95,7 @@ def _die_with(parent: int) -> None:
 
 
 def report(control: Channel, error: BaseException) -> None:
-    """The last words of a process; on stderr where nobody listens any more."""
+    """Send a fatal error to the parent, or print it to stderr if the channel is closed."""
     known = isinstance(error, DovetailError)
     text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
     try:
@@ -101,13 +105,13 @@ def report(control: Channel, error: BaseException) -> None:
 
 
 def identity(composition: Composition) -> dict[str, str]:
-    """What every rank must agree on before it loads a byte."""
+    """Digests that must be equal on every rank before anything is loaded."""
     text = composition.to_yaml()
     return {"registry": composition.registry.fingerprint(), "config": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 def order_for(composition: Composition) -> dict[str, Any]:
-    """What another process of this machine composes the same from: for `recompose`."""
+    """Return the message from which another process of this machine recreates the composition (`recompose`)."""
     return {
         "overrides": list(composition.overrides),
         "config_dirs": list(composition.config_dirs),
@@ -126,7 +130,7 @@ def recompose(order: Mapping[str, Any]) -> Composition:
         )
     if found != wanted:
         raise ConfigError(
-            f"composing {' '.join(order['overrides'])} again gave other options than rank 0 has: it reads configs that "
-            "only rank 0 finds"
+            f"composing {' '.join(order['overrides'])} again gave options that differ from rank 0's: it reads configs "
+            "that only rank 0 can find"
         )
     return composition

@@ -1,8 +1,8 @@
-"""One writer, several readers, one machine: a ring of bytes in shared memory.
+"""Ring buffer of bytes in shared memory: one writer and several readers on one machine.
 
-Every reader gets every message, in order, and keeps its own place; the writer waits for the slowest. A message longer
-than the ring passes through it in pieces. The memory is an anonymous file whose descriptor the readers inherit: no name
-can clash, and none is left behind, whatever way a process ends.
+Every reader gets every message, in order, and has its own cursor; the writer waits for the slowest reader. A message
+longer than the ring passes through it in pieces. The memory is an anonymous file whose descriptor the readers inherit:
+names cannot clash, and nothing remains however a process ends.
 
     int64 words: 0 capacity, 8 bytes written so far, 16 + 8 i bytes that reader i has taken; then the bytes themselves
 """
@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 
 Idle = Callable[[float], None]
-"""idle(seconds): called while there is nothing to do. Waits about that long, or raises to end the wait."""
+"""idle(seconds): called while the ring is not ready. Waits about that long, or raises to end the wait."""
 
 _WORD = 8
 _LINE = 8
-"""Words between two counters: 64 bytes, so that no two share a cache line."""
+"""Words between two counters: 64 bytes, so that no two counters share a cache line."""
 _CAPACITY, _HEAD, _CURSORS = 0, _LINE, 2 * _LINE
 _LENGTH = struct.Struct("<Q")
 _SPIN_SECONDS = 1e-3
@@ -45,12 +45,12 @@ class _Shared:
         self._cursor_words = [_CURSORS + _LINE * i for i in range(readers)]
 
     def _order(self) -> None:
-        """Full memory barrier: what was written before is seen before what is written after, on ARM too."""
+        """Full memory barrier between the writes before and after it, on ARM too."""
         self._fence.release()
         self._fence.acquire()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the memory. Idempotent."""
         if self.fd < 0:
             return
         self._words.release()
@@ -73,7 +73,7 @@ class RingWriter(_Shared):
         self._lay_out(readers)
 
     def send(self, message: bytes, idle: Idle = time.sleep) -> None:
-        """Returns when all of it is in the ring; waits for readers as long as it does not fit."""
+        """Write a message. Blocks until all of it is in the ring, waiting for readers if needed."""
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         head = self._words[_HEAD]
         while rest:
@@ -94,13 +94,13 @@ class RingWriter(_Shared):
 
 class RingReader(_Shared):
     def __init__(self, fd: int, reader: int) -> None:
-        """Takes over the descriptor. `reader` counts from 0 and belongs to one process."""
+        """Take ownership of the descriptor. `reader` counts from 0; each process has a different one."""
         super().__init__(fd)
         self._lay_out(reader + 1)
         self._mine = self._cursor_words[reader]
 
     def recv(self, idle: Idle = time.sleep) -> bytes:
-        """The next message; waits for it."""
+        """Wait for the next message and return it."""
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, idle))
         return bytes(self._take(length, idle))
 
@@ -124,8 +124,8 @@ class RingReader(_Shared):
 
 
 def _wait(ready: Callable[[], bool], idle: Idle) -> None:
-    """Give way to others for a moment, then sleep for a small share of the time waited: prompt after a step's length,
-    cheap after a minute's."""
+    """Yield the CPU for a moment, then sleep for a small fraction of the time waited: the delay is short after a step
+    and the cost low after a minute."""
     if ready():
         return
     began = time.perf_counter()
@@ -139,7 +139,7 @@ def _wait(ready: Callable[[], bool], idle: Idle) -> None:
 
 
 def anonymous_file(name: str) -> int:
-    """Its descriptor; whoever starts a process hands it on. `name` is for people who look at /proc."""
+    """Return the descriptor of an anonymous file, to be inherited by started processes. `name` is shown in /proc."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

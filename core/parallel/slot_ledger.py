@@ -1,4 +1,5 @@
-"""What every rank's host side remembers of plans, so that a rank that drifts is found at the next one."""
+"""Slot ledger kept by the sender and by every rank. It detects a rank that has diverged before that rank runs the next
+plan."""
 
 from __future__ import annotations
 
@@ -13,27 +14,27 @@ _MASK = 2**63 - 1
 
 
 class SlotLedger:
-    """Slots and who holds them, and whether the newest plan lacks its late inputs. Sender and receivers each keep one
-    per lane and apply every plan to it.
+    """Slots with their holders, and whether the newest plan lacks its late inputs. The sender and every receiver keep
+    one per lane and apply every plan to it.
 
-    Valid until `apply` raises for what is in a plan: the run is then over.
+    Invalid after `apply` raises for the contents of a plan: the run is over then.
     """
 
     def __init__(self) -> None:
         self.slots: dict[int, tuple[int, int]] = {}
         """slot -> (uid, epoch)"""
         self.waiting: StepPlan | None = None
-        """The newest plan, while it lacks its late inputs."""
+        """The newest plan if it lacks its late inputs."""
         self._held = 0
         self._step = -1
 
     @property
     def digest(self) -> int:
-        """Of the slots' holders and the last step: 63 bits that travel with each plan."""
+        """Digest of the holders of all slots and of the last step: 63 bits, sent with each plan."""
         return self._held ^ (self._step * _STEP_MIX & _MASK)
 
     def verify(self, state: int, step: int) -> None:
-        """Compare with the digest that came with the plan of `step`, before applying it."""
+        """Compare with the digest sent with the plan of `step`, before the plan is applied."""
         if state != self.digest:
             raise ValueError(
                 f"before step {step} this rank's slots differ from the sender's (digest {self.digest:#x}, expected "
@@ -41,15 +42,15 @@ class SlotLedger:
             )
 
     def apply(self, plan: StepPlan) -> None:
-        """Leaves, then joins; then every row and page must refer to a sequence that holds its slot. The plan before
-        must be complete."""
+        """Apply leaves, then joins. Then every row and page must refer to a sequence that holds its slot. The previous
+        plan must be complete. Raises ValueError for an invalid plan."""
         if self.waiting is not None:
             raise ValueError(f"step {plan.step} cannot begin: step {self.waiting.step} lacks its late inputs")
         if plan.step <= self._step:
-            raise ValueError(f"step {plan.step} comes after step {self._step}: plans run in rising order")
+            raise ValueError(f"step {plan.step} comes after step {self._step}: plans run in ascending order")
         for slot in plan.leaves:
             if slot not in self.slots:
-                raise ValueError(f"step {plan.step}: slot {slot} leaves, and nobody holds it")
+                raise ValueError(f"step {plan.step}: slot {slot} leaves, but no sequence holds it")
             self._held ^= _holder(slot, *self.slots.pop(slot))
         for slot, uid, epoch, _ in plan.joins:
             if slot in self.slots:
@@ -59,15 +60,15 @@ class SlotLedger:
         self._check_rows(plan)
         for page in plan.pages:
             if page.slot not in self.slots:
-                raise ValueError(f"step {plan.step}: {page} is for a slot that nobody holds")
+                raise ValueError(f"step {plan.step}: {page} is for a slot that no sequence holds")
         self._step = plan.step
         self.waiting = plan if plan.late else None
 
     def complete(self, late: LateInputs) -> None:
-        """They must be those of the newest plan."""
+        """Check that these late inputs belong to the newest plan, and complete it."""
         if self.waiting is None or self.waiting.step != late.step:
             now = "no step" if self.waiting is None else f"step {self.waiting.step}"
-            raise ValueError(f"late inputs of step {late.step} came, and {now} waits for some")
+            raise ValueError(f"late inputs of step {late.step} arrived, but {now} waits for them")
         rows = self.waiting.rows
         for row in late.rows:
             if not (0 <= row < len(rows) and rows[row].flags & RowFlag.LATE):
@@ -75,14 +76,14 @@ class SlotLedger:
         self.waiting = None
 
     def check_collect(self, pending: int) -> None:
-        """Before waiting for the oldest of so many results: whether it can come."""
+        """Check, before waiting for the oldest of `pending` results, that it can arrive."""
         if not pending:
             raise ValueError("nothing to collect: every submitted plan's result was taken")
         if self.waiting is not None and pending == 1:
             raise ValueError(f"step {self.waiting.step} cannot be collected: it lacks its late inputs")
 
     def _check_rows(self, plan: StepPlan) -> None:
-        # The happy path stays in C: a few microseconds for a full batch.
+        # A valid plan is checked in C: a few microseconds for a full batch.
         named = list(map(_SLOT, plan.rows))
         holders = list(map(self.slots.get, named))
         if holders == list(map(_UID_EPOCH, plan.rows)) and len(set(named)) == len(named):
@@ -100,7 +101,7 @@ class SlotLedger:
 
     def _who(self, slot: int) -> str:
         if slot not in self.slots:
-            return "nobody"
+            return "no sequence"
         uid, epoch = self.slots[slot]
         return f"uid {uid}, epoch {epoch}"
 

@@ -1,4 +1,4 @@
-"""One worker process: a rank above 0. Composes for itself, loads, then runs what the plan ring brings."""
+"""Worker process of one rank above 0: recreates the composition, loads the model, then runs the plans from the ring."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.core.parallel.ring import RingReader
 from dovetail.core.parallel.slot_ledger import SlotLedger
 
-_TELL_SECONDS = 1.0
-"""Between two words that a phase goes on."""
+_PROGRESS_SECONDS = 1.0
+"""Interval between two progress messages of one phase."""
 CONTROL = b""
-"""A message of the plan ring that says: the next control message is due, in order with the plans."""
+"""Message in the plan ring: read the next control message now, in order with the plans."""
 
 
 def main(control_fd: int, parent: int) -> None:
-    """Entry of the process, which runs until it is told to end, or the parent is gone."""
+    """Entry point of the process. Runs until the parent requests shutdown or ends."""
     control = enter(control_fd, parent, signal.SIGINT)
     try:
         order, _ = control.recv()
         _Worker(control, order).run()
     except ChannelClosed:
-        # Nobody is left to tell.
+        # The parent has ended, so the error cannot be reported.
         os._exit(1)
     except BaseException as error:
         report(control, error)
         os._exit(1)
     sys.stdout.flush()
-    # Threads of collectives and allocators have nothing left to do, and some of them take seconds to say so.
+    # Remaining threads of collectives and allocators have no work, but some take seconds to end.
     os._exit(0)
 
 
@@ -44,7 +44,7 @@ class _Worker:
     def __init__(self, control: Channel, order: dict[str, Any]) -> None:
         self.control = control
         self.rank: int = order["rank"]
-        self.phase, self._told = "", 0.0
+        self.phase, self._reported = "", 0.0
         self.plans = RingReader(order["plan_fd"], self.rank - 1)
         self.blobs = RingReader(order["blob_fd"], self.rank - 1)
         self.composition = recompose(order)
@@ -63,33 +63,33 @@ class _Worker:
         runner.close()
 
     def _serve(self) -> None:
-        mirror = SlotLedger()
+        ledger = SlotLedger()
         while True:
             message = self.plans.recv(self._idle)
             if message == CONTROL:
-                if not self._obey():
+                if not self._control():
                     return
                 continue
             plan, state = decode_plan(message)
-            mirror.verify(state, plan.step)
-            mirror.apply(plan)
+            ledger.verify(state, plan.step)
+            ledger.apply(plan)
             blobs: dict[tuple[int, int], JoinBlob] = {}
             for join in plan.joins:
                 uid, epoch, blob = decode_blob(self.blobs.recv(self._idle))
                 if (uid, epoch) != (join.uid, join.epoch):
                     raise ValueError(
-                        f"step {plan.step}: uid {join.uid}, epoch {join.epoch} joins, and the blob that came is for "
+                        f"step {plan.step}: uid {join.uid}, epoch {join.epoch} joins, but the blob received is for "
                         f"uid {uid}, epoch {epoch}"
                     )
                 blobs[uid, epoch] = blob
             self.runner.execute(plan, blobs)
-            if mirror.waiting is not None:
+            if ledger.waiting is not None:
                 late = decode_late(self.blobs.recv(self._idle))
-                mirror.complete(late)
+                ledger.complete(late)
                 self.runner.complete(late)
 
-    def _obey(self) -> bool:
-        """Do what the next control message says; False = shut down."""
+    def _control(self) -> bool:
+        """Execute the next control message. Returns False for shutdown."""
         message, _ = self.control.recv()
         match message["op"]:
             case "shutdown":
@@ -101,11 +101,11 @@ class _Worker:
             case "unload_adapter":
                 self.runner.unload_adapter(message["key"])
             case other:
-                raise ValueError(f"rank {self.rank} was sent {other!r} while it serves")
+                raise ValueError(f"rank {self.rank} was sent {other!r} while serving")
         return True
 
     def _idle(self, seconds: float) -> None:
-        """Sleep, but notice that the parent is gone: its end of the socket closes."""
+        """Sleep, but detect the parent's end: its side of the socket closes."""
         if self.control.wait(seconds) and self.control.at_end():
             raise ChannelClosed
 
@@ -116,22 +116,22 @@ class _Worker:
         return message
 
     def _progress(self, phase: str, share: float | None) -> None:
-        """Tells what it is doing, for the message should it die there, and that it goes on."""
+        """Report the phase, for the message if the process dies in it, and as a sign of progress."""
         now = time.monotonic()
-        if phase != self.phase or now - self._told >= _TELL_SECONDS:
-            self.phase, self._told = phase, now
+        if phase != self.phase or now - self._reported >= _PROGRESS_SECONDS:
+            self.phase, self._reported = phase, now
             self.control.send({"op": "phase", "phase": phase})
 
 
 def answer(key: str, done: Future[None]) -> dict[str, str]:
-    """What a rank says of an adapter that it has read, or could not."""
+    """Return the message that reports the outcome of reading an adapter."""
     if done.cancelled():
-        return {"key": key, "error": "adapter: the rank stops"}
+        return {"key": key, "error": "adapter: the rank is shutting down"}
     error = done.exception()
     return {"key": key, "error": "" if error is None else str(error)}
 
 
 def load_class(reference: str) -> Any:
-    """The class at "package.module:Class"."""
+    """Import the class at "package.module:Class"."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,7 +1,8 @@
-"""The worker processes as rank 0 sees them: started, watched and ended together.
+"""Rank 0's view of the worker processes, which it starts, watches and ends together.
 
-One thread starts them, hears them and watches them. It lives as long as they do, because Linux ends a child with the
-*thread* that started it. When one dies, the thread finds out which was first, says so, and ends the others.
+One thread starts the processes, receives their messages and watches them. It lives as long as they do, because Linux
+ends a child together with the *thread* that started it. When a process dies, the thread determines which one was first,
+reports it and ends the others.
 """
 
 from __future__ import annotations
@@ -23,36 +24,37 @@ from typing import Any
 
 from dovetail.core.errors import DovetailError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
-from dovetail.core.parallel.failure import Failure, RankError, StartHung, describe_exit, first_cause
+from dovetail.core.parallel.failure import RankError, RankFailure, StartHung, describe_exit, first_cause
 from dovetail.core.parallel.process import LAST_LOOK_SECONDS, SHOW_STACKS, start_process
 
 log = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 0.3
-"""After the first sign of death: how long to listen for an earlier one."""
+"""How long to wait for an earlier failure after the first one was detected."""
 _ABORT_SECONDS = 0.2
-"""Between two attempts to free rank 0 from a call that waits for the dead."""
+"""Interval between attempts to free rank 0 from a call that waits for a dead rank."""
 _JOIN_SECONDS = 2.0
 _BLAME_SECONDS = 1.5
-"""After an error of rank 0: how long to wait for news that another rank caused it."""
+"""How long to wait, after an error of rank 0, for a message that another rank caused it."""
 
 
 @dataclass(slots=True)
 class _Process:
-    """Written by the watching thread."""
+    """State of one worker. Written by the watching thread."""
 
     rank: int
     popen: subprocess.Popen[bytes]
     channel: Channel
     phase: str = "starting"
-    heard: float = field(default_factory=time.monotonic)
-    """When it said something last."""
+    last_message: float = field(default_factory=time.monotonic)
+    """Time of its last message."""
     inbox: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """op -> the message; each comes once."""
+    """op -> message. Each op is received once."""
 
 
 class Workers:
-    """Ranks 1 .. size-1. Methods may be called from one thread; every wait raises RankError when a rank has died."""
+    """Ranks 1 .. size-1. All calls come from one thread unless noted. Every wait raises RankError if a rank has
+    died."""
 
     def __init__(
         self,
@@ -65,19 +67,19 @@ class Workers:
         on_progress: Callable[[], None] = lambda: None,
         start_timeout: float = math.inf,
     ) -> None:
-        """`order` is the first message to each, to which its rank is added. `inherited` are the descriptors they use.
-        `on_failure` is called from another thread, several times, to end calls of rank 0 that wait for a dead rank.
-        `on_answer` is called there with what a serving worker answers, `on_progress` when a loading one goes on.
-        `start_timeout`: seconds without progress of any rank, this one included (`told`), after which those that load
-        are ended."""
+        """Start the processes. `order` is the first message to each; its rank is added. `inherited` are the descriptors
+        that they use. `on_failure` is called repeatedly from another thread, to end calls of rank 0 that wait for a
+        dead rank. That thread also calls `on_answer` with replies of serving workers and `on_progress` when a loading
+        worker makes progress. `start_timeout`: seconds without progress of any rank, rank 0 included (`told`), after
+        which loading ranks are ended."""
         self._size, self._order, self._inherited, self._on_failure = size, order, inherited, on_failure
         self._on_answer, self._on_progress = on_answer, on_progress
         self._start_timeout = start_timeout
-        self._phase, self._said = "starting", time.monotonic()
-        """Of rank 0."""
+        self._phase, self._last_progress = "starting", time.monotonic()
+        """Phase of rank 0 and the time of its last progress."""
         self._processes: list[_Process] = []
-        self._failures: list[Failure] = []
-        self._failure: Failure | None = None
+        self._failures: list[RankFailure] = []
+        self._failure: RankFailure | None = None
         self._launch_error: BaseException | None = None
         self._acknowledged = self._broken = self._leaving = self._stopping = False
         self._changed = threading.Condition()
@@ -93,25 +95,25 @@ class Workers:
     def pids(self) -> tuple[int, ...]:
         return tuple(process.popen.pid for process in self._processes)
 
-    # For the thread of rank 0.
+    # Called from rank 0's thread.
 
     def check(self) -> None:
-        """Raise if a rank has died."""
+        """Raise RankError if a rank has died."""
         if self._failure is not None:
             self._acknowledged = True
             raise self._failure.error()
 
     def idle(self, seconds: float) -> None:
-        """Sleep while waiting for the workers; raises if one has died."""
+        """Sleep while waiting for the workers. Raises RankError if one has died."""
         time.sleep(seconds)
         self.check()
 
     def told(self, phase: str) -> None:
-        """Rank 0 goes on loading."""
-        self._phase, self._said = f"in phase {phase!r} of loading", time.monotonic()
+        """Report progress of rank 0 in loading."""
+        self._phase, self._last_progress = f"in phase {phase!r} of loading", time.monotonic()
 
     def started(self) -> None:
-        """Nobody loads any more: silence is no sign of hanging."""
+        """End the start-up timeout: every rank has loaded."""
         self._start_timeout = math.inf
 
     def post(self, message: Mapping[str, Any]) -> None:
@@ -124,8 +126,8 @@ class Workers:
                 raise
 
     def gather(self, op: str) -> list[dict[str, Any]]:
-        """Each worker's message `op`, by rank."""
-        self._phase, self._said = "waiting for the other ranks", time.monotonic()
+        """Wait for the message `op` of each worker and return the messages by rank."""
+        self._phase, self._last_progress = "waiting for the other ranks", time.monotonic()
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or all(op in process.inbox for process in self._processes)
@@ -135,20 +137,21 @@ class Workers:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Around work of rank 0 itself: an error that another rank's death caused becomes that rank's RankError."""
+        """Context manager around work of rank 0. An error caused by another rank's death becomes that rank's
+        RankError."""
         self.check()
         try:
             yield
             self.check()
         except BaseException as error:
             self._broken = True
-            # Errors that are meant for the user are not what a closed connection looks like.
+            # A DovetailError is meant for the user and never the effect of a closed connection.
             if self._processes and isinstance(error, Exception) and not isinstance(error, DovetailError):
                 self._blame(error)
             raise
 
     def _blame(self, error: Exception) -> None:
-        """Raise RankError in place of `error` if a rank turns out to have died silently, or to have failed earlier."""
+        """Raise RankError instead of `error` if a rank has died silently or failed earlier."""
         now = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, _BLAME_SECONDS)
@@ -162,24 +165,24 @@ class Workers:
 
     @property
     def broken(self) -> bool:
-        """Whether the ranks may be out of step, so that they cannot be asked to end by themselves."""
+        """Whether the ranks may be out of step, so that they cannot shut down in order."""
         return self._broken or self._failure is not None
 
     def interrupt(self) -> None:
-        """From any thread: end them and with them a call of rank 0 that waits for one."""
+        """Kill the workers, and so end a call of rank 0 that waits for one. Callable from any thread."""
         if self.broken or not self._processes:
             return
         rank, how = next(((p.rank, how) for p in self._processes if (how := _stopped(p.popen.pid))), (0, ""))
         cause = f"had not ended its step when it was interrupted{how}"
-        self._failures.append(Failure(rank, time.monotonic(), cause, silent=True))
+        self._failures.append(RankFailure(rank, time.monotonic(), cause, silent=True))
         _kill(self._processes)
 
     def dismiss(self) -> None:
-        """They are about to be told to end: from now on it is no failure that one does."""
+        """Expect the workers to end from now on: the end of one is no longer a failure."""
         self._leaving = True
 
     def stop(self, grace: float) -> None:
-        """End them: by themselves within so many seconds, having been told to, else by a signal. Idempotent."""
+        """End the workers: wait `grace` seconds for the requested shutdown, then kill them. Idempotent."""
         self._acknowledged = self._stopping = True
         deadline = time.monotonic() + (0.0 if self.broken else grace)
         for process in self._processes:
@@ -188,7 +191,7 @@ class Workers:
             except subprocess.TimeoutExpired:
                 log.info("rank %d did not end within %g s (%s) and is killed", process.rank, grace, process.phase)
         _kill(self._processes)
-        # Were a process of a worker's own to keep its socket open, the thread would wait for that.
+        # If a worker's child process kept its socket open, the thread would wait for that child.
         self._thread.join(_JOIN_SECONDS)
         atexit.unregister(self.stop)
 
@@ -207,9 +210,9 @@ class Workers:
         try:
             self._watch()
         except Exception as error:
-            # Without this thread nobody would notice a death: that is one too.
+            # Without this thread no death would be detected, so treat this as one.
             cause = f"cannot watch the others any more: {error!r}"
-            self._failures.append(Failure(0, time.monotonic(), cause, silent=True))
+            self._failures.append(RankFailure(0, time.monotonic(), cause, silent=True))
             self._give_up()
         for process in self._processes:
             process.popen.wait()
@@ -219,17 +222,17 @@ class Workers:
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.channel, selectors.EVENT_READ, process)
-            # Only time in which this thread listened counts: all of them may have been stopped and gone on.
+            # Count only time in which this thread was waiting: all processes may have been stopped and continued.
             silent = 0.0
             while selector.get_map() and not self._failures:
-                said, limit = self._said, self._start_timeout
+                progress, limit = self._last_progress, self._start_timeout
                 tick = min(1.0, limit / 4)
-                heard = self._listen(selector, tick if limit < math.inf else None)
-                silent = 0.0 if heard or said != self._said else silent + tick
+                received = self._listen(selector, tick if limit < math.inf else None)
+                silent = 0.0 if received or progress != self._last_progress else silent + tick
                 if silent >= self._start_timeout:
-                    self._failures.append(self._hung(silent))
+                    self._failures.append(self._hung_failure(silent))
             if self._failures and not self._stopping:
-                # Whoever died takes others along, and their complaint may be read before its own.
+                # A death causes errors in other ranks, and theirs may be read first.
                 deadline = time.monotonic() + _GATHER_SECONDS
                 while selector.get_map() and (left := deadline - time.monotonic()) > 0:
                     self._listen(selector, left)
@@ -244,26 +247,26 @@ class Workers:
         process.channel.send({**self._order, "rank": rank})
         return process
 
-    def _hung(self, seconds: float) -> Failure:
-        """Whoever has been silent longest keeps the others waiting, unless it is plain who cannot go on."""
-        ranks = [(self._said, 0, self._phase, "")]
-        ranks += [(p.heard, p.rank, p.phase, _stuck(p.popen.pid)) for p in self._processes]
+    def _hung_failure(self, seconds: float) -> RankFailure:
+        """Select the rank that hangs: one that cannot run, or else the one without progress for the longest time."""
+        ranks = [(self._last_progress, 0, self._phase, "")]
+        ranks += [(p.last_message, p.rank, p.phase, _stuck(p.popen.pid)) for p in self._processes]
         _, rank, phase, stuck = min(ranks, key=lambda one: (not one[3], one))
         others = [f"rank {other} {doing}{how}" for _, other, doing, how in sorted(ranks, key=lambda one: one[1])]
         others.pop(rank)
-        # To stderr, which is where the others write.
+        # To stderr, where the other ranks write theirs.
         faulthandler.dump_traceback(2)
         for process in self._processes:
             process.popen.send_signal(SHOW_STACKS)
         time.sleep(LAST_LOOK_SECONDS)
         cause = (
-            f"hangs while {phase}{stuck}: no rank has gone on for {seconds:g} s (engine.start_timeout); "
+            f"hangs while {phase}{stuck}: no rank made progress for {seconds:g} s (engine.start_timeout); "
             f"the others: {', '.join(others)}"
         )
-        return Failure(rank, time.monotonic(), cause, silent=True, kind=StartHung)
+        return RankFailure(rank, time.monotonic(), cause, silent=True, kind=StartHung)
 
     def _listen(self, selector: selectors.BaseSelector, timeout: float | None) -> bool:
-        """Whether anybody said something."""
+        """Receive pending messages. Returns whether there were any."""
         events = selector.select(timeout)
         for key, _ in events:
             process: _Process = key.data
@@ -273,16 +276,16 @@ class Workers:
                 selector.unregister(process.channel)
                 self._ended(process)
             else:
-                self._heard(process, message)
+                self._received(process, message)
             with self._changed:
                 self._changed.notify_all()
         return bool(events)
 
-    def _heard(self, process: _Process, message: dict[str, Any]) -> None:
-        op, process.heard = message["op"], time.monotonic()
+    def _received(self, process: _Process, message: dict[str, Any]) -> None:
+        op, process.last_message = message["op"], time.monotonic()
         if op == "error":
             cause = f"failed while {process.phase}: {message['text']}"
-            self._failures.append(Failure(process.rank, message["at"], cause, silent=False))
+            self._failures.append(RankFailure(process.rank, message["at"], cause, silent=False))
         elif op == "phase":
             process.phase = f"in phase {message['phase']!r} of loading"
             self._on_progress()
@@ -301,7 +304,7 @@ class Workers:
         expected = self._stopping or (self._leaving and status == 0)
         if not expected and all(failure.rank != process.rank for failure in self._failures):
             cause = describe_exit(status, process.phase)
-            self._failures.append(Failure(process.rank, time.monotonic(), cause, silent=True))
+            self._failures.append(RankFailure(process.rank, time.monotonic(), cause, silent=True))
 
     def _give_up(self) -> None:
         failure = first_cause(self._failures)
@@ -310,18 +313,18 @@ class Workers:
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
-        # Rank 0 may be about to enter the very call that has to end.
+        # Repeat: rank 0 may be just about to enter the blocking call.
         while not self._acknowledged:
             try:
                 self._on_failure()
             except Exception:
-                log.exception("rank 0 could not be freed from a call that may wait for rank %d", failure.rank)
+                log.exception("rank 0 could not be freed from a call that may be waiting for rank %d", failure.rank)
                 return
             time.sleep(_ABORT_SECONDS)
 
 
 def threads_of_a_rank(size: int) -> int:
-    """Ranks on a CPU share its cores; each would otherwise start a thread for every one of them."""
+    """CPU threads per rank: ranks on a CPU share its cores, and each would otherwise start one thread per core."""
     return max(1, (os.cpu_count() or 1) // size)
 
 
@@ -329,7 +332,7 @@ _PHASES = {"ready": "waiting to load", "loaded": "waiting for memory sizes", "bo
 
 
 def _stuck(pid: int) -> str:
-    """What Linux tells of a process that does not run; elsewhere nothing."""
+    """Describe why a process does not run, as far as Linux reports it."""
     return _stopped(pid) or (", waiting for a disk or a device" if _state(pid) == b"D" else "")
 
 

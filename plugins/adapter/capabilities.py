@@ -1,4 +1,4 @@
-"""What the built-in adapters demand of a composition, and what they take of a device."""
+"""Requirements of the built-in adapters, and the memory they use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lora(config: LoRAConfig, host: Host) -> Capabilities:
                 kind="model",
                 key="adapters",
                 allowed=(True,),
-                reason="its layers must hand every linear product to the adapters (dovetail.core.layers.Linear does)",
+                reason="its layers must pass every linear output to the adapters (dovetail.core.layers.Linear does)",
             ),
             Requires(
                 kind="executor",

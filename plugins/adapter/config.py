@@ -14,18 +14,17 @@ class NoneConfig(Config):
 
 
 class LoRAConfig(Config):
-    """Low-rank adapters (Hu et al. 2021) of every linear layer, in PEFT's layout, several of them in one step."""
+    """Low-rank adapters (Hu et al. 2021) for every linear layer, in PEFT's layout, several of them in one step."""
 
     load: dict[str, str] = Field(default_factory=dict)
     """Adapters to load at start-up: name -> folder with adapter_config.json and adapter_model.safetensors."""
     slots: int = Field(4, ge=1, le=64)
-    """Different adapters in one step at most. Others that are loaded wait in host memory for a slot."""
+    """Most different adapters in one step. Other loaded adapters wait in host memory for a slot."""
     max_rank: Literal[16, 32, 64] = 16
-    """Greatest rank of an adapter. Memory of a slot is taken for it: rank x (inputs + outputs) of each layer's
-    matrices."""
+    """Greatest rank of an adapter. It sets the size of a slot: rank x (inputs + outputs) numbers for each matrix."""
     max_loaded: int = Field(64, ge=1)
-    """Adapters in host memory at most; each takes there what a slot takes on the device."""
+    """Most adapters in host memory; each has the size of a slot."""
 
     def numbers(self, inputs: int, outputs: int) -> int:
-        """Of both factors of one matrix."""
+        """Return the size of both factors of one matrix, in numbers."""
         return self.max_rank * (inputs + outputs)

@@ -1,4 +1,4 @@
-"""What the built-in collectives state about themselves."""
+"""Capabilities of the built-in collectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dovetail.plugins.collective.config import NcclConfig, OrderedConfig, SymmMe
 
 
 def nccl(config: NcclConfig, host: Host) -> Capabilities:
-    """Equal bits on every rank, but which bits depends on the number of ranks, the message size and the topology."""
+    """The bits are equal on every rank, but depend on the number of ranks, the message size and the topology."""
     return Capabilities(provides={"deterministic_sum": False, "graph_safe": True})
 
 
@@ -16,7 +16,7 @@ def ordered(config: OrderedConfig, host: Host) -> Capabilities:
 
 
 def symm_mem(config: SymmMemConfig, host: Host) -> Capabilities:
-    """Kernels sum in rank order in float32; large messages and what has another dtype go to NCCL."""
+    """Kernels sum in rank order in float32. Large messages and other dtypes go to NCCL."""
     reason = "its kernels write into the memory of other GPUs"
     return Capabilities(
         provides={"deterministic_sum": False, "graph_safe": True},

@@ -13,14 +13,15 @@ from torch.distributed import distributed_c10d as c10d
 from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial, Residual
 from dovetail.plugins.collective.config import NcclConfig
 from dovetail.plugins.collective.process_group import Rendezvous
-from dovetail.plugins.collective.sharded import RowShard, edge, whole
+from dovetail.plugins.collective.sharded import RowShard, sharded_boundary, whole
 
 if TYPE_CHECKING:
     from dovetail.core.interfaces.collective import Norm
 
 
 class NcclCollective(Collective):
-    """On CUDA a call enqueues and returns; later work on the current stream sees its result."""
+    """NCCL on CUDA, gloo on the CPU. On CUDA a call enqueues and returns; later work on the current stream sees its
+    result."""
 
     config: NcclConfig
 
@@ -34,7 +35,7 @@ class NcclCollective(Collective):
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         if self._group is not None:
-            raise ValueError(f"rank {self.rank} of {self.size} is connected already")
+            raise ValueError(f"rank {self.rank} of {self.size} is already connected")
         self.rank, self.size, self._device = rank, size, device
         if size > 1:
             self._group = self._rendezvous.meet(rank, size, address, device, self._timeout)
@@ -54,7 +55,7 @@ class NcclCollective(Collective):
         return torch.cat(self._stacked(x).unbind(0), dim=-1)
 
     def _stacked(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, *x.shape], in rank order."""
+        """Return x of all ranks: [size, *x.shape], in rank order."""
         stacked = x.new_empty(self.size * x.numel())
         options = c10d.AllgatherOptions()
         options.asyncOp = False
@@ -68,12 +69,12 @@ class NcclCollective(Collective):
         norm: Norm,
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> tuple[Bundle, Residual]:
-        if isinstance(x, RowShard) or isinstance(residual, RowShard) or self._shards(x):
-            return edge(self, x, residual, norm, emit)
+        if isinstance(x, RowShard) or isinstance(residual, RowShard) or self._shards_residual(x):
+            return sharded_boundary(self, x, residual, norm, emit)
         return super().boundary(x, residual, norm, emit)
 
-    def _shards(self, x: torch.Tensor | Partial) -> bool:
-        """What is no sum leaves every rank with every row, which takes no call."""
+    def _shards_residual(self, x: torch.Tensor | Partial) -> bool:
+        """Whether a boundary of `x` starts to shard the residual. Only sums do: a tensor needs no communication."""
         least = self.config.shard_rows
         return self.size > 1 and least is not None and isinstance(x, Partial) and len(x.values) >= least
 
@@ -89,8 +90,8 @@ class NcclCollective(Collective):
         return out
 
     def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As bytes, of whatever type, and in one call where the transport can."""
-        # Encoded rows are types that a transport need not know.
+        """Gather all parts in one call where the transport supports it."""
+        # As bytes: the transport may not support the dtypes of encoded rows.
         mine = [part.contiguous().view(torch.uint8) for part in parts]
         every = [part.new_empty(self.size * len(part), *part.shape[1:]) for part in mine]
         options = c10d.AllgatherOptions()
@@ -116,13 +117,13 @@ class NcclCollective(Collective):
         return x
 
     def barrier(self) -> None:
-        """Waits on the host, the device's earlier work included."""
+        """Block the host until every rank has called and this device's earlier work is done."""
         if self.size > 1:
             self.all_reduce(torch.zeros(1, device=self._device)).item()
 
     def abort(self) -> None:
         self._rendezvous.abort()
-        # Ranks on a CPU learn from closed connections; kernels of NCCL would wait for the dead rank forever.
+        # On a CPU closed connections end the calls; NCCL kernels would wait for the dead rank forever.
         if self._device.type == "cuda":
             group = self._take_group()
             if group is not None:
@@ -134,13 +135,13 @@ class NcclCollective(Collective):
             group.shutdown()
 
     def _take_group(self) -> Any:
-        """For the first of those who end it, from whatever thread."""
+        """Return the group to the first caller and None to later ones, from any thread."""
         with self._ending:
             group, self._group = self._group, None
         return group
 
     @staticmethod
     def _wait(work: Any) -> None:
-        # NCCL returns nothing for a call that runs on the current stream itself.
+        # NCCL returns None for a call that runs on the current stream itself.
         if work is not None:
             work.wait()

@@ -1,4 +1,4 @@
-"""Sums whose bits depend on the summands and their order by rank, and on nothing else."""
+"""Sums whose bits depend only on the summands and their rank order."""
 
 from __future__ import annotations
 

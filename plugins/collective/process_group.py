@@ -1,4 +1,4 @@
-"""A process group of our own, made without torch.distributed's global state, which belongs to the calling program."""
+"""A private process group. torch.distributed's global state belongs to the calling program."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _POLL = 0.005
 
 
 class Rendezvous:
-    """Brings the ranks together. Rank 0 waits in a loop that `abort` ends, since a rank may die before it arrives."""
+    """Connects the ranks. Rank 0 polls in a loop that `abort` ends, since a rank may die before it connects."""
 
     def __init__(self) -> None:
         self._aborted = threading.Event()
         self.store: Any = None
-        """The ranks' common one, once they have met."""
+        """Store shared by the ranks; set by `meet`."""
 
     def abort(self) -> None:
-        """From any thread."""
+        """End `meet`. May be called from any thread."""
         self._aborted.set()
 
     def meet(self, rank: int, size: int, address: str, device: torch.device, timeout: timedelta) -> Any:
-        """NCCL's process group for a CUDA device, gloo's for the CPU."""
+        """Return a process group of all ranks: NCCL's for a CUDA device, gloo's for the CPU."""
         make = _backend(device)
         host, _, port = address.rpartition(":")
         store = dist.TCPStore(host, int(port), size, rank == 0, timeout=timeout, wait_for_workers=False)
@@ -38,9 +38,9 @@ class Rendezvous:
         while rank == 0 and (missing := [other for other in range(size) if not store.check([f"here/{other}"])]):
             names = ", ".join(map(str, missing))
             if self._aborted.wait(_POLL):
-                raise RuntimeError(f"a rank died before the ranks were connected; missing: {names}")
+                raise RuntimeError(f"a rank died before all ranks were connected; missing: {names}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"of {size} ranks these did not come to {address} within {timeout}: {names}")
+                raise TimeoutError(f"{size} ranks should connect to {address} within {timeout}; missing: {names}")
         self.store = store
         return make(dist.PrefixStore("group", store), rank, size, host, timeout)
 
@@ -60,7 +60,7 @@ def _backend(device: torch.device) -> Any:
 def _gloo(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
     make: Any = dist.ProcessGroupGloo
     options = make._Options()
-    # By default gloo takes the interface that the host name resolves to, which may not be one that works.
+    # By default gloo takes the interface that the host name resolves to, which may be unreachable.
     local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     options._devices = [make.create_device(hostname=host) if local else make.create_default_device()]
     options._timeout = timeout

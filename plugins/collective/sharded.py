@@ -1,8 +1,8 @@
-"""Edges whose residual lies over the ranks by rows: each rank sums, norms and encodes its share, then gathers what the
-next product reads (sequence parallelism, Korthikanti et al. 2022). Beside an all-reduce, the norm takes a share of the
-time, and what comes back is encoded: half the bytes in FP8.
+"""Boundaries with a residual sharded by rows: each rank sums, normalizes and encodes its shard, then all ranks gather
+the input of the next matmul (sequence parallelism, Korthikanti et al. 2022). Compared with an all-reduce, each rank
+normalizes 1/size of the rows, and the gathered rows are encoded: half the bytes in FP8.
 
-Shapes: T tokens, S rows of a rank's shard (behind token T they mean nothing), C channels.
+Shapes: T tokens, S rows of a rank's shard (rows past token T are padding), C channels.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class RowShard:
 
 
 class Ranks(Protocol):
-    """What an edge needs of a transport."""
+    """Transport of a sharded boundary."""
 
     rank: int
     size: int
 
     def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over ranks; T divides by the ranks."""
+        """Return this rank's rows of the sum over ranks. T is a multiple of `size`."""
 
     def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each, all ranks' rows one below the other, in rank order."""
+        """Return for each part the rows of all ranks, concatenated in rank order."""
 
 
-def edge(
+def sharded_boundary(
     ranks: Ranks,
     x: torch.Tensor | Partial | RowShard,
     residual: Residual | None,
     norm: Norm,
     emit: tuple[ActFormat, ...],
 ) -> tuple[Bundle, RowShard]:
-    """Collective.boundary. Calls of every rank take the same way: it follows from types and shapes."""
+    """Implement Collective.boundary. Types and shapes alone decide the path, so all ranks make the same calls."""
     if isinstance(x, Partial):
         tokens, x_SC = len(x.values), _summed_rows(ranks, x.values)
     else:
@@ -67,7 +67,7 @@ def edge(
 
 
 def whole(ranks: Ranks, shard: RowShard) -> torch.Tensor:
-    """Every row, on every rank."""
+    """Return every row, on every rank."""
     return ranks.gather_rows([shard.values])[0][: shard.tokens]
 
 
@@ -76,7 +76,7 @@ def shard_rows(tokens: int, size: int) -> int:
 
 
 def own_rows(ranks: Ranks, x: torch.Tensor | RowShard) -> torch.Tensor:
-    """This rank's rows of what every rank has, or of what lies over them already."""
+    """Return this rank's shard of `x`, which is replicated or already sharded."""
     if isinstance(x, RowShard):
         return x.values
     rows = shard_rows(len(x), ranks.size)
@@ -88,12 +88,12 @@ def _summed_rows(ranks: Ranks, x_TC: torch.Tensor) -> torch.Tensor:
 
 
 def padded(x_TC: torch.Tensor, rows: int) -> torch.Tensor:
-    """With rows of zeros behind it."""
+    """Append zero rows up to `rows`."""
     return x_TC if len(x_TC) == rows else pad(x_TC, (0, 0, 0, rows - len(x_TC)))
 
 
 def _gathered(ranks: Ranks, bundle: Bundle, tokens: int) -> Bundle:
-    """Every row of a bundle of own rows."""
+    """Gather a bundle of this rank's rows into one of all rows."""
     mine = [item.values for item in bundle.items]
     mine += [item.scale for item in bundle.items if _scaled_by_row(item)]
     found = iter([x[:tokens] for x in ranks.gather_rows(mine)])
@@ -106,7 +106,7 @@ def _scaled_by_row(item: Activation) -> bool:
 
 
 def with_scale(item: Activation, scale_TG: torch.Tensor) -> Activation:
-    """Laid out as the format says."""
+    """Attach the scale in the memory layout of the format."""
     by_column = item.format.scale_layout == "column"
     return replace(item, scale=scale_TG.t().contiguous().t() if by_column else scale_TG)
 

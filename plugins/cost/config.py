@@ -16,26 +16,26 @@ class NoneConfig(Config):
 
 
 class RooflineConfig(Config):
-    """Memory or compute, whichever takes longer, and a fixed price per kernel. The numbers are what kernels reach, not
-    what a data sheet promises; cost=h200, h100, a100, l40s and cpu have them."""
+    """Memory or compute time, whichever is longer, plus a fixed overhead per kernel. The numbers are rates that kernels
+    reach, not peak rates; cost=h200, h100, a100, l40s and cpu set them."""
 
     bandwidth: Positive
-    """Of one device's memory, TB/s."""
+    """Memory bandwidth of one device, TB/s."""
     tflops: dict[str, Positive]
-    """Of one device's matrix products, TFLOP/s by number format: float32, bfloat16, float16, fp8, int8, fp4."""
+    """Matmul rate of one device, TFLOP/s by number format: float32, bfloat16, float16, fp8, int8, fp4."""
     memory: Positive | None = None
-    """Of one device, GB (10^9 bytes)."""
+    """Memory of one device, GB (10^9 bytes)."""
     attention_share: float = Field(0.6, gt=0, le=1)
-    """Of tflops, reached by attention over a long prompt."""
+    """Fraction of tflops that attention over a long prompt reaches."""
     kv_share: float = Field(0.8, gt=0, le=1)
-    """Of bandwidth, reached when reading paged keys and values."""
+    """Fraction of bandwidth that reads of paged keys and values reach."""
     kernels: float = Field(8, ge=0)
-    """Kernels of one layer, one after another."""
+    """Number of sequential kernels per layer."""
     kernel_us: float = Field(2.0, ge=0)
-    """Of each kernel, microseconds until its first load and after its last store."""
+    """Overhead per kernel before its first load and after its last store, microseconds."""
     step_us: float = Field(50.0, ge=0)
-    """Of each step, microseconds: embedding, sampling, launch."""
+    """Overhead per step for embedding, sampling and launch, microseconds."""
     link: Positive = 400.0
-    """Between devices of a host, GB/s per direction."""
+    """Bandwidth between devices of a host, GB/s per direction."""
     link_us: float = Field(8.0, ge=0)
-    """Of each all-reduce, microseconds whatever its size."""
+    """Latency of an all-reduce, microseconds."""

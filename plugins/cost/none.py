@@ -8,7 +8,7 @@ from dovetail.core.interfaces import CostModel, RowWork
 
 
 class NoEstimate(CostModel):
-    """Predicts nothing, and says so: whoever could use an estimate goes without."""
+    """Predicts nothing; components that could use an estimate work without one."""
 
     predicts = False
 

@@ -1,4 +1,4 @@
-"""A step's time from hardware numbers: the roofline model (Williams, Waterman, Patterson 2009), phase by phase."""
+"""Step time from hardware rates, phase by phase: the roofline model (Williams, Waterman, Patterson 2009)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dovetail.plugins.cost.config import RooflineConfig
 
 
 class Roofline(CostModel):
-    """linear layers + attention of chunks + attention of decode rows + all-reduces + kernels x overhead.
+    """Linear layers + attention of chunks + attention of decode rows + all-reduces + kernels x overhead.
 
-    Each of the first three takes the longer of its reads and its products, on one of engine.tp ranks; pipeline stages
-    are added up. Weights are read once a step, KV once a row. Activations stay in cache and are not counted.
+    Each of the first three takes the longer of its reads and its matmuls, on one of engine.tp ranks. Pipeline stages
+    add up. Weights are read once per step, KV once per row. Activations stay in cache and are not counted.
     """
 
     config: RooflineConfig
@@ -28,7 +28,7 @@ class Roofline(CostModel):
         self._attention = plain * c.attention_share
         self._bandwidth = c.bandwidth * 1e12
         self._kv_bandwidth = self._bandwidth * c.kv_share
-        # FLOPs on one rank; a product is two.
+        # FLOPs on one rank; a multiply-add is two.
         self._linear_flops = 2 * (p.attention + p.mlp + p.active_experts) / tp
         self._head_seconds = 2 * (p.head or p.embedding) / tp / plain
         self._windows = Counter(spec.windows or (0,) * spec.layers)
@@ -36,7 +36,7 @@ class Roofline(CostModel):
         if (mla := spec.mla) is None:
             self._chunk_flops = self._decode_flops = 4 * spec.heads * spec.head_dim / tp
         else:
-            # A decode row attends over the latent itself, a chunk over the heads made from it.
+            # A decode row attends to the latent itself, a chunk to the heads expanded from it.
             self._chunk_flops = 2 * spec.heads * (mla.nope_dim + mla.rope_dim + mla.v_dim) / tp
             self._decode_flops = 2 * spec.heads * (2 * mla.kv_rank + mla.rope_dim) / tp
         self._fixed = c.step_us * 1e-6 + spec.layers * c.kernels * c.kernel_us * 1e-6
@@ -49,7 +49,7 @@ class Roofline(CostModel):
             tokens += row.tokens * row.times
             sampled += row.sampled * row.times
             pairs, read = self._attended(row)
-            # A row that samples everywhere is a token and its drafts.
+            # A row that samples at every token is a decode row: one token and its drafts.
             if row.sampled == row.tokens:
                 decode_flops += row.times * pairs * self._decode_flops
                 decode_bytes += row.times * read
@@ -65,7 +65,7 @@ class Roofline(CostModel):
         return max(weights, products) + chunks + decodes + self._communication(tokens) + self._fixed
 
     def _attended(self, row: RowWork) -> tuple[float, float]:
-        """(query-key pairs, KV bytes read) of one row, over all layers."""
+        """Return (query-key pairs, KV bytes read) of one row over all layers."""
         pairs = read = 0.0
         for window, layers in self._windows.items():
             if not window or row.bound <= window:
@@ -85,11 +85,11 @@ class Roofline(CostModel):
         return seconds
 
     def _flops(self, product: str) -> float:
-        """FLOP/s of products in this format."""
+        """Return the FLOP/s of matmuls in this format."""
         tflops = self.config.tflops
         if product not in tflops:
             raise ConfigError(
-                f"cost.tflops has no rate for products in {product}; it has {', '.join(tflops)}. "
+                f"cost.tflops has no rate for matmuls in {product}; it has {', '.join(tflops)}. "
                 f"Add cost.tflops.{product}=<TFLOP/s> if the device has them"
             )
         return tflops[product] * 1e12

@@ -1,4 +1,4 @@
-"""What the built-in executors demand of a composition."""
+"""Requirements of the built-in executors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def simulated(config: SimulatedConfig, host: Host) -> Capabilities:
     return Capabilities(
         provides={"processes": "one", "holds_weights": False},
         requires=(
-            Requires(kind="spec_decode", key="drafts", allowed=(False,), reason="no model is there to accept any"),
+            Requires(kind="spec_decode", key="drafts", allowed=(False,), reason="it has no model that verifies drafts"),
             Requires(kind="engine", key="pp", allowed=(1,), reason=_PIPELINE),
             Requires(kind="engine", key="dp", allowed=(1,), reason=_LANES),
         ),

@@ -11,24 +11,25 @@ class InprocConfig(Config):
     """One rank, in the calling process."""
 
     delay: int = Field(0, ge=0, le=64)
-    """Plans held back before they run, as a slow device would; 0 = run at once. To test pipelining on a CPU."""
+    """Number of plans by which execution lags behind submission, to test pipelining on a CPU; 0 = run at once."""
 
 
 class MultiprocConfig(Config):
-    """engine.tp ranks on one machine: rank 0 in the calling process, the others in processes of their own."""
+    """engine.tp ranks on one machine: rank 0 in the calling process, each other rank in a worker process."""
 
     stop_timeout: float = Field(5.0, gt=0)
-    """Seconds that worker processes get to end by themselves at shutdown; then they are killed."""
+    """Seconds until worker processes that do not exit at shutdown are killed."""
     plan_bytes: int = Field(1 << 20, ge=1 << 12)
-    """Bytes of shared memory for plans on their way to the workers. Longer ones pass in pieces."""
+    """Size of the shared memory that carries plans to the workers, in bytes. Longer plans are sent in pieces."""
     blob_bytes: int = Field(1 << 24, ge=1 << 12)
-    """Bytes of shared memory for prompts and parameters on their way to the workers. Longer ones pass in pieces."""
+    """Size of the shared memory that carries prompts and parameters to the workers, in bytes. Longer ones are sent in
+    pieces."""
 
 
 class SimulatedConfig(Config):
-    """No device: tokens are made up, and a step takes as long as the cost model says; no time with cost=none. To run
-    scheduler, cache and server at a GPU's pace without one. engine.kv_pages says how large the cache is; by default
-    every sequence finds room."""
+    """No device: tokens are made up, and a step takes the time that the cost model predicts; none with cost=none. It
+    runs scheduler, cache and server at a GPU's speed without one. engine.kv_pages sets the cache size; by default all
+    sequences fit."""
 
     speed: float = Field(1.0, gt=0)
-    """How many times faster than the cost model says."""
+    """Speed relative to the cost model's prediction; 2 = twice as fast."""

@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Held:
-    """A plan that did not run yet."""
+class _DelayedPlan:
+    """A plan that has not run yet."""
 
     plan: StepPlan
     blobs: Blobs
     late: LateInputs | None = None
     unloads: list[str] = field(default_factory=list)
-    """Adapters to forget after it."""
+    """Adapters to unload after the plan."""
 
 
 class InprocExecutor(Executor):
-    """Runs each plan when it is submitted, or `delay` plans later. Submitted plans and blobs must not change."""
+    """Runs each plan on submission, or `delay` plans later. Submitted plans and blobs must not change."""
 
     runner_class: ClassVar[str] = "dovetail.core.worker.runner:Runner"
 
     def __init__(self, config: InprocConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
         self._runner: Any = None
-        self._mirror = SlotLedger()
-        self._held: deque[_Held] = deque()
+        self._ledger = SlotLedger()
+        self._delayed: deque[_DelayedPlan] = deque()
         self._executed = 0
-        """Plans that ran and whose results were not collected."""
+        """Number of plans that have run and were not collected."""
 
     def start(self, progress: Progress) -> ExecutorInfo:
         self._runner = load_class(self.runner_class)(self.composition, rank=0, size=1, address="")
@@ -48,30 +48,30 @@ class InprocExecutor(Executor):
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         if self._runner is None:
-            raise RuntimeError("the executor does not run: start it first (after shutdown, make another)")
-        self._mirror.apply(plan)
-        self._held.append(_Held(plan, blobs))
-        if len(self._held) > self.config.delay:
+            raise RuntimeError("the executor is not running: call start() first (after shutdown, create a new one)")
+        self._ledger.apply(plan)
+        self._delayed.append(_DelayedPlan(plan, blobs))
+        if len(self._delayed) > self.config.delay:
             self._execute_oldest()
 
     def complete(self, late: LateInputs) -> None:
-        self._mirror.complete(late)
-        if self._held:
-            self._held[-1].late = late
+        self._ledger.complete(late)
+        if self._delayed:
+            self._delayed[-1].late = late
         else:
             self._runner.complete(late)
 
     def _execute_oldest(self) -> None:
-        held = self._held.popleft()
-        self._runner.execute(held.plan, held.blobs)
-        if held.late is not None:
-            self._runner.complete(held.late)
-        for key in held.unloads:
+        delayed = self._delayed.popleft()
+        self._runner.execute(delayed.plan, delayed.blobs)
+        if delayed.late is not None:
+            self._runner.complete(delayed.late)
+        for key in delayed.unloads:
             self._runner.unload_adapter(key)
         self._executed += 1
 
     def collect(self) -> StepResult:
-        self._mirror.check_collect(self.pending)
+        self._ledger.check_collect(self.pending)
         if not self._executed:
             self._execute_oldest()
         result: StepResult = self._runner.collect()
@@ -80,20 +80,20 @@ class InprocExecutor(Executor):
 
     @property
     def pending(self) -> int:
-        return len(self._held) + self._executed
+        return len(self._delayed) + self._executed
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
         future: Future[None] = self._runner.load_adapter(key, folder)
         return future
 
     def unload_adapter(self, key: str) -> None:
-        if self._held:
-            self._held[-1].unloads.append(key)
+        if self._delayed:
+            self._delayed[-1].unloads.append(key)
         else:
             self._runner.unload_adapter(key)
 
     def shutdown(self) -> None:
-        self._held.clear()
+        self._delayed.clear()
         self._executed = 0
         runner, self._runner = self._runner, None
         if runner is not None:

@@ -45,23 +45,23 @@ log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _ABORT_SECONDS = 1.0
-"""For an abort to free this rank from the others, before it closes what it shares with them."""
+"""Seconds for an abort to end this rank's calls, before it closes the memory shared with other ranks."""
 
 
 @dataclass(slots=True)
-class _Loading:
-    """An adapter that ranks are reading."""
+class _AdapterLoad:
+    """An adapter that is being loaded by the ranks."""
 
     future: Future[None]
     left: int
-    """Ranks that have not answered."""
+    """Number of ranks that have not answered."""
     error: str = ""
-    """Of the first that refused."""
+    """Error of the first rank that refused."""
 
 
 class MultiprocExecutor(Executor):
-    """A step costs rank 0 one encoding and one copy, however many ranks there are. When a rank dies, the next call
-    raises RankError, which names the first that died; only `shutdown` may follow."""
+    """A step costs rank 0 one encoding and one copy, whatever the number of ranks. When a rank dies, the next call
+    raises RankError, which names the first dead rank; only `shutdown` may follow."""
 
     runner_class: ClassVar[str] = "dovetail.core.worker.runner:Runner"
 
@@ -69,16 +69,16 @@ class MultiprocExecutor(Executor):
         self.config, self.composition = config, composition
         self._runner: Any = None
         self._workers: Workers | None = None
-        self._mirror = SlotLedger()
+        self._ledger = SlotLedger()
         self._pending = 0
-        self._loading: dict[str, _Loading] = {}
+        self._loading: dict[str, _AdapterLoad] = {}
         self._answering = threading.Lock()
         self._threads: int | None = None
-        """torch's in this process before `start` lowered them."""
+        """Threads of torch in this process before `start` lowered them; None if unchanged."""
 
     @property
     def size(self) -> int:
-        """Ranks, of which each is a process."""
+        """Number of ranks; each is a process."""
         return self.composition.engine.tp
 
     def start(self, progress: Progress) -> ExecutorInfo:
@@ -87,9 +87,9 @@ class MultiprocExecutor(Executor):
 
     def _start(self, address: str, progress: Progress) -> ExecutorInfo:
         engine, size = self.composition.engine, self.size
-        said: tuple[str, float | None] = ("start ranks", None)
-        progress(*said)
-        # Of the last rank: before a process is started, not after each has loaded torch.
+        last: tuple[str, float | None] = ("start ranks", None)
+        progress(*last)
+        # Resolves the last rank's device, so that a missing one is an error before processes start and load torch.
         device = resolve_device(engine.device, size - 1, engine.first_gpu)
         self._plans = RingWriter(size - 1, self.config.plan_bytes)
         self._blobs = RingWriter(size - 1, self.config.blob_bytes)
@@ -108,7 +108,7 @@ class MultiprocExecutor(Executor):
                 inherited=(self._plans.fd, self._blobs.fd),
                 on_failure=self._abort,
                 on_answer=self._adapter_read,
-                on_progress=lambda: progress(*said),
+                on_progress=lambda: progress(*last),
                 start_timeout=math.inf if engine.start_timeout is None else engine.start_timeout,
             )
         except BaseException:
@@ -118,16 +118,16 @@ class MultiprocExecutor(Executor):
         self._workers = workers
 
         def guarded(phase: str, share: float | None) -> None:
-            nonlocal said
+            nonlocal last
             workers.check()
             workers.told(phase)
-            said = phase, share
+            last = phase, share
             progress(phase, share)
 
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._share_cores()
         with workers.blamed():
-            # The workers import and compose meanwhile.
+            # The workers import and compose concurrently.
             runner = self._runner = load_class(self.runner_class)(self.composition, rank=0, size=size, address=address)
             workers.gather("ready")
             workers.post({"op": "load"})
@@ -141,14 +141,14 @@ class MultiprocExecutor(Executor):
         return replace(info, num_pages=pages)
 
     def _share_cores(self) -> None:
-        """What workers are told by OMP_NUM_THREADS comes too late for this process."""
+        """Lower torch's threads in this process. For workers OMP_NUM_THREADS does this."""
         before, share = torch.get_num_threads(), threads_of_a_rank(self.size)
         if share < before:
             self._threads = before
             torch.set_num_threads(share)
 
     def _abort(self) -> None:
-        """End whatever waits for a rank that is gone. A runner has its collective from the moment it connects."""
+        """End calls that wait for a dead rank. The runner has its collective once that begins to connect."""
         collective: Collective | None = getattr(self._runner, "collective", None)
         if collective is not None:
             collective.abort()
@@ -156,11 +156,11 @@ class MultiprocExecutor(Executor):
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         workers = self._workers
         assert workers is not None, "start comes first"
-        data = encode_plan(plan, self._mirror.digest)
-        self._mirror.apply(plan)
+        data = encode_plan(plan, self._ledger.digest)
+        self._ledger.apply(plan)
         with workers.blamed():
             self._plans.send(data, workers.idle)
-            # Behind the plan: workers read blobs when its joins call for them, so a long prompt may pass in pieces.
+            # After the plan: workers read blobs when they reach its joins, so a long prompt may be sent in pieces.
             for join in plan.joins:
                 key = join.uid, join.epoch
                 self._blobs.send(encode_blob(*key, blobs[key]), workers.idle)
@@ -172,13 +172,13 @@ class MultiprocExecutor(Executor):
         self._complete(self._workers, late)
 
     def _complete(self, workers: Workers, late: LateInputs) -> None:
-        self._mirror.complete(late)
+        self._ledger.complete(late)
         with workers.blamed():
             self._blobs.send(encode_late(late), workers.idle)
             self._runner.complete(late)
 
     def collect(self) -> StepResult:
-        self._mirror.check_collect(self._pending)
+        self._ledger.check_collect(self._pending)
         assert self._workers is not None
         with self._workers.blamed():
             result: StepResult = self._runner.collect()
@@ -187,15 +187,15 @@ class MultiprocExecutor(Executor):
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
         assert self._workers is not None
-        loading = self._loading[key] = _Loading(Future(), self.size)
+        loading = self._loading[key] = _AdapterLoad(Future(), self.size)
         with self._workers.blamed():
-            self._tell(self._workers, {"op": "load_adapter", "key": key, "folder": folder})
+            self._send_control(self._workers, {"op": "load_adapter", "key": key, "folder": folder})
             read: Future[None] = self._runner.load_adapter(key, folder)
         read.add_done_callback(lambda done: self._adapter_read(answer(key, done)))
         return loading.future
 
     def _adapter_read(self, message: Mapping[str, str]) -> None:
-        """In whatever thread hears of it."""
+        """Record one rank's answer. May run in any thread."""
         key = message["key"]
         with self._answering:
             loading = self._loading[key]
@@ -212,17 +212,17 @@ class MultiprocExecutor(Executor):
     def unload_adapter(self, key: str) -> None:
         assert self._workers is not None
         with self._workers.blamed():
-            self._tell(self._workers, {"op": "unload_adapter", "key": key})
+            self._send_control(self._workers, {"op": "unload_adapter", "key": key})
             self._runner.unload_adapter(key)
 
-    def _tell(self, workers: Workers, message: Mapping[str, str]) -> None:
-        """In order with the plans."""
+    def _send_control(self, workers: Workers, message: Mapping[str, str]) -> None:
+        """Send a control message, in order with the plans."""
         self._plans.send(CONTROL, workers.idle)
         workers.post(message)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Of ranks 1, 2, ... while they are running."""
+        """Process ids of ranks 1, 2, ... while they are running."""
         return self._workers.pids if self._workers is not None else ()
 
     @property
@@ -243,18 +243,18 @@ class MultiprocExecutor(Executor):
             return
         try:
             if not workers.broken:
-                if (waiting := self._mirror.waiting) is not None:
-                    # The workers wait for its late inputs, and would not hear.
+                if (waiting := self._ledger.waiting) is not None:
+                    # The workers wait for this plan's late inputs and would not read the message.
                     self._complete(workers, LateInputs(waiting.step, (), np.zeros((0, 0), np.uint32)))
                 workers.dismiss()
-                self._tell(workers, {"op": "shutdown"})
+                self._send_control(workers, {"op": "shutdown"})
         except (RankError, ChannelClosed) as error:
             log.info("ending the workers by force: %s", error)
         finally:
             broken = workers.broken
             if broken:
                 workers.stop(0.0)
-            # Not in this thread: where graphs have calls of NCCL, an abort waits until they are given back, below.
+            # In another thread: with NCCL calls in CUDA graphs an abort blocks until the graphs are released below.
             abort = threading.Timer(0.0 if broken else self.config.stop_timeout, self._abort)
             abort.daemon = True
             abort.start()
@@ -276,8 +276,8 @@ class MultiprocExecutor(Executor):
 
 @contextmanager
 def _free_address() -> Iterator[str]:
-    """Where rank 0 can listen, and what nobody else is given meanwhile: several engines may start at once, and their
-    ranks take seconds to get there."""
+    """Reserve an address for rank 0 to listen on. Several engines may start at once, and their ranks take seconds to
+    connect."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((_HOST, 0))

@@ -1,4 +1,4 @@
-"""No device at all: tokens are made up, and a step takes as long as the cost model says."""
+"""No device: tokens are made up, and a step takes the time that the cost model predicts."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 class _Slot:
     request: Request
     last: int
-    """The last known token."""
+    """Last known token."""
 
 
 @dataclass(slots=True)
-class _Step:
+class _SimulatedStep:
     plan: StepPlan
     ready: float
-    """time.perf_counter() when the device would be done."""
+    """time.perf_counter() at which the simulated device is done."""
     seconds: float
     idle: float
     rows: tuple[RowResult, ...] = ()
 
 
 class SimulatedExecutor(Executor):
-    """A token follows from the one before it and its position, and is never EOS: outputs end by length."""
+    """Each token is a function of the previous token and the position, and never EOS: outputs end by length."""
 
     def __init__(self, config: SimulatedConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
-        self._mirror = SlotLedger()
-        self._steps: deque[_Step] = deque()
+        self._ledger = SlotLedger()
+        self._steps: deque[_SimulatedStep] = deque()
         self._slots: dict[int, _Slot] = {}
         self._free_at = 0.0
 
@@ -68,7 +68,7 @@ class SimulatedExecutor(Executor):
         progress("read shapes", None)
         composition, engine = self.composition, self.composition.engine
         model = composition.part("model")
-        model.target().source(model.config)  # A folder that is not there is told here, as it would be with a device.
+        model.target().source(model.config)  # Raises if the folder is missing, as with a device.
         spec: ModelSpec = model.target().spec(model.config)
         self._vocab, self._hidden, self._ends = spec.vocab, spec.hidden, frozenset(spec.eos_ids)
         self._cost = bind_cost(composition, spec, "simulated")
@@ -83,7 +83,7 @@ class SimulatedExecutor(Executor):
             + engine.max_seqs
             for group in groups
         }
-        cost = "no time at all" if self._cost is None else f"the time of cost={composition.part('cost').name}"
+        cost = "no time" if self._cost is None else f"the time that cost={composition.part('cost').name} predicts"
         return ExecutorInfo(
             spec=spec,
             groups=groups,
@@ -96,7 +96,7 @@ class SimulatedExecutor(Executor):
         )
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        self._mirror.apply(plan)
+        self._ledger.apply(plan)
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
             self._slots[join.slot] = _Slot(blob.request, blob.tokens[-1])
@@ -104,21 +104,21 @@ class SimulatedExecutor(Executor):
         now = time.perf_counter()
         idle = max(now - self._free_at, 0.0) if self._free_at else 0.0
         self._free_at = max(now, self._free_at) + seconds
-        self._steps.append(_Step(plan, self._free_at, seconds, idle))
+        self._steps.append(_SimulatedStep(plan, self._free_at, seconds, idle))
         if not plan.late:
             self._run({})
 
     def complete(self, late: LateInputs) -> None:
-        self._mirror.complete(late)
+        self._ledger.complete(late)
         self._run(dict(zip(late.rows, late.masks_MW, strict=True)))
 
     def _run(self, masks: Mapping[int, np.ndarray]) -> None:
-        """The newest plan, in the order in which a device would."""
+        """Compute the results of the newest plan; plans run in the order of a device."""
         step = self._steps[-1]
         step.rows = tuple(self._answer(i, row, masks.get(i)) for i, row in enumerate(step.plan.rows))
 
     def collect(self) -> StepResult:
-        self._mirror.check_collect(len(self._steps))
+        self._ledger.check_collect(len(self._steps))
         step = self._steps.popleft()
         if (left := step.ready - time.perf_counter()) > 0:
             time.sleep(left)
@@ -152,7 +152,7 @@ class SimulatedExecutor(Executor):
         )
 
     def _pooled(self, request: Request, row: Row) -> np.ndarray | None:
-        """As if every final hidden state were of ones."""
+        """Pool final hidden states of ones."""
         if request.pooling is None or (request.pooling == "last" and row.bound < len(request.prompt_ids)):
             return None
         return np.full(self._hidden, row.count if request.pooling == "mean" else 1, np.float32)
@@ -167,7 +167,7 @@ class SimulatedExecutor(Executor):
         return found
 
     def _uniform(self, top: int | None) -> tuple[TokenLogprobs, ...]:
-        """As if every token were as likely as any other."""
+        """Return log-probabilities of a uniform distribution."""
         if top is None:
             return ()
         each = -math.log(self._vocab)
@@ -175,7 +175,7 @@ class SimulatedExecutor(Executor):
 
 
 def _groups(spec: ModelSpec, page_tokens: int) -> tuple[KVGroup, ...]:
-    """Layers of one attention window share pages. Nothing is stored, so there are no planes."""
+    """Group layers by attention window; a group shares pages. Nothing is stored, so there are no planes."""
     layers_of: dict[int, list[int]] = {}
     for index, window in enumerate(spec.windows or (0,) * spec.layers):
         layers_of.setdefault(window, []).append(index)

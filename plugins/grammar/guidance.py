@@ -1,4 +1,4 @@
-"""Grammars by llguidance. Its matchers raise nothing: they enter an error state, which is asked for here."""
+"""Grammars through llguidance. Its matchers do not raise but enter an error state, which is checked here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LONGEST_REASON = 400
-"""Characters. A reason may quote the grammar."""
+"""Longest error text in characters. It may quote the grammar."""
 
 
 class LLGuidance(GrammarCompiler):
@@ -53,14 +53,14 @@ class LLGuidance(GrammarCompiler):
         return matcher
 
     def _tokens(self) -> LLTokenizer:
-        """Making it holds the interpreter all the while."""
+        """Return the tokenizer. The first call builds it and holds the GIL throughout."""
         with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = _load(self.vocabulary)
             return self._tokenizer
 
     def _text(self, grammar: Grammar) -> str:
-        """In llguidance's own form."""
+        """Convert a grammar to llguidance's format."""
         value = grammar.value
         try:
             if grammar.kind == "choice":
@@ -74,7 +74,7 @@ class LLGuidance(GrammarCompiler):
                 return str(LLMatcher.grammar_from_lark(gbnf_to_lark(value)))
             schema = value if grammar.kind == "json_schema" else '{"type": "object"}'
             return str(LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options()))
-        except Exception as error:  # its converters raise whatever they meet
+        except Exception as error:  # The converters raise exceptions of any type.
             raise _refusal(grammar.kind, str(error)) from error
 
     def _json_options(self) -> JsonCompileOptions:
@@ -89,7 +89,7 @@ class LLGuidance(GrammarCompiler):
 
 class _LLMatcher(Matcher):
     def __init__(self, kind: str, matcher: LLMatcher, words: int) -> None:
-        """`words`: those of llguidance's own mask, which may be more than the model's."""
+        """`words`: size of llguidance's mask, which may exceed the model's."""
         self._kind, self._matcher, self._words = kind, matcher, words
 
     def check(self) -> None:
@@ -120,17 +120,17 @@ class _LLMatcher(Matcher):
 
 def _load(vocabulary: Vocabulary) -> LLTokenizer:
     if vocabulary.tokenizer is None:
-        raise RequestError("grammar: this model has no tokenizer.json, and a grammar is about the text of tokens")
+        raise RequestError("grammar: this model has no tokenizer.json, and grammars need the text of tokens")
     data = json.loads(vocabulary.tokenizer.read_text(encoding="utf-8"))
     known = data["model"]["vocab"]
     ids = known.values() if isinstance(known, dict) else range(len(known))
-    # llguidance takes no fewer than the tokenizer has, be they without logits.
+    # llguidance needs at least the tokenizer's size, even where tokens have no logits.
     size = max([vocabulary.size - 1, *ids, *(token["id"] for token in data["added_tokens"])]) + 1
-    # What fills or cuts prompts of a batch has no place in the spelling of a word.
+    # Padding and truncation would alter the text of single tokens.
     text = json.dumps(data | {"padding": None, "truncation": None}, ensure_ascii=False)
     try:
         return LLTokenizer(text, n_vocab=size, eos_token=list(vocabulary.eos_ids) or None)
-    except Exception as error:  # whatever it meets
+    except Exception as error:  # llguidance raises exceptions of any type.
         raise RequestError(f"grammar: llguidance cannot read this model's tokenizer.json: {error}") from error
 
 

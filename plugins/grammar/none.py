@@ -8,4 +8,4 @@ from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher
 
 class NoGrammars(GrammarCompiler):
     def compile(self, grammar: Grammar) -> Matcher:
-        raise RequestError(f"grammar.kind={grammar.kind}: this engine runs with grammar=none, which serves no grammar")
+        raise RequestError(f"grammar.kind={grammar.kind}: this engine runs with grammar=none, which serves no grammars")

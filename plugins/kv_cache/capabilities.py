@@ -1,4 +1,4 @@
-"""What the allocators that evict state: nothing, but a policy that does not load is told before weights are."""
+"""Capabilities of allocators that evict: none. They load the eviction policy, so an error shows before weights load."""
 
 from __future__ import annotations
 

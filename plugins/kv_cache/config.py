@@ -10,11 +10,12 @@ from dovetail.core.compose import Config
 
 
 class ContiguousConfig(Config):
-    """A sequence's greatest length as one run of pages from the start: the baseline of paging (Kwon et al. 2023)."""
+    """One run of pages for the sequence's greatest length, taken at admission: the baseline of paging (Kwon et al.
+    2023)."""
 
 
 class PagedConfig(Config):
-    """Pages in a free list, nothing reused between sequences (PagedAttention, Kwon et al. 2023)."""
+    """Pages from a free list, no reuse between sequences (PagedAttention, Kwon et al. 2023)."""
 
 
 POLICIES = ("lru", "fifo", "lfu", "cost")
@@ -31,16 +32,16 @@ Eviction = Annotated[str, AfterValidator(_names_a_policy)]
 
 
 class CachingConfig(Config):
-    """Which pages stay when nobody owns them any more, and where."""
+    """Which unowned pages stay cached, and where."""
 
     host_pages: int = Field(0, ge=0)
-    """Pages of host memory in each KV group that hold what the device evicts and give it back on a hit. 0 = none."""
+    """Pages of host memory per KV group. They keep pages that the device evicts and restore them on a hit. 0 = none."""
     host_gib: float = Field(0, ge=0)
     """The same in GiB on each rank, over all groups; instead of host_pages."""
 
     eviction: Eviction = "lru"
-    """Which unowned page goes first: lru, fifo, lfu, cost (cheapest to recompute), or "package.module:Class" of an
-    EvictionPolicy."""
+    """Policy that selects the unowned page to evict: lru, fifo, lfu, cost (cheapest to recompute), or
+    "package.module:Class" of an EvictionPolicy."""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -50,11 +51,11 @@ class CachingConfig(Config):
 
 
 class RadixConfig(CachingConfig):
-    """Paged, and prefixes are shared to the token, found in a radix tree (RadixAttention, Zheng et al. 2023)."""
+    """Paged, with prefixes shared to the token through a radix tree (RadixAttention, Zheng et al. 2023)."""
 
     exact: bool = True
     """Whether a hit may end inside a page, which is then copied on the device; false: hits are whole pages."""
 
 
 class PrefixHashConfig(CachingConfig):
-    """Paged, and full pages of equal prefixes are shared, found by a chained hash (as in vLLM)."""
+    """Paged, with full pages of equal prefixes shared through chained hashes (as in vLLM)."""

@@ -1,7 +1,7 @@
-"""One run of pages for a sequence's greatest length, taken when it enters: the KV cache of before paged attention.
+"""One run of pages for a sequence's greatest length, taken at admission: the KV cache before paged attention.
 
-It is what PagedAttention (Kwon et al. 2023, section 3) was measured against, with 60 to 80 % of waste: slots that lie
-reserved for tokens to come or never to come, and free pages in no run long enough.
+It is the baseline of PagedAttention (Kwon et al. 2023, section 3). It wastes 60 to 80 % of the memory: slots reserved
+for tokens that come later or never, and free pages in runs that are too short.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dovetail.core.memory.page_tables import UNCHANGED, PageTables, SequencePage
 
 
 class PageRuns(PageList):
-    """Free pages as gaps between owned runs, first fit. A call costs O(gaps), and there are hardly more than owners."""
+    """Free pages as gaps between owned runs, first fit. A call costs O(gaps); there are about as many as sequences."""
 
     __slots__ = ("_num_free", "gaps")
 
@@ -35,18 +35,18 @@ class PageRuns(PageList):
         return [page for gap in self.gaps for page in gap]
 
     def find(self, count: int) -> range | None:
-        """The first free run of so many pages."""
+        """Return the first free run of `count` pages."""
         return next((gap[:count] for gap in self.gaps if len(gap) >= count), None)
 
     def after(self, page: int, count: int) -> range | None:
-        """The run of so many pages that follows a page, if it is free."""
+        """Return the run of `count` pages that follows a page, if it is free."""
         index = bisect_left(self.gaps, page + 1, key=lambda gap: gap.start)
         if index == len(self.gaps) or self.gaps[index].start != page + 1 or len(self.gaps[index]) < count:
             return None
         return self.gaps[index][:count]
 
     def take_run(self, run: range) -> None:
-        """For one owner. The run is the start of a gap, as `find` and `after` give it."""
+        """Take a run for one owner. It is the start of a gap, as returned by `find` and `after`."""
         index = bisect_left(self.gaps, run.start, key=lambda gap: gap.start)
         rest = self.gaps[index][len(run) :]
         self.gaps[index : index + 1] = [rest] if rest else []
@@ -69,10 +69,11 @@ class PageRuns(PageList):
 
 
 class ContiguousAllocator(PageTables[PageRuns, SequencePages]):
-    """A sequence that outgrows its run goes on behind it where pages are free, or else moves and is copied whole.
+    """A sequence that outgrows its run extends it where the following pages are free. Otherwise it is copied to a new
+    run.
 
-    It shares no page it writes to or behind: a fork that grows moves to a run of its own, prompt included. A run keeps
-    its pages behind a window.
+    Sharing ends with the first write: a fork that grows moves to a separate run, prompt included. Pages that have left
+    an attention window stay in the run.
     """
 
     takes_ahead = True
@@ -105,7 +106,7 @@ class ContiguousAllocator(PageTables[PageRuns, SequencePages]):
             pages.take_run(run)
             if moves:
                 old, table[:] = table[:], []
-                # Plans in flight write past what is known to be written, and run before these.
+                # Copies everything reserved: plans in flight write past `written` and run before these copies.
                 for src, dst in zip(old[: pages.count(state.length)], run, strict=False):
                     ops.append(PageOp(PageOpKind.COPY, pages.group, src, dst))
                 for page in reversed(old):
@@ -118,7 +119,8 @@ class ContiguousAllocator(PageTables[PageRuns, SequencePages]):
         return Reservation(tuple(entries), tuple(ops)) if entries else UNCHANGED
 
     def _run(self, pages: PageRuns, table: list[int], written: int, upto: int, limit: int) -> tuple[range | None, bool]:
-        """The run to take, empty where the present one does and None where none is free; whether to move there."""
+        """Return (run to take, whether to move there). The run is empty if the present one suffices, None if no run is
+        free."""
         missing = pages.count(upto) - len(table)
         if self._shared_index(pages, table, written, upto) is None:
             if missing <= 0:

@@ -8,7 +8,7 @@ from dovetail.core.memory.page_tables import PageTables, SequencePages
 
 
 class PagedAllocator(PageTables[PageList, SequencePages]):
-    """PageTables as it is: acquire finds nothing, publish only notes what is written."""
+    """PageTables unchanged: acquire finds nothing, publish only records the written length."""
 
     def _page_list(self, group: KVGroup, total: int) -> PageList:
         return PageList(group, total)

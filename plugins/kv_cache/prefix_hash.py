@@ -1,10 +1,10 @@
-"""Paged allocation with automatic prefix caching by chained page hashes, the idea of vLLM (Kwon et al. 2023).
+"""Paged allocation with automatic prefix caching by chained page hashes, as in vLLM (Kwon et al. 2023).
 
-A full page that is published gets a key: the hash of its parent's key and its token ids; the first parent is the salt.
-Equal keys mean equal prefixes (128 bits of BLAKE2b). A page that nobody owns any more can be found until it is evicted.
+A published full page gets a key: the hash of its parent's key and its token ids. The first parent is the salt. Equal
+keys mean equal prefixes (128 bits of BLAKE2b). An unowned page can be found until it is evicted.
 
-When two sequences publish the same prefix, the first page keeps the key and the second one stays private: moving the
-second sequence over would change a page table outside reserve, for pages that are usually given back soon.
+When two sequences publish the same prefix, the first page keeps the key and the second one stays private: switching the
+second sequence would change a page table outside reserve, for pages that are usually released soon.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dovetail.core.memory.page_tables import SequencePages
 from dovetail.plugins.kv_cache.config import PrefixHashConfig
 
 WAITING_CHAINS = 8192
-"""Sequences peeked at and not acquired whose keys are kept; the oldest is dropped, and hashed anew if it comes back."""
+"""Most waiting sequences whose keys are kept between peeks. The oldest are dropped and hashed again when needed."""
 
 
 class KeyChain:
-    """Keys of a sequence's full pages of one size. Each is computed once, when it is first asked for."""
+    """Keys of a sequence's full pages of one size. Each is computed once, when first needed."""
 
     __slots__ = ("keys", "page_tokens", "root")
 
@@ -38,7 +38,7 @@ class KeyChain:
         self.keys: list[bytes] = []
 
     def extend(self, tokens: list[int], pages: int) -> None:
-        """Have at least so many keys."""
+        """Compute the keys of the first `pages` pages."""
         size, keys = self.page_tokens, self.keys
         parent = keys[-1] if keys else self.root
         for start in range(len(keys) * size, pages * size, size):
@@ -47,7 +47,7 @@ class KeyChain:
 
 
 class KeyedPages(CachedPages):
-    """Published pages are found by their keys."""
+    """Published pages, found by key."""
 
     __slots__ = ("index", "keys")
 
@@ -66,7 +66,8 @@ class KeyedPages(CachedPages):
         self._offer(page, depth, parent)
 
     def find(self, chain: KeyChain, tokens: list[int], limit: int) -> int:
-        """Pages of the longest prefix, at most limit, of which all are cached that a token behind it looks back at."""
+        """Return the pages of the longest usable prefix, at most limit: all pages that the token after it attends to
+        are cached."""
         index, host, keys = self.index, self.host, chain.keys
         if self.window:
             chain.extend(tokens, limit)
@@ -84,7 +85,7 @@ class KeyedPages(CachedPages):
         return limit
 
     def loadable(self, keys: list[bytes], pages: int) -> int:
-        """Of so many pages that were found, as many as the device has room for beside those it has."""
+        """Reduce the number of found pages so that those on the host fit into the device's available pages."""
         if not len(self.host):
             return pages
         first = self.behind(pages * self.page_tokens)
@@ -96,7 +97,7 @@ class KeyedPages(CachedPages):
         return loads[room] if len(loads) > room else pages
 
     def pin(self, keys: list[bytes], first: int) -> list[int]:
-        """The pages of a prefix's last keys, from number `first` on, for one more owner each."""
+        """Return the pages of keys[first:], each with one more owner. Pages on the host are loaded."""
         self.host.pin(keys[first:])
         pages = [self.index.get(key, 0) for key in keys[first:]]
         for page in pages:
@@ -135,11 +136,11 @@ class HashedPages(SequencePages):
     chains: list[KeyChain] = field(default_factory=list)
     """One per group; groups of equal page size share one."""
     published: list[int] = field(default_factory=list)
-    """Pages per group that were offered for reuse, or came from there."""
+    """Leading pages per group that were published or came from the cache."""
 
 
 class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
-    """Hits are multiples of every group's page size, and of a window group they need the window's pages alone."""
+    """Hits are multiples of every group's page size. In a group with a window they need only the window's pages."""
 
     config: PrefixHashConfig
 
@@ -147,10 +148,10 @@ class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
         super().__init__(config, groups, num_pages)
         self._sizes = [group.page_tokens for group in self.groups]
         self._stride = math.lcm(*self._sizes)
-        # Groups without a window first: they bound what is looked for in the others.
+        # Groups without a window first: their hits bound the search in the others.
         self._search = sorted(range(len(self.groups)), key=lambda number: self.groups[number].window > 0)
         self._waiting: dict[int, tuple[list[int], list[KeyChain]]] = {}
-        """By uid, for sequences that are only peeked at: the token list that was hashed, and its keys."""
+        """Uid -> (hashed token list, its keys), for sequences that were peeked at and not acquired."""
 
     def peek(self, seq: KVSequence) -> int:
         state = self._states.get(seq.uid)
@@ -187,7 +188,7 @@ class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
         super().trim(seq, length)
         state = self._states[seq.uid]
         for pages, chain in zip(self._pages, state.chains, strict=True):
-            # Tokens past length may become others.
+            # Tokens past length may change.
             del chain.keys[length // pages.page_tokens :]
         if length < state.next_full:
             self._note_published(state, length)
@@ -216,7 +217,7 @@ class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
         return state
 
     def _waiting_chains(self, seq: KVSequence) -> list[KeyChain]:
-        """Kept from the last peek if the sequence still has the same list of tokens, which only grows."""
+        """Return the chains of the last peek while the sequence has the same token list, which only grows."""
         tokens, chains = self._waiting.get(seq.uid, (None, []))
         if tokens is not seq.tokens:
             by_size = {size: KeyChain(seq.salt, size) for size in {group.page_tokens for group in self.groups}}
@@ -235,7 +236,7 @@ class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
                 chain = chains[number]
                 found = pages.loadable(chain.keys, pages.find(chain, seq.tokens, hit // pages.page_tokens))
                 hit = found * pages.page_tokens // self._stride * self._stride
-            # Part of a prefix that was found is found too, except behind a window.
+            # A part of a found prefix is cached, too, except in groups with a window.
             if hit == longest or not pages.window:
                 return hit
 

@@ -1,14 +1,14 @@
-"""Prefix reuse by a radix tree of token runs: RadixAttention (SGLang, Zheng et al. 2023), over pages.
+"""Prefix reuse by a radix tree of token runs over pages: RadixAttention (SGLang, Zheng et al. 2023).
 
-A node has the tokens of one run, from a position on, and the pages whose last token lies in it. Runs part at any token:
-a page that begins in one node and ends in another belongs to the second, so two prompts that part inside a page have a
-page each. Leaves end with a page. A hit is exact to the token: the page it ends in is shared until reserve copies it.
+A node has a run of tokens and the pages whose last token is in it. Runs may branch at any token. A page that begins in
+one node and ends in another belongs to the second, so two prompts that diverge inside a page have one page each.
+Leaves end at a page boundary. A hit is exact to the token: the page it ends in is shared until reserve copies it.
 
-Runs are compared as bytes, node by node; single tokens matter where two runs differ. A lookup costs the prompt's own
-length, whatever is cached. Host memory: 4 bytes a cached token.
+Runs are compared as bytes, node by node; where two runs differ, a binary search finds the token. A lookup costs
+O(prompt length), independent of the cache size. Host memory: 4 bytes per cached token.
 
-The tree has what is on the device. With host pages, each page of it has a key, too: the hash of its tokens and its
-parent's key. Where the tree ends, whole pages are looked for on the host by key; those that come back join the tree.
+The tree covers the pages on the device. With host pages, each of them has a key, too: the hash of its tokens and its
+parent's key. Past the end of the tree, whole pages are looked up on the host by key; loaded pages join the tree.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from dovetail.plugins.kv_cache.config import RadixConfig
 WIDTH = array("i").itemsize
 """Bytes of a token id."""
 WAITING = 1024
-"""Sequences peeked at and not acquired whose token bytes are kept; the oldest are dropped, and made anew if need be."""
+"""Most waiting sequences whose token bytes are kept between peeks. The oldest are dropped and rebuilt when needed."""
 
 
 class Node:
-    """Tokens [start, end) behind those of its parents. Written by RadixPages alone."""
+    """Tokens [start, end), which follow those of its parents. Written by RadixPages only."""
 
     __slots__ = ("children", "key", "pages", "parent", "run", "start")
 
     def __init__(self, parent: Node | None, key: bytes, start: int) -> None:
         self.parent = parent
         self.key = key
-        """Its place among the parent's children: the first token. Of a root: the salt."""
+        """Key among the parent's children: the first token; the salt for a root."""
         self.start = start
         self.run = bytearray()
         self.pages: list[int] = []
-        """Page number i of a prefix has the tokens from i * page_tokens on; the first one here is number
-        start // page_tokens."""
+        """Pages from number start // page_tokens on. Page number i of a prefix begins at token i * page_tokens."""
         self.children: dict[bytes, Node] = {}
 
     @property
@@ -61,15 +60,15 @@ class RadixPages(CachedPages):
     def __init__(self, group: KVGroup, total: int, policy: EvictionPolicy, host: HostTier) -> None:
         super().__init__(group, total, policy, host)
         self.roots: dict[bytes, Node] = {}
-        """By salt."""
+        """Roots by salt."""
         self.node_of: list[Node | None] = [None] * (total + 1)
         self.number_of = [0] * (total + 1)
-        """Where in its prefix a published page is."""
+        """Number of a published page in its prefix."""
         self.keys = [b""] * (total + 1 if host.total else 0)
-        """What names a published page's contents on the host."""
+        """Host key of each published page; empty without host pages."""
 
     def find(self, salt: bytes, data: bytearray, limit: int) -> tuple[int, list[int]]:
-        """Tokens of the longest cached prefix, at most limit, and the pages that hold them: 0 for one on the host."""
+        """Return (tokens of the longest cached prefix, at most limit; its pages, 0 for a page on the host)."""
         at, pages = self._find_on_device(salt, data, limit)
         if not len(self.host):
             return at, pages
@@ -83,7 +82,7 @@ class RadixPages(CachedPages):
         return (whole + len(loads)) * self.page_tokens, pages[:whole] + [0] * len(loads)
 
     def pin(self, salt: bytes, data: bytearray, pages: list[int]) -> None:
-        """One more owner for pages that were found; those on the host get pages of their own and join the tree."""
+        """Add an owner to found pages. Pages on the host are loaded into new device pages, which join the tree."""
         first = pages.index(0) if 0 in pages else len(pages)
         for page in pages[:first]:
             self.hit(page)
@@ -97,7 +96,7 @@ class RadixPages(CachedPages):
         self.publish(salt, pages, first, data, len(pages))
 
     def _find_on_host(self, salt: bytes, data: bytearray, pages: list[int], limit: int) -> list[bytes]:
-        """Keys of the host's pages that follow on pages of the tree, up to page `limit`."""
+        """Return the keys of host pages that continue `pages`, up to page `limit`."""
         found: list[bytes] = []
         key = self.keys[pages[-1]] if pages else page_key(salt, b"")
         for number in range(len(pages), limit):
@@ -118,22 +117,22 @@ class RadixPages(CachedPages):
         pages: list[int] = []
         node, at = self._descend(root, 0, data, limit, pages)
         if at % self.page_tokens:
-            # It goes on in this node, or else in any below: they part later in the same page.
+            # The page ends in this node, or else in any descendant: these branch later within the same page.
             while at // self.page_tokens - node.start // self.page_tokens >= len(node.pages):
                 node = next(iter(node.children.values()))
             pages.append(node.pages[at // self.page_tokens - node.start // self.page_tokens])
         return at, pages
 
     def own(self, table: list[int], known: int) -> int:
-        """Leading pages of a table that are the tree's, once `known` were: none, if the last of them was forgotten
-        together with something before it."""
+        """Return the number of leading pages of a table that are in the tree, given that `known` were: 0 if the last of
+        them was withdrawn together with a page before it."""
         return known if known and self._published[table[known - 1]] else 0
 
     def follow(
         self, salt: bytes, table: list[int], known: int, data: bytearray, full: int
     ) -> tuple[Node, int, list[int]]:
-        """From behind the `known` pages that are the table's own towards page `full`: the last node and token that
-        agree, and the cached pages from number `known` on."""
+        """Follow data from page `known`, up to which the table's pages are in the tree, to page `full`. Return the last
+        node and token that agree, and the cached pages from number `known` on."""
         node = self.node_of[table[known - 1]] if known else self.roots.get(salt)
         if node is None:
             node = Node(None, salt, 0)
@@ -142,8 +141,8 @@ class RadixPages(CachedPages):
         return node, at, pages
 
     def publish(self, salt: bytes, table: list[int], known: int, data: bytearray, full: int) -> int:
-        """Offer the pages [known, full) of a table. Stops where somebody's page with the same contents is cached; gives
-        the number of leading pages that are the table's own."""
+        """Publish the pages [known, full) of a table, up to the first whose contents another page already holds. Return
+        the number of leading pages of the table that are in the tree."""
         node, at, pages = self.follow(salt, table, known, data, full)
         for page in pages:
             if page != table[known]:
@@ -172,8 +171,8 @@ class RadixPages(CachedPages):
         return end
 
     def _descend(self, node: Node, at: int, data: bytearray, limit: int, pages: list[int]) -> tuple[Node, int]:
-        """Follow data from token `at` of a node; the node and the token where it ends or differs. Pages that end on the
-        way are appended."""
+        """Follow data from token `at` of a node. Return the node and token where it ends or differs; append the pages
+        that end on the path."""
         size = self.page_tokens
         while True:
             start, end = node.start, min(node.end, limit)
@@ -190,7 +189,7 @@ class RadixPages(CachedPages):
             node = child
 
     def _split(self, node: Node, at: int) -> Node:
-        """A node for the tokens before `at`; the given one keeps the others."""
+        """Insert and return a node for the tokens before `at`; the given node keeps the rest."""
         parent = node.parent
         assert parent is not None and node.start < at < node.end
         upper = parent.children[node.key] = Node(parent, node.key, node.start)
@@ -205,7 +204,7 @@ class RadixPages(CachedPages):
         return upper
 
     def _withdraw(self, page: int) -> None:
-        """With what is cached behind it: nobody could find that any more."""
+        """Withdraw a page and all pages that continue it, which would be unreachable."""
         node, at, gone = self._from(page)
         node.children = {}
         self._shorten(node, at)
@@ -219,8 +218,8 @@ class RadixPages(CachedPages):
         return [(self.keys[each], each) for each in reversed(self._from(page)[2])]
 
     def _from(self, page: int) -> tuple[Node, int, list[int]]:
-        """A page's node, the first token there that goes with it, and the page with all behind it, each after those
-        before it."""
+        """Return (the page's node, the first token there that leaves with it, the page and its continuations, parents
+        first)."""
         node = self.node_of[page]
         assert node is not None, f"page {page} is published and in no node"
         size = self.page_tokens
@@ -234,7 +233,7 @@ class RadixPages(CachedPages):
         return node, at, pages
 
     def _shorten(self, node: Node, end: int) -> None:
-        """End a node without children at a page, and its parents where that leaves nothing of it."""
+        """Cut a node without children at token `end`, at a page boundary. Remove nodes that become empty."""
         while end <= node.start and node.parent is not None:
             del node.parent.children[node.key]
             node = node.parent
@@ -271,7 +270,7 @@ class RadixPages(CachedPages):
 
 
 def _common(a: bytearray, b: bytearray) -> int:
-    """Tokens that two runs of one length begin with alike."""
+    """Return the number of common leading tokens of two runs of equal length."""
     low, high = 0, len(a) // WIDTH
     if a == b:
         return high
@@ -287,21 +286,21 @@ def _common(a: bytearray, b: bytearray) -> int:
 @dataclass(slots=True)
 class TreePages(SequencePages):
     data: bytearray = field(default_factory=bytearray)
-    """Ids of the sequence's first tokens, as many as were asked for."""
+    """Bytes of the sequence's leading token ids, as far as needed so far."""
     known: list[int] = field(default_factory=list)
-    """Leading pages per group that are the tree's."""
+    """Leading pages per group that are in the tree."""
     offered: int = 0
-    """Tokens that publish was told of."""
+    """Number of tokens published."""
     duplicates: bool = False
-    """Whether some page's contents are cached in another page."""
+    """Whether another page in the tree holds the contents of one of the sequence's pages."""
 
 
 class RadixAllocator(CachedTables[RadixPages, TreePages]):
-    """Hits are exact to the token, and as long as in the group that has least. config.exact = False: whole pages.
+    """Hits are exact to the token (config.exact=False: whole pages) and limited by the group with the shortest hit.
 
-    Who publishes what another page holds already goes over to that page when reserve next gives it one, or on release:
-    so whoever owns a cached page owns those before it, and what nobody owns can go from the ends of prefixes. For the
-    same reason a sequence keeps its pages behind a window.
+    A sequence that publishes contents which another page already holds switches to that page in the next reserve that
+    adds a page, or on release. So an owner of a cached page owns all pages before it, and unowned pages can be evicted
+    from the ends of prefixes. For the same reason a sequence keeps pages that have left an attention window.
     """
 
     config: RadixConfig
@@ -311,7 +310,7 @@ class RadixAllocator(CachedTables[RadixPages, TreePages]):
         super().__init__(config, groups, num_pages)
         self._stride = 1 if config.exact else math.lcm(*(group.page_tokens for group in self.groups))
         self._waiting: dict[int, tuple[list[int], bytearray]] = {}
-        """By uid, for sequences that are only peeked at: the token list, and its bytes."""
+        """Uid -> (token list, its bytes), for sequences that were peeked at and not acquired."""
 
     def peek(self, seq: KVSequence) -> int:
         state = self._states.get(seq.uid)
@@ -341,7 +340,7 @@ class RadixAllocator(CachedTables[RadixPages, TreePages]):
     def trim(self, seq: KVSequence, length: int) -> None:
         super().trim(seq, length)
         state = self._states[seq.uid]
-        # Tokens past length may become others.
+        # Tokens past length may change.
         del state.data[length * WIDTH :]
         state.known = [min(n, length // pages.page_tokens) for n, pages in zip(state.known, self._pages, strict=True)]
         self._note_offered(state, min(state.offered, length))
@@ -381,7 +380,7 @@ class RadixAllocator(CachedTables[RadixPages, TreePages]):
         return Reservation(made.entries + self._adopt(seq, state), made.ops)
 
     def _shared_index(self, pages: RadixPages, table: list[int], written: int, upto: int) -> int | None:
-        """A cached page that is written to is copied too, while that costs no other sequence its pages."""
+        """Also copy a cached page before it is written to, while enough pages are available for the copy."""
         index = super()._shared_index(pages, table, written, upto)
         if index is not None or written % pages.page_tokens == 0:
             return index
@@ -390,7 +389,7 @@ class RadixAllocator(CachedTables[RadixPages, TreePages]):
         return index if missing < pages.available and not pages.private(table[index]) else None
 
     def _find(self, seq: KVSequence, data: bytearray) -> tuple[int, list[list[int]]]:
-        """Tokens of the longest cached prefix, and its pages by group, or more of them."""
+        """Return (tokens of the longest cached prefix, per group at least its pages)."""
         limit = max(len(seq.tokens) - 1, 0) // self._stride * self._stride
         _extend(data, seq.tokens, limit)
         found = []
@@ -409,7 +408,7 @@ class RadixAllocator(CachedTables[RadixPages, TreePages]):
             state.duplicates |= known < full
 
     def _adopt(self, seq: KVSequence, state: TreePages) -> tuple[PageEntry, ...]:
-        """Go over to cached pages that hold what own ones do, and publish what follows."""
+        """Replace the sequence's duplicate pages by the cached ones, and publish those that follow."""
         entries: list[PageEntry] = []
         for position, (pages, table) in enumerate(self._by_group(state)):
             known, full = pages.own(table, state.known[position]), state.offered // pages.page_tokens
@@ -430,7 +429,7 @@ class RadixAllocator(CachedTables[RadixPages, TreePages]):
         state.next_full = min((upto // pages.page_tokens + 1) * pages.page_tokens for pages in self._pages)
 
     def _waiting_data(self, seq: KVSequence) -> bytearray:
-        """Kept from the last peek if the sequence still has the same list of tokens, which only grows."""
+        """Return the bytes of the last peek while the sequence has the same token list, which only grows."""
         tokens, data = self._waiting.get(seq.uid, (None, bytearray()))
         if tokens is not seq.tokens:
             data = bytearray()

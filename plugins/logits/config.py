@@ -1,4 +1,4 @@
-"""Options of the built-in logits processors: what they do is set per request."""
+"""Options of the built-in logits processors. Their parameters are set per request."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class PenaltiesConfig(Config):
 
 
 class LogitBiasConfig(Config):
-    """Adds a request's logit_bias."""
+    """Adds the request's logit_bias."""
 
 
 class MinTokensConfig(Config):
-    """Forbids EOS and stop tokens until min_tokens are out."""
+    """Masks EOS and stop tokens until the output has min_tokens."""

@@ -1,4 +1,4 @@
-"""min_tokens: end-of-sequence and stop tokens cannot be drawn before so many output tokens."""
+"""min_tokens: end-of-sequence and stop tokens are masked until the output has this many tokens."""
 
 from __future__ import annotations
 

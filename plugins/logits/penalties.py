@@ -1,6 +1,6 @@
 """Repetition (CTRL, Keskar et al. 2019), presence and frequency penalties (OpenAI's).
 
-Counts are made from the device's token table each time: nothing to keep in step with drafts, preemption or forks.
+Counts are computed from the token table on the device in each step, so drafts, preemption and forks need no updates.
 N logits rows, V vocabulary, L history.
 """
 

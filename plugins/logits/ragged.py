@@ -1,4 +1,4 @@
-"""A few (token id, value) pairs per slot, as tensors wide enough for the longest list so far."""
+"""Sparse (token id, value) pairs per slot, in tensors as wide as the longest list so far."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 
 NOTHING = -0.0
-"""The one float that leaves every other as it is: 0.0 would turn a logit of -0.0 into 0.0."""
+"""Neutral element of addition: 0.0 would turn a logit of -0.0 into 0.0."""
 
 
 class SparseRows:
-    """Adds values_SM at ids_SM to logits; unused places add NOTHING to token 0."""
+    """Values to add to logits at ids_SM. Unused entries add NOTHING to token 0."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.ids_SM = torch.zeros(slots, 1, dtype=torch.int64, device=device)

@@ -15,9 +15,9 @@ class LlamaConfig(Config):
     path: str | None = None
     """Folder with config.json and *.safetensors; pkg://package.module/folder for one inside an installed package."""
     load: Literal["auto", "dummy"] = "auto"
-    """auto: weights from the folder; dummy: random weights of the same shapes (the output means nothing)."""
+    """auto: weights from the folder. dummy: random weights of the same shapes (the output is meaningless)."""
     hf: dict[str, Any] | None = Field(None)
-    """The content of a config.json given here in place of a folder; only with load=dummy."""
+    """Content of a config.json, in place of a folder; only with load=dummy."""
 
     @model_validator(mode="after")
     def _one_source(self) -> LlamaConfig:
@@ -25,8 +25,8 @@ class LlamaConfig(Config):
             given = "both" if self.path is not None else "neither"
             raise ValueError(
                 f"{given} of model.path and model.hf given: set model=llama model.path=<model folder>, or a variant "
-                "with shapes of its own, such as model=llama3_8b (it sets model.load=dummy: random weights)"
+                "that sets the shapes, such as model=llama3_8b (it sets model.load=dummy: random weights)"
             )
         if self.hf is not None and self.load != "dummy":
-            raise ValueError("model.hf gives shapes but no weights: set model.load=dummy, or model.path=<model folder>")
+            raise ValueError("model.hf has shapes but no weights: set model.load=dummy, or model.path=<model folder>")
         return self

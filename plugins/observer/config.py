@@ -8,9 +8,9 @@ from dovetail.core.compose import Config
 
 
 class PrometheusConfig(Config):
-    """Metrics of every step, for Prometheus to read from a port of the engine's own. A server has /metrics besides."""
+    """Metrics of every step for Prometheus, on a port of the engine. The server's /metrics is independent of it."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every interface."""
+    """Address to listen on; 0.0.0.0 = all interfaces."""
     port: int = Field(9400, ge=0, le=65535)
-    """0: a free one, which the log names."""
+    """Port to listen on; 0 = a free one, which is logged."""

@@ -1,4 +1,4 @@
-"""What the built-in quantizers state: bytes and the number format of products, for whoever plans memory and time."""
+"""Capabilities of the built-in quantizers: weight size and matmul format, used to plan memory and time."""
 
 from __future__ import annotations
 

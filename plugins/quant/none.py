@@ -1,4 +1,4 @@
-"""quant=none: every layer plain."""
+"""quant=none: all layers stay plain."""
 
 from __future__ import annotations
 

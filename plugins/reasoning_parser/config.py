@@ -15,8 +15,8 @@ class ThinkConfig(Config):
     """`<think>reasoning</think>answer`: DeepSeek-R1, Qwen 3, QwQ."""
 
     open: str = Field("<think>", min_length=1)
-    """Mark that opens the reasoning, at the beginning of the output or at the end of the prompt."""
+    """Tag that opens the reasoning, at the beginning of the output or at the end of the prompt."""
     close: str = Field("</think>", min_length=1)
-    """Mark that ends it."""
+    """Tag that closes the reasoning."""
     always: bool = False
-    """The output begins with reasoning even if neither it nor the prompt has the opening mark."""
+    """Whether the output begins with reasoning even without an opening tag in the output or the prompt."""

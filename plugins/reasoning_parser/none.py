@@ -1,4 +1,4 @@
-"""No reasoning: for a request that wants the text as it is."""
+"""No reasoning: the text stays unchanged."""
 
 from __future__ import annotations
 

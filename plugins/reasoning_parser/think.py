@@ -28,7 +28,7 @@ class ThinkStream(TextStream):
         self._open, self._close, self._opened = open, close, opened
 
     def parse(self) -> Steps[None]:
-        # An opening mark further on belongs to the answer: it may be what the answer is about.
+        # A later opening tag belongs to the answer, which may be about such tags.
         marked = yield from self.attempt(self._mark)
         if marked or self._opened:
             yield from self.blanks()

@@ -8,22 +8,22 @@ from dovetail.core.compose import Config
 
 
 class RoundRobinConfig(Config):
-    """Each replica in turn, whatever it has to do: the baseline."""
+    """Each replica in turn, whatever its load: the baseline."""
 
 
 class LeastLoadedConfig(Config):
-    """The replica with the least work before it."""
+    """The replica with the least outstanding work."""
 
     sample_tokens: int = Field(512, ge=0)
-    """Work of a sample that runs or waits, in prompt tokens. 256 output tokens cost a GPU about as much as the prefill
+    """Work of a running or waiting sample, in prompt tokens. 256 output tokens cost a GPU about as much as the prefill
     of 512."""
 
 
 class PrefixAwareConfig(LeastLoadedConfig):
-    """The replica that would be done with the prompt first: the work before it, and what of the prompt it has not
-    cached, judged by the prompts it was sent. A prefix so gets more replicas when the first one is busy."""
+    """The replica with the least outstanding work plus uncached prompt tokens, estimated from the prompts sent to it.
+    When the replica that caches a prefix is busy, the prefix spreads to others."""
 
     block_tokens: int = Field(64, ge=1)
-    """Tokens by which prefixes are compared."""
+    """Granularity of the comparison of prefixes, in tokens."""
     blocks: int = Field(32768, ge=1)
-    """Blocks remembered per replica, the latest. More than its KV cache holds would promise what is gone."""
+    """Number of latest blocks remembered per replica. It should not exceed the size of the KV cache."""

@@ -1,4 +1,4 @@
-"""By work: in units of prompt tokens, so that a cached prefix and a queue can be weighed against each other."""
+"""Routing by load. Its unit is prompt tokens, so that cached prefixes and queues are comparable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LeastLoaded(Router):
     config: LeastLoadedConfig
 
     def work(self, load: ReplicaLoad) -> int:
-        """Before a request that arrives now."""
+        """Return the outstanding work in prompt tokens."""
         return load.prompt_tokens + self.config.sample_tokens * load.samples
 
     def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
@@ -23,24 +23,24 @@ class LeastLoaded(Router):
 
 
 class PrefixAware(LeastLoaded):
-    """Remembers hashes of prefixes, one a block, and which replicas were sent them. Two prompts that share a hash by
-    chance are routed together and answered apart: nothing but time is lost."""
+    """Remembers for each prefix hash, one per block, the replicas it was sent to. A hash collision only costs time: it
+    affects routing, not answers."""
 
     config: PrefixAwareConfig
 
     def __init__(self, config: PrefixAwareConfig, replicas: int) -> None:
         super().__init__(config, replicas)
         self._seen: OrderedDict[int, int] = OrderedDict()
-        """Hash of a prefix -> its replicas as bits; the one used last comes last."""
+        """Prefix hash -> bit mask of replicas, in order of last use."""
         self._room = config.blocks * replicas
         self._sent = [0] * replicas
-        """Blocks of all prompts. Of replicas that are alike, the one that was sent less gets the next: so each cache is
-        used before one overflows."""
+        """Blocks of all prompts sent to each replica. Ties go to the replica with fewer, so that all caches fill up
+        evenly."""
 
     def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
         chain = self._chain(arrival)
         cached = self._cached(chain)
-        # Every replica has the whole prompt before it, less what it has cached.
+        # The prompt's length is the same for every replica, so only its cached part counts.
         chosen = min(loads, key=lambda load: (self.work(load) - cached[load.replica], self._sent[load.replica])).replica
         self._remember(chain, chosen)
         self._sent[chosen] += len(chain)
@@ -52,7 +52,7 @@ class PrefixAware(LeastLoaded):
         self._seen = OrderedDict((prefix, left) for prefix, who in self._seen.items() if (left := who & kept))
 
     def _chain(self, arrival: Arrival) -> list[int]:
-        """Hashes of the prompt's prefixes of 1, 2, ... blocks."""
+        """Return the hashes of the prompt's prefixes of 1, 2, ... blocks."""
         ids, size = tuple(arrival.prompt_ids), self.config.block_tokens
         prefix = zlib.crc32(arrival.cache_salt.encode("utf-8", "surrogatepass"))
         chain = []
@@ -62,7 +62,7 @@ class PrefixAware(LeastLoaded):
         return chain
 
     def _cached(self, chain: Sequence[int]) -> list[int]:
-        """Tokens of the prompt that each replica was sent before."""
+        """Return the cached tokens of the prompt per replica, estimated from earlier prompts."""
         tokens, size = [0] * self.replicas, self.config.block_tokens
         holders = (1 << self.replicas) - 1
         for prefix in chain:
@@ -75,7 +75,7 @@ class PrefixAware(LeastLoaded):
 
     def _remember(self, chain: Sequence[int], replica: int) -> None:
         seen, bit = self._seen, 1 << replica
-        # A prefix is never older than what continues it: what is dropped first is of use to nobody else.
+        # Longest prefix first: a prefix is then never older than its continuations, which are useless without it.
         for prefix in reversed(chain):
             seen[prefix] = seen.get(prefix, 0) | bit
             seen.move_to_end(prefix)

@@ -1,4 +1,4 @@
-"""In turn."""
+"""Round robin over replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RoundRobin(Router):
         self._last = -1
 
     def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
-        """One that takes no requests is passed over."""
+        """Return the next replica in `loads`. Replicas that accept no requests are not listed."""
         later = (load.replica for load in loads if load.replica > self._last)
         self._last = next(later, loads[0].replica)
         return self._last

@@ -10,19 +10,18 @@ from dovetail.core.compose import Config
 
 
 class FCFSConfig(Config):
-    """First come, first served, with chunked prefill beside decode."""
+    """First come, first served, with chunked prefill in the same steps as decode."""
 
     max_chunk: int | None = Field(None, ge=1)
-    """Prefill tokens of one sequence in a step, at most; None = whatever engine.token_budget leaves."""
+    """Most prefill tokens of one sequence in a step; None = all that engine.token_budget leaves."""
     chunked: bool = True
-    """Whether a prompt may be cut to fill a step (chunked prefill, Agrawal et al. 2023); false: it enters whole, in a
-    step that has room for it, as in Orca; one longer than engine.token_budget is cut all the same. The baseline of
-    ablations, with a budget that holds the longest prompt."""
+    """Whether a prompt may be split to fill a step (chunked prefill, Agrawal et al. 2023). false: it enters whole, in a
+    step with room for it, as in Orca; only prompts longer than engine.token_budget are split."""
 
     @model_validator(mode="after")
     def _chunks_of_chunks(self) -> Self:
         if self.max_chunk is not None and not self.chunked:
-            raise ValueError(f"max_chunk={self.max_chunk} cuts prompts, and chunked=false forbids it: give one of them")
+            raise ValueError(f"max_chunk={self.max_chunk} splits prompts and chunked=false forbids it: set one of them")
         return self
 
 
@@ -30,44 +29,44 @@ class StaticConfig(Config):
     """Static batching: a batch runs until its last sequence is done, then the next starts. The ablation baseline."""
 
     batch_size: int | None = Field(None, ge=1)
-    """Sequences of a batch; None = engine.max_seqs."""
+    """Sequences per batch; None = engine.max_seqs."""
 
 
 class PriorityConfig(Config):
-    """Lowest Request.priority first; a waiting sequence takes the place of a running one of lower priority."""
+    """Lowest Request.priority first. A waiting sequence preempts a running one that is less urgent."""
 
     age_seconds: float | None = Field(None, gt=0)
-    """A sequence goes ahead of one that is a level more urgent if it came so many seconds earlier. None = it never
-    does, so the least urgent may starve."""
+    """Seconds of waiting that equal one priority level: a sequence that arrived this much earlier goes before one that
+    is a level more urgent. None = no aging, so the least urgent may starve."""
 
 
 class LongestPrefixConfig(Config):
-    """The longest cached prefix first, so that it is used before it is evicted."""
+    """Longest cached prefix first, so that prefixes are used before they are evicted."""
 
     window: int = Field(64, ge=1)
-    """Sequences at the head of the queue that are compared in a step."""
+    """Number of sequences at the head of the queue that are compared in a step."""
     max_wait: float = Field(5.0, ge=0)
-    """Seconds after which a sequence enters before those with a longer prefix, oldest first."""
+    """Seconds of waiting after which a sequence goes before those with a longer prefix, oldest first."""
 
 
 class ShortestJobConfig(Config):
-    """The least work first: prompt tokens plus the output expected."""
+    """Least work first: prompt tokens plus expected output tokens."""
 
     max_wait: float = Field(30.0, ge=0)
-    """Seconds after which a sequence enters before shorter ones, oldest first."""
+    """Seconds of waiting after which a sequence goes before shorter ones, oldest first."""
 
 
 class FairConfig(Config):
-    """Users in turn, by tokens and not by requests; Request.user names them."""
+    """Deficit round robin between users (Request.user), counted in tokens."""
 
     quantum: int = Field(2048, ge=1)
-    """Tokens, prompt and output, of a user's turn, times the user's weight."""
+    """Prompt and output tokens that a user of weight 1 may spend per round."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Weight of each user who is not to have 1.0."""
+    """User -> weight, a factor on the quantum; 1.0 for users not listed."""
 
 
 class DeadlineConfig(Config):
-    """Earliest deadline first; with a cost model, what cannot be met is rejected."""
+    """Earliest deadline first. With a cost model, requests that cannot meet their deadline are rejected."""
 
     margin: float = Field(1.0, gt=0)
-    """Predicted seconds are multiplied by this before they are held against the deadline."""
+    """Factor on the predicted seconds before they are compared with the deadline."""

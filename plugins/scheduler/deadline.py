@@ -11,11 +11,12 @@ from dovetail.plugins.scheduler.expected import least_output
 
 
 class DeadlineScheduler(PolicyScheduler):
-    """Request.deadline decides who enters next and who keeps its pages; requests without one come last, by arrival.
+    """Request.deadline decides which sequence enters next and which keeps its pages. Requests without one come last, by
+    arrival.
 
-    Under overload this order alone makes everybody late. With a cost model, a request whose own prefill and output are
-    predicted to end past its deadline is rejected when its turn to enter has come, in words, before it costs anything.
-    The output counts with hints["output_tokens"]; without it as short as the request allows, since it may end early.
+    Under overload this order alone makes all requests late. With a cost model, a request is rejected at admission when
+    its prefill and output are predicted to end past its deadline. The output length is hints["output_tokens"]; without
+    the hint it is the least that the request allows, since the output may end early.
     """
 
     config: DeadlineConfig
@@ -43,9 +44,9 @@ class DeadlineScheduler(PolicyScheduler):
         )
 
     def _seconds(self, seq: Sequence, output: float, ctx: SchedulerContext, cost: CostModel) -> float:
-        """From now to the last token, entering now, beside those that run."""
+        """Predict the seconds to the last token if `seq` enters the running batch now."""
         prefill = 0.0
-        if seq.parent is None:  # Other samples fork the prompt of the first.
+        if seq.parent is None:  # Further samples fork the prompt of the first.
             cached = ctx.kv_view.peek(seq)
             prefill = cost.prefill_seconds(seq.known_len - cached, cached)
         steps = math.ceil((output - 1) / (1 + self.limits.lookahead))

@@ -1,4 +1,4 @@
-"""Users in turn: deficit round robin (Shreedhar and Varghese 1995), counted in tokens as in VTC (Sheng et al. 2024)."""
+"""Deficit round robin between users (Shreedhar and Varghese 1995), counted in tokens as in VTC (Sheng et al. 2024)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dovetail.plugins.scheduler.rounds import Turn, User
 
 
 class FairScheduler(PolicyScheduler):
-    """Each round, every user with work waiting starts sequences until a quantum (times weight) of tokens is spent; what
-    was overdrawn uses up later rounds.
+    """Every round lets each user with waiting sequences start some until a quantum (times weight) of tokens is spent.
+    Overdrawn tokens count in later rounds.
 
-    A sequence is charged when it first enters, for its prompt and expected output; what it became is settled when it
-    ends. Who comes from idleness starts in the current round, so saved rounds do not add up. Who has nothing left here
-    is forgotten. Preempted sequences come first: they have been charged.
+    A sequence is charged at its first admission for its prompt and expected output; the difference to its real length
+    is settled when it ends. A user that was idle starts in the current round, so unused rounds do not accumulate. A
+    user without unfinished sequences is forgotten. Preempted sequences come first, since they have been charged.
     """
 
     config: FairConfig
@@ -29,11 +29,11 @@ class FairScheduler(PolicyScheduler):
         super().__init__(config, limits, kv)
         self._users: dict[str, User] = {}
         self._turns: list[Turn] = []
-        self._charged: dict[int, float] = {}  # By uid, for those that have entered.
+        self._charged: dict[int, float] = {}  # Uid -> tokens, for sequences that have entered.
         self._numbers = count()
 
     def price(self, seq: Sequence) -> float:
-        """Tokens that a sequence is expected to cost."""
+        """Return the expected cost of a sequence in tokens."""
         return seq.known_len + expected_output(seq, seq.limit)
 
     def add(self, seq: Sequence) -> None:
@@ -45,7 +45,7 @@ class FairScheduler(PolicyScheduler):
         user = self._users[name]
         user.here += 1
         if seq.uid not in self.waiting:
-            return  # It can never run.
+            return  # Rejected: it can never run.
         if not self._has_waiting(user):
             user.spent = max(user.spent, self._current_round(user) * user.quantum)
             user.turn = None
@@ -53,7 +53,7 @@ class FairScheduler(PolicyScheduler):
         user.charge(0, self._turns)
 
     def order(self, waiting: Iterable[Sequence], ctx: SchedulerContext) -> Iterable[Sequence]:
-        """What would happen if everybody could enter, on copies: who does enter is charged in `entered`."""
+        """Simulate the rounds on copies as if every sequence could enter. Those that do are charged in `entered`."""
         yield from self.resuming.values()
         self._current_round()
         turns, copies = self._turns.copy(), dict[str, User]()
@@ -87,7 +87,8 @@ class FairScheduler(PolicyScheduler):
             del self._users[user.name]
 
     def _current_round(self, newcomer: User | None = None) -> int:
-        """The earliest of those who wait; if nobody does, of others who run. Drops old heap entries on the way."""
+        """Return the earliest round of users with waiting sequences, or else of users with running ones. Drops outdated
+        heap entries."""
         while self._turns:
             user = self._users.get(self._turns[0][-1])
             if user is not None and user.turn is self._turns[0] and self._has_waiting(user):

@@ -13,11 +13,11 @@ class FCFSScheduler(PolicyScheduler):
     def __init__(self, config: FCFSConfig, limits: SchedulerLimits, kv: KVAllocator) -> None:
         super().__init__(config, limits, kv)
         self._full_step = -1
-        """In which a whole prompt found no room: nobody passes it."""
+        """Step in which a whole prompt found no room; later sequences may not overtake it."""
 
     def chunk(self, seq: Sequence, budget: int, ctx: SchedulerContext) -> int:
         count = min(seq.remaining, budget, self.config.max_chunk or budget)
-        # What no step holds, and what has begun like that, is cut.
+        # Prompts that no step can hold are split, and continued in chunks.
         if self.config.chunked or seq.remaining > self.limits.token_budget or seq.computed:
             return count
         if count < seq.remaining:

@@ -1,4 +1,4 @@
-"""The longest cached prefix first: cache-aware scheduling of SGLang (Zheng et al. 2023), with a limit to waiting."""
+"""Longest cached prefix first: cache-aware scheduling of SGLang (Zheng et al. 2023), with a limit on waiting."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dovetail.plugins.scheduler.config import LongestPrefixConfig
 
 
 class LongestPrefixScheduler(PolicyScheduler):
-    """Of the `window` oldest, those enter first that find most of their prompt in the cache; the others by arrival.
+    """Order the `window` oldest sequences by cached prefix length; the others follow by arrival.
 
-    Preempted sequences and those that have waited for max_wait go before, so nobody starves. With a cache that keeps
-    nothing (kv_cache=paged) the order is that of arrival.
+    Preempted sequences and those that have waited for max_wait go first, which prevents starvation. Without a prefix
+    cache (kv_cache=paged) the order is by arrival.
     """
 
     config: LongestPrefixConfig
@@ -24,11 +24,11 @@ class LongestPrefixScheduler(PolicyScheduler):
         due = ctx.clock - self.config.max_wait
 
         def found(seq: Sequence) -> int:
-            """Cached prefix tokens; past any prompt for who must not wait longer."""
+            """Return the cached prefix tokens; more than any prompt for a sequence that must not wait longer."""
             if seq.preemptions or seq.request.arrival <= due:
                 return self.limits.max_len
             return ctx.kv_view.peek(seq)
 
-        # Sorting is stable: equals stay in order of arrival.
+        # Sorting is stable: ties stay in order of arrival.
         yield from sorted(islice(waiting, self.config.window), key=found, reverse=True)
         yield from waiting

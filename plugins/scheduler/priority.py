@@ -1,4 +1,4 @@
-"""The most urgent first, and running ones give way: preemptive priority scheduling with optional aging."""
+"""Preemptive priority scheduling with optional aging."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dovetail.plugins.scheduler.config import PriorityConfig
 class PriorityScheduler(PolicyScheduler):
     """Lower Request.priority first, ties by arrival.
 
-    Aging as in multilevel feedback queues, without their clock: everybody grows older at the same pace, so who is ahead
-    of whom never changes, and a level is worth so many seconds of arrival. Running sequences are displaced by urgency
-    alone; age only decides about the next free slot, which is enough to starve nobody, and nobody can displace back.
+    Aging needs no clock: all sequences age at the same rate, so their order never changes, and a level equals a fixed
+    number of seconds of arrival time. Preemption considers priority alone. Age only decides about the next free slot,
+    which is enough to prevent starvation; and two sequences cannot preempt each other in turn.
     """
 
     config: PriorityConfig

@@ -1,4 +1,4 @@
-"""What the fair scheduler knows of one user."""
+"""State of the fair scheduler per user."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass, field
 from dovetail.core.interfaces import Sequence
 
 Turn = tuple[int, int, str]
-"""(round, who came first, user)"""
+"""(round, number of the user for ties, name)"""
 
 
 @dataclass(slots=True)
 class User:
-    """Somebody with sequences here."""
+    """A user with unfinished sequences."""
 
     name: str
     number: int
     quantum: float
     queue: deque[Sequence] = field(default_factory=deque)
-    """In order of arrival; who has left it is dropped when met."""
+    """Waiting sequences by arrival. Those that have left are dropped lazily."""
     spent: float = 0.0
-    """Tokens. Each quantum of them uses up one round."""
+    """Tokens charged. Each quantum uses up one round."""
     here: int = 0
-    """Sequences not finished."""
+    """Unfinished sequences."""
     turn: Turn | None = None
-    """The entry of the heap that counts; others are old."""
+    """The user's valid heap entry; other entries are outdated."""
 
     @property
     def round(self) -> int:
         return int(self.spent // self.quantum)
 
     def charge(self, tokens: float, turns: list[Turn]) -> None:
-        """Spend tokens, or get them back; a change of round goes to the heap."""
+        """Charge tokens, or refund a negative amount. A change of round pushes a heap entry."""
         self.spent += tokens
         turn = (self.round, self.number, self.name)
         if self.turn != turn:

@@ -1,4 +1,4 @@
-"""The least work first, by the output length that a client or an annotator predicts (as in SSJF, Qiu et al. 2024)."""
+"""Least work first, by the output length that a client or an annotator predicts (as in SSJF, Qiu et al. 2024)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dovetail.plugins.scheduler.expected import expected_output
 
 
 class ShortestJobScheduler(PolicyScheduler):
-    """Work is the prompt left to feed plus hints["output_tokens"], or max_tokens where there is no hint.
+    """Work is the number of known tokens plus hints["output_tokens"], or max_tokens without the hint.
 
-    Preempted sequences first, then those that have waited for max_wait, oldest first, so that long ones do not starve;
-    then by work.
+    Preempted sequences go first, then those that have waited for max_wait, oldest first, so that long ones do not
+    starve; then the others by work.
     """
 
     config: ShortestJobConfig

@@ -1,4 +1,4 @@
-"""Static batching, as servers did before continuous batching: kept so that its cost can be measured."""
+"""Static batching, as before continuous batching: the baseline for measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dovetail.plugins.scheduler.config import StaticConfig
 
 
 class StaticScheduler(PolicyScheduler):
-    """A batch forms while sequences wait and it is not full; then nobody enters until everybody has left."""
+    """A batch fills up while sequences wait; then no sequence enters until all of the batch have ended."""
 
     config: StaticConfig
 
@@ -23,12 +23,12 @@ class StaticScheduler(PolicyScheduler):
             self._forming, self._batch = True, set()
         plan = super().schedule(ctx)
         if plan is not None and not plan.joins and all(seq.remaining == 1 for seq in self.running.values()):
-            self._forming = False  # Full, out of pages, or nobody is left waiting.
+            self._forming = False  # The batch is full, pages ran out, or no sequence waits.
         return plan
 
     def admit(self, seq: Sequence, ctx: SchedulerContext) -> bool:
         if seq.preemptions:
-            return True  # It belongs to the batch; it only made room for a moment.
+            return True  # It already belongs to the batch.
         if not self._forming or len(self._batch) >= self._size:
             return False
         self._batch.add(seq.uid)

@@ -1,4 +1,4 @@
-"""What the built-in drafters state of themselves."""
+"""Capabilities of the built-in drafters."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ class NoneConfig(Config):
 
 
 class NgramConfig(Config):
-    """Drafts what followed the last earlier occurrence of the sequence's own ending (prompt lookup)."""
+    """Drafts the tokens that followed the last earlier occurrence of the sequence's suffix (prompt lookup)."""
 
     lookahead: int = Field(4, ge=1, le=32)
-    """Drafts per sequence and step, in tokens."""
+    """Draft tokens per sequence and step."""
     min_match: int = Field(2, ge=1, le=16)
-    """Shortest ending looked for, in tokens."""
+    """Shortest matching suffix, in tokens."""
     max_match: int = Field(4, ge=1, le=16)
-    """Longest ending told apart, in tokens; longer matches win, then later ones."""
+    """Longest suffix compared, in tokens. Longer matches win, then later ones."""
 
     @model_validator(mode="after")
     def _ordered(self) -> NgramConfig:

@@ -1,6 +1,6 @@
-"""Prompt lookup (Saxena 2023; Yang et al. 2023): the text often repeats itself, so the past is a draft of the future.
+"""Prompt lookup (Saxena 2023; Yang et al. 2023): text often repeats itself, so earlier text serves as draft.
 
-Works on the device's own token table, so drafts never wait for the host. B rows, L tokens, K drafts.
+Works on the token table on the device, so drafts never wait for the host. B rows, L tokens, K drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NgramDrafter(Drafter):
         tokens_BL = ctx.tokens_SL[ctx.slots_B, : ctx.max_length]
         place_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
 
-        # matched_BL[b, j]: how many of the last tokens equal those that end at j, for every earlier place j at once.
+        # matched_BL[b, j]: number of last tokens that equal those ending at j, for all earlier positions j at once.
         alive_BL = place_L < length_B1 - 1
         matched_BL = torch.zeros_like(tokens_BL, dtype=torch.int64)
         for back in range(self.config.max_match):
@@ -34,7 +34,7 @@ class NgramDrafter(Drafter):
         score_BL = matched_BL * tokens_BL.shape[1] + place_L
         best_B1 = score_BL.argmax(1, keepdim=True)
         found_B = matched_BL.gather(1, best_B1).squeeze(1) >= self.config.min_match
-        # Where the copy would run past the end it goes round: the text between match and end is a period.
+        # A copy that would run past the end wraps around: the text between match and end is taken as a period.
         period_B1 = (length_B1 - 1 - best_B1).clamp_min(1)
         source_BK = best_B1 + 1 + torch.arange(ctx.k, device=tokens_BL.device) % period_B1
         draft_BK = tokens_BL.gather(1, source_BK.clamp_max(tokens_BL.shape[1] - 1))

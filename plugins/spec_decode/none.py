@@ -11,4 +11,4 @@ class NoDrafter(Drafter):
         return 0
 
     def propose(self, ctx: DraftContext) -> Draft:
-        raise AssertionError("a drafter with lookahead 0 is never asked")
+        raise AssertionError("propose() is not called with lookahead 0")

@@ -1,4 +1,4 @@
-"""Options of the built-in tool parsers: the formats leave nothing to set."""
+"""Options of the built-in tool parsers. The formats have no parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls between tags, as NousResearch's Hermes 2 Pro introduced them and Qwen took them over."""
+"""Calls between tags, the format of NousResearch's Hermes 2 Pro, adopted by Qwen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolParser):
-    # Not special in Hermes' and Qwen's tokenizers; in some that were made from them.
+    # These tags are special tokens in some tokenizers derived from those of Hermes and Qwen.
     special = (OPEN, CLOSE)
 
     def fits(self, chat_template: str) -> bool:

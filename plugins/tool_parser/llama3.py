@@ -1,4 +1,4 @@
-"""Calls as bare JSON: the format of Meta's Llama 3.1 and later for tools that the user defines."""
+"""Calls as bare JSON: the format of Meta's Llama 3.1 and later for user-defined tools."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Llama3Parser(ToolParser):
         return Llama3Stream(tools)
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar:
-        """One call: the model was not trained to write several."""
+        """Allow one call only: the model was not trained to write several."""
         return Grammar(kind="lark", value=f"start: call\n{call_rules(tools, 'parameters')}")
 
 
 class Llama3Stream(CallStream):
     def parse(self) -> Steps[None]:
-        # Without the tag, only an output that begins with a call is one: JSON further on is part of an answer.
+        # Without the tag, a call is recognized only at the start of the output; later JSON is part of an answer.
         found = yield from self._calls(opening=0)
         while (yield from self.until(TAG, drop=found)):
             found = yield from self._calls(self.opening)

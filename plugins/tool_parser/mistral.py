@@ -1,4 +1,4 @@
-"""Calls after a control token: a JSON list (tokenizers v1 to v7) or a name and its arguments (v11 and later)."""
+"""Calls after a control token: a JSON list (tokenizers v1 to v7), or name and arguments (v11 and later)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MistralParser(ToolParser):
         return MistralStream(tools, forced)
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar:
-        """The list alone: the control token is not text, so no grammar over text can ask for it."""
+        """Describe only the list: the control token is not text, so a grammar over text cannot produce it."""
         more = ' (", " call)*' if parallel else ""
         return Grammar(kind="lark", value=f'start: "[" call{more} "]"\n{call_rules(tools)}')
 

@@ -1,4 +1,4 @@
-"""No tool calls: for a request that wants the text as it is."""
+"""No tool calls: the text stays unchanged."""
 
 from __future__ import annotations
 

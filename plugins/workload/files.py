@@ -1,4 +1,4 @@
-"""Workloads that are read from files. A file comes from anywhere: whatever is wrong in it is named with its place."""
+"""Workloads read from files. Files are untrusted: every error names the file and the line."""
 
 from __future__ import annotations
 
@@ -105,28 +105,28 @@ class ShareGPT(Workload):
             raise ConfigError(f"workload=sharegpt has texts: {error}; use a model folder with tokenizer.json") from None
 
     def _turns(self) -> list[tuple[str, str]]:
-        """The first question and its answer of each conversation that begins with a question."""
+        """Return the first question and answer of each conversation that begins with a question."""
         path = self.config.path
         try:
             data = json.loads(read(path))
         except ValueError as error:
             raise ConfigError(f"workload.path={path}: not JSON ({error})") from None
         if not isinstance(data, list):
-            raise ConfigError(f"workload.path={path}: a list of conversations is wanted, not {type(data).__name__}")
-        turns = []
+            raise ConfigError(f"workload.path={path}: expected a list of conversations, not {type(data).__name__}")
+        found = []
         for number, item in enumerate(data):
-            said = self._conversation(item, f"{path}: conversation {number}")
-            if len(said) >= 2 and said[0][0] in ("human", "user") and said[1][0] in ("gpt", "chatgpt", "assistant"):
-                turns.append((said[0][1], said[1][1]))
-        return turns
+            turns = self._conversation(item, f"{path}: conversation {number}")
+            if len(turns) >= 2 and turns[0][0] in ("human", "user") and turns[1][0] in ("gpt", "chatgpt", "assistant"):
+                found.append((turns[0][1], turns[1][1]))
+        return found
 
     @staticmethod
     def _conversation(item: Any, where: str) -> list[tuple[str, str]]:
-        said = item.get("conversations") if isinstance(item, dict) else None
-        if not isinstance(said, list):
+        turns = item.get("conversations") if isinstance(item, dict) else None
+        if not isinstance(turns, list):
             raise ConfigError(f'{where}: not an object with a list "conversations"')
-        for turn in said[:2]:
+        for turn in turns[:2]:
             texts = [turn.get(key) for key in ("from", "value")] if isinstance(turn, dict) else [None]
             if not all(isinstance(text, str) for text in texts):
                 raise ConfigError(f'{where}: a turn is not an object with texts "from" and "value"')
-        return [(turn["from"], turn["value"]) for turn in said[:2]]
+        return [(turn["from"], turn["value"]) for turn in turns[:2]]

@@ -15,7 +15,7 @@ def random_ids(rng: random.Random, ctx: WorkloadContext, count: int) -> tuple[in
 
 
 def poisson_arrivals(rng: random.Random, rate: float | None) -> Iterator[float]:
-    """Seconds, from 0 on, without end; rate None = all at 0."""
+    """Yield arrival times in seconds, from 0 on, without end. rate=None: all at 0."""
     clock = 0.0
     while True:
         yield clock
@@ -26,7 +26,7 @@ def check_length(name: str, prompt: int, output: int, ctx: WorkloadContext) -> N
     if prompt + output > ctx.max_len:
         raise ConfigError(
             f"workload={name}: {prompt} prompt and {output} output tokens do not fit into a context of {ctx.max_len}: "
-            "raise engine.max_len as far as the model allows, or lower the workload's lengths"
+            "raise engine.max_len up to the model's limit, or lower the workload's lengths"
         )
 
 
@@ -65,7 +65,7 @@ class SharedPrefix(Workload):
 
     def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
         config, rng = self.config, random.Random(ctx.seed)
-        # By a generator of their own: the same tokens come whatever the lengths.
+        # A separate generator, so that the tokens do not depend on the lengths.
         lengths = random.Random(f"lengths {ctx.seed}")
 
         def bounds(mean: int) -> tuple[int, int]:

@@ -67,9 +67,9 @@ class Lagging(SideStream):
 class OneSlot(CopiedRows):
     """Gathers to the same memory each time."""
 
-    def _places(self, *what: Any) -> Any:
-        self._gathered = self._gathered[::-1]
-        return super()._places(*what)
+    def _gather_layout(self, *what: Any) -> Any:
+        self._gather_buffers = self._gather_buffers[::-1]
+        return super()._gather_layout(*what)
 
 
 class Halves:

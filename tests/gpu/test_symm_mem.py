@@ -105,8 +105,8 @@ class Races:
 
         def edge(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, algorithm: str) -> Pair:
             """(x + residual, all of it; the norm of that)"""
-            if algorithm == "sharded" and reducer.shares(x, (PLAIN,)):
-                bundle, own = reducer.share(x, own_rows(collective, residual), weight, EPS, (PLAIN,))
+            if algorithm == "sharded" and reducer.serves_sharded(x, (PLAIN,)):
+                bundle, own = reducer.sharded_boundary(x, own_rows(collective, residual), weight, EPS, (PLAIN,))
                 return whole(collective, RowShard(own, len(x))), bundle[PLAIN].values
             bundle, after = reducer.boundary(x, residual, weight, EPS, (PLAIN,), algorithm)
             return after, bundle[PLAIN].values

@@ -1,6 +1,6 @@
-"""Every choice that must not change a token, and a small set of compositions in which every pair of choices meets.
+"""All choices that must not change a token, and a small set of compositions that covers every pair of choices.
 
-`python tests/invariance/grid.py` runs the whole product (hours): for a nightly job, not for CI.
+`python tests/invariance/grid.py` runs all combinations (hours): for a nightly job, not for CI.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ AXES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def pairwise(seed: int = 0, tries: int = 40) -> list[tuple[tuple[str, ...], ...]]:
-    """Greedy: each new composition is, of some random ones, the one with most pairs not seen yet."""
+    """Build a greedy covering: each new composition is the one of a random sample with the most uncovered pairs."""
     rng = random.Random(seed)
     axes = list(AXES.values())
     products = list(itertools.product(*axes))
     missing = {pair for choice in products for pair in _pairs(choice)}
     chosen = []
     while missing:
-        # One that has a pair still missing, then the best of a sample of those.
+        # Candidates: one with an uncovered pair, and the best of a random sample.
         target = min(missing)
         having = [c for c in products if target in _pairs(c)]
         best = max(rng.sample(having, min(tries, len(having))), key=lambda c: len(_pairs(c) & missing))

@@ -1,5 +1,5 @@
-"""A step in two halves (engine.overlap_tokens) gives the tokens of one that runs at once: with chunked prompts,
-cached prefixes, decode rows beside them, drafts, adapters, on one rank and on two."""
+"""A step run as two halves (engine.overlap_tokens) gives the same tokens as one run at once: with chunked prompts,
+cached prefixes, decode rows, drafts and adapters, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ HALVES = "engine.overlap_tokens=2"
 
 
 def tokens(*overrides: str, adapters: tuple[str, ...] = ("", "")) -> list[list[list[int]]]:
-    """Of a run with each adapter. By default none has one, and the second finds prefixes in the cache."""
+    """Return the tokens of one run per adapter. By default no run has one, and the second run finds prefixes in the
+    cache."""
     with LLM("tiny", overrides=[*BASE, *overrides]) as llm:
         found = [g for name in adapters for g in llm.generate(PROMPTS, PARAMS, adapter=name)]
         return [[c.token_ids for c in g.completions] for g in found]
@@ -32,7 +33,7 @@ def tokens(*overrides: str, adapters: tuple[str, ...] = ("", "")) -> list[list[l
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each part that ran."""
+    """Record the number of tokens of each half that ran."""
     parts: list[int] = []
     layers = Llama.layers
 
@@ -73,6 +74,6 @@ def test_each_half_runs_with_its_own_adapters(save_lora: Callable[..., str]) -> 
 
 
 def test_halves_on_two_ranks_equal_one() -> None:
-    """Halves of eight tokens or more lie over the ranks by rows, the others do not."""
+    """Halves of at least eight tokens are sharded over the ranks by rows; smaller ones are not."""
     ranks = ["executor=multiproc", "engine.tp=2", "engine.depth=2", "collective.shard_rows=8"]
     assert tokens("engine.token_budget=20", HALVES, *ranks, adapters=("",)) == tokens(adapters=("",))

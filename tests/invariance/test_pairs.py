@@ -1,4 +1,4 @@
-"""Every pair of choices meets in some composition, and each gives the reference's tokens."""
+"""Every pair of choices occurs in some composition, and each composition gives the reference's tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .test_same_tokens import PARAMS, REFERENCE, outputs, run
 SHORT = [params.model_copy(update={"max_tokens": params.max_tokens // 2}) for params in PARAMS]
 EVERY = [flatten(choice) for choice in pairwise()]
 COMPOSITIONS = EVERY if os.environ.get("DOVETAIL_GRID") == "pairs" else EVERY[::6]
-"""A sixth of them, so that CI stays quick; .ci/nightly runs all, and then the whole product."""
+"""CI runs a sixth of them; .ci/nightly runs all of them, and then all combinations."""
 
 
 @pytest.fixture(scope="module")

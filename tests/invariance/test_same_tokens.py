@@ -1,7 +1,8 @@
-"""In float32 the tokens are the same whatever the parts: greedy and seeded sampling, with logprobs alike.
+"""Float32 tokens and logprobs do not depend on the selected parts, with greedy and with seeded sampling.
 
-The reference runs one sequence at a time with nothing in flight. The others change scheduler, allocator, chunk size,
-depth, batch, pages (so that sequences are preempted), drafter and an executor that runs plans late.
+The reference runs one sequence at a time with one plan in flight. The variants change the scheduler, allocator, chunk
+size, depth, batch size, number of pages (so that sequences are preempted), drafter, and the executor (so that plans run
+late).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ VARIANTS = {
     ],
 }
 if os.environ.get("DOVETAIL_GRID") == "pairs":
-    # One thing at a time, to see which part it is; the others have them all.
+    # First one change at a time, to isolate failures; the later variants combine them.
     VARIANTS |= {
         "depth 2": ["engine.depth=2"],
         "static": ["scheduler=static", "engine.depth=2"],
@@ -58,7 +59,7 @@ if os.environ.get("DOVETAIL_GRID") == "pairs":
 def run(*overrides: str, params: list[SamplingParams] = PARAMS) -> list[Generation]:
     with LLM("tiny", overrides=[*BASE, *overrides]) as llm:
         first = llm.generate(PROMPTS, params)
-        second = llm.generate(PROMPTS, params)  # Again, with whatever the prefix cache now holds.
+        second = llm.generate(PROMPTS, params)  # Again, with the current contents of the prefix cache.
         llm.engine.kv.check()
         assert llm.engine.kv.stats().owned == 0
     assert [outputs(g) for g in first] == [outputs(g) for g in second], "the second run differs from the first"
@@ -86,7 +87,7 @@ def test_same_tokens(reference: list[Generation], overrides: list[str]) -> None:
 
 
 def test_the_variants_do_what_their_names_say() -> None:
-    """Otherwise the grid would compare the reference with itself."""
+    """Guards against a grid that compares the reference with itself."""
     with LLM("tiny", overrides=[*BASE, *VARIANTS["ngram, preempted, depth 2"]]) as llm:
         llm.generate(PROMPTS, PARAMS)
         assert llm.engine.counters.accepted > 0
@@ -99,7 +100,7 @@ def test_the_variants_do_what_their_names_say() -> None:
 
 @pytest.mark.parametrize("allocator", ["prefix_hash", "radix"])
 def test_evicted_prefixes_come_back_from_the_host(allocator: str) -> None:
-    """Prompts take turns on a device that holds one of them."""
+    """Prompts alternate on a device that has room for only one of them."""
     turns = [PROMPTS[n] for n in (0, 1, 3, 0, 1, 0)]
 
     def run(*overrides: str) -> tuple[list[list[int]], int, int]:

@@ -1,4 +1,4 @@
-"""Tensor parallel over two processes, and over eight, gives the tokens of one process."""
+"""Tensor parallelism over two and over eight processes gives the tokens of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
     "overrides",
     [
         ["collective=nccl"],
-        # Long steps lie over the ranks by rows, short ones do not.
+        # Long steps are sharded over the ranks by rows, short steps are not.
         ["collective=ordered", "collective.shard_rows=12", "engine.depth=2", "spec_decode=ngram", "engine.kv_pages=16"],
     ],
     ids=["nccl", "ordered"],
@@ -35,7 +35,7 @@ def test_two_processes_equal_one(overrides: list[str]) -> None:
 
 
 def test_eight_processes_equal_one() -> None:
-    """Twice as many as there are kv heads: each is on two of them."""
+    """There are twice as many processes as kv heads: each head is on two ranks."""
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     found = []
     for overrides in ((), ("executor=multiproc", "engine.tp=8")):
@@ -47,7 +47,7 @@ def test_eight_processes_equal_one() -> None:
 
 
 def test_adapters_over_two_processes_equal_one(save_lora: Callable[..., str]) -> None:
-    """Read by each rank for itself, while steps run and through one slot; refused by all."""
+    """Each rank reads the adapters itself, while steps run, into one slot; all ranks refuse an invalid one."""
     first, second, wide = (save_lora(name, seed=seed, rank=seed * 8) for seed, name in enumerate("abc", 1))
 
     def tokens(*overrides: str) -> list[list[int]]:

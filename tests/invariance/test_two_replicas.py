@@ -1,4 +1,4 @@
-"""Two replicas in processes of their own give the tokens of one engine, and end together."""
+"""Two replicas in separate processes give the tokens of one engine, and end together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def replicas(llm: LLM) -> EngineProcesses:
 
 
 def everything(llm: LLM) -> tuple[list[object], list[float]]:
-    """What is the same in any batch, and log-probabilities, whose last bits are not."""
+    """Return the results that are equal in any batch, and the log-probabilities, whose last bits may differ."""
     params = [PARAMS[i % len(PARAMS)] for i in range(3 * len(PARAMS))]
     found = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(params))], params)
     outputs = [[(c.text, c.token_ids, c.finish_reason) for c in g.completions] for g in found]
@@ -65,7 +65,7 @@ def assert_same(llm: LLM, expected: tuple[list[object], list[float]]) -> None:
 
 
 def test_they_equal_one(two: LLM) -> None:
-    """What is drawn without a seed, too: requests are numbered over both."""
+    """Includes draws without a seed: requests are numbered over both replicas."""
     with LLM("tiny", overrides=BASE) as one:
         expected, vectors = everything(one), one.embed(PROMPTS, pooling="mean")
         counted = one.counters
@@ -103,7 +103,7 @@ def test_an_adapter_is_on_both_or_on_none(two: LLM, save_lora: Callable[..., str
     folder = save_lora("mine", seed=1)
     two.load_adapter("mine", folder)
     assert two.adapters == {"mine": folder}
-    # Round robin: each prompt runs on both.
+    # Round robin: each prompt runs on both replicas.
     base, *adapted = (
         [g.token_ids for g in two.generate([PROMPTS[0]] * 2, PARAMS[0], adapter=name)] for name in ("", "mine", "mine")
     )
@@ -133,7 +133,7 @@ def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:
 
 
 def test_a_death_ends_all_with_its_name(two: LLM) -> None:
-    """The last test of this engine."""
+    """Must be the last test that uses this engine."""
     pids = [process.pid for process in replicas(two).processes]
     stream = two.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
     next(stream)
@@ -169,6 +169,6 @@ def test_ctrl_c_while_they_load_ends_everything_soon() -> None:
 
 def test_a_replica_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["+preset=tiny_cpu", "engine.dp=2", "attention=triton"]) == 2
-    told = capfd.readouterr().err.partition("dovetail: ")[2]
-    assert told.startswith("replica ") and "attention=triton requires host with device" in told
-    assert "Traceback" not in told
+    message = capfd.readouterr().err.partition("dovetail: ")[2]
+    assert message.startswith("replica ") and "attention=triton requires host with device" in message
+    assert "Traceback" not in message

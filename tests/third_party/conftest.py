@@ -1,4 +1,4 @@
-"""Packages installed by pip into folders of their own, and Dovetail's command line run with them on the path."""
+"""Packages installed by pip into separate folders, and Dovetail's command line run with these folders on the path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def pip_install(package: Path, target: Path) -> Path:
-    """What `pip install <package>` does, without an index and without touching this environment."""
+    """Install like `pip install <package>`, but without an index and without changing this environment."""
     how = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", *how, "--target", str(target), str(package)],
@@ -33,19 +33,19 @@ def pip_install(package: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def lighthouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the example package is installed."""
+    """Folder with the installed example package."""
     return pip_install(EXAMPLE, tmp_path_factory.mktemp("site") / "lighthouse")
 
 
 @pytest.fixture(scope="session")
 def wreck(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package is installed that is broken in five ways."""
+    """Folder with the installed broken package."""
     return pip_install(Path(__file__).parent / "broken_package", tmp_path_factory.mktemp("site") / "wreck")
 
 
 @pytest.fixture
 def python(tmp_path: Path) -> Run:
-    """python(*argv, path=(folder,), **environment) in an empty folder, with these beside what is installed."""
+    """python(*argv, path=(folder,), **environment): run Python in an empty folder, with these folders on the path."""
 
     def run(
         *argv: str, path: tuple[Path, ...] = (), cwd: Path = tmp_path, **env: str
@@ -66,13 +66,13 @@ def python(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def dovetail(python: Run) -> Run:
-    """dovetail(*words, path=(folder,)): `python run.py <words>`."""
+    """dovetail(*words, path=(folder,)): run `python run.py <words>`."""
     return lambda *words, **more: python(str(ROOT / "run.py"), *words, **more)
 
 
 @pytest.fixture
 def listed(dovetail: Run) -> Callable[..., dict[str, Any]]:
-    """What app=plugins lists."""
+    """Return the output of app=plugins."""
 
     def run(*path: Path, **env: str) -> dict[str, Any]:
         done = dovetail("app=plugins", "plugins.format=json", path=path, **env)
@@ -85,7 +85,7 @@ def listed(dovetail: Run) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def composed(dovetail: Run) -> Callable[..., str]:
-    """The YAML of a composition."""
+    """Return the YAML of a composition."""
 
     def run(*words: str, path: tuple[Path, ...] = (), **env: str) -> str:
         done = dovetail(*words, "--cfg", "job", path=path, **env)
@@ -97,7 +97,7 @@ def composed(dovetail: Run) -> Callable[..., str]:
 
 @pytest.fixture
 def refused(dovetail: Run) -> Callable[..., str]:
-    """The one message with which words are refused."""
+    """Return the single message with which the words are refused."""
 
     def run(*words: str, path: tuple[Path, ...] = (), **env: str) -> str:
         done = dovetail(*words, path=path, **env)

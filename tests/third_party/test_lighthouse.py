@@ -1,4 +1,5 @@
-"""examples/third_party_plugin from pip install to removal: found, chosen by name, at work, gone without a trace."""
+"""examples/third_party_plugin from pip install to removal: found, selected by name, used, and removed without a
+trace."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ PARTS = {("scheduler", "lighthouse"), ("logits", "no_repeat_ngram"), ("observer"
 
 @pytest.fixture
 def generate(dovetail, lighthouse, tmp_path):
-    """Runs words over prompts; gives the tokens fed in each prefill, and the tokens that came out by prompt."""
+    """Run prompts and return the tokens fed in each prefill, and the output tokens by prompt."""
 
     def run(*words, prompts, max_tokens=2):
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
@@ -44,7 +45,7 @@ def lines(variable, count=12):
     [(["scheduler=lighthouse_patient"], True), (["scheduler=lighthouse", "scheduler.max_age=0"], False)],
 )
 def test_the_scheduler_and_the_observer(generate, words, newest_first):
-    """One runs at a time; at least the second and the third wait together."""
+    """One sequence runs at a time, so at least the second and the third wait together."""
     fed, _ = generate(*words, "engine.max_seqs=1", prompts=["a", lines("b", 2), lines("c", 6)], max_tokens=8)
     _, second, third = sorted(fed)
     assert len(fed) == 3 and (fed.index(third) < fed.index(second)) == newest_first
@@ -52,7 +53,8 @@ def test_the_scheduler_and_the_observer(generate, words, newest_first):
 
 @pytest.mark.parametrize("words", [["kv_cache=segmented"], ["kv_cache.eviction=lru"]])
 def test_the_eviction_policy(generate, words):
-    """A prompt that came twice outlives those that came once: the third time only its last, partial page is fed."""
+    """A prompt that occurred twice is evicted after those that occurred once: the third time only its last, partial
+    page is fed."""
     room = ["engine.max_seqs=1", "engine.max_len=128", "engine.kv_pages=18"]
     fed, _ = generate(*words, *room, prompts=[lines(c) for c in "aabcdea"])
     assert (fed[-1] < 32) == (words == ["kv_cache=segmented"]), fed
@@ -87,7 +89,7 @@ def test_the_preset(dovetail, composed, lighthouse, tmp_path):
 
 
 def test_its_own_tests_pass(python, lighthouse):
-    """The contract suites among them."""
+    """Includes the contract suites."""
     how = ["-q", "-p", "no:cacheprovider", str(EXAMPLE / "tests")]
     done = python("-m", "pytest", *how, path=(lighthouse,), PYTEST_ADDOPTS="")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -110,7 +112,7 @@ def test_installed_and_removed(listed, composed, refused, lighthouse, tmp_path):
     assert {c["version"] for c in mine} == {"1.0.0"} and there["problems"] == []
     assert all(option["doc"] for c in mine for option in c["options"])
     assert there["fingerprint"] != bare["fingerprint"]
-    assert composed(path=path) == default, "it is installed and nobody chose it"
+    assert composed(path=path) == default, "it is installed but not selected"
     assert "Did you mean `lighthouse`?" in refused("scheduler=lighthous", path=path)
     assert "Did you mean `segmented`?" in refused("kv_cache=segmnted", path=path)
 
@@ -126,7 +128,7 @@ def test_installed_and_removed(listed, composed, refused, lighthouse, tmp_path):
         kind, _, name = words.lstrip("+").partition("=")
         options = message.partition("Options: ")[2]
         assert f"{kind}={name}: no such {kind}." in message and options and "lighthouse" not in options, message
-    # A typo in a word of the package's is told from a name that never was: it is not suggested any more.
+    # A misspelling of the removed package's option gets no suggestion, like any unknown name.
     assert "Did you mean `lighthouse" not in refused("scheduler=lighthous", path=path)
     assert "No module named 'dovetail_lighthouse'" in refused(
         "kv_cache.eviction=dovetail_lighthouse.eviction:SegmentedLRU", "engine.device=cpu", path=path

@@ -1,4 +1,4 @@
-"""Packages that break where less is expected. `app=plugins` is to name each, and the default is to compose."""
+"""Packages that break in unusual ways. `app=plugins` must list each problem, and the defaults must still compose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A package that is broken in five ways: reported, harmless, refused only when chosen, and blocked by one word."""
+"""A package that is broken in five ways: its problems are listed, it does no harm, it is refused only if selected, and
+one word blocks it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ REASONS = {
     (None, None): "import_error: ModuleNotFoundError: No module named 'a_module_that_nobody_has'",
     (None, None, 2): "there is no hook `dovetail_component`. Did you mean `dovetail_components`?",
     (None, None, 3): "scheduler=static is built in: give the component another name",
-    ("scheduler", "bygone"): "it is made for scheduler/9.0, and this Dovetail speaks scheduler/0.1",
+    ("scheduler", "bygone"): "it is made for scheduler/9.0, and this Dovetail implements scheduler/0.1",
     ("kv_cache", "paged"): "kv_cache/paged.yaml has the name of a component",
     ("model", "tiny_draft"): f"model/tiny_draft.yaml is in dovetail 0.1.0 and in {PACKAGE}",
     ("preset", "tiny_cpu"): f"preset/tiny_cpu.yaml is in dovetail 0.1.0 and in {PACKAGE}",
@@ -24,7 +25,7 @@ def word(kind: str, name: str) -> str:
 
 
 def test_all_of_it_is_listed(listed, dovetail, wreck):
-    """With reason and package, for programs and for people."""
+    """Problems are listed with reason and package, as JSON and as text."""
     problems = [p for p in listed(wreck)["problems"] if p["package"] == PACKAGE]
     left = list(problems)
     for (kind, name, *_), reason in REASONS.items():

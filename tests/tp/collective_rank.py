@@ -1,4 +1,4 @@
-"""One rank of a test of collectives: makes its calls and writes what came back.
+"""One rank of the collective tests: makes its calls and writes the results to a file.
 
 python collective_rank.py <rank> <size> <folder> <port> <port>
 """
@@ -18,7 +18,7 @@ NAMES = ("nccl", "ordered")
 
 
 def summand(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of widely different sizes, so that the order of additions shows in the last bits."""
+    """Values of very different magnitudes, so that the order of additions affects the last bits."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(7, 96, generator=generator, dtype=torch.float64) * 10 ** (rank % 3)
     return (100 * x).to(dtype) if dtype == torch.int64 else x.to(dtype)

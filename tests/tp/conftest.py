@@ -1,4 +1,4 @@
-"""Ranks are real processes here; workers import their runners from this folder."""
+"""Ranks are real processes in these tests; workers import their runners from this folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from processes import runs  # noqa: E402
 
 @pytest.fixture
 def gone() -> Callable[[int], bool]:
-    """gone(pid): whether the process ends soon."""
+    """gone(pid): whether the process ends within a short time."""
 
     def ends(pid: int) -> bool:
         deadline = time.monotonic() + 60

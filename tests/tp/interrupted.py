@@ -1,4 +1,5 @@
-"""A program that loads for a minute, or runs steps, until it is interrupted. Prints its workers' process ids first."""
+"""A program that loads for a minute, or runs steps, until it is interrupted. It first prints its workers' process
+ids."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from dovetail.core.interfaces import StepPlan
 LOADING = sys.argv[1] == "load"
 runner = rank_runners.SlowRankZero if LOADING else rank_runners.Connected
 executor = rank_runners.executor(runner, compose(["app=generate", "executor=multiproc", "engine.tp=2"]))
-said = []
+started = []
 
 
 def progress(phase: str, share: float | None) -> None:
-    """The workers are there once rank 0 loads."""
-    if phase == "weights" and not said:
-        said.append(executor.worker_pids)
+    """Print the process ids: the workers exist once rank 0 loads."""
+    if phase == "weights" and not started:
+        started.append(executor.worker_pids)
         print(*executor.worker_pids, flush=True)
         if LOADING:
             print("runs", flush=True)

@@ -1,4 +1,4 @@
-"""One of two processes that play many ranks (benchmarks/played.py), with kernels in Triton's interpreter.
+"""One of two processes that emulate many ranks (benchmarks/played.py), with kernels in Triton's interpreter.
 
 python played_rank.py <rank> <ranks> <folder>
 """
@@ -36,13 +36,13 @@ from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.sharded import RowShard
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
 from dovetail.plugins.collective.symm_mem import kernels, sharded_kernels
-from dovetail.plugins.collective.symm_mem.choice import SizeTable
 from dovetail.plugins.collective.symm_mem.kernels import EMPTY
+from dovetail.plugins.collective.symm_mem.size_table import SizeTable
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 
 class Interpreted(played.Collective):
-    """Mailboxes and memory in files, gloo in place of NCCL."""
+    """Keeps mailboxes and memory in files and uses gloo instead of NCCL."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(SymmMemConfig())
@@ -52,8 +52,8 @@ class Interpreted(played.Collective):
         return MappedMemory(self.folder, self.rank, played.PLAYERS)
 
     def _choose(self) -> None:
-        self.sums = self.edges = SizeTable((0,), ("two_shot",))
-        self.sharded_edges = {}
+        self.sums = self.boundaries = SizeTable((0,), ("two_shot",))
+        self.sharded_boundaries = {}
 
 
 def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool) -> MappedMail:
@@ -68,8 +68,8 @@ def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool
         one_shot_peers=addresses,
         two_shot_peers=addresses + 4 * one_shot,
         gather_peers=addresses + 4 * (one_shot + two_shot),
-        one_shot_turns=torch.zeros(BOXES, dtype=torch.int32),
-        two_shot_turns=torch.zeros(PROGRAMS, dtype=torch.int32),
+        one_shot_halves=torch.zeros(BOXES, dtype=torch.int32),
+        two_shot_halves=torch.zeros(PROGRAMS, dtype=torch.int32),
         stopped=stopped,
         told=told,
     )
@@ -95,7 +95,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
             _, out[f"{algorithm} {turn}"] = reducer.boundary(x, whole, weight, EPS, (PLAIN,), algorithm)
             out[f"{algorithm} flat {turn}"] = reducer.reduce(summand(rank, (4, columns), torch.float16), algorithm)
         x = summand(rank, (2 * ranks, columns), torch.float16)
-        out[f"sharded {turn}"] = reducer.share(x, None, weight, EPS, (FP8_TOKEN,))[1]
+        out[f"sharded {turn}"] = reducer.sharded_boundary(x, None, weight, EPS, (FP8_TOKEN,))[1]
         out[f"argmax {turn}"] = collective.argmax(torch.tensor([1.0, rank]), torch.tensor([7 + rank, 50 + rank]))
     gathered = collective.all_gather(torch.tensor([[rank]]))
     assert gathered.tolist() == [[1 - rank if i != rank else rank for i in range(ranks)]]
@@ -119,5 +119,5 @@ def main(rank: int, ranks: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    # gloo's threads may wait for the interpreter while it waits for them.
+    # gloo's threads may wait for the GIL while the interpreter waits for them.
     os._exit(0)

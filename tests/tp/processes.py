@@ -1,4 +1,4 @@
-"""Which processes are left."""
+"""State of other processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def state(pid: int) -> str:
-    """Linux's letter for it; "" = there is no such process."""
+    """Process state letter from Linux; "" = no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -15,5 +15,5 @@ def state(pid: int) -> str:
 
 def runs(pid: int) -> bool:
     """Whether the process exists and has not ended."""
-    # An orphan whose new parent has not asked for its exit status has ended all the same.
+    # An orphan may remain a zombie until its new parent collects its exit status; it has ended nevertheless.
     return state(pid) not in ("", "Z")

@@ -1,4 +1,4 @@
-"""Stand-ins for the engine's runner: ranks that add numbers, and ranks that fail in every way a rank can."""
+"""Stand-ins for the engine's runner: ranks that add numbers, and ranks that fail in every possible way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = ModelSpec("Sums", 10, 1, 1, 1, 1, 1, 1, 100, "float32")
 
 
 class Runner:
-    """Each step sums over ranks a checksum of what the rank was given; without torch where `connected` is false."""
+    """Each step sums a checksum of the rank's inputs over all ranks; without torch if `connected` is false."""
 
     connected: ClassVar[bool] = False
 
@@ -70,7 +70,7 @@ class Connected(Runner):
 
 
 class Threads(Connected):
-    """A step's tokens are the threads that each rank computes with."""
+    """The tokens of a step are the numbers of threads that each rank computes with."""
 
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         import torch
@@ -83,7 +83,7 @@ class Threads(Connected):
 
 
 class SlowRankZero(Runner):
-    """Rank 0 loads for a minute, telling its progress as it goes."""
+    """Rank 0 loads for a minute and reports progress."""
 
     def load(self, progress: Progress) -> ExecutorInfo:
         if self.rank == 0:
@@ -118,7 +118,7 @@ class RaisesInLoad(SlowRankZero):
 
 
 class KilledBeforeConnecting(Connected):
-    """Rank 0 waits for a rank that never comes."""
+    """Rank 0 waits for a rank that never connects."""
 
     def load(self, progress: Progress) -> ExecutorInfo:
         if self.rank == 1:
@@ -128,7 +128,7 @@ class KilledBeforeConnecting(Connected):
 
 
 class StoppedBeforeConnecting(Connected):
-    """As a machine that swaps, or a disk that does not answer, would stop it."""
+    """Stops like a rank whose machine swaps or whose disk hangs."""
 
     def load(self, progress: Progress) -> ExecutorInfo:
         if self.rank == 2:
@@ -138,7 +138,7 @@ class StoppedBeforeConnecting(Connected):
 
 
 class KilledInCapture(Connected):
-    """Where the engine captures graphs, ranks 0 and 1 wait in a sum for rank 2."""
+    """Ranks 0 and 1 wait for rank 2 in a sum, in the phase that captures graphs."""
 
     def load(self, progress: Progress) -> ExecutorInfo:
         self.progress = progress
@@ -162,7 +162,7 @@ class RaisesInCapture(KilledInCapture):
 
 
 class KilledInStep(Connected):
-    """Ranks 0 and 1 are in the sum, and complain of a closed connection; rank 2 is the cause."""
+    """Rank 2 dies while ranks 0 and 1 are in the sum; they report a closed connection."""
 
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         if plan.step == 2 and self.rank == 2:
@@ -186,7 +186,7 @@ class RankZeroRaisesInStep(Connected):
 
 
 class SlowToClose(Runner):
-    """Rank 1 has ended long before the others have closed what they share."""
+    """Rank 1 ends long before the other ranks have closed their shared resources."""
 
     def close(self) -> None:
         if self.rank != 1:
@@ -194,7 +194,7 @@ class SlowToClose(Runner):
 
 
 class WaitsInClose(Runner):
-    """Rank 0 closes something together with the others, one of whom does not come."""
+    """Rank 0 waits in close for another rank, which never takes part."""
 
     def __init__(self, composition: Composition, *, rank: int, size: int, address: str) -> None:
         super().__init__(composition, rank=rank, size=size, address=address)
@@ -212,7 +212,7 @@ class WaitsInClose(Runner):
 
 
 class DeafInStep(Runner):
-    """Workers never come back from the first step."""
+    """Workers never return from the first step."""
 
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         if self.rank > 0:

@@ -1,4 +1,4 @@
-"""One rank of a test of symm_mem's kernels, which run in Triton's interpreter: mailboxes are files that all ranks map.
+"""One rank of the symm_mem kernel tests. Kernels run in Triton's interpreter; mailboxes are files mapped by all ranks.
 
 python symm_mem_rank.py <rank> <size> <folder>
 """
@@ -33,14 +33,14 @@ from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.sharded import RowShard, own_rows
 from dovetail.plugins.collective.symm_mem import kernels, reduce, sharded_kernels
-from dovetail.plugins.collective.symm_mem.choice import SizeTable
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
 from dovetail.plugins.collective.symm_mem.driver import WRITE
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
 from dovetail.plugins.collective.symm_mem.mailbox import TWO_SHOT_PROGRAMS
-from dovetail.plugins.collective.symm_mem.memory import Block
+from dovetail.plugins.collective.symm_mem.memory import SharedBlock
 from dovetail.plugins.collective.symm_mem.reduce import LARGE_ROW, SMALL_ROW, Reducer
+from dovetail.plugins.collective.symm_mem.size_table import SizeTable
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -48,7 +48,7 @@ BOXES = 4
 PROGRAMS = TWO_SHOT_PROGRAMS * BOXES
 EPS = 1e-5
 FLAT = (2, 3 * SMALL_ROW + 2, 9 * LARGE_ROW + 10)
-"""Values of flat sums: less than a row, several rows with a rest, more rows than programs."""
+"""Sizes of flat sums: less than a row, several rows with a remainder, more rows than programs."""
 ROWS = (1, 3, 9, 19)
 COLUMNS = 96
 
@@ -69,36 +69,36 @@ HALVES = ActFormat(
     "halves", dtype=torch.float16, group=32, scale_layout="column", encode=encode_halves, reference=halves
 )
 SHARED_ROWS = (1, 3, 17)
-"""Fewer than ranks, some left over, several for each program and some left over."""
+"""Fewer rows than ranks, with a remainder, several per program with a remainder."""
 EMITS = {"fp8": (FP8_TOKEN,), "three": (PLAIN, HALVES, SCALED_ROWS)}
 CANDIDATES = (1, 600)
 DTYPES = (torch.float32, torch.float16)
 COPIED_ROWS = (1, 7, 3, 40)
-"""Of a rank. Memory grows in between, and is larger than a call needs."""
+"""Rows per rank. The memory grows in between and is larger than some calls need."""
 MIXED = 12
-"""Calls of every kind in one order, between ranks that are late at random."""
+"""Number of calls of mixed kinds in one order, between ranks with random delays."""
 
 
 @dataclass
 class MappedMail:
-    """Mailbox, over files in place of GPU memory."""
+    """Mailbox on files instead of GPU memory."""
 
     one_shot: torch.Tensor
     two_shot: torch.Tensor
     one_shot_peers: torch.Tensor
     two_shot_peers: torch.Tensor
-    one_shot_turns: torch.Tensor
-    two_shot_turns: torch.Tensor
+    one_shot_halves: torch.Tensor
+    two_shot_halves: torch.Tensor
     stopped: torch.Tensor
     told: torch.Tensor
     gather: torch.Tensor
     gather_peers: torch.Tensor
     boxes: int = BOXES
-    """Of one_shot; two_shot has TWO_SHOT_PROGRAMS times as many."""
+    """Boxes of one_shot; two_shot has TWO_SHOT_PROGRAMS times as many."""
 
 
 def unstopped() -> tuple[torch.Tensor, torch.Tensor]:
-    """What kernels read, and the host's word that it leads to."""
+    """Return the words that kernels read, and the host's stop word to which they point."""
     told = torch.zeros(1, dtype=torch.int32)
     return torch.tensor([0, told.data_ptr()]).view(torch.int32), told
 
@@ -127,12 +127,12 @@ def mapped(folder: Path, rank: int, size: int) -> MappedMail:
 
 
 class MappedMemory:
-    """SharedMemory, over files in place of GPU memory."""
+    """SharedMemory on files instead of GPU memory."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.folder, self.rank, self.size, self.count = folder, rank, size, 0
 
-    def allocate(self, words: int, fill: int) -> Block:
+    def allocate(self, words: int, fill: int) -> SharedBlock:
         names = [str(self.folder / f"shared{self.count}of{rank}") for rank in range(self.size)]
         mine = torch.from_file(names[self.rank], shared=True, size=words, dtype=torch.int32).fill_(fill)
         together(f"allocated{self.count}by", self.rank, self.size, self.folder)
@@ -141,11 +141,11 @@ class MappedMemory:
             for rank, name in enumerate(names)
         ]
         self.count += 1
-        return Block(mine, tuple(memory.data_ptr() for memory in every), every)
+        return SharedBlock(mine, tuple(memory.data_ptr() for memory in every), every)
 
 
 class CopiesOfTheCpu:
-    """Driver, by the thread that calls; sometimes late."""
+    """Driver that copies in the calling thread, with random delays."""
 
     def __init__(self, rank: int) -> None:
         self.random = random.Random(rank)
@@ -170,7 +170,7 @@ class CopiesOfTheCpu:
             else:
                 until = time.monotonic() + 30
                 while word.value - value < 0:
-                    assert time.monotonic() < until, f"{word.value} stands where {value} should come"
+                    assert time.monotonic() < until, f"the word is {word.value}, expected {value}"
                     time.sleep(1e-4)
 
     def overwrite(self, words: torch.Tensor, value: int) -> None:
@@ -178,16 +178,16 @@ class CopiesOfTheCpu:
 
 
 class Interpreted(SymmMemCollective):
-    """Over gloo in place of NCCL."""
+    """Uses gloo instead of NCCL."""
 
     def __init__(self, algorithm: str, reducer: Reducer, copies: CopiedRows | None = None) -> None:
         super().__init__(SymmMemConfig.model_validate({"algorithm": algorithm}))
-        self.given, self.copies, self.beside = reducer, copies, copies is not None
+        self.given, self.copies, self.overlapped = reducer, copies, copies is not None
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         NcclCollective.connect(self, rank, size, address, device)
-        self.reducer, self.sharded_edges = self.given, {}
-        self.sums, self.edges = SizeTable((0,), ("nccl",)), SizeTable((0,), ("sharded",))
+        self.reducer, self.sharded_boundaries = self.given, {}
+        self.sums, self.boundaries = SizeTable((0,), ("nccl",)), SizeTable((0,), ("sharded",))
 
 
 class Suite(CollectiveContract):
@@ -199,14 +199,14 @@ class Suite(CollectiveContract):
 
 
 def summand(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Of widely different sizes, with zeros of both signs, which in 16 bits make the word that means "nothing"."""
+    """Values of very different magnitudes, and zeros of both signs, which in 16 bits form the empty word."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(shape, generator=generator) * 10 ** (rank % 3)
     return torch.where(torch.rand(shape, generator=generator) < 0.5, -0.0, x).to(dtype)
 
 
 def candidates(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values, many of them equal, and indices."""
+    """Return values, many of them equal, and indices."""
     generator = torch.Generator().manual_seed(rank)
     value = torch.randint(-2, 3, (rows,), generator=generator).float()
     value[0] = float("nan") if rank else float("-inf")
@@ -214,7 +214,7 @@ def candidates(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def odd(rank: int) -> torch.Tensor:
-    """Words that a mailbox gives a meaning of its own, or that a sum must not change: the empty one, NaN, infinity."""
+    """Special words that a sum must not change: the mailbox's empty word, NaN and infinity."""
     x = torch.zeros(8)
     x[:4] = torch.tensor([EMPTY, EMPTY, 0x7FC00001, 0x7F800000], dtype=torch.int64).to(torch.int32).view(torch.float32)
     x[1] *= rank == 0
@@ -223,7 +223,7 @@ def odd(rank: int) -> torch.Tensor:
 
 
 def mixed(seed: int) -> tuple[str, int]:
-    """What all ranks do next: algorithm and rows of a sum, or "argmax"."""
+    """Return the next call of all ranks: algorithm and rows of a sum, or "argmax"."""
     generator = random.Random(seed)
     return generator.choice(("one_shot", "two_shot", "argmax")), generator.choice(
         (1, 2, BOXES, BOXES + 1, PROGRAMS + 1)
@@ -231,7 +231,7 @@ def mixed(seed: int) -> tuple[str, int]:
 
 
 def meeting(rank: int, folder: Path) -> str:
-    """An address that rank 0 finds free now, not when the ranks began."""
+    """Return an address whose port rank 0 has just found free."""
     told = folder / "address"
     if rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -273,8 +273,8 @@ BEFORE = ActFormat(
 
 
 def halves_of_a_pass(reducer: Reducer, copies: CopiedRows, rank: int, size: int, folder: Path) -> None:
-    """Edges that one kernel makes, one after another: the residual is whole, then lies over the ranks; sums are not
-    contiguous; in every format that a kernel writes."""
+    """Run consecutive fused boundaries: the residual is complete, then sharded over the ranks; summands are not
+    contiguous; emitted in every format that a kernel writes."""
     collective = Interpreted("measured", reducer, copies)
     (folder / "address").unlink(missing_ok=True)
     together("once more", rank, size, folder)
@@ -305,20 +305,20 @@ def halves_of_a_pass(reducer: Reducer, copies: CopiedRows, rank: int, size: int,
                 if wanted.scale is not None:
                     torch.testing.assert_close(got.scale, wanted.scale, rtol=1e-2, atol=1e-6, msg=what)
                     assert fmt.scale_layout != "column" or rows == 1 or got.scale.stride(0) == 1, what
-    collective._dead = True
+    collective._aborted = True
     try:
         collective.boundary(Partial(each[rank]), residual, norm, (PLAIN,))
     except RuntimeError as error:
         assert "a rank died" in str(error)
     else:
-        raise AssertionError("a rank died, and the others went on")
+        raise AssertionError("a rank died, but the call returned")
     NcclCollective.close(collective)
 
 
 def main(rank: int, size: int, folder: Path) -> None:
     mend_interpreter()
     quicken()
-    # Inline assembly, which the interpreter has not; the CPU keeps stores in order.
+    # The interpreter has no inline assembly; the CPU keeps stores in order.
     kernels.fence = sharded_kernels.fence = lambda: None
     kernels._LOOK = tl.constexpr(8)
     mail = mapped(folder, rank, size)
@@ -361,20 +361,20 @@ def main(rank: int, size: int, folder: Path) -> None:
                 continue
             x, residual = summand(rank, (rows, COLUMNS), dtype), summand(91, (rows, COLUMNS), dtype)
             own = None if rows == 1 else own_rows(reducer, residual)
-            assert reducer.shares(x, emit)
-            # Wide rows take several looks; those here do where a thread may take no more than it must.
+            assert reducer.serves_sharded(x, emit)
+            # Wide rows need several polls. Narrow rows do too when a thread may read only the minimum.
             reduce.MOST_WORDS = most if rows > size else 0
-            bundle, after = reducer.share(x, own, weight, EPS, emit)
+            bundle, after = reducer.sharded_boundary(x, own, weight, EPS, emit)
             out["sharded", dtype, rows, name, "own rows"] = after
             for fmt in emit:
                 out["sharded", dtype, rows, name, fmt.name] = bundle[fmt].values.view(torch.uint8)
                 if bundle[fmt].scale is not None:
                     out["sharded", dtype, rows, name, fmt.name, "scale"] = bundle[fmt].scale
-            # The boxes of summands are those of one_shot, whose turns go on.
+            # Its boxes are those of one_shot, whose turn counter continues.
             reducer.reduce(torch.ones(8), "one_shot")
     for rows in CANDIDATES:
         out["argmax", rows] = reducer.argmax(*candidates(rank, rows))
-    # Edges of a pass, norms that the kernels do not know among them.
+    # Boundaries of a forward pass, including norms that the kernels do not implement.
     out["pass", "sharded"] = Suite("sharded", reducer)._passes(rank, size, meeting(rank, folder))
     copies = CopiedRows(MappedMemory(folder, rank, size), CopiesOfTheCpu(rank), rank, size)  # type: ignore[arg-type]
     (folder / "address").unlink(missing_ok=True)
@@ -390,36 +390,36 @@ def main(rank: int, size: int, folder: Path) -> None:
         weight = summand(90, (COLUMNS,), dtype)
         for rows, (name, emit) in product(SHARED_ROWS, EMITS.items()):
             x, residual = summand(rank, (rows, COLUMNS), dtype), summand(91, (rows, COLUMNS), dtype)
-            assert copies.shares(emit) == (name != "three")
+            assert copies.serves(emit) == (name != "three")
             one = emit[:2]
-            bundle, after = copies.share(x, None if rows == 1 else own_rows(copies, residual), weight, EPS, one)
+            bundle, after = copies.boundary(x, None if rows == 1 else own_rows(copies, residual), weight, EPS, one)
             out["copied", dtype, rows, name, "own rows"] = after
             for fmt in one:
                 out["copied", dtype, rows, name, fmt.name] = bundle[fmt].values.clone().view(torch.uint8)
                 if bundle[fmt].scale is not None:
                     out["copied", dtype, rows, name, fmt.name, "scale"] = bundle[fmt].scale.clone()
     halves_of_a_pass(reducer, copies, rank, size, folder)
-    # What one call gathered stands until the second call from there.
+    # The result of a gather stays valid until the second gather after it.
     first, second = (copies.gather_rows([torch.full((5, 3), float(10 * rank + i))])[0] for i in range(2))
     out["gathered",] = torch.cat([first, second])
     torch.save(out, folder / f"{rank}.pt")
-    # Nothing is left in a mailbox, and a word is never waited for again once a rank has died.
+    # All mailboxes are empty, and no rank keeps waiting for a word once a rank has died.
     together("done", rank, size, folder)
     left = [name for name in ("one_shot", "two_shot", "gather") if bool((getattr(mail, name) != EMPTY).any())]
     assert not left, f"rank {rank} has words left in {left}"
-    # From here on rank 0 fills mailboxes of the others.
+    # From here on rank 0 fills the other ranks' mailboxes.
     together("looked", rank, size, folder)
-    # While the first of these waits.
+    # Set while the first of these calls waits.
     threading.Timer(0.5, lambda: mail.told.fill_(1)).start()
     if rank == 0:
         reducer.reduce(torch.ones(8), "one_shot")
         reducer.reduce(torch.ones(8), "two_shot")
-        reducer.share(torch.ones(2, COLUMNS), None, torch.ones(COLUMNS), EPS, (PLAIN,))
+        reducer.sharded_boundary(torch.ones(2, COLUMNS), None, torch.ones(COLUMNS), EPS, (PLAIN,))
         reducer.argmax(torch.ones(1), torch.ones(1, dtype=torch.int64))
-        assert mail.stopped[0] == 1, "who finds the host's word set tells the others"
+        assert mail.stopped[0] == 1, "the rank that sees the host's stop word must stop the others"
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    # gloo's threads may wait for the interpreter while it waits for them.
+    # gloo's threads may wait for the GIL while the interpreter waits for them.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The built-in collectives on three gloo processes, against sums made here."""
+"""The built-in collectives on three gloo processes, compared with sums computed here."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_ordered_has_the_bits_of_the_sum_in_rank_order(results: Results, dtype: 
 
 
 def test_other_orders_have_other_bits() -> None:
-    """Otherwise the test above would show nothing."""
+    """Shows that the test above can fail."""
     straight = in_rank_order(torch.float32, [0, 1, 2])
     assert not torch.equal(straight, in_rank_order(torch.float32, [2, 1, 0]))
     narrow = sum(summand(rank, torch.bfloat16) for rank in range(SIZE))
@@ -107,7 +107,7 @@ def test_a_device_that_it_cannot_serve_is_refused() -> None:
 
 
 def test_connecting_ends_when_it_is_aborted() -> None:
-    """The other rank never comes; an abort that was there first counts as well."""
+    """The other rank never connects. An abort before the call also ends it."""
     collective = built("nccl")
     collective.abort()
     with pytest.raises(RuntimeError, match="a rank died"):
@@ -116,5 +116,5 @@ def test_connecting_ends_when_it_is_aborted() -> None:
 
 def test_connecting_ends_after_its_time() -> None:
     collective = compose(["app=generate", "collective.timeout=0.1"]).build("collective")
-    with pytest.raises(TimeoutError, match="of 2 ranks these did not come .*: 1$"):
+    with pytest.raises(TimeoutError, match="2 ranks should connect .*missing: 1$"):
         collective.connect(0, 2, f"127.0.0.1:{free_ports(1)[0]}", torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A rank that neither answers nor dies: whoever ends the run does not wait for it, and is told which one it was."""
+"""A rank that neither responds nor dies: ending the run does not wait for it, and the error names it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.errors import EngineStopped
-from dovetail.core.frontend.llm import STEP_SECONDS
+from dovetail.core.frontend.local_engine import STEP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 RANKS = ("executor=multiproc", "engine.tp=2", "engine.device=cpu", "engine.kv_pages=512")
@@ -23,7 +23,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, int]]:
-    """One that runs a long request, and its second rank, which is stopped."""
+    """An engine with a long request in progress, and the process id of its second rank, which is stopped."""
     llm = LLM("tiny", overrides=[*RANKS, *getattr(request, "param", ())])
     (pid,) = llm.engine.executor.worker_pids  # type: ignore[union-attr]
     try:
@@ -80,7 +80,7 @@ def test_ctrl_c_while_a_benchmark_waits_for_it(gone: Callable[[int], bool]) -> N
         assert program.stdout is not None
         pid = int(program.stdout.readline())
         os.kill(pid, signal.SIGSTOP)
-        # By then the other waits for it, in C code.
+        # By then the other rank waits for it, in C code.
         time.sleep(0.5)
         os.killpg(program.pid, signal.SIGINT)
         began = time.monotonic()

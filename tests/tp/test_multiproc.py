@@ -1,4 +1,4 @@
-"""Ranks as processes: they get every plan, they die together, and whoever died first is named."""
+"""Ranks as processes: they get every plan, they end together, and the error names the first that died."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def joining(step: int, uid: int, prompt: int) -> tuple[StepPlan, Blobs]:
 
 
 def test_every_rank_gets_every_plan_and_blob(gone: Gone) -> None:
-    """On rings so small that plans and prompts pass in pieces; pages are the least of any rank (bind checks it)."""
+    """The rings are so small that plans and prompts pass in pieces. bind checks that pages are the minimum over
+    ranks."""
     size = 2
     with running(rank_runners.Connected, size, plan_bytes=4096, blob_bytes=4096) as executor:
         pids = executor.worker_pids
@@ -128,7 +129,7 @@ def test_a_rank_that_fails_in_start_up_ends_it(
 
 
 def test_a_rank_that_never_connects_is_named(gone: Gone, capfd: pytest.CaptureFixture[str]) -> None:
-    """The others wait for it; none of them dies."""
+    """The other ranks wait for it; none of them dies."""
     executor = rank_runners.executor(rank_runners.StoppedBeforeConnecting, composition(3))
 
     def hurry() -> None:
@@ -146,7 +147,7 @@ def test_a_rank_that_never_connects_is_named(gone: Gone, capfd: pytest.CaptureFi
     pids = executor.worker_pids
     executor.shutdown()
     assert len(pids) == 2 and all(map(gone, pids))
-    assert "in start" in capfd.readouterr().err, "where rank 0 waited is told"
+    assert "in start" in capfd.readouterr().err, "the stack of rank 0 must show where it waits"
 
 
 def test_a_slow_rank_is_a_sign_of_life_of_all() -> None:
@@ -169,7 +170,7 @@ def test_a_slow_rank_is_a_sign_of_life_of_all() -> None:
 def test_a_rank_that_fails_in_a_step_is_the_one_named(
     runner: type[rank_runners.Runner], cause: str, gone: Gone
 ) -> None:
-    """Three ranks: the other two fail as well, of a closed connection, and at least one of them says so."""
+    """Three ranks: the other two fail as well, and at least one of them reports a closed connection."""
     with running(runner, 3) as executor:
         pids = executor.worker_pids
         with five_seconds(), pytest.raises(RankError, match=cause) as raised:
@@ -206,7 +207,7 @@ def test_a_rank_killed_while_idle_is_named_by_the_next_call(gone: Gone) -> None:
 
 
 def test_the_next_call_raises_even_at_once_after_a_death() -> None:
-    """The ring has no room and nobody reads it: the writer finds out."""
+    """The ring is full and has no reader; the writer must detect it."""
     with running(rank_runners.DeafInStep, 2, plan_bytes=4096) as executor:
         executor.submit(StepPlan(0, []), {})
         os.kill(executor.worker_pids[0], signal.SIGKILL)
@@ -242,7 +243,7 @@ def test_rank_0_does_not_wait_for_ever_to_close() -> None:
 
 
 def test_engines_that_start_at_once_meet_at_addresses_of_their_own() -> None:
-    """Long before anybody listens there; and then rank 0 can."""
+    """Addresses are chosen long before any rank listens, and rank 0 can still bind its own."""
     with ExitStack() as stack:
         addresses = [stack.enter_context(multiproc._free_address()) for _ in range(300)]
         assert len(set(addresses)) == 300
@@ -253,7 +254,7 @@ def test_engines_that_start_at_once_meet_at_addresses_of_their_own() -> None:
 
 
 def test_another_registry_on_a_worker_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker reads the environment anew; rank 0 has composed already."""
+    """The worker reads the environment again, after rank 0 has composed."""
     executor = rank_runners.executor(rank_runners.Runner, composition(2))
     monkeypatch.setattr("dovetail.core.parallel.process.identity", lambda composed: {"registry": "0", "config": "0"})
     with pytest.raises(RankError, match="the ranks see different components"):
@@ -262,7 +263,7 @@ def test_another_registry_on_a_worker_is_refused_before_loading(monkeypatch: pyt
 
 
 def test_ranks_find_presets_and_variants_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the program has gone since it composed."""
+    """The user's folders are found even if the program changes its working directory after composing."""
     for name, text in {
         "preset/mine.yaml": "# @package _global_\ndefaults:\n  - override /scheduler: chunky\nengine:\n  tp: 2\n",
         "scheduler/chunky.yaml": "defaults: [fcfs, _self_]\nmax_chunk: 64\n",
@@ -286,7 +287,7 @@ def test_ranks_find_presets_and_variants_of_the_users_own(tmp_path: Path, monkey
 
 @pytest.fixture(params=["load", "steps"])
 def program(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A program with two ranks, in a process group of its own, as a shell would start it. It loads for a minute, or it
+    """A program with two ranks in a separate process group, as a shell would start it. It loads for a minute, or it
     runs steps."""
     argv = [sys.executable, str(Path(__file__).with_name("interrupted.py")), request.param]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0) as process:

@@ -1,4 +1,4 @@
-"""benchmarks/played.py: two processes play eight ranks, with the kernels of collective=symm_mem interpreted."""
+"""benchmarks/played.py: two processes emulate eight ranks, with interpreted kernels of collective=symm_mem."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def as_all(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The sum that a player gets: its own summand, the other's for each of the others."""
+    """Sum that a process gets: its own summand, and the other process's summand for each of the other ranks."""
     mine, other = (summand(r, shape, torch.float16).float() for r in (rank, 1 - rank))
     return (mine + (RANKS - 1) * other).half()
 
 
 def of_owners(rank: int, shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    """What a player sums as the owner of its part of a dimension: its own, and what the other sent to each of the
-    others, which it cut out for that one."""
+    """Sum that a process computes as the owner of one part of a dimension: its own part, and the parts that the other
+    process sent to each of the other ranks."""
     mine, other = (summand(r, shape, torch.float16).float().chunk(RANKS, dim) for r in (rank, 1 - rank))
     return sum((part for owner, part in enumerate(other) if owner != 1 - rank), mine[rank]).half()
 

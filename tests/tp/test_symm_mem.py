@@ -1,4 +1,4 @@
-"""The kernels of collective=symm_mem on processes that map each other's mailboxes, in Triton's interpreter."""
+"""Kernels of collective=symm_mem in Triton's interpreter, on processes that map each other's mailboxes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 SIZE = int(os.environ.get("DOVETAIL_SUMMANDS", "3"))
-"""Three: a sum has an order, parts of a row are no power of two, and a rank may hear of another by way of a third."""
+"""Three ranks: sums have an order, parts of a row are not a power of two, and a stop can reach a rank through a third
+one."""
 pytestmark = pytest.mark.timeout(100 * SIZE)
 Results = list[dict[tuple[object, ...], torch.Tensor]]
 
@@ -73,7 +74,7 @@ def in_rank_order(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_edges_of_a_pass_have_the_same_bits_on_every_rank(results: Results) -> None:
-    """The ranks have held them against what they should be."""
+    """The ranks have already compared the values with the expected ones."""
     for how in ("sharded", "copies"):
         assert all(result["pass", how] == results[0]["pass", how] for result in results)
 
@@ -132,7 +133,7 @@ def test_a_rank_sums_its_rows_and_gets_all_that_came_out(
     results: Results, name: str, dtype: torch.dtype, how: str
 ) -> None:
     weight, emit = summand(90, (COLUMNS,), dtype), EMITS[name]
-    # Copies are shared where one kernel writes all formats.
+    # Rows are shared by copies only if one kernel writes all formats.
     emit = emit[:2] if how == "copied" else emit
     for rows in SHARED_ROWS:
         shape = rows, COLUMNS
@@ -144,7 +145,7 @@ def test_a_rank_sums_its_rows_and_gets_all_that_came_out(
         expected, _ = rms_norm_reference(after, None, weight, EPS, emit)
         for fmt in emit:
             found = results[0][how, dtype, rows, name, fmt.name].view(expected[fmt].values.dtype).float()
-            # A value on the edge between two may fall to either side.
+            # A value halfway between two steps of the format may round either way.
             step = 0.13 if fmt is FP8_TOKEN else 4e-3 if torch.float16 in (dtype, fmt.dtype) else 1e-5
             torch.testing.assert_close(found, expected[fmt].values.float(), rtol=step, atol=2e-3)
             if fmt is not PLAIN:
@@ -167,7 +168,7 @@ def test_a_boundary_without_residual_returns_the_sum(results: Results) -> None:
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 def test_no_payload_is_taken_for_an_empty_word(results: Results, algorithm: str) -> None:
     empty, lone, nan, infinite, *ones = results[0]["odd", algorithm].tolist()
-    # The word that means "nothing" is a float32 of -5e-41, and arrives as 0.
+    # The empty word is a float32 of -5e-41 and arrives as 0.
     assert (empty, lone) == (0, 0) and nan != nan and infinite == float("inf")
     assert ones == [sum(odd(rank)[4 + i].item() for rank in range(SIZE)) for i in range(4)]
 

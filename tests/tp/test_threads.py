@@ -16,7 +16,7 @@ from dovetail.core.parallel.failure import RankError
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And a process that has more threads than that."""
+    """Two cores, in a process with more threads than that."""
     before = torch.get_num_threads()
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     torch.set_num_threads(4)
@@ -53,7 +53,7 @@ def test_fewer_threads_than_its_share_stay(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_the_user_says_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch read it when it was loaded, and has had four threads since."""
+    """torch read the variable when it was imported and has used four threads since."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads_of_ranks() == (4, 1)
 

@@ -1,7 +1,7 @@
-"""LoRA adapters on one rank: factors of every layer in the device's slots, and in host memory those of every adapter.
+"""LoRA adapters on one rank: every adapter's factors in host memory, those of active adapters in slots on the device.
 
-A slot is one row of memory that holds every layer's factors, and a host copy is laid out alike, so that placing an
-adapter is one copy. B is scaled when it is read; ranks below the greatest are filled up with zeros.
+A slot is one row of memory with every layer's factors. A host copy has the same layout, so placing an adapter is one
+copy. B is scaled when it is read; smaller ranks are padded with zeros.
 
 Shapes: T tokens, I input, O output, S slots, P parts of a merged layer, R rank, N numbers of a slot.
 """
@@ -21,11 +21,11 @@ from dovetail.plugins.adapter.lora.peft import Factors, open_adapter
 from dovetail.plugins.adapter.lora.reference import lora_reference
 
 _ALIGNED = 64
-"""Numbers: each layer's factors begin at a multiple of this."""
+"""Alignment of each layer's factors, in numbers."""
 
 
 class LoRALayer(LayerAdapters):
-    """The factors of one layer: A of each part, then B."""
+    """Factors of one layer: A of each part, then B."""
 
     def __init__(self, site: LinearSite, config: LoRAConfig, start: int, device: torch.device) -> None:
         self.site, self.rank, self.start = site, config.max_rank, start
@@ -54,7 +54,7 @@ class LoRALayer(LayerAdapters):
             lora_reference(x_TI, y_TO, self.a_SPRI, self.b_SOR, slots_T, self.parts)
 
     def fill(self, host_N: torch.Tensor, adapter: Mapping[str, Factors]) -> None:
-        """This rank's share of what the adapter has for the layer."""
+        """Write this rank's shard of the adapter's factors for the layer."""
         (a_PRI,), (b_OR,) = self._views(host_N[None])
         for part, (name, b_oR) in enumerate(zip(self.site.shape.names, b_OR.split(self.parts), strict=True)):
             if (factors := adapter.get(name)) is not None:
@@ -69,7 +69,7 @@ class LoRA(Adapters):
         super().__init__(config, device, dtype)
         self._layers: list[LoRALayer] = []
         self._whole: dict[str, tuple[int, int]] = {}
-        """(outputs, inputs) of every matrix that an adapter may change, by checkpoint prefix."""
+        """Checkpoint prefix -> (outputs, inputs) of every matrix that an adapter may change."""
         self._size = 0
         self._host: dict[str, torch.Tensor] = {}
         self._placed: dict[int, str] = {}
@@ -98,7 +98,7 @@ class LoRA(Adapters):
     def read(self, key: str, folder: Path) -> None:
         if len(self._host) >= self.config.max_loaded:
             raise RequestError(
-                f"adapter: {len(self._host)} adapters are loaded, of at most {self.config.max_loaded} "
+                f"adapter: {len(self._host)} adapters are loaded, the limit is {self.config.max_loaded} "
                 "(adapter.max_loaded): unload one"
             )
         adapter = open_adapter(folder)
@@ -108,7 +108,7 @@ class LoRA(Adapters):
         for layer in self._layers:
             layer.fill(host_N, adapter)
         if not host_N.isfinite().all():
-            raise RequestError(f"adapter: {folder} holds numbers that are not finite in {self.dtype}")
+            raise RequestError(f"adapter: {folder} has numbers that are not finite in {self.dtype}")
         self._host[key] = host_N
 
     def _check(self, name: str, factors: Factors) -> None:
@@ -117,7 +117,7 @@ class LoRA(Adapters):
             raise RequestError(f"adapter: the model has no linear layer {name!r} to adapt; it has {', '.join(known)}")
         if factors.rank > self.config.max_rank:
             raise RequestError(
-                f"adapter: {name} has rank {factors.rank}, and the slots hold {self.config.max_rank} at most "
+                f"adapter: {name} has rank {factors.rank}, and slots hold at most {self.config.max_rank} "
                 "(adapter.max_rank=16, 32 or 64)"
             )
         outputs, inputs = self._whole[name]

@@ -1,10 +1,10 @@
 """y += (x A^T) B^T for rows of different adapters in two launches (Punica, Chen et al. 2023; S-LoRA, Sheng et al.
 2023).
 
-A program takes a tile of tokens and one slot, and ends at once where no token of the tile uses that slot; of a tile
-that several slots share, each slot's program keeps its own rows by a mask. So a prompt costs one pass over each tile,
-and a decode step of many adapters needs no sorting. `shrink` splits the inputs where there are few tiles; `expand` sums
-the splits, always in order, so the bits are the same each time.
+A program computes a tile of tokens for one slot and exits at once if no token of the tile uses that slot. In a tile
+with several slots, each slot's program masks its rows. So a prompt costs one pass over each tile, and a decode step
+with many adapters needs no sorting. `_shrink` splits the inputs where there are few tiles; `_expand` sums the splits in
+a fixed order, so results are bitwise reproducible.
 
 Shapes: T tokens, I input, O output, S slots, P parts of a merged layer, R rank, K splits of the inputs.
 """
@@ -18,9 +18,9 @@ import triton.language as tl
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 BLOCK_O = 128
-"""Outputs of a tile of `expand`."""
+"""Outputs per tile of `_expand`."""
 PROGRAMS = 256
-"""With so many there is work for every multiprocessor."""
+"""Number of programs that fills all SMs."""
 MOST_SPLITS = 8
 
 
@@ -43,7 +43,7 @@ def _shrink(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """inner_KTPR of one tile, slot, part and split."""
+    """Compute inner_KTPR of one tile, slot, part and split."""
     announce(PDL)
     wait(PDL)
     slot = tl.program_id(0) % slots
@@ -86,7 +86,7 @@ def _expand(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y_TO of one tile of tokens and of outputs, for every `groups`-th slot."""
+    """Update y_TO of one tile of tokens and outputs, for every `groups`-th slot."""
     announce(PDL)
     entry = blocks_ptr + tl.program_id(1) * 3
     o = tl.load(entry) + tl.arange(0, BLOCK_O)
@@ -114,7 +114,8 @@ def _expand(
 
 
 def output_blocks(parts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Tiles of `expand` along the outputs, none across two parts: int32 rows of first output, end of the part, part."""
+    """Return the tiles of `_expand` along the outputs, none across two parts: int32 rows (first output, end of part,
+    part)."""
     blocks, at = [], 0
     for part, size in enumerate(parts):
         blocks += [(first, at + size, part) for first in range(at, at + size, BLOCK_O)]
@@ -130,7 +131,7 @@ def lora_triton(
     slots_T: torch.Tensor,
     blocks: torch.Tensor,
 ) -> None:
-    """As lora_reference; `blocks` are output_blocks of the parts. Within a slot, factors are contiguous."""
+    """Compute lora_reference on the GPU. `blocks`: output_blocks of the parts. A slot's factors are contiguous."""
     tokens, inputs = x_TI.shape
     slots, parts, rank, _ = a_SPRI.shape
     if not tokens:
@@ -161,7 +162,7 @@ def lora_triton(
         BLOCK_I=block_i,
         **shared,
     )
-    # Where tiles alone give work to all, one program goes through the slots of its tile: the others would only end.
+    # Where the tiles fill all SMs, one program loops over the slots of its tile: most other programs would just exit.
     groups = 1 if tiles * len(blocks) >= PROGRAMS else slots
     _expand[(tiles * groups, len(blocks))](
         inner_KTPR,

@@ -1,6 +1,6 @@
-"""An adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors, checked and opened lazily.
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, checked and opened lazily.
 
-The folder may be anybody's: nothing in it runs, no pattern in it is a regular expression here, and shapes are known
+The folder is untrusted: no code in it runs, its patterns are not used as regular expressions, and shapes are checked
 before a tensor is read.
 """
 
@@ -27,24 +27,24 @@ _UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_qalora": (bool, "QALoRA pools the inputs of quantized layers"),
     "lora_bias": (bool, "it trains biases of B"),
     "bias": (lambda v: v not in (None, "none"), "it trains biases of the base model"),
-    "modules_to_save": (bool, "it brings whole layers of its own"),
+    "modules_to_save": (bool, "it replaces whole layers"),
     "trainable_token_indices": (bool, "it trains embeddings of tokens"),
-    "target_parameters": (bool, "it changes parameters that are no linear layers"),
+    "target_parameters": (bool, "it changes parameters that are not linear layers"),
     "layer_replication": (bool, "it repeats layers of the base model"),
     "fan_in_fan_out": (bool, "its matrices are transposed"),
-    "alora_invocation_tokens": (bool, "it acts on part of a sequence alone (aLoRA)"),
+    "alora_invocation_tokens": (bool, "it acts on part of a sequence only (aLoRA)"),
     "init_lora_weights": (
         lambda v: isinstance(v, str) and v.lower().startswith(_CHANGES_BASE),
-        "it was trained on base weights changed at its start: save it converted to a plain LoRA "
+        "it was trained on modified base weights: save it converted to a plain LoRA "
         "(PEFT: path_initial_model_for_weight_conversion)",
     ),
 }
-"""Field -> (whether its value asks for it, what it does)."""
+"""Field -> (predicate of a value that enables the feature, description)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Of one matrix: its change is scale * B @ A."""
+    """Factors of one matrix, whose update is scale * B @ A."""
 
     a: LazyTensor
     b: LazyTensor
@@ -53,7 +53,8 @@ class Factors:
 
 
 def open_adapter(folder: Path) -> dict[str, Factors]:
-    """By checkpoint prefix, such as "model.layers.0.self_attn.q_proj". RequestError for what is not a plain LoRA."""
+    """Return the factors by checkpoint prefix, such as "model.layers.0.self_attn.q_proj". Raises RequestError if the
+    adapter is not a plain LoRA."""
     try:
         return _open(folder)
     except ConfigError as error:
@@ -64,16 +65,16 @@ def _open(folder: Path) -> dict[str, Factors]:
     config = _read_config(folder)
     if not (folder / WEIGHTS).is_file():
         pickled = " (pickled weights would run code from the file)" if (folder / "adapter_model.bin").exists() else ""
-        raise ConfigError(f"{folder} has no {WEIGHTS}; that is all that is read{pickled}")
+        raise ConfigError(f"{folder} has no {WEIGHTS}; no other format is supported{pickled}")
     reader = open_safetensors(folder / WEIGHTS)
     found: dict[str, dict[str, LazyTensor]] = {}
     for name in sorted(reader.keys()):
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise ConfigError(f"{folder / WEIGHTS}: tensor {name!r} belongs to no LoRA of a linear layer")
+            raise ConfigError(f"{folder / WEIGHTS}: tensor {name!r} is not part of a LoRA of a linear layer")
         found.setdefault(match[1], {})[match[2]] = reader.get_slice(name)
     if not found:
-        raise ConfigError(f"{folder / WEIGHTS} holds no tensor")
+        raise ConfigError(f"{folder / WEIGHTS} has no tensors")
     _check_complete(config, found, folder)
     return {prefix: _factors(prefix, pair, config, folder) for prefix, pair in found.items()}
 
@@ -83,7 +84,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"{folder} has no {CONFIG}: give a folder as PEFT's save_pretrained writes it")
     if (size := file.stat().st_size) > _MOST_CONFIG_BYTES:
-        raise ConfigError(f"{file} has {size} bytes, of at most {_MOST_CONFIG_BYTES}")
+        raise ConfigError(f"{file} has {size} bytes; the limit is {_MOST_CONFIG_BYTES}")
     config = read_json(file)
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: peft_type is {config.get('peft_type')!r}, and adapter=lora serves 'LORA'")
@@ -94,7 +95,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_complete(config: Mapping[str, Any], found: Mapping[str, Mapping[str, LazyTensor]], folder: Path) -> None:
-    """Both factors of each matrix, and every module that is named has some."""
+    """Check that each matrix has both factors and each target module has tensors."""
     for prefix, pair in found.items():
         if pair.keys() != {"A", "B"}:
             raise ConfigError(f"{folder / WEIGHTS}: {prefix} has lora_{next(iter(pair))} without its other factor")
@@ -118,11 +119,11 @@ def _factors(prefix: str, pair: Mapping[str, LazyTensor], config: Mapping[str, A
 
 
 def _number(config: Mapping[str, Any], field: str, pattern: str, prefix: str, folder: Path) -> float:
-    """A field's value for one matrix: the first pattern that names it, else the field."""
+    """Return a field's value for one matrix: that of the first matching pattern, or else the field's own."""
     value = config.get(field, 8)
     patterns = config.get(pattern) or {}
     if not isinstance(patterns, dict):
-        raise ConfigError(f"{folder / CONFIG}: {pattern} is no object of names and numbers")
+        raise ConfigError(f"{folder / CONFIG}: {pattern} is not an object of names and numbers")
     for name, own in patterns.items():
         if _names(name, prefix):
             value = own
@@ -133,7 +134,7 @@ def _number(config: Mapping[str, Any], field: str, pattern: str, prefix: str, fo
 
 
 def _names(name: object, prefix: str) -> bool:
-    """Whether a module's name, or the end of it, means this matrix."""
+    """Whether `name` is the path of this matrix or the end of that path."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{CONFIG}: {name!r} is a pattern; here a module is named by its path, or the end of that")
+        raise ConfigError(f"{CONFIG}: {name!r} is a pattern; modules must be named by their path or its end")
     return prefix == name or prefix.endswith(f".{name}")

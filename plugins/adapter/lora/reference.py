@@ -1,4 +1,4 @@
-"""y += (x A^T) B^T, each row with the factors of its slot, in torch. The kernel's reference, and the path of the CPU.
+"""y += (x A^T) B^T in torch, each row with the factors of its slot. Reference of the kernel, and the CPU path.
 
 Shapes: T tokens, I input, O output, S slots, P parts of a merged layer, R rank.
 """
@@ -16,7 +16,7 @@ def lora_reference(
     slots_T: torch.Tensor,
     parts: tuple[int, ...],
 ) -> None:
-    """In place. `parts`: outputs of each part; sums in float32, x A^T rounded to the factors' dtype between."""
+    """Update y_TO in place. `parts`: outputs of each part. Sums are float32; x A^T is rounded to the factors' dtype."""
     for slot, (a_PRI, b_OR) in enumerate(zip(a_SPRI, b_SOR, strict=True)):
         inner_TPR = torch.einsum("ti,pri->tpr", x_TI.float(), a_PRI.float()).to(b_OR.dtype).float()
         added = [inner_TPR[:, part] @ b_oR.float().t() for part, b_oR in enumerate(b_OR.split(parts))]

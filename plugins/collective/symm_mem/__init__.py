@@ -1,1 +1,1 @@
-"""Sums over the GPUs of one host by kernels that write into each other's memory."""
+"""Sums over the GPUs of one host with kernels that write into the other GPUs' memory."""

@@ -1,4 +1,4 @@
-"""collective=symm_mem: reduces by kernels of our own between GPUs with peer access, NCCL for what they do not serve."""
+"""collective=symm_mem: own reduction kernels between GPUs with peer access, NCCL for everything else."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dovetail.core.layers import RMSNorm
 from dovetail.core.ops import rms_norm
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
-from dovetail.plugins.collective.sharded import RowShard, edge, own_rows
-from dovetail.plugins.collective.symm_mem.choice import SizeTable, measure, quickest
+from dovetail.plugins.collective.sharded import RowShard, own_rows, sharded_boundary
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
 from dovetail.plugins.collective.symm_mem.driver import Driver
 from dovetail.plugins.collective.symm_mem.kernels import encode_fp8
 from dovetail.plugins.collective.symm_mem.mailbox import Mailbox
 from dovetail.plugins.collective.symm_mem.memory import NotSharedError, SharedMemory
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
+from dovetail.plugins.collective.symm_mem.size_table import SizeTable, fastest, measure
 
 if TYPE_CHECKING:
     from dovetail.core.interfaces.collective import Norm
@@ -32,38 +32,37 @@ log = logging.getLogger(__name__)
 
 ALGORITHMS = ("one_shot", "two_shot", "nccl")
 SHARDED = ("sharded", "nccl_sharded")
-"""Edges that leave the residual with the ranks by rows."""
+"""Algorithms of a boundary that keep the residual sharded by rows."""
 SUM_OF = {"sharded": "two_shot", "nccl_sharded": "nccl"}
-"""How a sum is made that is no edge."""
+"""Algorithm of a plain sum when the configured one serves boundaries only."""
 FP8 = ActFormat("fp8", torch.float8_e4m3fn, group="token", scale_layout="row", encode=encode_fp8)
 COLUMNS = 8192
-"""Of the bfloat16 rows that are measured."""
+"""Columns of the measured bfloat16 rows."""
 EPS = 1e-5
-HEAD_START = 0.5
-"""Seconds that copies get to end their waiting before NCCL's kernels are ended; less than the executor waits for an
+STOP_COPIES_TIMEOUT = 0.5
+"""Seconds for copies to stop waiting before NCCL's kernels are aborted. Must be less than the executor's limit for an
 abort."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MOST_ROWS = 8192
-"""Measured, too, where residuals may lie over the ranks: that is for many rows."""
-
-
-Edges = dict[bool, SizeTable]
-"""By whether values of 8 bits alone are emitted."""
+"""Also measured where the residual may be sharded, which pays off for many rows."""
+BoundaryTables = dict[bool, SizeTable]
+"""Tables for boundaries; the key is whether all emitted values have 8 bits."""
 
 
 class SymmMemCollective(NcclCollective):
-    """Calls must come from one stream at a time: the mailboxes serve one call after the other."""
+    """Calls must come from one stream at a time, since they share the mailboxes."""
 
     config: SymmMemConfig
     reducer: Reducer | None = None
     copies: CopiedRows | None = None
-    """For edges beside products, once there was one."""
+    """Transport of boundaries that overlap with matmuls; created by the first one."""
     sums: SizeTable
-    edges: SizeTable
-    """For `all_reduce` and for `boundary`."""
-    sharded_edges: Edges
-    """For a `boundary` that may shard the residual."""
-    _dead = False
+    """Table for `all_reduce`."""
+    boundaries: SizeTable
+    """Table for a `boundary` that keeps the residual whole."""
+    sharded_boundaries: BoundaryTables
+    """Tables for a `boundary` that may shard the residual."""
+    _aborted = False
     _memory: SharedMemory | None = None
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
@@ -76,11 +75,11 @@ class SymmMemCollective(NcclCollective):
         super().connect(rank, size, address, device)
         if size > 1:
             self._memory = SharedMemory(rank, size, dist.PrefixStore("symm_mem", self._rendezvous.store), device)
-            self.reducer = Reducer(self._made_mailbox(self._memory), rank, size)
+            self.reducer = Reducer(self._make_mailbox(self._memory), rank, size)
             self._choose()
 
-    def _made_mailbox(self, memory: SharedMemory) -> Mailbox:
-        gathers = self._shards_from is not None or self.config.algorithm == "sharded"
+    def _make_mailbox(self, memory: SharedMemory) -> Mailbox:
+        gathers = self._min_shard_rows is not None or self.config.algorithm == "sharded"
         try:
             return Mailbox(memory, self.size, self._device, gathers)
         except NotSharedError as error:
@@ -94,20 +93,20 @@ class SymmMemCollective(NcclCollective):
     def _choose(self) -> None:
         algorithm = self.config.algorithm
         if algorithm == "measured":
-            self.sums, self.edges, self.sharded_edges = self.measured(self._shards_from is not None)
+            self.sums, self.boundaries, self.sharded_boundaries = self.autotune(self._min_shard_rows is not None)
             if self.rank == 0:
-                log.info("all-reduce: %s; with norm: %s", self.sums, self.edges)
-                for narrow, table in self.sharded_edges.items():
+                log.info("all-reduce: %s; with norm: %s", self.sums, self.boundaries)
+                for narrow, table in self.sharded_boundaries.items():
                     log.info("with norm, residual by rows, %s: %s", "8 bits" if narrow else "16 bits", table)
         else:
             self.sums = SizeTable((0,), (SUM_OF.get(algorithm, algorithm),))
-            self.edges, self.sharded_edges = SizeTable((0,), (algorithm,)), {}
+            self.boundaries, self.sharded_boundaries = SizeTable((0,), (algorithm,)), {}
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
             return x
         self._check()
-        algorithm = "nccl" if self._beside_products else self.sums.pick(x.nbytes)
+        algorithm = "nccl" if self._overlap_transport else self.sums.pick(x.nbytes)
         if algorithm != "nccl" and self.reducer.serves(x):
             return self.reducer.reduce(x.contiguous(), algorithm)
         return super().all_reduce(x)
@@ -122,62 +121,62 @@ class SymmMemCollective(NcclCollective):
         if self.size == 1 or not isinstance(x, Partial):
             return super().boundary(x, residual, norm, emit)
         self._check()
-        if self._beside_products and self.config.beside == "copies":
-            copies = self._made_copies()
-            if type(norm) is not RMSNorm or not copies.shares(emit):
-                return edge(copies, x, residual, norm, emit)
+        if self._overlap_transport and self.config.beside == "copies":
+            copies = self._ensure_copies()
+            if type(norm) is not RMSNorm or not copies.serves(emit):
+                return sharded_boundary(copies, x, residual, norm, emit)
             own = None if residual is None else own_rows(self, residual)
-            bundle, summed = copies.share(x.values, own, norm.weight, norm.eps, emit)
+            bundle, summed = copies.boundary(x.values, own, norm.weight, norm.eps, emit)
             return bundle, RowShard(summed, len(x.values))
         if type(norm) is not RMSNorm:
             return super().boundary(x, residual, norm, emit)
-        # A residual that lies over the ranks stays there to the end of the pass.
-        algorithm = self._edge(x.values, emit)
+        # A sharded residual stays sharded to the end of the forward pass.
+        algorithm = self._boundary_algorithm(x.values, emit)
         if isinstance(residual, RowShard):
             algorithm = algorithm if algorithm in SHARDED else "nccl_sharded"
-        elif algorithm == "sharded" and not self.reducer.shares(x.values, emit):
-            algorithm = self.edges.pick(x.values.nbytes)
-        if algorithm == "sharded" and self.reducer.shares(x.values, emit):
+        elif algorithm == "sharded" and not self.reducer.serves_sharded(x.values, emit):
+            algorithm = self.boundaries.pick(x.values.nbytes)
+        if algorithm == "sharded" and self.reducer.serves_sharded(x.values, emit):
             own = None if residual is None else own_rows(self, residual)
-            bundle, summed = self.reducer.share(x.values, own, norm.weight, norm.eps, emit)
+            bundle, summed = self.reducer.sharded_boundary(x.values, own, norm.weight, norm.eps, emit)
             return bundle, RowShard(summed, len(x.values))
         if algorithm in SHARDED:
-            return edge(self, x, residual, norm, emit)
+            return sharded_boundary(self, x, residual, norm, emit)
         if algorithm == "nccl" or not self.reducer.fuses(x.values):
             return norm(NcclCollective.all_reduce(self, x.values), residual, emit)
         return self.reducer.boundary(x.values, residual, norm.weight, norm.eps, emit, algorithm)
 
-    def _made_copies(self) -> CopiedRows:
-        """By the first call that needs them, which all ranks make together."""
+    def _ensure_copies(self) -> CopiedRows:
+        """Return `copies`. The first call creates them, on all ranks together."""
         if self.copies is None:
             self.copies = CopiedRows(self._memory, Driver(self._device, self.size), self.rank, self.size)
         return self.copies
 
-    def _edge(self, x: torch.Tensor, emit: tuple[ActFormat, ...]) -> str:
-        if self._beside_products:
+    def _boundary_algorithm(self, x: torch.Tensor, emit: tuple[ActFormat, ...]) -> str:
+        if self._overlap_transport:
             return "nccl"
-        least = self._shards_from
+        least = self._min_shard_rows
         if least is None or len(x) < least:
-            return self.edges.pick(x.nbytes)
+            return self.boundaries.pick(x.nbytes)
         narrow = all(fmt.dtype is not None and fmt.dtype.itemsize == 1 for fmt in emit)
-        return self.sharded_edges[narrow].pick(x.nbytes)
+        return self.sharded_boundaries[narrow].pick(x.nbytes)
 
     @property
-    def _shards_from(self) -> int | None:
-        """Rows; None = what was asked for by name serves all."""
+    def _min_shard_rows(self) -> int | None:
+        """Minimum rows for sharded candidates; None where there are none or the algorithm was selected by name."""
         return self.config.shard_rows if self.config.algorithm == "measured" else None
 
     @property
-    def _beside_products(self) -> bool:
-        """Kernels of ours hold every multiprocessor while they wait, and NCCL's edges by rows take turns with the
-        products: copies run beside them, or NCCL's sums. An algorithm that was asked for by name serves there, too."""
+    def _overlap_transport(self) -> bool:
+        """Whether the transport for overlapped calls applies. While waiting, our kernels occupy every SM and NCCL's
+        sharded boundaries do not overlap with matmuls. An algorithm selected by name is used in any case."""
         return self.overlapped and self.config.algorithm == "measured"
 
-    def _shards(self, x: torch.Tensor | Partial) -> bool:
-        """Whether NCCL's edges do, for norms that the kernels do not know."""
+    def _shards_residual(self, x: torch.Tensor | Partial) -> bool:
+        """Whether boundaries of norms that the kernels do not support shard the residual through NCCL."""
         if self.size == 1 or not isinstance(x, Partial):
             return False
-        return self._edge(x.values, (PLAIN,)) == "nccl_sharded" or self.config.algorithm == "sharded"
+        return self._boundary_algorithm(x.values, (PLAIN,)) == "nccl_sharded" or self.config.algorithm == "sharded"
 
     def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
         if self.size == 1 or not 0 < len(index_N) <= self.reducer.most_argmax:
@@ -186,17 +185,17 @@ class SymmMemCollective(NcclCollective):
         return self.reducer.argmax(value_N.contiguous(), index_N.contiguous())
 
     def abort(self) -> None:
-        self._dead = True
-        memory, reducer, copies = self._memory, self.reducer, self.copies  # `close` may come meanwhile.
+        self._aborted = True
+        memory, reducer, copies = self._memory, self.reducer, self.copies  # `close` may run concurrently.
         if memory is not None:
             memory.stop()
         if reducer is not None:
             reducer.mail.stop()
         if copies is not None:
             copies.stop()
-            # What ends their waiting may itself wait for a kernel of NCCL's, which `super` ends; that may wait for one
-            # of these, and hold what the other needs. So these first, but not for long.
-            copies.told.wait(HEAD_START)
+            # Stopping copies may block behind an NCCL kernel, which `super` aborts; aborting NCCL may block behind
+            # waiting copies. So copies go first, with a time limit.
+            copies.stop_issued.wait(STOP_COPIES_TIMEOUT)
         super().abort()
 
     def close(self) -> None:
@@ -206,11 +205,12 @@ class SymmMemCollective(NcclCollective):
         self.reducer = self.copies = self._memory = None
 
     def _check(self) -> None:
-        if self._dead:
-            raise RuntimeError("a rank died: the sums of the others no longer count")
+        if self._aborted:
+            raise RuntimeError("a rank died: sums are no longer valid")
 
-    def measured(self, shards: bool = False) -> tuple[SizeTable, SizeTable, Edges]:
-        """Rank 0's times, for all ranks: of sums, of edges, and of edges that may shard the residual."""
+    def autotune(self, shards: bool = False) -> tuple[SizeTable, SizeTable, BoundaryTables]:
+        """Return the tables for sums, boundaries and boundaries that may shard the residual. All ranks use rank 0's
+        times."""
         several = (*ROWS, MOST_ROWS) if shards else ROWS
         sizes = [rows * COLUMNS * torch.bfloat16.itemsize for rows in several]
         names = ALGORITHMS + SHARDED
@@ -218,17 +218,17 @@ class SymmMemCollective(NcclCollective):
         for at, rows in enumerate(several):
             for (kind, name), call in self._candidates(rows, shards).items():
                 times[kind, names.index(name), at] = measure(call)
-        # What the others emit hardly counts: their kernels write it to their own memory.
+        # For the other algorithms the emitted format hardly matters: their kernels write it to local memory.
         times[2, : len(ALGORITHMS)] = times[1, : len(ALGORITHMS)]
         times = self.broadcast(times.to(self._device)).cpu()
         sums, wide, narrow = (dict(zip(names, kind.tolist(), strict=True)) for kind in times)
-        edges = quickest(sizes, {name: wide[name] for name in ALGORITHMS})
+        boundaries = fastest(sizes, {name: wide[name] for name in ALGORITHMS})
         if not shards:
-            return quickest(sizes, sums), edges, {}
-        return quickest(sizes, sums), edges, {False: quickest(sizes, wide), True: quickest(sizes, narrow)}
+            return fastest(sizes, sums), boundaries, {}
+        return fastest(sizes, sums), boundaries, {False: fastest(sizes, wide), True: fastest(sizes, narrow)}
 
     def _candidates(self, rows: int, shards: bool) -> dict[tuple[int, str], Callable[[], object]]:
-        """(0 for the sum alone, 1 for the whole boundary or 2 for one that emits 8 bits, algorithm) -> a call."""
+        """Return (kind, algorithm) -> call. Kinds: 0 plain sum, 1 boundary, 2 boundary that emits 8 bits."""
         x_TC, residual_TC = torch.zeros(2, rows, COLUMNS, dtype=torch.bfloat16, device=self._device)
         weight_C, reducer = torch.ones_like(x_TC[0]), self.reducer
         nccl = partial(NcclCollective.all_reduce, self, x_TC)
@@ -241,7 +241,7 @@ class SymmMemCollective(NcclCollective):
                 found[0, name] = partial(reducer.reduce, x_TC, name)
                 found[1, name] = partial(reducer.boundary, x_TC, residual_TC, weight_C, EPS, (PLAIN,), name)
         if shards:
-            kept = own_rows(self, residual_TC)
+            own_SC = own_rows(self, residual_TC)
 
             def norm(
                 x: torch.Tensor, residual: torch.Tensor, emit: tuple[ActFormat, ...]
@@ -249,6 +249,7 @@ class SymmMemCollective(NcclCollective):
                 return rms_norm(x, residual, weight_C, EPS, emit)
 
             for kind, emit in ((1, (PLAIN,)), (2, (FP8,))):
-                found[kind, "sharded"] = partial(reducer.share, x_TC, kept, weight_C, EPS, emit)
-                found[kind, "nccl_sharded"] = partial(edge, self, Partial(x_TC), RowShard(kept, rows), norm, emit)
+                found[kind, "sharded"] = partial(reducer.sharded_boundary, x_TC, own_SC, weight_C, EPS, emit)
+                x, residual = Partial(x_TC), RowShard(own_SC, rows)
+                found[kind, "nccl_sharded"] = partial(sharded_boundary, self, x, residual, norm, emit)
         return found

@@ -1,9 +1,9 @@
-"""Edges by the copy engines, which hold no multiprocessor: products of other tokens run beside them as if alone (so
-gather NCCL's zero-CTA collectives and torch's async tensor parallel).
+"""Boundaries through the copy engines. These occupy no SM, so concurrent matmuls of other tokens run at full speed
+(like NCCL's zero-CTA collectives and torch's async tensor parallelism).
 
-Each rank copies its summands of every other one's rows into that one's memory, sums, norms and encodes its own rows in
-one kernel, and copies what came out into the memory of all. Between the copies of a stream the ranks meet: the driver
-writes a word into each other one's memory and waits for theirs in its own.
+Each rank copies its summands into the memory of the rank that owns the rows. It sums, normalizes and encodes its own
+rows in one kernel and copies the result into the memory of all ranks. A barrier follows each group of copies in the
+stream: the driver writes a word into every other rank's memory and waits for theirs in its own.
 
 Shapes: T tokens, S rows of a rank's shard, C channels, G scale groups of a row.
 """
@@ -24,68 +24,69 @@ from dovetail.core.ops.formats import plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import EncodeTarget, warps
 from dovetail.plugins.collective.sharded import padded, shard_rows, with_scale
 from dovetail.plugins.collective.symm_mem.driver import WAIT, WRITE, Driver
-from dovetail.plugins.collective.symm_mem.memory import Block, SharedMemory
+from dovetail.plugins.collective.symm_mem.memory import SharedBlock, SharedMemory
 from dovetail.plugins.collective.symm_mem.sharded_kernels import sum_copies
 
 ALIGNMENT = 256
-"""Bytes, of what a kernel reads."""
-FAR = 2**30
-"""Turns ahead: what ends all waiting."""
-AGAIN = 0.01
-"""Seconds between two words that end the waiting."""
-SLACK = 1.125
-"""Of the memory, over what a step needed: cuts lie near its middle, not in it."""
+"""Alignment of gathered tensors in bytes."""
+FAR_AHEAD = 2**30
+"""Distance of the epoch that ends all waits."""
+REPEAT_INTERVAL = 0.01
+"""Seconds between two writes of that epoch."""
+HEADROOM = 1.125
+"""Allocated over requested memory: the halves of a step are split near the middle, so their sizes vary."""
 
-KEPT = 8
-"""Of what is kept for edges of one size; a step has two, or three with an odd number of tokens."""
+MOST_CACHED = 8
+"""Most cached entries per buffer. A step has two sizes of boundaries, or three with an odd number of tokens."""
 
 Shape = tuple[int, torch.dtype]
-"""Columns and type of rows that are gathered."""
+"""Columns and dtype of gathered rows."""
 
 
 class CopiedRows:
-    """`Ranks` of sharded.py, and `share`, by which most edges take one kernel. What was gathered is overwritten by the
-    second call from there: the two halves of a step have read it by then (core.layers.interleave)."""
+    """The transport of sharded.py through copy engines, and `boundary`, which needs one kernel for most boundaries. The
+    second call after a gather overwrites the gathered rows; the two halves of a step have read them by then
+    (core.layers.interleave)."""
 
     def __init__(self, memory: SharedMemory, driver: Driver, rank: int, size: int) -> None:
         self.rank, self.size, self._driver = rank, size, driver
         self._others = [(rank + 1 + i) % size for i in range(size - 1)]
-        """Beginning with the next, so that no two ranks copy to one at a time."""
-        self._words = memory.allocate(size, 0)
-        """One for each rank."""
-        self._meeting = driver.operations(meeting(self._words.addresses, rank, self._others))
-        self._turn = 0
-        self._reduced = False
-        """Whether the last call was of `reduce_rows`. What follows it finds all ranks past their gathers, and what
-        follows another finds that all have summed what they were sent; else they meet first."""
-        self._summands = _Inbox(memory)
-        self._gathered = _Inbox(memory), _Inbox(memory)
-        self._ended, self._closed = threading.Event(), threading.Event()
-        self.told = threading.Event()
-        """The device was told once that the waiting ends."""
+        """Beginning with the next rank, so that no two ranks copy to the same one at a time."""
+        self._epochs = memory.allocate(size, 0)
+        """Epoch that each rank has reached."""
+        self._barrier_ops = driver.operations(barrier_operations(self._epochs.addresses, rank, self._others))
+        self._epoch = 0
+        self._after_reduce = False
+        """Whether the last call was `reduce_rows`. A gather after a reduce, and a reduce after a gather, may overwrite
+        the buffers at once: all ranks have passed the earlier use. Two equal calls in a row need a barrier first."""
+        self._reduce_buffer = _ReceiveBuffer(memory)
+        self._gather_buffers = _ReceiveBuffer(memory), _ReceiveBuffer(memory)
+        self._stopping, self._closed = threading.Event(), threading.Event()
+        self.stop_issued = threading.Event()
+        """Set once the words that end the waits have been sent to the device."""
 
     def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
-        if self._reduced:
-            self._meet()
-        self._reduced = True
-        return self._summed(x_TC.contiguous(), None, _SUM_ALONE)
+        if self._after_reduce:
+            self._barrier()
+        self._after_reduce = True
+        return self._reduce(x_TC.contiguous(), None, _SUM_ALONE)
 
     def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         flat = [part.contiguous().view(len(part), -1) for part in parts]
-        places = self._places(len(parts[0]), tuple((part.shape[1], part.dtype) for part in flat))
-        for own, part in zip(places.own, flat, strict=True):
+        layout = self._gather_layout(len(parts[0]), tuple((part.shape[1], part.dtype) for part in flat))
+        for own, part in zip(layout.own, flat, strict=True):
             own.copy_(part)
-        if not self._reduced:
-            self._meet()
-        self._reduced = False
-        self._send(places)
-        return [place.view(-1, *part.shape[1:]) for place, part in zip(places.every, parts, strict=True)]
+        if not self._after_reduce:
+            self._barrier()
+        self._after_reduce = False
+        self._exchange(layout)
+        return [place.view(-1, *part.shape[1:]) for place, part in zip(layout.every, parts, strict=True)]
 
-    def shares(self, emit: tuple[ActFormat, ...]) -> bool:
-        """Whether `share` takes them: what one kernel writes."""
+    def serves(self, emit: tuple[ActFormat, ...]) -> bool:
+        """Whether `boundary` serves these formats: one kernel can write all of them."""
         return not plan_emit(emit).rest
 
-    def share(
+    def boundary(
         self,
         x_TC: torch.Tensor,
         residual_SC: torch.Tensor | None,
@@ -93,7 +94,7 @@ class CopiedRows:
         eps: float,
         emit: tuple[ActFormat, ...],
     ) -> tuple[Bundle, torch.Tensor]:
-        """`Collective.boundary` with an RMSNorm: all of the bundle, this rank's rows of the sum."""
+        """Implement `Collective.boundary` with an RMSNorm. Return the whole bundle and this rank's rows of the sum."""
         tokens, columns = x_TC.shape
         rows, plan, dtype = shard_rows(tokens, self.size), plan_emit(emit), x_TC.dtype
         fmt = plan.fused
@@ -102,13 +103,13 @@ class CopiedRows:
             shapes["values"] = columns, fmt.dtype or dtype
             if groups := scales_of_row(fmt, columns):
                 shapes["scale"] = groups, torch.float32
-        places = self._places(rows, tuple(shapes.values()))
-        every = dict(zip(shapes, places.every, strict=True))
+        layout = self._gather_layout(rows, tuple(shapes.values()))
+        every = dict(zip(shapes, layout.every, strict=True))
         target = EncodeTarget(fmt, every.get("values"), every.get("scale"))
-        if self._reduced:
-            self._meet()
-        self._reduced = False
-        summed_SC = self._summed(
+        if self._after_reduce:
+            self._barrier()
+        self._after_reduce = False
+        summed_SC = self._reduce(
             padded(x_TC.contiguous(), self.size * rows),
             residual_SC,
             {
@@ -119,7 +120,7 @@ class CopiedRows:
                 **target.arguments(target.block(columns, whole_row=True)),
             },
         )
-        self._send(places)
+        self._exchange(layout)
         made = {name: place[:tokens] for name, place in every.items()}
         items = [Activation(PLAIN, made["plain"])] if plan.plain else []
         if fmt is not None:
@@ -128,35 +129,35 @@ class CopiedRows:
         return Bundle(tuple(items)), summed_SC
 
     def stop(self) -> None:
-        """Ends the waiting, now and later, as soon as the driver lets it (`Driver.overwrite`); from any thread, perhaps
-        several times. Returns at once."""
-        if not self._ended.is_set():
-            self._ended.set()
+        """End all waits, now and later, as soon as the driver permits (see `Driver.overwrite`). May be called from any
+        thread and repeatedly. Returns at once."""
+        if not self._stopping.is_set():
+            self._stopping.set()
             threading.Thread(target=self._end, name="end of copies", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
 
     def _end(self) -> None:
-        """A rank that lives yet may write its next turn over the word that ends the waiting for it."""
-        far = (self._turn + FAR + 2**31) % 2**32 - 2**31
+        # Repeated, since a live rank may overwrite its word with its next epoch.
+        far = (self._epoch + FAR_AHEAD + 2**31) % 2**32 - 2**31
         while True:
-            self._driver.overwrite(self._words.words, far)
-            self.told.set()
-            if self._closed.wait(AGAIN):
+            self._driver.overwrite(self._epochs.words, far)
+            self.stop_issued.set()
+            if self._closed.wait(REPEAT_INTERVAL):
                 return
 
-    def _summed(self, x_TC: torch.Tensor, residual_SC: torch.Tensor | None, norm: dict[str, Any]) -> torch.Tensor:
-        """This rank's rows of the sum, and of the residual; `norm`: what else the kernel makes of them."""
+    def _reduce(self, x_TC: torch.Tensor, residual_SC: torch.Tensor | None, norm: dict[str, Any]) -> torch.Tensor:
+        """Return this rank's rows of the sum plus residual. `norm`: kernel arguments for the norm and the encoding."""
         rows_SC = x_TC.view(self.size, -1, x_TC.shape[-1])
-        share, inbox = rows_SC[0].nbytes, self._summands.of(x_TC.nbytes)
-        self._driver.copy(inbox.kept(share, self._summands_to), x_TC.data_ptr())
-        self._meet()
+        shard_bytes, buffer = rows_SC[0].nbytes, self._reduce_buffer.resized(x_TC.nbytes)
+        self._driver.copy(buffer.cached(shard_bytes, self._reduce_copies), x_TC.data_ptr())
+        self._barrier()
         summed_SC = torch.empty_like(rows_SC[0])
         rows, columns = summed_SC.shape
         block = max(triton.next_power_of_2(columns), norm["GROUP"])
         sum_copies[(rows,)](
-            inbox.memory.view(x_TC.dtype),
+            buffer.memory.view(x_TC.dtype),
             rows_SC[self.rank],
             summed_SC,
             None if residual_SC is None else residual_SC.contiguous(),
@@ -170,91 +171,96 @@ class CopiedRows:
         )
         return summed_SC
 
-    def _summands_to(self, inbox: _Inbox, share: int) -> Any:
-        """Copies of so many bytes to each of the others, from where their rows begin."""
-        to = self.rank * share
-        return self._driver.copies([(inbox.addresses[other] + to, other * share, share) for other in self._others])
+    def _reduce_copies(self, buffer: _ReceiveBuffer, shard_bytes: int) -> Any:
+        """Prepare copies of each other rank's shard of x to that rank."""
+        to, addresses = self.rank * shard_bytes, buffer.addresses
+        return self._driver.copies([(addresses[i] + to, i * shard_bytes, shard_bytes) for i in self._others])
 
-    def _places(self, rows: int, shapes: tuple[Shape, ...]) -> _Places:
-        """For all ranks' rows of each shape, in memory that the others copy into."""
-        self._gathered = self._gathered[::-1]
+    def _gather_layout(self, rows: int, shapes: tuple[Shape, ...]) -> _GatherLayout:
+        """Return tensors for all ranks' rows of each shape, in memory that the other ranks copy into."""
+        self._gather_buffers = self._gather_buffers[::-1]
         starts, end = [], 0
         for columns, dtype in shapes:
             starts.append(end)
             end += ceil_div(self.size * rows * columns * dtype.itemsize, ALIGNMENT) * ALIGNMENT
-        inbox = self._gathered[0].of(end)
+        buffer = self._gather_buffers[0].resized(end)
 
-        def made(inbox: _Inbox, key: object) -> _Places:
+        def make(buffer: _ReceiveBuffer, key: object) -> _GatherLayout:
             every = [
-                inbox.memory[start:].view(dtype)[: self.size * rows * columns].view(-1, columns)
+                buffer.memory[start:].view(dtype)[: self.size * rows * columns].view(-1, columns)
                 for start, (columns, dtype) in zip(starts, shapes, strict=True)
             ]
             own = [place[self.rank * rows : (self.rank + 1) * rows] for place in every]
-            first = inbox.memory.data_ptr()
+            first = buffer.memory.data_ptr()
             moves = [
-                (inbox.addresses[other] + part.data_ptr() - first, part.data_ptr(), part.nbytes)
+                (buffer.addresses[other] + part.data_ptr() - first, part.data_ptr(), part.nbytes)
                 for other in self._others
                 for part in own
             ]
-            return _Places(every, own, self._driver.copies(moves))
+            return _GatherLayout(every, own, self._driver.copies(moves))
 
-        return inbox.kept((rows, shapes), made)
+        return buffer.cached((rows, shapes), make)
 
-    def _send(self, places: _Places) -> None:
-        """This rank's rows of each, to the same places of every other rank."""
-        self._driver.copy(places.copies)
-        self._meet()
+    def _exchange(self, layout: _GatherLayout) -> None:
+        """Copy this rank's rows to the same layout on every other rank."""
+        self._driver.copy(layout.copies)
+        self._barrier()
 
-    def _meet(self) -> None:
-        """Every rank has done what is enqueued before this."""
-        self._turn = turn = self._turn + 1
-        self._driver.operate(self._meeting, turn)
+    def _barrier(self) -> None:
+        """Enqueue a barrier: later work runs after every rank's work enqueued before its barrier."""
+        self._epoch += 1
+        self._driver.operate(self._barrier_ops, self._epoch)
 
 
-def meeting(words: Sequence[int], rank: int, others: Sequence[int]) -> list[tuple[int, int]]:
-    """Tell the others, then wait for them; `words`: where each rank has its own."""
-    said = [(WRITE, words[other] + 4 * rank) for other in others]
-    return [*said, *((WAIT, words[rank] + 4 * other) for other in others)]
+def barrier_operations(words: Sequence[int], rank: int, others: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the driver operations of a barrier: signal the other ranks, then wait for them. `words`: address of every
+    rank's epochs."""
+    writes = [(WRITE, words[other] + 4 * rank) for other in others]
+    return [*writes, *((WAIT, words[rank] + 4 * other) for other in others)]
 
 
 _SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **EncodeTarget(None).arguments(1)}
-"""Arguments of the kernel."""
+"""Arguments of a kernel that stores only the sum."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Of what is gathered: all ranks' rows, this one's, and how these get to the others."""
+class _GatherLayout:
+    """Memory of one gather call."""
 
     every: list[torch.Tensor]
+    """Rows of all ranks."""
     own: list[torch.Tensor]
+    """Rows of this rank, views of `every`."""
     copies: Any
+    """Copies of `own` to the other ranks."""
 
 
-class _Inbox:
-    """Memory that the others copy into. It grows when a call needs more, on all ranks in that call."""
+class _ReceiveBuffer:
+    """Memory that the other ranks copy into. It grows in a call that needs more, on all ranks together."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._shared = memory
-        self._block: Block | None = None
+        self._block: SharedBlock | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.addresses: Sequence[int] = ()
-        """Where every rank has its own."""
-        self._kept: dict[Any, Any] = {}
+        """Address of every rank's buffer."""
+        self._cache: dict[Any, Any] = {}
 
-    def of(self, nbytes: int) -> _Inbox:
+    def resized(self, nbytes: int) -> _ReceiveBuffer:
+        """Return the buffer, with at least `nbytes`."""
         if len(self.memory) < nbytes:
-            words = ceil_div(int(nbytes * SLACK), ALIGNMENT) * ALIGNMENT // 4
-            # Waits for all that the device was given. Who holds rows of the former block keeps them.
+            words = ceil_div(int(nbytes * HEADROOM), ALIGNMENT) * ALIGNMENT // 4
+            # Synchronizes the device. Tensors in the former block keep it alive.
             self._block = self._shared.allocate(words, 0)
             self.memory, self.addresses = self._block.words.view(torch.uint8), self._block.addresses
-            self._kept.clear()
+            self._cache.clear()
         return self
 
-    def kept(self, key: Any, make: Callable[[_Inbox, Any], Any]) -> Any:
-        """What `make` made for this key of the memory as it is: the edges of a step's layers are alike."""
-        found = self._kept.get(key)
+    def cached(self, key: Any, make: Callable[[_ReceiveBuffer, Any], Any]) -> Any:
+        """Return make(self, key), cached while the memory stays: the boundaries of all layers of a step are alike."""
+        found = self._cache.get(key)
         if found is None:
-            if len(self._kept) >= KEPT:
-                self._kept.clear()
-            found = self._kept[key] = make(self, key)
+            if len(self._cache) >= MOST_CACHED:
+                self._cache.clear()
+            found = self._cache[key] = make(self, key)
         return found

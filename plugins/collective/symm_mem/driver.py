@@ -1,4 +1,4 @@
-"""Calls of CUDA's driver that torch has no names for: copies to any address, and waits that need no multiprocessor."""
+"""CUDA driver calls that torch does not expose: copies to any address, and stream waits that occupy no SM."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from dovetail.core.errors import CapabilityError
 
 LIBRARY = "libcuda.so.1"
 WAIT, WRITE = 1, 2
-"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and WRITE_VALUE_32. The wait ends when the word is not before the value, as counters
-that wrap around compare."""
-
-
+"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and WRITE_VALUE_32. The wait ends when word >= value in wrap-around comparison."""
 IN_STREAM_ORDER, BESIDE_KERNELS = 1, 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, which is a union of 48 bytes."""
+    """CUstreamBatchMemOpParams, a union of 48 bytes."""
 
     _fields_ = (
         ("operation", ctypes.c_uint32),
@@ -34,13 +31,13 @@ class _Operation(ctypes.Structure):
 
 
 class _Copying(ctypes.Structure):
-    """CUmemcpyAttributes. The hints are for memory that the driver moves."""
+    """CUmemcpyAttributes. The hints concern managed memory only."""
 
     _fields_ = (("order", ctypes.c_uint32), ("hints", ctypes.c_uint32 * 4), ("flags", ctypes.c_uint32))
 
 
 class Copies:
-    """As the driver takes them: arrays of addresses, sources and sizes, one behind the other."""
+    """Copies in the form of the driver's batch call: consecutive arrays of destinations, sources and sizes."""
 
     def __init__(self, moves: Sequence[tuple[int, int, int]]) -> None:
         self.moves, self.count, self._start = moves, len(moves), 0
@@ -49,7 +46,7 @@ class Copies:
         self._sources, self.nbytes = self.to + 8 * self.count, self.to + 16 * self.count
 
     def sources_from(self, start: int) -> int:
-        """Where their addresses stand. The driver reads them before a call of it returns."""
+        """Return the address of the array of sources, offset by `start`. Driver calls read it before they return."""
         if start != self._start:
             self._start = start
             for i, (_, source, _) in enumerate(self.moves, self.count):
@@ -58,41 +55,41 @@ class Copies:
 
 
 class Driver:
-    """Of one GPU. Addresses are plain numbers. What `copy` and `operate` do is enqueued on the current stream; their
-    thread has used torch on the GPU before, which makes its context current."""
+    """Driver calls of one GPU. Addresses are plain integers. `copy` and `operate` enqueue on the current stream. The
+    calling thread must have used torch on the GPU before, which makes its context current."""
 
     def __init__(self, device: torch.device, words: int) -> None:
-        """`device` with its index; `words`: of what `overwrite` is to overwrite."""
+        """`device` has an index. `words`: size of the tensor that `overwrite` writes."""
         self._index = device.index
         try:
             library = ctypes.CDLL(LIBRARY)
             self._copy, self._operate = library.cuMemcpyAsync, library.cuStreamBatchMemOp_v2
         except (OSError, AttributeError) as error:
             raise CapabilityError(
-                [f"the CUDA driver has no waits between a stream's copies ({error}): choose collective.beside=nccl"]
+                [f"the CUDA driver has no stream memory operations ({error}): choose collective.beside=nccl"]
             ) from error
         self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         self._operate.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32)
         self._copy_all = getattr(library, "cuMemcpyBatchAsync", None)
-        """Since CUDA 12.8. With a call for each copy, eight GPUs wait for their hosts."""
+        """Available since CUDA 12.8. With one call per copy, eight GPUs are bound by their hosts."""
         if self._copy_all is not None:
             at, size = ctypes.c_void_p, ctypes.c_size_t
             self._copy_all.argtypes = (at, at, at, size, at, at, size, at, at)
         self._copying, self._first = _Copying(IN_STREAM_ORDER, flags=BESIDE_KERNELS), ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
-        # Made now: memory that a copy engine reads takes a while to get, and waits of the device may be in its way.
+        # Allocated now: pinning memory is slow, and may block behind waits on the device.
         self._values = torch.zeros(words, dtype=torch.int32, pin_memory=True)
-        # Streams of one priority share a few queues, and those that wait are of other ones.
+        # Streams of one priority share a few hardware queues; no waiting stream has this priority.
         self._side = torch.cuda.Stream(device, priority=-2)
 
     def copies(self, moves: Sequence[tuple[int, int, int]]) -> Copies:
-        """(to, source, bytes), for `copy`, which may take them again and again."""
+        """Prepare copies for `copy` from (destination, source, bytes). The result is reusable."""
         return Copies([move for move in moves if move[2]])
 
     def copy(self, copies: Copies, start: int = 0) -> None:
-        """In any order: none reads what another writes. Sources count from `start`."""
+        """Enqueue copies in any order: none may read what another writes. Sources are relative to `start`."""
         stream = self._stream()
-        # The driver takes no batch on the default stream, where no step runs.
+        # The driver refuses batches on the default stream. Steps never run there.
         if self._copy_all is None or copies.count < 2 or not stream:
             for to, source, nbytes in copies.moves:
                 _check("cuMemcpyAsync", self._copy(to, start + source, nbytes, stream))
@@ -111,31 +108,31 @@ class Driver:
         _check("cuMemcpyBatchAsync", status)
 
     def operations(self, each: Sequence[tuple[int, int]]) -> Any:
-        """(WAIT or WRITE, address of a word), for `operate`, which may take them again and again."""
+        """Prepare operations for `operate` from (WAIT or WRITE, address of a word). The result is reusable."""
         return (_Operation * len(each))(*(_Operation(kind, address) for kind, address in each))
 
     def operate(self, operations: Any, value: int) -> None:
-        """One after another, all with this value; what is written is seen after all that the stream did before."""
+        """Enqueue operations in order, all with `value`. Writes become visible after all earlier work of the stream."""
         value &= 0xFFFFFFFF
         for operation in operations:
             operation.value = value
         status = self._operate(self._stream(), len(operations), ctypes.addressof(operations), 0)
         _check("cuStreamBatchMemOp", status)
 
-    # A step's tensors are those of inference mode, and no other thread may write to them without.
+    # Tensors made by a step are inference tensors; another thread may write to them only in inference mode.
     @torch.inference_mode()
     def overwrite(self, words: torch.Tensor, value: int) -> None:
-        """All of int32 `words` on the GPU, whatever its streams wait for; from any thread. But the call itself waits
-        while another one is in the driver until a kernel has ended, as `.cpu()` is: who waits for results that hang on
-        these words waits for an event."""
+        """Set all of int32 `words` on the GPU, even while its streams wait. May be called from any thread. The call
+        blocks while another thread is in a synchronous driver call such as `.cpu()`. So a thread that waits for results
+        which depend on these words must wait for an event."""
         self._values.fill_(value)
         with torch.cuda.stream(self._side):
             words.copy_(self._values, non_blocking=True)
 
     def _stream(self) -> int:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("copies between ranks count their turns on the host, and no graph can hold them")
-        # As `torch.cuda.current_stream`, without an object: it is asked for a thousand times a step.
+            raise RuntimeError("copies between ranks are numbered on the host and cannot be captured in a CUDA graph")
+        # Like `torch.cuda.current_stream` without a Stream object: called a thousand times per step.
         return torch._C._cuda_getCurrentRawStream(self._index)
 
 

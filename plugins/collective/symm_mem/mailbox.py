@@ -1,7 +1,7 @@
-"""Where the kernels of all ranks write to each other.
+"""Memory through which the kernels of all ranks exchange data.
 
-Layout, in 32-bit words: a box for each program of one_shot, then one for each program of two_shot, then, where they are
-asked for, one for what each program of sharded gathers. kernels.py says what a box holds.
+Layout, in 32-bit words: a box per program of one_shot, then a box per program of two_shot, then optionally a box per
+program of sharded for gathered rows. kernels.py describes the content of a box.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, EMPTY
 from dovetail.plugins.collective.symm_mem.memory import SharedMemory
 
 TWO_SHOT_PROGRAMS = 2
-"""On a multiprocessor: they wait twice for each row, and another one works meanwhile."""
+"""Programs of two_shot per SM: each waits twice per row, and another one uses the SM in that time."""
 
 
 class Mailbox:
-    """Written by kernels of all ranks, except where it says otherwise."""
+    """Boxes of this rank, written by kernels of all ranks, and the addresses of the other ranks' boxes."""
 
     def __init__(self, memory: SharedMemory, size: int, device: torch.device, gathers: bool = False) -> None:
         self.boxes: int = torch.cuda.get_device_properties(device).multi_processor_count
-        """As many programs of one launch as are certain to be resident, one on each multiprocessor; of two_shot,
-        TWO_SHOT_PROGRAMS times as many."""
+        """Number of programs of one launch that are certain to be resident: one per SM; TWO_SHOT_PROGRAMS times as many
+        for two_shot."""
         programs = TWO_SHOT_PROGRAMS * self.boxes
         one_shot, two_shot = self.boxes * 2 * size * BOX_WORDS, programs * 2 * 2 * BOX_WORDS
         gather = one_shot if gathers else 0
@@ -33,16 +33,16 @@ class Mailbox:
         self.one_shot_peers = addresses.to(device)
         self.two_shot_peers = (addresses + 4 * one_shot).to(device)
         self.gather_peers = (addresses + 4 * (one_shot + two_shot)).to(device)
-        self.one_shot_turns = torch.zeros(self.boxes, dtype=torch.int32, device=device)
-        self.two_shot_turns = torch.zeros(programs, dtype=torch.int32, device=device)
-        """Written by this rank's kernels."""
-        self._told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.stopped = torch.tensor([0, self._told.data_ptr()], device=device).view(torch.int32)
-        """What the kernels' `going_on` reads: a word that this rank's kernels write, and where the host's word lies."""
+        self.one_shot_halves = torch.zeros(self.boxes, dtype=torch.int32, device=device)
+        self.two_shot_halves = torch.zeros(programs, dtype=torch.int32, device=device)
+        """Half of each program's box that the next call uses; written by this rank's kernels."""
+        self._stop_word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.stopped = torch.tensor([0, self._stop_word.data_ptr()], device=device).view(torch.int32)
+        """Input of the kernels' `keep_waiting`: a flag written by this rank's kernels, and the host flag's address."""
         torch.cuda.synchronize(device)
 
     @torch.inference_mode()
     def stop(self) -> None:
-        """Ends the waiting of all kernels, now and later; from any thread. No call of the driver, which might wait for
-        a thread that waits for one of the kernels."""
-        self._told.fill_(1)
+        """End the waiting of all kernels, now and later. May be called from any thread. Makes no driver call: that
+        could block behind a thread that waits for one of the kernels."""
+        self._stop_word.fill_(1)

@@ -1,4 +1,4 @@
-"""Memory of all ranks that all can write to: torch's symmetric memory without torch.distributed's global state."""
+"""Memory that all ranks can write to: torch's symmetric memory without torch.distributed's global state."""
 
 from __future__ import annotations
 
@@ -17,74 +17,76 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-_EXCHANGE = timedelta(seconds=60)
-"""For a few bytes between ranks that are all there."""
+_EXCHANGE_TIMEOUT = timedelta(seconds=60)
+"""Timeout of exchanges between ranks that have all arrived."""
 _POLL = 0.005
 
 
 class NotSharedError(RuntimeError):
-    """Memory that the ranks cannot make, or not write to."""
+    """The ranks cannot allocate shared memory or cannot write to each other's."""
 
 
 @dataclass(frozen=True)
-class Block:
+class SharedBlock:
+    """An allocation on every rank."""
+
     words: torch.Tensor
-    """int32 of this rank."""
+    """This rank's memory, int32."""
     addresses: tuple[int, ...]
-    """Where every rank has its own."""
+    """Address of every rank's memory."""
     keep: object
-    """By which the others' are reached."""
+    """Handle that keeps the other ranks' memory mapped."""
 
 
 class SharedMemory:
-    """Where the ranks' allocations meet."""
+    """Allocator of memory that all ranks can write to."""
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
-        # The kernels need no multicast object, which takes a fabric manager to make.
+        # The kernels use no multicast object, which would need a fabric manager.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._rank, self._size, self._store, self._device = rank, size, store, device
         self._count = 0
-        self._ended = threading.Event()
-        with self._soon():
+        self._stopped = threading.Event()
+        with self._short_timeout():
             self._name, self._group = _group(rank, size, store)
 
-    def allocate(self, words: int, fill: int) -> Block:
-        """A collective call. When it returns, all ranks have filled theirs, and may write to each other's for as long
-        as they hold the block. NotSharedError where they cannot; RuntimeError after `stop`."""
+    def allocate(self, words: int, fill: int) -> SharedBlock:
+        """Allocate on all ranks; a collective call. On return all ranks have filled their memory and may write to each
+        other's while they hold the block. Raises NotSharedError without peer access, RuntimeError after `stop`."""
         self._wait_for_all()
-        with self._soon():
+        with self._short_timeout():
             try:
                 memory = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int32, self._device, self._name)
                 memory.fill_(fill)
                 torch.cuda.synchronize(self._device)
-                # Returns when all ranks are here, so with their memory filled.
+                # Returns once all ranks have arrived, so their memory is filled.
                 handle = _SymmetricMemory.rendezvous(memory, self._name)
             except RuntimeError as error:
                 raise NotSharedError(
-                    f"{self._device} cannot make {4 * words} bytes that the other ranks' GPUs share ({error})"
+                    f"{self._device} cannot allocate {4 * words} bytes shared with the other ranks' GPUs ({error})"
                 ) from error
-        return Block(memory, tuple(handle.buffer_ptrs), handle)
+        return SharedBlock(memory, tuple(handle.buffer_ptrs), handle)
 
     def stop(self) -> None:
-        """From any thread: a rank has died, and those that wait for it end."""
-        self._ended.set()
+        """End `allocate` because a rank died. May be called from any thread."""
+        self._stopped.set()
 
     def _wait_for_all(self) -> None:
-        """In a loop that `stop` ends: within a step a rank may be late, or never come."""
+        """Poll until all ranks have arrived, or `stop`: within a step a rank may be late, or dead."""
         self._count += 1
         self._store.set(f"allocation/{self._count}/of {self._rank}", "")
         every = [f"allocation/{self._count}/of {rank}" for rank in range(self._size)]
         deadline = time.monotonic() + self._store.timeout.total_seconds()
         while not self._store.check(every):
-            if self._ended.wait(_POLL):
-                raise RuntimeError("a rank died before all ranks had made memory to share")
+            if self._stopped.wait(_POLL):
+                raise RuntimeError("a rank died before all ranks had allocated shared memory")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a rank did not come within {self._store.timeout} to make memory to share")
+                raise TimeoutError(f"a rank did not allocate shared memory within {self._store.timeout}")
 
     @contextmanager
-    def _soon(self) -> Iterator[None]:
+    def _short_timeout(self) -> Iterator[None]:
         patience = self._store.timeout
-        self._store.set_timeout(_EXCHANGE)
+        self._store.set_timeout(_EXCHANGE_TIMEOUT)
         try:
             yield
         finally:
@@ -92,39 +94,38 @@ class SharedMemory:
 
 
 def _group(rank: int, size: int, store: Any) -> tuple[Any, object]:
-    """A name that leads torch's symmetric memory to the store, and what to keep while it shall. Some versions look for
-    it in a table of their own, others in that of process groups, which holds none of them alive."""
+    """Register the store with torch's symmetric memory. Return its name, and the objects to keep alive. Some versions
+    of torch look the name up in their own table, others among process groups, which are weak references."""
     if rank == 0:
         store.set("name", f"dovetail-{uuid.uuid4().hex}")
     name: Any = store.get("name").decode()
-    counted = CountedAnew(store)
+    counted = RenumberedStore(store)
     _SymmetricMemory.set_group_info(name, rank, size, counted)
     group = dist.ProcessGroup(counted, rank, size)
     _register_process_group(name, group)
     return name, (group, counted)
 
 
-class CountedAnew(dist.Store):
-    """A store whose exchanges count from 0, without gaps.
+class RenumberedStore(dist.Store):
+    """A store that renumbers torch's exchanges from 0, without gaps.
 
-    torch numbers those of symmetric memory (keys NAME/TURN and NAME/TURN/...) through the life of a process. Rank 0's
-    may have or have had other engines, and the other ranks' are new: they would wait for each other under different
-    numbers.
+    torch numbers the exchanges of symmetric memory (keys NAME/NUMBER and NAME/NUMBER/...) per process. The process of
+    rank 0 may have run other engines, while those of the other ranks are new: they would wait under different numbers.
     """
 
     def __init__(self, store: Any) -> None:
         super().__init__()
         self._store = store
-        self._turns: dict[str, dict[str, int]] = {}
+        self._numbers: dict[str, dict[str, int]] = {}
         """Name -> torch's number -> ours."""
 
     def _key(self, key: str) -> str:
         numbered = re.fullmatch(r"(.*?)/(\d+)(/.*)?", key)
         if numbered is None:
             return key
-        name, turn, rest = numbered.groups()
-        turns = self._turns.setdefault(name, {})
-        return f"{name}/{turns.setdefault(turn, len(turns))}{rest or ''}"
+        name, number, rest = numbered.groups()
+        numbers = self._numbers.setdefault(name, {})
+        return f"{name}/{numbers.setdefault(number, len(numbers))}{rest or ''}"
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._key(key), value)

@@ -1,4 +1,4 @@
-"""How the kernels are launched. Each decision here follows from shapes alone, so that it is the same on every rank.
+"""Kernel launches. Every decision here depends on shapes alone, so it is the same on every rank.
 
 Shapes: T tokens, C channels.
 """
@@ -15,29 +15,29 @@ from dovetail.core.ops.formats import EmitPlan, plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.collective.sharded import shard_rows
-from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, choose, one_shot, two_shot
+from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, argmax_over_ranks, one_shot, two_shot
 from dovetail.plugins.collective.symm_mem.mailbox import TWO_SHOT_PROGRAMS, Mailbox
 from dovetail.plugins.collective.symm_mem.sharded_kernels import sharded
 
 WORD = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL_ROW, LARGE_ROW = 1024, 4096
-"""Words that a flat tensor is cut into, where those make enough programs and where not. One size more would be one
-kernel more to compile."""
+"""Words per row of a flat tensor: small where those rows fit the programs of one launch, else large. Each further size
+would be a further kernel to compile."""
 ROWS = 256
-"""Of argmax, that one program takes."""
+"""Rows of argmax per program."""
 PARTS = 4
 """Programs that send a row in one_shot, while there are few rows."""
 LEAST_WORDS = 128
-"""That a program waits for: one for each thread of four warps. Of fewer, several warps would hold copies, and each
-leave the wait when it has seen its own."""
+"""Minimum words a program waits for: one for each thread of four warps. With fewer, several warps would hold copies of
+one word, and each would leave the wait loop on its own."""
 REGISTERS, MOST_REGISTERS = 1 << 16, 255
-"""Of a multiprocessor, and of a thread."""
+"""Registers of an SM, and the most of a thread."""
 MOST_WORDS = 32
-"""That a thread takes in one look."""
+"""Most words a thread polls at once."""
 IN_FLIGHT = 1 << 15
-"""Words of all ranks that a program of one_shot waits for at once, at most: with more its threads run out of registers,
-and what they spill costs more than the second hop of two_shot."""
+"""Most words of all ranks that a program of one_shot waits for at once. With more it spills registers, which costs more
+than the second hop of two_shot."""
 
 
 class Reducer:
@@ -45,18 +45,18 @@ class Reducer:
         self.mail, self.rank, self.size = mail, rank, size
         self.most_argmax = mail.boxes * ROWS
         self._longest = min(BOX_WORDS, 1 << (IN_FLIGHT // size).bit_length() - 1)
-        """Words of a row of one_shot."""
+        """Most words of a row of one_shot."""
 
     def serves(self, x: torch.Tensor) -> bool:
         return x.dtype in DTYPES and 0 < x.nbytes < 2**31 and x.nbytes % WORD == 0
 
     def fuses(self, x: torch.Tensor) -> bool:
-        """Whether `boundary` takes its rows."""
+        """Whether `boundary` serves rows like these."""
         row = x.shape[-1] * x.element_size()
         return self.serves(x) and x.ndim == 2 and row <= BOX_WORDS * WORD and row % (16 * self.size) == 0
 
     def reduce(self, x: torch.Tensor, algorithm: str) -> torch.Tensor:
-        """The sum, in place; `x` is contiguous."""
+        """Sum over ranks in place and return `x`, which is contiguous."""
         words, boxes = x.nbytes // WORD, self.mail.boxes
         small = words <= boxes * SMALL_ROW
         if algorithm == "one_shot" and words <= boxes * self._longest:
@@ -76,7 +76,7 @@ class Reducer:
         emit: tuple[ActFormat, ...],
         algorithm: str,
     ) -> tuple[Bundle, torch.Tensor]:
-        """The sum, the residual added, and its RMSNorm in the formats asked for."""
+        """Sum over ranks and add the residual. Return the RMSNorm in the formats of `emit`, and the sum."""
         x_TC = x_TC.contiguous()
         tokens, columns = x_TC.shape
         plan = plan_emit(emit)
@@ -102,16 +102,16 @@ class Reducer:
             self._two_shot(x_TC, summed, words, row, fused)
         return collect(emit, plan.rest, plain, target), summed
 
-    def shares(self, x_TC: torch.Tensor, emit: tuple[ActFormat, ...]) -> bool:
-        """Whether `share` takes it: rows fit into registers, what comes out of one into a box, and it is of floats, in
-        which the word that is never sent means zeros."""
+    def serves_sharded(self, x_TC: torch.Tensor, emit: tuple[ActFormat, ...]) -> bool:
+        """Whether `sharded_boundary` serves it. A row must fit into registers and its output into a box. The output
+        must be floats: there the word that is never sent means zeros."""
         plan, row = plan_emit(emit), x_TC.shape[-1] * x_TC.element_size()
         floats = plan.fused is None or (plan.fused.dtype or x_TC.dtype).is_floating_point
         in_registers = triton.next_power_of_2(row) <= self._longest * WORD
         fits = in_registers and row % 16 == 0 and sum(_row_words(plan, x_TC)) <= BOX_WORDS
         return self.mail.gather is not None and self.serves(x_TC) and x_TC.ndim == 2 and fits and floats
 
-    def share(
+    def sharded_boundary(
         self,
         x_TC: torch.Tensor,
         residual_SC: torch.Tensor | None,
@@ -119,7 +119,7 @@ class Reducer:
         eps: float,
         emit: tuple[ActFormat, ...],
     ) -> tuple[Bundle, torch.Tensor]:
-        """`boundary` of a residual that lies over the ranks by rows: all of the bundle, this rank's rows of the sum."""
+        """`boundary` with a residual sharded by rows. Return the whole bundle and this rank's rows of the sum."""
         x_TC = x_TC.contiguous()
         tokens, columns = x_TC.shape
         rows = shard_rows(tokens, self.size)
@@ -144,11 +144,11 @@ class Reducer:
             mail_ptr=mail.one_shot,
             gather_peers_ptr=mail.gather_peers,
             gather_ptr=mail.gather,
-            turn_ptr=mail.one_shot_turns,
+            half_ptr=mail.one_shot_halves,
             stop_ptr=mail.stopped,
             rank=self.rank,
             tokens=tokens,
-            share=rows,
+            shard_rows=rows,
             length=words,
             values_length=value_words,
             values_at=plain_words,
@@ -159,31 +159,31 @@ class Reducer:
             PER=WORD // x_TC.element_size(),
             VALUES=block,
             VALUES_WORDS=wide,
-            PLAIN_ROWS=self._in_one_look(block * x_TC.element_size() // WORD, warps),
-            VALUES_ROWS=self._in_one_look(wide, warps),
-            SCALE_ROWS=self._in_one_look(block // arguments["GROUP"], warps),
+            PLAIN_ROWS=self._ranks_per_poll(block * x_TC.element_size() // WORD, warps),
+            VALUES_ROWS=self._ranks_per_poll(wide, warps),
+            SCALE_ROWS=self._ranks_per_poll(block // arguments["GROUP"], warps),
             num_warps=warps,
             **dependent(x_TC),
         )
         return collect(emit, plan.rest, plain, target), summed_SC
 
-    def _in_one_look(self, words: int, warps: int) -> int:
-        """How many ranks' rows, of so many words each, a program looks at together: all, or what its registers hold,
-        and no fewer than give each thread a word (LEAST_WORDS)."""
+    def _ranks_per_poll(self, words: int, warps: int) -> int:
+        """Return how many ranks' rows of `words` words a program polls together: all ranks' or as many as fit into
+        registers, but enough for one word per thread (see LEAST_WORDS)."""
         fitting = max(1, MOST_WORDS * 32 * warps // words)
         return max(min(triton.next_power_of_2(self.size), fitting), 32 * warps // words)
 
     def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
-        """Collective.argmax."""
+        """Implement Collective.argmax."""
         mail, rows = self.mail, len(index_N)
         out_N = torch.empty_like(index_N)
-        choose[(triton.cdiv(rows, ROWS),)](
+        argmax_over_ranks[(triton.cdiv(rows, ROWS),)](
             value_N,
             index_N,
             out_N,
             peers_ptr=mail.one_shot_peers,
             mail_ptr=mail.one_shot,
-            turn_ptr=mail.one_shot_turns,
+            half_ptr=mail.one_shot_halves,
             stop_ptr=mail.stopped,
             rank=self.rank,
             rows=rows,
@@ -193,8 +193,6 @@ class Reducer:
             **dependent(value_N),
         )
         return out_N
-
-    # Launches.
 
     def _one_shot(
         self,
@@ -212,7 +210,7 @@ class Reducer:
             **(fused or _alone(row, x)),
             peers_ptr=mail.one_shot_peers,
             mail_ptr=mail.one_shot,
-            turn_ptr=mail.one_shot_turns,
+            half_ptr=mail.one_shot_halves,
             stop_ptr=mail.stopped,
             rank=self.rank,
             size=words,
@@ -228,8 +226,8 @@ class Reducer:
         self, x: torch.Tensor, out: torch.Tensor, words: int, row: int, fused: dict[str, Any] | None = None
     ) -> None:
         mail = self.mail
-        share, warps = row // self.size, _warps(row // 512, most=8)
-        # Of longer rows the registers hold one.
+        part_length, warps = row // self.size, _warps(row // 512, most=8)
+        # With longer rows the registers of an SM hold one program.
         each = TWO_SHOT_PROGRAMS if row <= LARGE_ROW else 1
         two_shot[(min(each * mail.boxes, triton.cdiv(words, row)),)](
             _words(x),
@@ -237,15 +235,15 @@ class Reducer:
             **(fused or _alone(row, x)),
             peers_ptr=mail.two_shot_peers,
             mail_ptr=mail.two_shot,
-            turn_ptr=mail.two_shot_turns,
+            half_ptr=mail.two_shot_halves,
             stop_ptr=mail.stopped,
             rank=self.rank,
             size=words,
             length=row,
-            share=share,
+            part_length=part_length,
             WORLD=self.size,
             PER=WORD // x.element_size(),
-            SHARE=max(triton.next_power_of_2(share), 32 * warps),
+            PART=max(triton.next_power_of_2(part_length), 32 * warps),
             num_warps=warps,
             maxnreg=min(MOST_REGISTERS, REGISTERS // (each * 32 * warps)),
             **dependent(x),
@@ -253,7 +251,7 @@ class Reducer:
 
 
 def _row_words(plan: EmitPlan, x_TC: torch.Tensor) -> tuple[int, int, int]:
-    """Words of a row that come out of `share`: plain ones, encoded ones, scales."""
+    """Return the words of a row that `sharded_boundary` gathers: plain values, encoded values, scales."""
     columns, fmt = x_TC.shape[-1], plan.fused
     plain = columns * x_TC.element_size() // WORD if plan.plain else 0
     if fmt is None:
@@ -262,7 +260,7 @@ def _row_words(plan: EmitPlan, x_TC: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
-    """Arguments of a kernel that stores the sum alone."""
+    """Return arguments for a kernel that stores only the sum."""
     block = triton.next_power_of_2(row) * WORD // x.element_size()
     return {
         "residual_ptr": None,
@@ -276,17 +274,17 @@ def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
 
 
 def _waited(block: int, x: torch.Tensor) -> int:
-    """Values of a program that waits for them."""
+    """Return the block size in values, with at least LEAST_WORDS words."""
     return max(block, LEAST_WORDS * WORD // x.element_size())
 
 
 def _warps(wanted: int, most: int) -> int:
-    """A power of two."""
+    """Clamp to [4, most] and round up to a power of two."""
     return max(4, min(most, triton.next_power_of_2(wanted)))
 
 
 def _ready(x: torch.Tensor) -> torch.Tensor:
-    """As kernels read it in whole vectors: contiguous, from an address that divides by 16."""
+    """Return `x` contiguous and aligned to 16 bytes, as vector loads need it."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 

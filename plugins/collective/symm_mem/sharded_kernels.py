@@ -1,4 +1,4 @@
-"""Kernels of edges after which the residual lies over the ranks by rows. The mailboxes are those of kernels.py."""
+"""Kernels of boundaries that shard the residual by rows. They use the mailbox protocol of kernels.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dovetail.core.ops.kernels.launch import announce, wait
 from dovetail.plugins.collective.symm_mem.kernels import (
     BOX_WORDS,
     EMPTY,
-    again,
     fence,
     finish,
-    going_on,
+    keep_waiting,
     mailboxes,
+    next_poll,
     receive,
     send,
 )
@@ -24,13 +24,13 @@ _BOX = tl.constexpr(BOX_WORDS)
 
 @triton.jit
 def take(mail_ptr, place, inside, stop_ptr):
-    """Wait for the words at place and return them as they are; the places are empty again then."""
+    """Wait for the words at place, empty the places and return the words."""
     words = tl.zeros_like(place)
-    looks = tl.full((), 1, tl.int32)
-    while looks > 0:
-        going = going_on(stop_ptr, looks)
+    polls = tl.full((), 1, tl.int32)
+    while polls > 0:
+        alive = keep_waiting(stop_ptr, polls)
         words = tl.load(mail_ptr + place, mask=inside, other=0, volatile=True)
-        looks = again(tl.max((words == _EMPTY).to(tl.int32) * going, axis=0), looks)
+        polls = next_poll(tl.max((words == _EMPTY).to(tl.int32) * alive, axis=0), polls)
     tl.debug_barrier()
     tl.store(mail_ptr + place, tl.full(place.shape, _EMPTY, tl.int32), mask=inside)
     return words
@@ -46,28 +46,28 @@ def _gather(
     row_stride,
     word_stride,
     index,
-    share,
+    shard_rows,
     tokens,
     stop_ptr,
     WORLD: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Take the words [at, at + length) of each rank's part of a box to its row. ROWS ranks in one look: one after
-    another, each look is a way to memory and back."""
+    """Move the words [at, at + length) of each rank's part of a box to its row. One poll covers ROWS ranks, since each
+    poll costs a round trip to memory."""
     flat = tl.arange(0, ROWS * WIDTH)
     word = flat % WIDTH
     for first in tl.static_range(0, WORLD, ROWS):
         source = first + flat // WIDTH
-        row = source * share + index
-        # Of ranks that are not there the rows are past the last, too.
+        row = source * shard_rows + index
+        # Rows of ranks >= WORLD are past the last token, too.
         there = (word < length) & (row < tokens)
         words = take(gather_ptr, box + source * _BOX + at + word, there, stop_ptr)
         to = into_ptr + row * row_stride + word * word_stride
         tl.store(to, words.to(into_ptr.dtype.element_ty, bitcast=True), mask=there)
 
 
-@triton.jit(do_not_specialize=["tokens", "share"])
+@triton.jit(do_not_specialize=["tokens", "shard_rows"])
 def sharded(
     x_ptr,
     out_ptr,
@@ -80,11 +80,11 @@ def sharded(
     mail_ptr,
     gather_peers_ptr,
     gather_ptr,
-    turn_ptr,
+    half_ptr,
     stop_ptr,
     rank,
     tokens,
-    share,
+    shard_rows,
     length,
     values_length,
     values_at,
@@ -107,13 +107,12 @@ def sharded(
     SCALE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each rank sums rows [rank * share, (rank + 1) * share), adds its shard of the residual, norms and encodes them,
-    and sends what came out to every rank. Programs go on to further rows.
+    """Each rank sums rows [rank * shard_rows, (rank + 1) * shard_rows), adds its shard of the residual, normalizes and
+    encodes them, and sends the result to every rank. Programs iterate over rows.
 
-    As in two_shot, but out and residual have share rows. Summands go through the boxes of one_shot, what came out
-    through boxes of its own: plain words, encoded ones from values_at on, scales from scale_at on. Of a turn the first
-    rank always has a row, so whoever ends one knows that all ranks have begun it. ..._ROWS: ranks whose row
-    one look takes.
+    Arguments as in two_shot, but out and residual have `shard_rows` rows. Summands go through the boxes of one_shot,
+    results through the gather boxes: plain words, then encoded words at values_at, then scales at scale_at. Rank 0 has
+    a row in every iteration, so a rank that ends one knows that all ranks have begun it. ..._ROWS: ranks per poll.
     """
     announce(PDL)
     program = tl.program_id(0)
@@ -127,51 +126,46 @@ def sharded(
     groups = tl.arange(0, VALUES // GROUP)
     groups_inside = groups * GROUP < length * PER
     wait(PDL)
-    turn = tl.load(turn_ptr + program)
-    for index in range(program, share, tl.num_programs(0)):
+    half = tl.load(half_ptr + program)
+    for index in range(program, shard_rows, tl.num_programs(0)):
         if index != program:
             # As in two_shot.
             fence()
-        box = (program * 2 + turn) * (WORLD * _BOX)
+        box = (program * 2 + half) * (WORLD * _BOX)
         for i in tl.static_range(WORLD):
             owner = (rank + 1 + i) % WORLD
-            theirs = owner * share + index
+            theirs = owner * shard_rows + index
             ok = words_inside & (theirs < tokens)
             summand = tl.load(x_ptr + theirs * length + words, mask=ok, other=0)
             summand = tl.where(summand == _EMPTY, 0, summand)
             to = tl.load(peers_ptr + owner).to(tl.pointer_type(tl.int32))
             tl.store(tl.multiple_of(to, 16) + box + rank * _BOX + words, summand, mask=ok)
-        row = rank * share + index
+        row = rank * shard_rows + index
         if row < tokens:
             residual = 0.0
             if residual_ptr is not None:
                 residual = tl.load(residual_ptr + index * length * PER + columns, mask=inside, other=0.0).to(tl.float32)
             total = receive(mail_ptr, box + words, _BOX, words_inside, stop_ptr, dtype, WORLD, VALUES)
-            # Not before: the words that are waited for need the registers.
+            # Loaded only now: the polled words need the registers.
             weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
             finish(
                 total,
                 row,
                 columns,
                 inside,
-                out_ptr - rank * share * length * PER,
+                out_ptr - rank * shard_rows * length * PER,
                 residual,
                 weight,
                 plain_ptr,
                 length * PER,
                 eps,
-                values_ptr,
-                scale_ptr,
-                static_ptr,
-                pre_ptr,
-                scale_st,
-                scale_sg,
+                (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg),
                 ENCODE,
                 GROUP,
                 True,
                 VALUES,
             )
-            # What the program has written, as words of any type.
+            # The sent words are read back from this program's output, whatever its dtype.
             tl.debug_barrier()
             part = box + rank * _BOX
             if plain_ptr is not None:
@@ -186,18 +180,18 @@ def sharded(
                 scale = tl.load(at_scale, mask=groups_inside, other=0.0, cache_modifier=".cg")
                 bits = scale.to(tl.int32, bitcast=True)
                 send(bits, part + scale_at + groups, groups_inside, mailboxes(gather_peers_ptr, rank, WORLD))
-        # Its own, too: of what may not be sent every rank has the same replacement.
+        # This rank's own row, too: so the replacement of EMPTY is the same on every rank.
         if plain_ptr is not None:
-            _gather(gather_ptr, box, 0, plain_words_ptr, length, length, 1, index, share, tokens, stop_ptr,
+            _gather(gather_ptr, box, 0, plain_words_ptr, length, length, 1, index, shard_rows, tokens, stop_ptr,
                     WORLD, VALUES // PER, PLAIN_ROWS)  # fmt: skip
         if ENCODE is not None:
-            _gather(gather_ptr, box, values_at, values_words_ptr, values_length, values_length, 1, index, share, tokens,
-                    stop_ptr, WORLD, VALUES_WORDS, VALUES_ROWS)  # fmt: skip
+            _gather(gather_ptr, box, values_at, values_words_ptr, values_length, values_length, 1, index, shard_rows,
+                    tokens, stop_ptr, WORLD, VALUES_WORDS, VALUES_ROWS)  # fmt: skip
         if scale_ptr is not None:
             _gather(gather_ptr, box, scale_at, scale_ptr, tl.cdiv(length * PER, GROUP), scale_st, scale_sg, index,
-                    share, tokens, stop_ptr, WORLD, VALUES // GROUP, SCALE_ROWS)  # fmt: skip
-        turn = 1 - turn
-    tl.store(turn_ptr + program, turn)
+                    shard_rows, tokens, stop_ptr, WORLD, VALUES // GROUP, SCALE_ROWS)  # fmt: skip
+        half = 1 - half
+    tl.store(half_ptr + program, half)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -224,16 +218,16 @@ def sum_copies(
     WORLD: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Of `rows` rows that every rank sent, in rank order in float32. This rank's own are not in the inbox. Sums and
-    residual have these rows; what comes out has those of all ranks, and this one's are written."""
+    """Sum `rows` rows from every rank in rank order in float32. This rank's own rows are not in the inbox. out and
+    residual have `rows` rows; the normalized outputs have the rows of all ranks, of which this rank's are written."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, VALUES)
     inside = columns < C
     place = row * C + columns
-    share = rows.to(tl.int64) * C
+    shard_size = rows.to(tl.int64) * C
     total = tl.zeros((VALUES,), tl.float32)
     for source in tl.static_range(WORLD):
-        sent = tl.load(inbox_ptr + source * share + place, mask=inside & (rank != source), other=0.0)
+        sent = tl.load(inbox_ptr + source * shard_size + place, mask=inside & (rank != source), other=0.0)
         own = tl.load(own_ptr + place, mask=inside & (rank == source), other=0.0)
         total += sent.to(tl.float32) + own.to(tl.float32)
     residual = 0.0
@@ -247,18 +241,13 @@ def sum_copies(
         rank * rows + row,
         columns,
         inside,
-        out_ptr - rank * share,
+        out_ptr - rank * shard_size,
         residual,
         weight,
         plain_ptr,
         C,
         eps,
-        values_ptr,
-        scale_ptr,
-        static_ptr,
-        pre_ptr,
-        scale_st,
-        scale_sg,
+        (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg),
         ENCODE,
         GROUP,
         NORM,

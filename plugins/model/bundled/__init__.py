@@ -1,1 +1,1 @@
-"""Models that come with the package: `tiny`, and `tiny_draft` with the same tokenizer. Made by examples/train_tiny."""
+"""Models in the package: `tiny`, and `tiny_draft` with the same tokenizer. Trained by examples/train_tiny."""

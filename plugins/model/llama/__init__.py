@@ -1,1 +1,1 @@
-"""Llama and the models built like it."""
+"""Llama and models with the same architecture."""

@@ -1,4 +1,4 @@
-"""What a Llama-like model asks of the rest, from its config.json alone."""
+"""Capabilities and requirements of Llama-like models, from config.json alone."""
 
 from __future__ import annotations
 

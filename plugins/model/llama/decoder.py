@@ -1,7 +1,7 @@
-"""The decoder that Llama and its relatives share (Touvron et al. 2023): pre-norm blocks of attention and an MLP.
+"""Decoder of Llama and related models (Touvron et al. 2023): pre-norm blocks of attention and an MLP.
 
-A block ends in a Partial and the next one begins at `boundary`, which sums it over ranks, adds the residual, norms, and
-writes the format that the next product wants. What sets one family apart from another stands in families.py.
+A block ends in a Partial. The next one begins with `boundary`, which sums it over ranks, adds the residual, normalizes,
+and writes the input format of the next matmul. families.py has the differences between model families.
 
 Shapes: T tokens, B sampled rows, C hidden channels, V vocabulary.
 """
@@ -138,7 +138,7 @@ class MLP:
 
 
 BlockCalls = Generator[Callable[[], Any], Any, tuple[Partial, Residual]]
-"""A block's share of `Layers`."""
+"""Type of a block's calls within `Layers`."""
 
 
 class Block:
@@ -160,7 +160,7 @@ class Block:
         return self.mlp(normed), residual
 
     def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
-        """Attention and MLP side by side: one sum over ranks a layer, not two."""
+        """Run attention and MLP on the same input: one sum over ranks per layer in place of two."""
         wanted = self.attention.qkv.inputs + self.mlp.up.inputs * (len(self.norms) == 1)
         normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
         x = self.attention(normed, ctx)
@@ -170,7 +170,7 @@ class Block:
 
 
 class Llama(Model):
-    """Every family of `families.RUNNABLE`."""
+    """Decoder for all families in `families.RUNNABLE`."""
 
     def __init__(self, config: LlamaConfig, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -179,8 +179,8 @@ class Llama(Model):
         if layout.architecture not in RUNNABLE:
             lacks = [what for what, has in (("experts", spec.moe), ("compressed attention", spec.mla)) if has]
             raise ConfigError(
-                f"model=llama has no {' and no '.join(lacks)}: {layout.architecture} cannot run, only be planned for "
-                f"(app=plan). It runs {', '.join(RUNNABLE)}"
+                f"model=llama has no {' and no '.join(lacks)}: {layout.architecture} works with app=plan only. "
+                f"It runs {', '.join(RUNNABLE)}"
             )
         self._kv_groups = _group_layers(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
@@ -237,7 +237,7 @@ class Llama(Model):
         for index, block in enumerate(self.blocks):
             x, residual = yield from block(x, residual, ctx)
             if index in taps:
-                # The next norm would add these anyway; a tap pays for one reduction of its own.
+                # The next boundary would add these anyway; a tap costs one separate reduction.
                 x_TC = yield partial(collective.reduce, x)
                 whole_TC = yield partial(collective.whole, residual)
                 x, tapped[index] = x_TC, x_TC + whole_TC
@@ -266,19 +266,19 @@ class Llama(Model):
 def _with_prefix(
     weights: Iterable[tuple[str, Callable[[], Any]]], names: Names
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A checkpoint saved without its head lacks the name of the part that all its weights are of."""
+    """Add the common prefix of weight names, which checkpoints saved without a head lack."""
     prefix = f"{names.embedding.partition('.')[0]}."
     for name, opener in weights:
         yield name if name.startswith((prefix, names.head)) else prefix + name, opener
 
 
 def _defers(layout: Layout) -> bool:
-    """Whether a block's products go to an RMSNorm as they are: parallel blocks add two of them first."""
+    """Whether an RMSNorm reads the block's matmul outputs directly. Parallel blocks add two of them first."""
     return layout.norm == "rms" and not layout.block.parallel
 
 
 def _group_layers(build: BuildContext) -> tuple[KVGroup, ...]:
-    """Layers of one attention window share pages, on this rank's kv heads."""
+    """Group layers by attention window; a group shares pages. Planes have this rank's kv heads."""
     spec = build.spec
     _, kv_heads = local_heads(spec.heads, spec.kv_heads, build.collective.size)
     planes = tuple(Plane(name, (kv_heads, spec.head_dim), build.kv_dtype) for name in ("k", "v"))

@@ -1,4 +1,4 @@
-"""What sets the decoder architectures apart, as a table, and the facts in their config.json. Imports no torch."""
+"""Table of the differences between decoder architectures, and the reader of their config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.parameters import count_parameters
 
 HF = Mapping[str, Any]
-"""config.json as it stands."""
+"""Content of config.json."""
 Read = Callable[[ConfigJson], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Under which keys config.json has the shapes."""
+    """Keys of the shapes in config.json."""
 
     hidden: str = "hidden_size"
     layers: str = "num_hidden_layers"
@@ -35,14 +35,14 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names in the checkpoint; those of one layer stand after `layer` and a dot."""
+    """Names in the checkpoint. Names within a layer follow `layer` and a dot."""
 
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
     layer: str = "model.layers.{}"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three matrices, or one that has each kv head's queries, key and value together."""
+    """Three matrices, or one with the queries, key and value of each kv head together."""
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     o: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -51,13 +51,13 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """How a layer is put together."""
+class BlockLayout:
+    """Structure of a layer."""
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Before attention and before the MLP; a single one serves both."""
+    """Norms before attention and before the MLP; a single one serves both."""
     parallel: bool = False
-    """The MLP reads the layer's input, as attention does (GPT-J, 2021), in place of attention's output."""
+    """Whether the MLP reads the same input as attention (GPT-J, 2021) in place of attention's output."""
 
 
 def _no(config: ConfigJson) -> bool:
@@ -69,14 +69,14 @@ def _attention_bias(config: ConfigJson) -> bool:
 
 
 def _window(config: ConfigJson) -> int:
-    """sliding_window as transformers reads it: null says none, silence says 4096."""
+    """Read sliding_window as transformers does: null means none, and a missing key means 4096."""
     if "sliding_window" in config.values and config.get("sliding_window") is None:
         return 0
     return config.count("sliding_window", 4096)
 
 
 def _qwen_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
-    """layer_types says which layers have the window; without it, those from max_window_layers on."""
+    """Return the window of each layer, from layer_types, or else for the layers from max_window_layers on."""
     window = _window(config) if config.flag("use_sliding_window") else 0
     kinds = config.get("layer_types")
     if kinds is None:
@@ -97,18 +97,18 @@ def _falcon_kv_heads(config: ConfigJson, heads: int) -> int:
     return 1 if config.flag("multi_query", True) else heads
 
 
-def _falcon_block(config: ConfigJson) -> Block:
+def _falcon_block(config: ConfigJson) -> BlockLayout:
     if config.flag("alibi"):
-        raise config.wrong("alibi", "attention with linear biases is not supported, rotary positions are")
+        raise config.wrong("alibi", "attention with linear biases is not supported, only rotary positions")
     new, parallel = config.flag("new_decoder_architecture"), config.flag("parallel_attn", True)
     norms = config.count("num_ln_in_parallel_attn", 2 if new else 1, at_most=2)
     if new and not parallel:
         raise config.wrong("parallel_attn", "new_decoder_architecture is parallel")
     if not parallel:
-        return Block()
+        return BlockLayout()
     if norms == 2 and not new:
         raise config.wrong("num_ln_in_parallel_attn", "two norms need new_decoder_architecture")
-    return Block(norms=("ln_attn", "ln_mlp") if norms == 2 else ("input_layernorm",), parallel=True)
+    return BlockLayout(norms=("ln_attn", "ln_mlp") if norms == 2 else ("input_layernorm",), parallel=True)
 
 
 def _mixtral_moe(config: ConfigJson) -> MoE:
@@ -143,18 +143,18 @@ def _deepseek_mla(config: ConfigJson) -> MLA:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences from Llama 2, each read from config.json where the models of a family differ."""
+    """Differences from Llama 2. Functions read config.json where the models of a family differ."""
 
     keys: Keys = Keys()
     names: Names = Names()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Ends of tensor names that old checkpoints carry and nobody needs."""
-    block: Callable[[ConfigJson], Block] = lambda config: Block()
+    """Suffixes of unused tensors in old checkpoints."""
+    block: Callable[[ConfigJson], BlockLayout] = lambda config: BlockLayout()
     norm: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
-    """Where config.json does not say, as are `activation`, `max_len` and `tied`."""
+    """Default for a missing key, like `max_len`, `tied` and the first of `activations`."""
     activations: Mapping[str, str] = field(default_factory=lambda: {"silu": "silu_and_mul"})
-    """config.json's word, the usual one first -> ours."""
+    """Name in config.json -> key of decoder.ACTIVATIONS; the default first."""
     max_len: int | None = None
     tied: bool = False
     head_dim: int | None = None
@@ -162,7 +162,7 @@ class Family:
     kv_heads: Callable[[ConfigJson, int], int] = lambda config, heads: config.count(
         "num_key_value_heads", heads, at_most=heads
     )
-    """From the number of heads."""
+    """Reads the number of kv heads, given the number of heads."""
     windows: Callable[[ConfigJson, int], tuple[int, ...]] = lambda config, layers: (0,) * layers
     """Attention window of each layer; 0 = full."""
     qkv_bias: Read = _no
@@ -170,11 +170,11 @@ class Family:
     mlp_bias: Read = _no
     head_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm of every head's query and key."""
+    """Whether every head's query and key pass an RMSNorm."""
     rotary_dim: Callable[[ConfigJson, int], int] | None = None
-    """From head_dim; None = partial_rotary_factor, which is 1 as a rule."""
+    """Reads the rotary dimension, given head_dim; None = partial_rotary_factor, usually 1."""
     interleaved: bool = False
-    """Rotary pairs are neighbours (GPT-J) in place of halves (GPT-NeoX)."""
+    """Whether rotary pairs are adjacent columns (GPT-J) in place of halves (GPT-NeoX)."""
     moe: Callable[[ConfigJson], MoE] | None = None
     mla: Callable[[ConfigJson], MLA] | None = None
 
@@ -229,7 +229,7 @@ FAMILIES: dict[str, Family] = {
             down="mlp.fc_out",
         ),
         ignored=(".attn.bias", ".attn.masked_bias"),
-        block=lambda config: Block(norms=("ln_1",), parallel=True),
+        block=lambda config: BlockLayout(norms=("ln_1",), parallel=True),
         norm="layer",
         eps=1e-5,
         activations={"gelu_new": "gelu_tanh", **GELU},
@@ -244,7 +244,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": Family(moe=_deepseek_moe, mla=_deepseek_mla),
 }
-"""By config.json's architectures[0]. Those with experts or a compressed cache can be planned for, not yet run."""
+"""Families by architectures[0] in config.json. Those with experts or MLA work with app=plan only."""
 
 RUNNABLE = tuple(name for name, family in FAMILIES.items() if family.moe is None and family.mla is None)
 
@@ -258,17 +258,17 @@ MOST = {
     "experts": 2**14,
     "positions": 2**24,
 }
-"""Far above any model: a file that says more is broken or hostile."""
+"""Upper limits far above any model: a file that exceeds them is broken or hostile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All that the decoder asks of a family and a config.json, beside the ModelSpec."""
+    """Facts from the family and config.json that the decoder needs besides the ModelSpec."""
 
     architecture: str
     names: Names
     ignored: tuple[str, ...]
-    block: Block
+    block: BlockLayout
     norm: Literal["rms", "layer"]
     eps: float
     activation: str
@@ -282,12 +282,12 @@ class Layout:
 
 
 def read_spec(hf: HF, where: str) -> ModelSpec:
-    """`where` names the source of `hf` in errors. Defaults are those of transformers."""
+    """Read the ModelSpec with the defaults of transformers. `where` names the source of `hf` in errors."""
     return read_model(hf, where)[0]
 
 
 def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
-    """Every value that the decoder will use, checked. Raises ConfigError naming the key."""
+    """Read and check all values that the decoder uses. Raises ConfigError naming the key."""
     config = ConfigJson(hf, where)
     architecture, family = _family(config)
     headless = architecture != config.get("architectures")[0]
@@ -309,7 +309,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         head_dim = config.count("head_dim", family.head_dim or each, at_most=MOST["head_dim"])
         kv_heads = family.kv_heads(config, heads)
     if heads % kv_heads:
-        raise ConfigError(f"{where}: {heads} query heads are no multiple of {kv_heads} kv heads")
+        raise ConfigError(f"{where}: {heads} query heads are not a multiple of {kv_heads} kv heads")
     gelu_default = 4 * hidden if family.norm == "layer" else None
     rotary_dim = mla.rope_dim if mla else family.rotary_dim(config, head_dim) if family.rotary_dim else None
     layout = Layout(
@@ -329,7 +329,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         interleaved=family.interleaved,
     )
     if layout.rope.max_len > MOST["positions"]:
-        raise ConfigError(f"{where}: yarn stretches to {layout.rope.max_len} positions, of at most {MOST['positions']}")
+        raise ConfigError(f"{where}: yarn scales to {layout.rope.max_len} positions; the limit is {MOST['positions']}")
     spec = ModelSpec(
         architecture=config.get("architectures")[0],
         vocab=vocab,
@@ -355,7 +355,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
 
 
 def _family(config: ConfigJson) -> tuple[str, Family]:
-    """QwenModel, without a head, is of the family QwenForCausalLM."""
+    """Return (architecture with a head, its family): Qwen2Model, which has no head, becomes Qwen2ForCausalLM."""
     stated = config.get("architectures")
     architecture = stated[0] if isinstance(stated, list) and stated else None
     if isinstance(architecture, str) and architecture.endswith("Model"):
@@ -366,7 +366,7 @@ def _family(config: ConfigJson) -> tuple[str, Family]:
 
 
 def _cuts(config: ConfigJson) -> tuple[int, ...] | None:
-    """Lengths to which embeddings may be cut."""
+    """Return the lengths to which embeddings may be truncated."""
     given = config.counts("matryoshka_dimensions")
     return None if not given and config.flag("is_matryoshka") else given
 
@@ -382,7 +382,7 @@ def _dtype(config: ConfigJson) -> str:
 
 
 def spec_of(config: LlamaConfig) -> ModelSpec:
-    """From the model's folder or from the config.json given in its place."""
+    """Read the ModelSpec from the model's folder or from model.hf."""
     if config.hf is not None:
         return read_spec(config.hf, "model.hf")
     hf, where = read_config(config.path), f"model.path={config.path}: config.json"

@@ -1,4 +1,4 @@
-"""How many weights a decoder has, from its shapes alone. Imports no torch."""
+"""Number of weights of a decoder, from its shapes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
     sparse_layers = spec.layers - dense_layers
     matrices = len(layout.names.up) + 1
     mlp = dense_layers * matrices * spec.hidden * spec.intermediate
-    attention, of_attention = _attention(spec, layout)
+    attention, attention_rest = _attention(spec, layout)
     norm = spec.hidden * (2 if layout.norm == "layer" else 1)
-    of_mlp = layout.mlp_bias * (len(layout.names.up) * spec.intermediate + spec.hidden)
-    rest = spec.layers * (len(layout.block.norms) * norm + of_attention) + dense_layers * of_mlp + norm
+    mlp_biases = layout.mlp_bias * (len(layout.names.up) * spec.intermediate + spec.hidden)
+    rest = spec.layers * (len(layout.block.norms) * norm + attention_rest) + dense_layers * mlp_biases + norm
     rest += spec.vocab * (layout.head_bias and spec.head)
     experts = active = 0
     if spec.moe is not None:
@@ -38,7 +38,7 @@ def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
 
 
 def _attention(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
-    """(matrices, norms and biases) of one layer."""
+    """Return the weights of one layer's attention: (in matrices, in norms and biases)."""
     if spec.mla is not None:
         mla = spec.mla
         queries = spec.heads * (mla.nope_dim + mla.rope_dim)

@@ -1,6 +1,6 @@
-"""What a checkpoint's `quantization_config` says about weights in FP8. Imports no torch.
+"""Parser of a checkpoint's `quantization_config` for FP8 weights. Imports no torch.
 
-Read: "compressed-tensors" with format "float-quantized" (weights by tensor or by output channel) and "fp8" (by tensor).
+Supported: "compressed-tensors" with format "float-quantized" (scales per tensor or output channel), "fp8" (per tensor).
 """
 
 from __future__ import annotations
@@ -15,82 +15,82 @@ from dovetail.core.errors import ConfigError
 READS = 'quant=fp8 reads compressed-tensors with format "float-quantized", and fp8 without blocks'
 KV_TENSORS = ("k_scale", "v_scale")
 _PATTERN = re.compile(r"[\w.\\*^$|()-]{1,200}")
-"""Of "re:" entries: what names of layers need."""
+"""Characters allowed in "re:" entries: enough to match layer names."""
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
-"""Can take a matcher for ever."""
+"""Refused, since matching may take exponential time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A checkpoint whose linear layers are in E4M3, with a `weight_scale` beside each weight."""
+    """A checkpoint whose linear layers are in E4M3, with a `weight_scale` for each weight."""
 
     input_scales: bool = False
-    """Whether layers have an `input_scale` too."""
+    """Whether layers also have an `input_scale`."""
     kv_scales: bool = False
     """Whether attention layers have a k_scale and a v_scale."""
     ignored: tuple[str, ...] = ()
-    """Layers left in the model's dtype: checkpoint names, or "re:" and a pattern from a name's beginning."""
+    """Layers left in the model's dtype: checkpoint names, or "re:" and a pattern that matches from the start."""
 
     def skips(self, names: tuple[str, ...], path: str) -> bool:
-        """Whether the layer made of these matrices is plain. ConfigError where some are and some are not."""
+        """Whether the layer merged from these matrices is plain. Raises ConfigError if only some of them are."""
         plain = [any(_matches(name, entry) for entry in self.ignored) for name in names]
         if any(plain) and not all(plain):
             some = ", ".join(name for name, skipped in zip(names, plain, strict=True) if skipped)
             raise ConfigError(
                 f"config.json: quantization_config leaves {some} unquantized, but not the other matrices of {path}, "
-                "with which it is one product here"
+                "with which it is merged into one matmul"
             )
         return any(plain)
 
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
-    """None: the weights are plain. ConfigError for what cannot be read, naming it."""
-    said = hf.get("quantization_config")
-    if said is None:
+    """Return None if the weights are plain. Raises ConfigError naming a value that is not supported."""
+    config = hf.get("quantization_config")
+    if config is None:
         return None
-    if not isinstance(said, Mapping):
-        raise _wrong("", said, "it must be an object")
-    method = said.get("quant_method")
+    if not isinstance(config, Mapping):
+        raise _wrong("", config, "it must be an object")
+    method = config.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed_tensors(said)
+        return _compressed_tensors(config)
     if method == "fp8":
-        return _fp8(said)
+        return _fp8(config)
     raise _wrong("quant_method", method, READS)
 
 
-def _compressed_tensors(said: Mapping[str, Any]) -> Stored:
-    if (form := said.get("format")) != "float-quantized":
+def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
+    if (form := config.get("format")) != "float-quantized":
         raise _wrong("format", form, READS)
-    groups = said.get("config_groups")
+    groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _wrong("config_groups", groups, "one group for all linear layers is read")
+        raise _wrong("config_groups", groups, "it must have one group for all linear layers")
     (group,) = groups.values()
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise _wrong("config_groups", groups, 'its targets must be ["Linear"]')
     _eight_bits(group, "weights", ("tensor", "channel"))
     inputs = _eight_bits(group, "input_activations", ("tensor", "token"))
-    scheme = said.get("kv_cache_scheme")
+    scheme = config.get("kv_cache_scheme")
     if scheme is not None:
-        _eight_bits(said, "kv_cache_scheme", ("tensor", "attn_head"))
-    return Stored(inputs.get("dynamic") is not True, scheme is not None, _names(said, "ignore"))
+        _eight_bits(config, "kv_cache_scheme", ("tensor", "attn_head"))
+    return Stored(inputs.get("dynamic") is not True, scheme is not None, _names(config, "ignore"))
 
 
-def _fp8(said: Mapping[str, Any]) -> Stored:
-    if (block := said.get("weight_block_size")) is not None:
-        raise _wrong("weight_block_size", block, "scales of blocks are not supported, one scale a matrix is")
-    scheme = said.get("activation_scheme")
+def _fp8(config: Mapping[str, Any]) -> Stored:
+    if (block := config.get("weight_block_size")) is not None:
+        raise _wrong("weight_block_size", block, "block scales are not supported, only one scale per matrix")
+    scheme = config.get("activation_scheme")
     if scheme not in ("static", "dynamic"):
         raise _wrong("activation_scheme", scheme, "there are static, dynamic")
-    kv = said.get("kv_cache_scheme")
+    kv = config.get("kv_cache_scheme")
     if kv not in (None, "static"):
         raise _wrong("kv_cache_scheme", kv, "there are null, static")
-    return Stored(scheme == "static", kv == "static", _names(said, "ignored_layers"))
+    return Stored(scheme == "static", kv == "static", _names(config, "ignored_layers"))
 
 
-def _eight_bits(of: Mapping[str, Any], key: str, strategies: tuple[str, ...]) -> Mapping[str, Any]:
-    scheme = of.get(key)
+def _eight_bits(config: Mapping[str, Any], key: str, strategies: tuple[str, ...]) -> Mapping[str, Any]:
+    scheme = config.get(key)
     if not isinstance(scheme, Mapping):
-        raise _wrong(key, scheme, "weights and activations in 8 bits are read, no others")
+        raise _wrong(key, scheme, "weights and activations must have 8 bits")
     wanted = {"num_bits": (8,), "type": ("float",), "strategy": strategies, "symmetric": (True,)}
     for name, options in wanted.items():
         value = scheme.get(name, True if name == "symmetric" else None)
@@ -99,8 +99,8 @@ def _eight_bits(of: Mapping[str, Any], key: str, strategies: tuple[str, ...]) ->
     return scheme
 
 
-def _names(said: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = said.get(key)
+def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = config.get(key)
     if names is None:
         return ()
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -108,7 +108,7 @@ def _names(said: Mapping[str, Any], key: str) -> tuple[str, ...]:
     for name in names:
         pattern = name.removeprefix("re:")
         if pattern != name and (not _PATTERN.fullmatch(pattern) or _REPEATED_GROUP.search(pattern)):
-            raise _wrong(key, name, "patterns have letters, digits, dots, stars and groups that are not repeated")
+            raise _wrong(key, name, "patterns may have letters, digits, dots, stars and groups that are not repeated")
     return tuple(names)
 
 
@@ -118,7 +118,7 @@ def _matches(name: str, entry: str) -> bool:
     try:
         return re.match(entry.removeprefix("re:"), name) is not None
     except re.error as error:
-        raise _wrong("ignore", entry, f"it is no pattern: {error}") from None
+        raise _wrong("ignore", entry, f"it is not a pattern: {error}") from None
 
 
 def _wrong(key: str, value: object, reason: str) -> ConfigError:

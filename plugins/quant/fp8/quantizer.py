@@ -1,4 +1,4 @@
-"""quant=fp8: W8A8 in E4M3, from plain weights quantized while they load or from a checkpoint in FP8.
+"""quant=fp8: W8A8 in E4M3, from plain weights quantized at load time or from an FP8 checkpoint.
 
 Shapes: T tokens, I input, O output.
 """
@@ -21,7 +21,7 @@ from dovetail.plugins.quant.fp8.checkpoint import KV_TENSORS, Stored, read_store
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, quantize_rows, quantize_tensor
 
 MULTIPLE = 16
-"""cuBLAS and CUTLASS take FP8 matrices whose sides divide by this."""
+"""cuBLAS and CUTLASS need FP8 matrices whose dimensions are multiples of this."""
 
 
 class FP8(Quantizer):
@@ -31,7 +31,7 @@ class FP8(Quantizer):
     def read_checkpoint(self, hf: Mapping[str, Any]) -> None:
         self.stored = read_stored(hf)
         if self.stored is not None and self.config.skip:
-            raise ConfigError("quant.skip keeps layers plain, and this checkpoint has them in FP8: set quant.skip=[]")
+            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is in FP8: set quant.skip=[]")
         if self.stored is not None and self.stored.kv_scales:
             self.kv_scale_tensors = KV_TENSORS
 
@@ -73,7 +73,7 @@ class FP8Linear(LinearMethod):
         )
 
     def partial(self, params: dict[str, torch.Tensor], x: Activation) -> Partial:
-        # In float16 a sum without its scales would overflow.
+        # In float16 a sum without scales would overflow.
         if self.dtype is torch.bfloat16:
             values = unscaled_matmul(x.values, params["weight"], params["one"], self.fast_accum)
             if values is not None:
@@ -82,10 +82,10 @@ class FP8Linear(LinearMethod):
 
 
 class StoredFP8Linear(FP8Linear):
-    """Weights in E4M3 as the checkpoint has them, with one scale a matrix or one a row of it.
+    """E4M3 weights of the checkpoint, with one scale per matrix or row.
 
-    Parts of a merged layer keep scales of their own. Static `input_scale`s are read past: scales by token, made as the
-    input is written, are nearer to it and cost no pass.
+    Parts of a merged layer keep their scales. Static `input_scale`s are ignored: dynamic scales per token, computed as
+    the input is written, are more precise and cost no pass.
     """
 
     def __init__(self, path: str, input_scales: bool, config: FP8Config) -> None:

@@ -1,4 +1,4 @@
-"""Activations as int8 with one scale a token, symmetric (LLM.int8(), Dettmers et al. 2022, without its outliers).
+"""Symmetric int8 activations with one scale per token (LLM.int8(), Dettmers et al. 2022, without its outliers).
 
 Shapes: T tokens, C columns, G scale groups.
 """
@@ -10,17 +10,17 @@ import torch
 from dovetail.core.interfaces import ActFormat
 
 SMALLEST = 1e-10
-"""Least scale-giving magnitude: a row of zeros must not divide by zero."""
+"""Lower bound of a row's magnitude: a row of zeros must not divide by zero."""
 
 
 def quantize_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int8 values, float32 scale_T1) of float32 rows."""
+    """Quantize float32 rows to (int8 values, float32 scale_T1)."""
     amax_T1 = x_TC.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST)
     return torch.floor(x_TC * (127.0 / amax_T1) + 0.5).to(torch.int8), amax_T1 / 127.0
 
 
 def _triton_encode() -> object | None:
-    """The same in a kernel; None where there is no Triton, and so no CUDA device either."""
+    """Return the Triton version of quantize_rows; None without Triton, so without CUDA."""
     try:
         from dovetail.plugins.quant.int8.kernel import encode_int8
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The int8 encoding of a row, inlined into the core's kernels. G scale groups of C columns."""
+"""int8 encoding of a row, inlined into the core's kernels. G scale groups of C columns."""
 
 import triton
 import triton.language as tl

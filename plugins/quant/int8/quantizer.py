@@ -1,4 +1,4 @@
-"""quant=int8: W8A8 by the library's int8 product, weights quantized while they load.
+"""quant=int8: W8A8 with the library's int8 matmul; weights are quantized at load time.
 
 Shapes: T tokens, I input, O output.
 """
@@ -17,7 +17,7 @@ from dovetail.plugins.quant.config import Int8Config
 from dovetail.plugins.quant.int8.format import INT8_TOKEN, quantize_rows
 
 MULTIPLE = 8
-"""cuBLAS takes int8 matrices whose sides divide by this, and more than 16 rows."""
+"""cuBLAS needs int8 matrices whose dimensions are multiples of this, and more than 16 rows."""
 LEAST_ROWS = 24
 
 
@@ -47,15 +47,15 @@ class Int8Linear(LinearMethod):
         params["scale"][part] = scale_O1.squeeze(-1)
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        sums_TO = _int8_product(x.values, params["weight"])
+        sums_TO = _int8_matmul(x.values, params["weight"])
         y_TO = sums_TO * x.scale * params["scale"]
         if bias is not None:
             y_TO = y_TO + bias
         return y_TO.to(self.dtype)
 
 
-def _int8_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """int32 [T, O]."""
+def _int8_matmul(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """Return int32 [T, O]."""
     tokens = x_TI.shape[0]
     if not x_TI.is_cuda:
         return torch._int_mm(x_TI, weight_OI.t())

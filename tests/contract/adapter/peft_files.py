@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout, written without PEFT."""
+"""Writes adapters in PEFT's file layout without PEFT."""
 
 from __future__ import annotations
 

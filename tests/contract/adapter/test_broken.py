@@ -1,4 +1,4 @@
-"""Adapters that break a sentence of the contract are rejected, by the test that names it."""
+"""Adapters that violate one sentence of the contract; the suite must reject each by the named test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_builtin import TestLoRA
 
 
 class Layered(LoRA):
-    """With a layer class of one's own."""
+    """LoRA with a configurable layer class."""
 
     layer: type[LoRALayer]
 
@@ -93,7 +93,7 @@ class DropEmptiesSlots(LoRA):
 
 
 class ReadsLate(LoRA):
-    """Keeps the folder, and reads when the adapter is placed."""
+    """Keeps the folder and reads it when the adapter is placed."""
 
     def read(self, key: str, folder: Path) -> None:
         open_adapter(folder)
@@ -115,7 +115,7 @@ class TakesAnything(LoRA):
 
 
 class Forgetful(LoRA):
-    """Memory as it comes."""
+    """Leaves new memory uninitialized."""
 
     def allocate(self) -> None:
         super().allocate()

@@ -1,4 +1,4 @@
-"""The contract suite over the built-in adapters."""
+"""Contract suite for the built-in adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite must reject apps that are wrong in one way each."""
+"""Apps with one fault each; the suite must reject them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from dovetail.core.testing.suite import OUTCOMES
 
 
 class SoundConfig(AppConfig):
-    """Says hello."""
+    """Prints a word."""
 
     word: str = "hello"
-    """What it says."""
+    """The word to print."""
 
 
 class Undocumented(AppConfig):
-    """Has an option that nobody explains."""
+    """Has an option without a docstring."""
 
     word: str = "hello"
 
 
 class Random(AppConfig):
-    """Has another default each time."""
+    """Has a different default each time."""
 
     word: str = Field(default_factory=lambda: os.urandom(8).hex())
-    """What it says."""
+    """The word to print."""
 
 
 class Heavy(SoundConfig):
-    """Lies in a module that loads torch."""
+    """Is in a module that loads torch."""
 
     __module__ = "dovetail.core.ops.norm"
 

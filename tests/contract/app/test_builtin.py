@@ -1,4 +1,4 @@
-"""The contract suite over built-in apps."""
+"""Contract suite for the built-in apps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""As much of FlashInfer's API as attention=flashinfer calls, computed key by key on the CPU. What FlashInfer would
-misread or refuse fails here: indices, lengths, shapes, dtypes, an unplanned run, a plan over a copy still under way.
+"""The part of FlashInfer's API that attention=flashinfer calls, computed key by key on the CPU. Everything that
+FlashInfer would misread or refuse fails here: indices, lengths, shapes, dtypes, a run without a plan, a plan during a
+pending copy.
 
-Signatures are those of flashinfer-python 0.6.12; tests/gpu runs the suite over the package itself.
+Signatures are those of flashinfer-python 0.6.12; tests/gpu runs the suite with the real package.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import torch
 
 
 class Event:
-    """torch.cuda.Event, where a copy to the device is over once an event recorded after it was waited for."""
+    """Stand-in for torch.cuda.Event. A copy to the device counts as finished once an event recorded after it was waited
+    for."""
 
     begun = 0
     over = 0
@@ -106,7 +108,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 def _read(cache_PSKD: torch.Tensor, slots_L: torch.Tensor) -> torch.Tensor:
-    """float64 [L, K, D]; indexing knows no 8-bit floats, their bytes it does."""
+    """Return float64 [L, K, D]. 8-bit floats cannot be indexed, so this indexes their bytes."""
     flat = cache_PSKD.flatten(0, 1)
     if flat.dtype.itemsize == 1:
         return flat.view(torch.uint8)[slots_L].view(flat.dtype).double()

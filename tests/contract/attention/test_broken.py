@@ -1,4 +1,4 @@
-"""The suite must reject backends that are wrong in one way each.
+"""Backends with one fault each; the suite must reject them.
 
 Shapes: T tokens, L keys of a row, S token slots of a pool, W tokens of a tree, H query heads, K kv heads, D head dim.
 """
@@ -33,7 +33,7 @@ from dovetail.core.testing.suite import failures
 
 
 class Sound(AttentionBackend):
-    """Token by token, with a method for each thing that can go wrong."""
+    """Correct backend that works token by token, with one overridable method per possible fault."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -54,7 +54,7 @@ class Sound(AttentionBackend):
         slots_L = self.slots(ctx.meta, row, key_L)
         pool = self.pools[layer.group]
         k_LKD, v_LKD = (
-            # Indexing knows no 8-bit floats.
+            # 8-bit floats cannot be indexed.
             scaled(pool.layer(layer.local, name).flatten(0, 1).to(q_HD.dtype)[slots_L], pool.planes[name].dtype, scale)
             for name, scale in zip(("k", "v"), self.kv_scales(layer), strict=True)
         )
@@ -105,7 +105,7 @@ def scaled(x_LKD: torch.Tensor, stored: torch.dtype, scale: float | torch.Tensor
     return x_LKD * (scale[:, None] if isinstance(scale, torch.Tensor) else scale)
 
 
-# What is seen.
+# Visible keys.
 
 
 class HasItsOwnScale(Sound):
@@ -131,7 +131,7 @@ class PrefillSeesOnlyItsChunk(Sound):
 
 
 class DecodeRowsHaveOneToken(Sound):
-    """Every token of a decode row is taken for the last one."""
+    """Treats every token of a decode row as its last one."""
 
     def attend_token(self, layer, ctx, q_HD, token):  # type: ignore[no-untyped-def]
         row = int(ctx.meta.rows_T[token])
@@ -149,7 +149,7 @@ class ReadsPastTheLength(Sound):
 
 
 class FindsRowsByTheHostsCounts(Sound):
-    """They are upper bounds where a graph is captured."""
+    """Uses the host's counts, which are upper bounds during graph capture."""
 
     def attend_token(self, layer, ctx, q_HD, token):  # type: ignore[no-untyped-def]
         rows_T = ctx.meta.rows_T.clone()
@@ -158,7 +158,7 @@ class FindsRowsByTheHostsCounts(Sound):
 
 
 class SumsWhatIsMasked(Sound):
-    """A weight of zero times whatever a stale page holds."""
+    """Multiplies masked values by a weight of zero, although a stale page may hold NaN."""
 
     def length(self, ctx: AttnCtx, row: int) -> int:
         return -(-super().length(ctx, row) // ctx.meta.page_tokens) * ctx.meta.page_tokens
@@ -191,7 +191,7 @@ class WindowWithoutTheTokenItself(Sound):
 
 
 class GathersBehindTheWindow(SumsWhatIsMasked):
-    """Masks them, after it has read them."""
+    """Reads pages behind the window and masks them afterwards."""
 
     def length(self, ctx: AttnCtx, row: int) -> int:
         return Sound.length(self, ctx, row)
@@ -207,7 +207,7 @@ class IgnoresTheTree(Sound):
 
 
 class AlignsTheTreeToTheRowsStart(Sound):
-    """Takes the mask's first column for the row's first token of the step, whatever its count."""
+    """Aligns the mask's first column with the row's first token of the step, regardless of the row's count."""
 
     def seen(self, layer, meta, row, key_L, at, token):  # type: ignore[no-untyped-def]
         if meta.tree_mask_TW is not None:
@@ -228,7 +228,7 @@ class DoesNotSubtractTheGreatestScore(Sound):
 
 
 class MasksByPosition(Sound):
-    """Takes a token's position for its place in the KV cache, which tree drafts tell apart."""
+    """Uses a token's position as its place in the KV cache; the two differ for tree drafts."""
 
     def seen(self, layer, meta, row, key_L, at, token):  # type: ignore[no-untyped-def]
         return super().seen(layer, meta, row, key_L, at, token) & (key_L <= int(meta.positions_T[token]))
@@ -258,7 +258,7 @@ class KeepsTheLastContext(Sound):
 
 
 class KeepsAContextPerGroup(Sound):
-    """Enough for one step, not for two."""
+    """Keeps one context per group, which is enough for one step but not for two."""
 
     def plan_device(self, meta: BatchMeta, host: HostBounds, state: Any) -> AttnCtx:
         ctx = super().plan_device(meta, host, state)
@@ -270,7 +270,7 @@ class KeepsAContextPerGroup(Sound):
 
 
 class RefinesTheSharedPlan(Sound):
-    """Stores a group's pages in the plan that all groups were given."""
+    """Stores one group's pages in the plan that all groups share."""
 
     def plan_host(self, bounds: HostBounds) -> dict[str, torch.Tensor]:
         return {}
@@ -285,7 +285,7 @@ class RefinesTheSharedPlan(Sound):
 
 
 class ClearsStaleEntries(Sound):
-    """Writes to metadata that others read."""
+    """Writes to shared metadata."""
 
     def plan_device(self, meta: BatchMeta, host: HostBounds, state: Any) -> AttnCtx:
         for row, length in enumerate(meta.kv_len_B.tolist()):
@@ -312,7 +312,7 @@ class TakesTheFirstLayer(Sound):
 
 
 class TakesTheLayersIndex(Sound):
-    """Not its place in the group."""
+    """Uses the layer's model index instead of its index in the group."""
 
     def attend_token(self, layer, *args):  # type: ignore[no-untyped-def]
         local = layer.index if layer.index < len(self.pools[layer.group].group.layers) else layer.local
@@ -345,7 +345,7 @@ class WritesOneSlotLater(Writes):
 
 
 class WritesPaddingToItsRow(Writes):
-    """Goes by rows_T and positions_T, which mean nothing for padding."""
+    """Uses rows_T and positions_T, which are undefined for padding."""
 
     def change(self, given: dict[str, Any]) -> None:
         meta = given["meta"]
@@ -372,7 +372,7 @@ class RotatesByPlaceInTheStep(Writes):
 
 
 class RotatesTheWholeHead(Writes):
-    """Stretches a partial table over all dimensions."""
+    """Stretches a partial rotary table over all dimensions."""
 
     def change(self, given: dict[str, Any]) -> None:
         rope, dim = given["rope"], given["layer"].head_dim
@@ -413,7 +413,7 @@ class EmitsTheFirstAlone(Sound):
 
 
 class LeavesOutARow(Sound):
-    """Its output is whatever the memory held."""
+    """Leaves the row's output uninitialized."""
 
     def attend(self, layer, ctx, q, emit=(PLAIN,)):  # type: ignore[no-untyped-def]
         whole = super().attend(layer, ctx, q)[PLAIN].values

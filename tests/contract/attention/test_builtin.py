@@ -1,4 +1,4 @@
-"""The contract suite over every built-in attention backend."""
+"""Contract suite for every built-in attention backend."""
 
 from __future__ import annotations
 

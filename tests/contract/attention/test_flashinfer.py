@@ -1,4 +1,4 @@
-"""attention=flashinfer over a stand-in for its package: what it hands over, from pages and lengths to scales."""
+"""attention=flashinfer with a stand-in for its package: checks what it passes, from pages and lengths to scales."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TestFlashInfer(AttentionContract):
             arena.run(step)
 
     def test_rows_that_are_split_find_room_whatever_the_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """71 query heads on one kv head: FlashInfer would end the step that first splits a row."""
+        """71 query heads on one kv head: FlashInfer would fail in the first step that splits a row."""
         monkeypatch.setattr(backend, "_processors", lambda device: 132)
         attention, tiles = self.make(), 2 * 132
         layer = AttentionLayer(0, 0, 0, heads=71, kv_heads=1, head_dim=64, scale=0.125)
@@ -114,7 +114,7 @@ def test_without_its_package_or_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_drafts_in_flight_are_refused(options: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It plans from exact lengths on the host."""
+    """FlashInfer plans from exact lengths on the host."""
     monkeypatch.setattr(capabilities, "find_spec", lambda name: name)
     monkeypatch.setattr(engine_host, "detect_host", lambda device: HOPPER)
     monkeypatch.setattr(engine_host, "model_facts", lambda spec: facts())

@@ -1,4 +1,4 @@
-"""The suite must reject collectives that are wrong in one way each."""
+"""Collectives with one fault each; the suite must reject them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Averages(Sound):
 
 
 class StartsWithItsOwn(Sound):
-    """Every rank adds in another order, which no tolerance shows."""
+    """Adds in a different order on every rank, which no tolerance detects."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
@@ -41,7 +41,7 @@ class StartsWithItsOwn(Sound):
 
 
 class SumsInMemoryOrder(Sound):
-    """Takes a transposed tensor for what lies in its memory."""
+    """Reads a transposed tensor in memory order."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return super().all_reduce(x.as_strided(x.shape, torch.empty(x.shape).stride()))
@@ -63,7 +63,7 @@ class HasOneRoot(Sound):
 
 
 class GreetsOnce(Sound):
-    """Its barrier works the first time."""
+    """Has a barrier that works only the first time."""
 
     met = False
 
@@ -74,7 +74,7 @@ class GreetsOnce(Sound):
 
 
 class RepeatsItself(Sound):
-    """Answers a call as it answered the last of the same shape."""
+    """Returns the previous result for a call of the same shape."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = super().all_reduce(x)
@@ -140,7 +140,7 @@ class TakesItsRowsForAll(Shards):
 
 
 class ForgetsTheResidualOfATap(Shards):
-    """An edge without a sum keeps what it is given."""
+    """Drops the residual at a boundary whose input is not a Partial."""
 
     def boundary(
         self,
@@ -180,11 +180,11 @@ class IsDeafToAbort(Sound):
     timeout = 3.5
 
     def abort(self) -> None:
-        """Its connect waits until the timeout."""
+        """Do nothing, so that connect waits until its timeout."""
 
 
 class HidesDeaths(Sound):
-    """A call that fails gives back what it was given."""
+    """Returns the input of a call that failed."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         try:
@@ -195,7 +195,7 @@ class HidesDeaths(Sound):
 
 
 LAST = "test_calls_end_when_a_rank_dies"
-"""It costs new processes each time."""
+"""Slow: it starts new processes each time."""
 
 BROKEN: dict[type[Collective], str] = {
     Averages: "test_all_reduce_sums",
@@ -223,7 +223,7 @@ BROKEN: dict[type[Collective], str] = {
 
 
 class Suite(CollectiveContract):
-    """Names its collective, since it is made in other processes."""
+    """Passes its collective by name, since it is created in other processes."""
 
     patience = 2.5
 
@@ -235,14 +235,11 @@ class Suite(CollectiveContract):
         return made
 
 
-def others(test: str) -> tuple[str, ...]:
-    return tuple(name for name in dir(CollectiveContract) if name != test)
-
-
 def test_the_unbroken_one_passes() -> None:
     assert failures(Suite("Sound"), skip=(LAST,)) == {}
 
 
 @pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
 def test_the_suite_rejects(broken: type[Collective], test: str) -> None:
-    assert test in failures(Suite(broken.__name__), skip=others(test)), "the suite accepts it"
+    others = tuple(name for name in dir(CollectiveContract) if name != test)
+    assert test in failures(Suite(broken.__name__), skip=others), "the suite accepts it"

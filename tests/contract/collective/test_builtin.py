@@ -1,4 +1,4 @@
-"""The contract suite over every built-in collective."""
+"""Contract suite for every built-in collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dovetail.plugins.collective.ordered import OrderedCollective
 
 
 class TestNccl(CollectiveContract):
-    """Over gloo."""
+    """Uses gloo."""
 
     def make(self) -> Collective:
         return NcclCollective(NcclConfig())
@@ -32,7 +32,7 @@ class TestOrdered(CollectiveContract):
 
 
 class OnThreads(CollectiveContract):
-    """Ranks of gloo need no processes of their own."""
+    """Runs gloo ranks on threads instead of processes."""
 
     def on_ranks(self, method: Callable[[int, int, str], object], may_die: tuple[int, ...] = ()) -> list[Any]:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -66,7 +66,7 @@ class Halves(OnThreads):
         return NcclCollective(NcclConfig(shard_rows=4, timeout=60))
 
     def kept(self, rank: int, size: int, address: str) -> list[tuple[int, ...]]:
-        """Shapes of what two sums leave on a rank."""
+        """Return the shapes of the memory that two sums leave on a rank."""
         build: Any = SimpleNamespace(dtype=torch.float32, device=self.device)
         norm = RMSNorm("norm", build, 8, 1e-5)
         with self.connected(rank, size, address) as collective:

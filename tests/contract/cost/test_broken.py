@@ -1,4 +1,4 @@
-"""The suite must reject cost models that are wrong in one way each."""
+"""Cost models with one fault each; the suite must reject them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.core.testing.suite import OUTCOMES, failures
 
 
 class Sound(CostModel):
-    """A step costs a fixed time, and more for each token and each page of context."""
+    """Correct: a step costs a fixed time plus a time for each token and each page of context."""
 
     def step_seconds(self, rows: Iterable[RowWork]) -> float:
         work = sum(self.work(row) for row in rows)

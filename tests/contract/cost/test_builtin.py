@@ -1,4 +1,4 @@
-"""The contract suite over every built-in cost model, with the numbers of each variant."""
+"""Contract suite for every built-in cost model, with the numbers of each variant."""
 
 from __future__ import annotations
 

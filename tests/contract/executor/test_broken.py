@@ -1,4 +1,4 @@
-"""The suite must reject executors that are wrong in one way each."""
+"""Executors with one fault each; the suite must reject them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NumbersRowsBySlot(Sound):
 
 
 class CountsWhatRan(Sound):
-    """pending leaves out what is held back."""
+    """Omits delayed plans from `pending`."""
 
     delay = 2
 
@@ -71,7 +71,7 @@ class CountsWhatRan(Sound):
 
 
 class RunsTwice(Sound):
-    """Feeds the last step's tokens again where somebody had waited for them."""
+    """Computes the last token again once all results are collected."""
 
     def collect(self) -> StepResult:
         result = super().collect()
@@ -81,7 +81,7 @@ class RunsTwice(Sound):
 
 
 class MixesPages(Sound):
-    """Loses the page table of everyone but the first to join."""
+    """Loses the page tables of all joining sequences but the first."""
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         super().submit(replace(plan, pages=[page for page in plan.pages if page.slot == 0]), blobs)
@@ -145,30 +145,30 @@ class IgnoresMasks(Sound):
 
 
 class SamplesWithoutMask(Sound):
-    """Takes a mask that is missing for one that allows everything."""
+    """Treats a missing mask as one that allows everything."""
 
     def complete(self, late: LateInputs) -> None:
         super().complete(late if late.rows else LateInputs(late.step, (0,), ~np.zeros((1, 4), np.uint32)))
 
 
 class ShiftsMasks(Sound):
-    """Gives them to the rows after theirs."""
+    """Applies each mask to the next row."""
 
     def complete(self, late: LateInputs) -> None:
-        rows = self._mirror.waiting.rows
+        rows = self._ledger.waiting.rows
         rows[1] = rows[1]._replace(flags=rows[1].flags | RowFlag.LATE)
         super().complete(replace(late, rows=tuple(row + 1 for row in late.rows)))
 
 
 class DoesNotWait(Sound):
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        if self._mirror.waiting is not None:
-            self.complete(LateInputs(self._mirror.waiting.step, (), np.zeros((0, 0), np.uint32)))
+        if self._ledger.waiting is not None:
+            self.complete(LateInputs(self._ledger.waiting.step, (), np.zeros((0, 0), np.uint32)))
         super().submit(plan, blobs)
 
 
 class UnloadsAtOnce(Sound):
-    """Though plans that use the adapter have not run."""
+    """Unloads before the plans that use the adapter have run."""
 
     delay = 3
 
@@ -215,14 +215,10 @@ def suite_of(executor: type[Executor]) -> ExecutorContract:
     return Suite()
 
 
-def others(test: str) -> tuple[str, ...]:
-    """Each starts an executor."""
-    return tuple(name for name in dir(ExecutorContract) if name != test)
-
-
 @pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
 def test_the_suite_rejects(broken: type[Executor], test: str) -> None:
-    assert test in failures(suite_of(broken), skip=others(test)), f"the suite accepts it: {broken.__doc__}"
+    others = tuple(name for name in dir(ExecutorContract) if name != test)
+    assert test in failures(suite_of(broken), skip=others), f"the suite accepts it: {broken.__doc__}"
 
 
 def test_the_unbroken_one_passes() -> None:

@@ -1,4 +1,4 @@
-"""The contract suite over every built-in executor."""
+"""Contract suite for every built-in executor."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class TestSimulated(ExecutorContract):
         return SimulatedExecutor(SimulatedConfig(speed=1000.0), composition)
 
     def reference(self, script: Script) -> list[StepResult]:
-        """It has no model: its tokens are a rule of its own, and must not depend on when results are asked for."""
+        """Return its own tokens: it has no model and computes tokens by a rule, which must not depend on when results
+        are collected."""
         executor = self.make(small_composition(*self.overrides))
         executor.start(quiet)
         return self.one_by_one(executor, script)

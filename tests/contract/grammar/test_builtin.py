@@ -1,4 +1,4 @@
-"""The contract suite over the built-in grammar compilers."""
+"""Contract suite for the built-in grammar compilers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_tokenizer_that_llguidance_cannot_read(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
-    """Special ones were added to it and have no logits."""
+    """The additional tokens are special and have no logits."""
     whole, _ = vocabulary()
     tokenizer = Tokenizer.from_file(str(whole.tokenizer))
     tokenizer.add_special_tokens([f"<added-{i}>" for i in range(64)])

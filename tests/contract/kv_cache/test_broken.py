@@ -1,4 +1,4 @@
-"""The suite must reject allocators that are broken in one way each. None of them may be saved by its own check()."""
+"""Allocators with one fault each; the suite must reject them, without help from their own check()."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class PublishesOnReserve(Base):
 
 
 class ForgetsTheParent(Base):
-    """Keys are of a page's own tokens."""
+    """Builds keys only from a page's own tokens."""
 
     def __init__(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
         super().__init__(groups, num_pages)
@@ -145,7 +145,7 @@ class LooseChain(KeyChain):
 
 
 class FindsOneGroupAlone(Base):
-    """A hit is as long as the first group has it, whatever the others have."""
+    """Returns a hit as long as the first group's, regardless of the others."""
 
     def _find(self, seq: KVSequence, chains: list[KeyChain]) -> int:
         first = self._pages[0]
@@ -199,7 +199,7 @@ class GivesBackWhatTheWindowReaches(Base):
 
 
 class WantsWholePrefixes(Base):
-    """Finds a window group's pages as if there were no window."""
+    """Looks up a window group's pages as if it had no window."""
 
     def __init__(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
         super().__init__(groups, num_pages)
@@ -208,7 +208,7 @@ class WantsWholePrefixes(Base):
 
 
 class LosesStores(Base):
-    """Pages come back from the host that never went there."""
+    """Loads pages from the host that were never stored there."""
 
     def _page_list(self, group: KVGroup, total: int) -> KeyedPages:
         return KeyedPages(group, total, self._policy(), HostTier(group.id, 9))
@@ -248,7 +248,8 @@ BROKEN = {
     WantsWholePrefixes: "test_a_hit_has_the_windows_pages_alone",
 }
 UNSEEN_BY_MACHINE = (LooksAtEveryCachedPage, IsNotKnown, KeepsOverwrittenPages)
-"""Two that no state shows; one that needs a rare interleaving, and comes up with some versions of hypothesis only."""
+"""Two faults that no state shows, and one that needs a rare interleaving and is found only by some versions of
+hypothesis."""
 
 QUICK = settings(
     max_examples=1000,

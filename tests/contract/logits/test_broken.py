@@ -1,4 +1,4 @@
-"""The suite must reject logits processors that are wrong in one way each."""
+"""Logits processors with one fault each; the suite must reject them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dovetail.core.testing.suite import failures
 
 
 class Charge(LogitsProcessor):
-    """Sound: every logit loses the request's presence penalty for each output token, and more at its stop tokens."""
+    """Correct: lowers every logit by the request's presence penalty for each output token, and more at its stop
+    tokens."""
 
     stops_SM: torch.Tensor
 
@@ -41,7 +42,7 @@ class Charge(LogitsProcessor):
         self.extra_SM = torch.nn.functional.pad(self.extra_SM, (0, columns), value=-0.0)
 
     def counted(self, ctx: LogitsContext) -> torch.Tensor:
-        """Tokens of each row's history that are above 9, which depends on what they are, not only how many."""
+        """Count the history tokens above 9 in each row, which depends on the tokens, not only on their number."""
         known_NL = torch.arange(ctx.max_length) < ctx.lengths_N[:, None]
         return ((ctx.tokens_SL[ctx.slots_N, : ctx.max_length] > 9) & known_NL).sum(-1) + 1
 
@@ -121,7 +122,7 @@ class ReadsTheBound(Charge):
 
 
 class IgnoresDrafts(Charge):
-    """Takes each slot's shortest row for all of its rows."""
+    """Uses each slot's shortest row for all of its rows."""
 
     def counted(self, ctx: LogitsContext) -> torch.Tensor:
         counted_N = super().counted(ctx)
@@ -156,7 +157,7 @@ class ForgetsWhenItGrows(Charge):
 
 
 class CountsSteps(Charge):
-    """Keeps its own count instead of reading the history."""
+    """Counts steps itself instead of reading the history."""
 
     def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
         super().allocate(slots, vocab, device)
@@ -172,7 +173,7 @@ class CountsSteps(Charge):
 
 
 class JoinsOnce(Charge):
-    """Its state is closed at the first step."""
+    """Accepts no join after the first step."""
 
     def join(self, slot: int, request: Request) -> None:
         if not hasattr(self, "closed"):

@@ -1,4 +1,4 @@
-"""The contract suite over every built-in logits processor."""
+"""Contract suite for every built-in logits processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite must reject models that are wrong in one way each."""
+"""Models with one fault each; the suite must reject them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class SeesTheNextToken(Sound):
 
 
 class CountsFromTheChunk(Sound):
-    """Positions begin anew with each step."""
+    """Restarts positions with each step."""
 
     def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
         for attn in ctx.attn.values():
@@ -199,7 +199,7 @@ class GivesTheLastTapForAll(Sound):
         return replace(hidden, taps={tap: hidden.taps[max(taps)] for tap in taps})
 
 
-# In turns.
+# Interleaved halves.
 
 
 class ReducesByItself(Sound):

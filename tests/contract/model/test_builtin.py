@@ -1,4 +1,4 @@
-"""The contract suite over every built-in model."""
+"""Contract suite for every built-in model."""
 
 from __future__ import annotations
 

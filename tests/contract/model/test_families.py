@@ -1,4 +1,4 @@
-"""The contract suite over the other architectures of model=llama, with checkpoints as transformers makes them."""
+"""Contract suite for the other architectures of model=llama, with checkpoints in transformers' layout."""
 
 from __future__ import annotations
 

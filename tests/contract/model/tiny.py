@@ -1,4 +1,4 @@
-"""Tiny models of every kind that the suite should see, with their checkpoints."""
+"""Tiny models of every kind that the suite needs, with checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 9
 
 
 def checkpoint(hf: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As transformers names and shapes the tensors."""
+    """Return tensors with transformers' names and shapes."""
     random = torch.Generator().manual_seed(3)
     hidden, inner, vocab = hf["hidden_size"], hf["intermediate_size"], hf["vocab_size"]
     kv = hidden // hf["num_attention_heads"] * hf["num_key_value_heads"]

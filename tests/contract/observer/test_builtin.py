@@ -1,4 +1,4 @@
-"""The contract suite over built-in observers and a plain one, and the engine's side of the contract."""
+"""Contract suite for the built-in observers and a plain one, and the engine's side of the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages that are wrong in one way each; the suite must reject them by the test named."""
+"""Packages with one fault each; the suite must reject each by the named test."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Installed = Callable[[str, str], PackageContract]
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installed]:
-    """installed(module, variant): the suite of a package that pip would have put there."""
+    """installed(module, variant): return the suite of a package as pip would install it."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
 
@@ -101,7 +101,7 @@ def test_the_suite_rejects(name: str, installed: Installed) -> None:
     module, variant = SOUND.replace(*change), VARIANT.replace(*change)
     assert (module, variant) != (SOUND, VARIANT)
     imports = "test_listing_it_imports_nothing_heavy"
-    skip = () if test == imports else (imports,)  # a process for each is dear
+    skip = () if test == imports else (imports,)  # starting a process for each is expensive
     assert test in failures(installed(module, variant), skip=skip)
 
 

@@ -1,4 +1,4 @@
-"""What a package promises, over Dovetail's own."""
+"""Package suite for Dovetail's own package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from dovetail.core.testing.package import PackageContract
 
 class TestDovetail(PackageContract):
     package = "dovetail"
-    # Every class is loaded, and every preset and variant composed, by other tests.
+    # Other tests load every class and compose every preset and variant.
     test_classes_are_whole = None
     test_presets_and_variants_compose = None

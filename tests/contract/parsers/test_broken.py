@@ -1,4 +1,4 @@
-"""The suites must reject parsers that are wrong in one way each."""
+"""Parsers with one fault each; the suites must reject them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dovetail.plugins.tool_parser.config import HermesConfig
 from dovetail.plugins.tool_parser.hermes import HermesParser, HermesStream
 
 QUICK = settings(ToolParserContract.check_settings, phases=[Phase.generate])
-"""What fails need not become small."""
+"""Failing examples are not minimized."""
 
 
 def with_stream(stream: type[HermesStream]) -> type[ToolParser]:
@@ -183,7 +183,7 @@ def test_the_suite_rejects_a_tool_parser(broken: type[ToolParser], test: str) ->
 
 
 class ReasonsAnywhere(ThinkStream):
-    """A mark in the middle of an answer opens a second reasoning."""
+    """Starts a second reasoning at a mark inside the answer."""
 
     def parse(self) -> Steps[None]:
         while (yield from self.until("<think>")):
@@ -206,7 +206,7 @@ class HoldsTheReasoning(ThinkStream):
 
 
 class KeepsTheBlanks(ThinkStream):
-    """And so the tags' line breaks become part of the reasoning."""
+    """Includes the line breaks next to the tags in the reasoning."""
 
     def blanks(self) -> Steps[str]:
         return (yield from self.peek())

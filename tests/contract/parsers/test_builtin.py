@@ -1,4 +1,4 @@
-"""The contract suites over the built-in parsers."""
+"""Contract suites for the built-in parsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Triton encoding that cuts where its reference rounds."""
+"""A Triton encoding that truncates although its reference rounds."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The suite must reject quantizers that are wrong in one way each.
+"""Quantizers with one fault each; the suite must reject them.
 
 Shapes: T tokens, I input, O output.
 """
@@ -31,7 +31,7 @@ ROWS = ActFormat("rows", dtype=torch.int8, group="token", scale_layout="row", re
 
 
 class Sound(LinearMethod):
-    """8 bits for weights and input, a scale for each row of both; the product in float32."""
+    """Correct: 8-bit weights and inputs with one scale per row of each; the matmul is in float32."""
 
     input = ROWS
 
@@ -68,7 +68,7 @@ class LoadsEveryPartFirst(Sound):
 
 
 class AppendsParts(Sound):
-    """Right as long as they come in order."""
+    """Appends parts, which is right only if they are loaded in order."""
 
     def create(self, shape: LinearShape, device: torch.device) -> Params:
         self.at = 0
@@ -80,7 +80,7 @@ class AppendsParts(Sound):
 
 
 class ScalesWithTheLastPart(Sound):
-    """One scale for the layer, and each part brings its own."""
+    """Uses one scale per layer, set by the last part that is loaded."""
 
     def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
         params["weight"][part], scale = to_int8(tensor.float(), tensor.float().abs().max())
@@ -88,7 +88,7 @@ class ScalesWithTheLastPart(Sound):
 
 
 class KeepsTheParts(Sound):
-    """Converts them in finish, when their memory may be another's."""
+    """Converts parts in finish, when their memory may have been reused."""
 
     def create(self, shape: LinearShape, device: torch.device) -> Params:
         self.parts: list[tuple[slice, torch.Tensor]] = []
@@ -108,7 +108,7 @@ class TakesOneDtype(Sound):
 
 
 class SplitsPartsEvenly(Sound):
-    """Finds a part by its number."""
+    """Assumes that all parts have equal size."""
 
     def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
         size = self.shape.out // len(self.shape.parts)
@@ -119,7 +119,7 @@ class SplitsPartsEvenly(Sound):
 
 
 class HidesItsWeight(Sound):
-    """Packs into a tensor that the layer does not know."""
+    """Keeps its parameters in itself and ignores those passed to apply."""
 
     def finish(self, params: Params) -> None:
         self.packed = params
@@ -150,7 +150,7 @@ class ReadsFourBits(Sound):
         params["weight"][part] = params["weight"][part] // 16 * 16
 
 
-# The product.
+# Matmul.
 
 
 class DropsTheBias(Sound):
@@ -170,7 +170,7 @@ class AnswersInFloat32(Sound):
 
 
 class LeavesOneScaleForAll(Sound):
-    """Kernels read a scale for each row."""
+    """Returns one scale, although kernels read one per row."""
 
     def partial(self, params: Params, x: Activation) -> Partial:
         y_TO = self.apply(params, x)
@@ -191,7 +191,7 @@ class ScalesWeightsInPlace(Sound):
 
 
 class SumsIn16Bits(Sound):
-    """Overflows where rows are long."""
+    """Overflows for long rows."""
 
     def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         sums = x.values.int() @ params["weight"].int().t()
@@ -216,7 +216,7 @@ class DropsOddColumns(Sound):
         return super().apply(cut, replace(x, values=x.values[:, :whole]), bias)
 
 
-# The input format.
+# Input format.
 
 
 class ScalesWithTheWholeBatch(Sound):
@@ -233,7 +233,7 @@ class DividesByZero(Sound):
 
 
 class DeclaresAnotherDtype(Sound):
-    """The core's kernels would write the model's dtype; this apply happens not to care."""
+    """Declares a wrong dtype, which the core's kernels would write; this apply accepts any dtype."""
 
     input = replace(ROWS, dtype=None)
 
@@ -243,16 +243,16 @@ class DeclaresNoScales(Sound):
 
 
 class DeclaresGroups(Sound):
-    """And its reference gives one scale a row."""
+    """Declares groups, although its reference returns one scale per row."""
 
     input = replace(ROWS, group=32)
 
 
-# Choosing.
+# Selection.
 
 
 class KeepsEachShapesWeight(Chooses):
-    """Layers of one shape get one method, which keeps its product's operand."""
+    """Returns one method for layers of equal shape, and the method keeps its matmul operand."""
 
     class method_class(Sound):
         def finish(self, params: Params) -> None:
@@ -350,7 +350,7 @@ def test_the_sound_one_passes() -> None:
 
 
 class CutsInItsKernel(QuantizerContract):
-    """At the top of the module, where the process that interprets kernels finds it."""
+    """Defined at module level, so that the process that interprets kernels can import it."""
 
     error = 0.02
 

@@ -1,4 +1,4 @@
-"""The contract suite over every built-in quantizer."""
+"""Contract suite for every built-in quantizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestFP8(QuantizerContract):
 
 
 class TestFP8OneScale(QuantizerContract):
-    """Of a matrix, and of all tokens of a step."""
+    """One scale per matrix, and one for all tokens of a step."""
 
     error = 0.06
     rows_independent = False
@@ -44,7 +44,7 @@ class TestFP8OneScale(QuantizerContract):
 
 
 class TestFP8ByTensor(QuantizerContract):
-    """As AutoFP8 stores it: one scale a matrix, static scales of inputs."""
+    """AutoFP8 layout: one scale per matrix, static input scales."""
 
     error = 0.06
 
@@ -60,7 +60,7 @@ class TestFP8ByTensor(QuantizerContract):
 
 
 class TestFP8ByRow(QuantizerContract):
-    """As compressed-tensors stores it: a scale an output channel."""
+    """compressed-tensors layout: one scale per output channel."""
 
     error = 0.06
 

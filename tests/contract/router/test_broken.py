@@ -1,4 +1,4 @@
-"""Routers that are wrong in one way each; the suite must reject them by the test named."""
+"""Routers with one fault each; the suite must reject each by the named test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.core.testing.suite import failures
 
 
 class Sound(Router):
-    """Nothing wrong."""
+    """Correct."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(None, replicas)
@@ -24,7 +24,7 @@ class Sound(Router):
 
 
 class AnyReplica(Sound):
-    """Also one that is not there."""
+    """Also returns replicas that are not in `loads`."""
 
     def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
         return len(arrival.prompt_ids) % self.replicas
@@ -47,7 +47,7 @@ class Sorts(Sound):
 
 
 class StaysWithAPrefix(Sound):
-    """However long its queue."""
+    """Follows the prefix regardless of the queue length."""
 
     def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
         return loads[sum(arrival.prompt_ids[:64]) % len(loads)].replica
@@ -59,7 +59,7 @@ class FirstComeFirstBurdened(Sound):
 
 
 class NeverForgives(Sound):
-    """Whom it was told to forget gets nothing any more."""
+    """Avoids a replica for good after `forget`."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)

@@ -1,4 +1,4 @@
-"""The contract suite over every built-in router."""
+"""Contract suite for every built-in router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract suite of schedulers over the allocators that test_builtin leaves out: two policies each, for time."""
+"""Scheduler suite with the allocators that test_builtin omits: two policies each, to limit the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite must reject schedulers that are wrong in one way each."""
+"""Schedulers with one fault each; the suite must reject them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CHAOS = random.Random()
 
 
 class Undecided(PolicyScheduler):
-    """Depends on something other than its inputs."""
+    """Depends on more than its inputs."""
 
     def order(self, waiting, ctx):  # type: ignore[no-untyped-def]
         return sorted(waiting, key=lambda seq: CHAOS.random())
 
 
 class Greedy(PolicyScheduler):
-    """Spends more than the budget."""
+    """Exceeds the token budget."""
 
     def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
         self.limits = SchedulerLimits(100, self.limits.max_seqs, self.limits.max_len, self.limits.lookahead)
@@ -52,7 +52,7 @@ class Forgetful(PolicyScheduler):
 
 
 class Amnesiac(PolicyScheduler):
-    """Loses the tokens that came while a sequence was being preempted."""
+    """Loses the tokens that arrived while a sequence was being preempted."""
 
     def update(self, result: StepResult) -> None:
         plan = self._launched[0]
@@ -65,14 +65,14 @@ class Amnesiac(PolicyScheduler):
 
 
 class TakesRoomOnce(PolicyScheduler):
-    """Takes pages for the first chunk in a window group, and none for those that follow."""
+    """Reserves a window group's pages only for the first chunk."""
 
     def _feed(self, seq, step, ctx):  # type: ignore[no-untyped-def]
         self._chunk(seq, self.chunk(seq, step.budget, ctx), step)
 
 
 class Overtaken(PolicyScheduler):
-    """Lets a preempted sequence re-enter while its results are still on the way."""
+    """Lets a preempted sequence re-enter while its results are still pending."""
 
     def _candidates(self, step, ctx):  # type: ignore[no-untyped-def]
         yield from list(self.resuming.values())
@@ -80,7 +80,7 @@ class Overtaken(PolicyScheduler):
 
 
 class Forbidden(PolicyScheduler):
-    """Gives rows with a grammar drafts, which their mask does not know of."""
+    """Gives drafts to rows with a grammar, whose mask does not cover them."""
 
     def _decode(self, seq, step, ctx):  # type: ignore[no-untyped-def]
         request = seq.request
@@ -90,7 +90,7 @@ class Forbidden(PolicyScheduler):
 
 
 class Confident(PolicyScheduler):
-    """Takes it that a row which samples brings a token."""
+    """Assumes that every sampling row yields a token."""
 
     def update(self, result: StepResult) -> None:
         super().update(result)
@@ -110,7 +110,7 @@ class Confident(PolicyScheduler):
 
 
 class Impatient(PolicyScheduler):
-    """Forgets that rejected drafts shorten a sequence."""
+    """Ignores that rejected drafts shorten a sequence."""
 
     def update(self, result: StepResult) -> None:
         before = {uid: seq.max_len for uid, seq in self._sequences.items()}
@@ -122,7 +122,7 @@ class Impatient(PolicyScheduler):
 
 
 class Disordered(PolicyScheduler):
-    """Rows in no canonical order."""
+    """Returns rows in non-canonical order."""
 
     def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
         plan = super().schedule(ctx)
@@ -139,7 +139,7 @@ class Unfair(PolicyScheduler):
 
 
 class Optimist(PolicyScheduler):
-    """Takes requests that can never fit."""
+    """Accepts requests that can never fit."""
 
     def _never_fits(self, seq: Sequence) -> str | None:
         return None
@@ -165,20 +165,20 @@ class Doubled(PolicyScheduler):
 
 
 class Reckless(PolicyScheduler):
-    """Lets sequences join without what they need."""
+    """Lets sequences join without acquiring their resources."""
 
     def _acquire(self, seq: Sequence) -> bool:
         return True
 
 
 class Hoarder(PolicyScheduler):
-    """Keeps adapter slots for sequences that have left."""
+    """Keeps adapter slots of sequences that have left."""
 
     def _release(self, seq: Sequence) -> None: ...
 
 
 class Jealous(PolicyScheduler):
-    """Asks for those whose adapter is in first, and gives up what it was refused."""
+    """Releases a refused sequence, which therefore never gets its turn."""
 
     def _acquire(self, seq: Sequence) -> bool:
         got = super()._acquire(seq)
@@ -216,14 +216,10 @@ def suite_of(scheduler: type[PolicyScheduler]) -> SchedulerContract:
     return Suite()
 
 
-def others(test: str) -> tuple[str, ...]:
-    """Each drives the engine for a while, and one must fail."""
-    return tuple(name for name in dir(SchedulerContract) if name != test)
-
-
 @pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
 def test_the_suite_rejects(broken: type[PolicyScheduler], test: str) -> None:
-    assert test in failures(suite_of(broken), skip=others(test)), f"the suite accepts it: {broken.__doc__}"
+    others = tuple(name for name in dir(SchedulerContract) if name != test)
+    assert test in failures(suite_of(broken), skip=others), f"the suite accepts it: {broken.__doc__}"
 
 
 def test_the_unbroken_one_passes() -> None:

@@ -1,4 +1,4 @@
-"""The contract suite over every built-in scheduler and allocator."""
+"""Contract suite for every built-in scheduler and allocator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def allocator(request: pytest.FixtureRequest) -> None:
 
 class _OnEveryAllocator(SchedulerContract):
     allocator: str
-    # Most of them drive the same policy underneath; the nightly script runs the suite's own number.
+    # Most of them share one policy implementation, so CI runs few examples; the nightly script runs the suite's own
+    # number.
     loads: ClassVar[int] = SchedulerContract.loads if os.environ.get("DOVETAIL_GRID") == "pairs" else 2
 
     def make_kv(self, groups: Seq[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
@@ -79,7 +80,7 @@ class TestPriority(_OnEveryAllocator):
 
 class TestPriorityThatAges(_OnEveryAllocator):
     def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        # So slow that two runs of a test never differ by it.
+        # So slow that it never differs between two runs of a test.
         return PriorityScheduler(PriorityConfig(age_seconds=1e6), limits, kv)
 
 

@@ -1,4 +1,4 @@
-"""The suite must reject drafters that are wrong in one way each."""
+"""Drafters with one fault each; the suite must reject them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.core.testing.suite import failures
 
 
 class Follower(Drafter):
-    """Sound: counts on from the last token, and not always as far as it could."""
+    """Correct: counts up from the last token, sometimes with fewer than k tokens."""
 
     ahead = 3
 
@@ -35,7 +35,7 @@ class Follower(Drafter):
 
 
 class Drawer(Follower):
-    """Sound: draws from a q that depends on the last token, with noise that depends on the history."""
+    """Correct: draws from a q that depends on the last token, with noise that depends on the history."""
 
     def propose(self, ctx: DraftContext) -> Draft:
         q_BKV = self.q(ctx)
@@ -59,7 +59,7 @@ class Drawer(Follower):
 
 
 class HostFollower(Drafter):
-    """Sound, on the host."""
+    """Correct, on the host."""
 
     needs_host_tokens = True
 
@@ -144,7 +144,7 @@ class WaitsForTheDevice(Follower):
 
 
 class RemembersTheSlot(Follower):
-    """Keeps what it first said of a slot."""
+    """Keeps its first proposal for a slot."""
 
     def bind(self, target: TargetView) -> None:
         super().bind(target)
@@ -197,7 +197,7 @@ class Boasts(Drawer):
 
 
 class SaysTheLikeliest(Drawer):
-    """States q and takes its mode, which is no draw."""
+    """States q but returns its mode instead of a draw."""
 
     def propose(self, ctx: DraftContext) -> Draft:
         draft = super().propose(ctx)

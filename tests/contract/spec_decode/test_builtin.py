@@ -1,4 +1,4 @@
-"""The contract suite over every built-in drafter, and the engine's side of the contract."""
+"""Contract suite for every built-in drafter, and the engine's side of the contract."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_suite_must_be_given_a_drafter() -> None:
 
 
 class Spy(Drafter):
-    """Guesses token 1 twice; what stands behind its guesses is no token."""
+    """Proposes token 1 twice; the entries after these are invalid ids."""
 
     ahead = 3
     garbage = 1
@@ -70,7 +70,7 @@ class Spy(Drafter):
 
 
 def run(drafter: Drafter) -> list[StepResult]:
-    """A prompt in two chunks, then three steps that verify as many drafts as the drafter can offer."""
+    """Run a prompt in two chunks, then three steps that verify as many drafts as the drafter can offer."""
     before = torch.is_grad_enabled()
     runner = Runner(small_composition())
     pages = runner.load(quiet).num_pages

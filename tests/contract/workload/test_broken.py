@@ -1,4 +1,4 @@
-"""Workloads that are wrong in one way each; the suite must reject them by the test named."""
+"""Workloads with one fault each; the suite must reject each by the named test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.core.testing.workload import WorkloadContract
 
 
 class Sound(Workload):
-    """Nothing wrong."""
+    """Correct."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -79,7 +79,7 @@ class GlobalDraws(Sound):
 
 
 class Remembers(Sound):
-    """Goes on where it stopped."""
+    """Continues from the previous call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The contract suite over every built-in workload."""
+"""Contract suite for every built-in workload."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Alone = dict[str, list[list[int]]]
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    """Adapter -> its tokens for each prompt, one request at a time; filled by the first test that asks."""
+    """Adapter -> its tokens for each prompt, one request at a time; filled on demand."""
     return {}
 
 
@@ -29,7 +29,7 @@ def running(*overrides: str, **adapters: str) -> LLM:
 
 
 def mixed(llm: LLM, names: tuple[str, ...], params: SamplingParams = GREEDY) -> list[list[int]]:
-    """Every prompt with every adapter, interleaved, all in the engine at once."""
+    """Return the tokens of every prompt with every adapter, all in the engine at once."""
     found: dict[int, list[list[int]]] = {}
 
     def ask(at: int, name: str) -> None:
@@ -55,7 +55,7 @@ def mixed(llm: LLM, names: tuple[str, ...], params: SamplingParams = GREEDY) -> 
     ids=" ".join,
 )
 def test_tokens_are_those_of_each_adapter_alone(overrides: list[str], save_lora: Save, alone: Alone) -> None:
-    """Whatever runs beside it, in whichever slot, preempted or not."""
+    """Independent of concurrent requests, slots and preemption."""
     folders = {name: save_lora(name, seed=seed, rank=4 * seed) for seed, name in enumerate("abc", 1)}
     names = ("a", "", "b", "c", "a")
     for name in names[:4]:
@@ -92,7 +92,7 @@ def test_cached_prefixes_are_not_shared_between_adapters(kv_cache: str, save_lor
         first = {name: cached(adapter=name) for name in ("", "a", "b")}
         again = {name: cached(adapter=name) for name in ("", "a", "b")}
         assert set(first.values()) == {0} and min(again.values()) >= 96
-        # Nor by a salt that is written like an adapter's own.
+        # A salt that equals an adapter's internal key does not share, either.
         key = "a@1"
         assert cached(cache_salt=f"{key}\0") == cached(cache_salt="a", adapter="b") == 0
         llm.unload_adapter("a")
@@ -114,12 +114,12 @@ def test_loading_and_unloading_while_requests_run(save_lora: Save) -> None:
         deltas = llm.stream(PROMPTS[0], GREEDY, adapter="a")
         tokens = list(next(deltas).token_ids)
         llm.unload_adapter("a")
-        # The name is free, and whoever runs with what it meant goes on.
+        # The name is free; running requests keep the unloaded adapter.
         with pytest.raises(RequestError, match="'a' is not loaded"):
             llm.generate(PROMPTS[0], GREEDY, adapter="a")
         llm.load_adapter("a", b)
         assert llm.adapters == {"a": b}
-        with pytest.raises(RequestError, match="2 adapters are loaded, of at most 2"):
+        with pytest.raises(RequestError, match="2 adapters are loaded, the limit is 2"):
             llm.load_adapter("c", a)
         other = llm.generate(PROMPTS[0], GREEDY, adapter="a")[0].token_ids
         for delta in deltas:
@@ -134,8 +134,8 @@ def test_loading_and_unloading_while_requests_run(save_lora: Save) -> None:
                 llm.load_adapter(name, a)
 
 
-def test_a_folder_that_does_not_fit_ends_the_start_and_says_why(save_lora: Save, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"rank 24.*hold 16 at most.*adapter\.max_rank"):
+def test_a_folder_that_does_not_fit_fails_the_start(save_lora: Save, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"rank 24.*hold at most 16.*adapter\.max_rank"):
         running(a=save_lora("a", seed=1, rank=24))
     with running("adapter.max_rank=32", a=str(tmp_path / "a")) as llm:
         llm.generate(PROMPTS[0], GREEDY, adapter="a")
@@ -144,7 +144,7 @@ def test_a_folder_that_does_not_fit_ends_the_start_and_says_why(save_lora: Save,
         running(a=str(tmp_path / "nothing"))
 
 
-def test_a_folder_that_is_not_there_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_is_an_error_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     from dovetail.plugins.executor.inproc import InprocExecutor
 
     monkeypatch.delattr(InprocExecutor, "start")
@@ -161,7 +161,7 @@ def test_samples_share_an_adapter_and_embeddings_have_it(save_lora: Save) -> Non
         assert abs(vectors[0] - vectors[1]).max() > 1e-3
 
 
-def test_parts_that_know_no_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executors_without_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from dovetail.core.compose import Capabilities
     from dovetail.plugins.executor import capabilities
 

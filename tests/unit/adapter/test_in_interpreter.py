@@ -1,4 +1,4 @@
-"""Runs the kernel tests in Triton's interpreter. Triton reads its flag when it is imported, so that takes a process."""
+"""Run the kernel tests in Triton's interpreter, in a subprocess: Triton reads its flag when it is imported."""
 
 import importlib.util
 import os

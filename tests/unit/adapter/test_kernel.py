@@ -1,7 +1,6 @@
-"""The LoRA kernels against their torch reference, on fresh random input and poisoned outputs.
+"""The LoRA kernels against their torch reference, on random input and poisoned outputs.
 
-Runs compiled where there is a GPU, and in Triton's interpreter when TRITON_INTERPRET=1 was set before Triton was
-imported (test_in_interpreter.py starts such a process).
+They run compiled on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1 (see test_in_interpreter.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if INTERPRETED:
     mend_interpreter()
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-# The interpreter cuts float32 to bfloat16 instead of rounding, so there the other 16-bit type stands in for it.
+# The interpreter truncates float32 to bfloat16 instead of rounding, so float16 replaces it there.
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -38,7 +37,7 @@ def fresh_random_and_poison():
 
 
 def factors(slots: int, inputs: int, parts: tuple[int, ...], rank: int, dtype: torch.dtype):
-    """Views of one store a slot, as the adapters hold them, with strangers' numbers around."""
+    """Views of one store per slot, as in LoRA, surrounded by other numbers."""
     a_size, b_size = len(parts) * rank * inputs, sum(parts) * rank
     store_SN = torch.randn(slots, 64 + a_size + b_size + 64, device=DEVICE).to(dtype)
     a_SPRI = store_SN[:, 64 : 64 + a_size].unflatten(1, (len(parts), rank, inputs))
@@ -65,7 +64,7 @@ def both(x_TI, y_TO, a_SPRI, b_SOR, slots_T, parts):
 )
 def test_equals_the_reference(tokens, inputs, parts, rank, slots, dtype):
     a_SPRI, b_SOR = factors(slots, inputs, parts, rank, dtype)
-    # Rows as the norm before may leave them: every other row of a wider tensor.
+    # Strided input: every other row of a wider tensor.
     x_TI = torch.randn(tokens, 2, inputs, device=DEVICE).to(dtype)[:, 0]
     y_TO = torch.randn(tokens, sum(parts), device=DEVICE).to(dtype) * inputs
     slots_T = torch.randint(-1, slots, (tokens,), dtype=torch.int32, device=DEVICE)
@@ -75,9 +74,9 @@ def test_equals_the_reference(tokens, inputs, parts, rank, slots, dtype):
     assert same_bits(got[slots_T < 0], y_TO[slots_T < 0])
 
 
-@pytest.mark.parametrize("programs", [1, 1 << 20], ids=["one program goes through the slots", "one for each slot"])
-def test_a_prompt_beside_decode_rows(programs, monkeypatch):
-    """One tile of many adapters, then tiles of one; with and without splits."""
+@pytest.mark.parametrize("programs", [1, 1 << 20], ids=["one program loops over slots", "one program per slot"])
+def test_a_prompt_with_decode_rows(programs, monkeypatch):
+    """One tile with many adapters, then tiles with one; with and without splits."""
     monkeypatch.setattr(kernel, "PROGRAMS", programs)
     parts, slots = (24, 200), 5
     a_SPRI, b_SOR = factors(slots, 130, parts, 16, torch.float32)
@@ -89,7 +88,7 @@ def test_a_prompt_beside_decode_rows(programs, monkeypatch):
     assert same_bits(got[slots_T < 0], y_TO[slots_T < 0])
 
 
-def test_what_one_slot_holds_reaches_no_other_row():
+def test_a_slot_affects_only_its_rows():
     a_SPRI, b_SOR = factors(2, 64, (48,), 16, torch.float32)
     a_SPRI[1] = float("nan")
     slots_T = torch.tensor([0, 1, -1, 0], dtype=torch.int32, device=DEVICE)

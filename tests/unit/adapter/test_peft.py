@@ -1,4 +1,4 @@
-"""What an adapter's folder may hold, and what is refused by name. The folder may be anybody's."""
+"""Adapter folders that are accepted, and errors for the others. The folder is untrusted."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def test_scale(config: dict[str, Any], scale: float, tmp_path: Path) -> None:
         ({"lora_alpha": True}, "lora_alpha of .* is True"),
         ({"lora_alpha": -1}, "lora_alpha of .* is -1"),
         ({"lora_alpha": float("inf")}, "lora_alpha of .* is inf"),
-        ({"rank_pattern": ["q_proj"]}, "rank_pattern is no object"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is not an object"),
         ({"rank_pattern": {"(a+)+b": 4}}, "is a pattern"),
         ({"target_modules": ["q_proj", "v_proj"]}, "no tensor for 'v_proj'"),
-        ({"filler": "x" * (1 << 20)}, "bytes, of at most"),
+        ({"filler": "x" * (1 << 20)}, "bytes; the limit is"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -98,13 +98,13 @@ def test_configs_that_are_refused(config: dict[str, Any], words: str, tmp_path: 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "holds no tensor"),
+        ({}, "has no tensors"),
         ({A: torch.ones(4, 10)}, "lora_A without its other factor"),
         ({A: torch.ones(4, 10), B: torch.ones(6, 5)}, "do not fit"),
         ({A: torch.ones(4), B: torch.ones(6, 4)}, "do not fit"),
         (tensors() | {A.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(6)}, "'base_model.*magnitude"),
-        (tensors() | {"base_model.model.lm_head.weight": torch.ones(2)}, "lm_head.weight' belongs to no LoRA"),
-        (tensors() | {A.replace("_A.weight", "_embedding_A"): torch.ones(2)}, "belongs to no LoRA"),
+        (tensors() | {"base_model.model.lm_head.weight": torch.ones(2)}, "lm_head.weight' is not part of a LoRA"),
+        (tensors() | {A.replace("_A.weight", "_embedding_A"): torch.ones(2)}, "is not part of a LoRA"),
     ],
     ids=["nothing", "half", "ranks", "vector", "magnitude", "whole layer", "embedding"],
 )
@@ -133,7 +133,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "config", "words"),
     [
-        (tensors(rank=32), {"r": 32}, r"rank 32.*16 at most \(adapter\.max_rank"),
+        (tensors(rank=32), {"r": 32}, r"rank 32.*at most 16 \(adapter\.max_rank"),
         (tensors(outputs=8), {}, "10 inputs to 8 outputs, and this model's maps 10 to 6: .*another base model"),
         (tensors(inputs=12), {}, "12 inputs to 6 outputs"),
         (tensors() | {B: torch.full((6, 4), float("nan"))}, {}, "not finite"),

@@ -1,4 +1,4 @@
-"""Who gets a slot for an adapter, and when."""
+"""Assignment of slots to adapters."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ def test_a_forgotten_adapter_makes_room_first() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_nobody_starves(count: int) -> None:
-    """More adapters than slots, and new requests for each of them all the time. In order of arrival, as a scheduler
-    asks, every one is served within a bounded time, and batches are larger than one."""
+def test_no_request_starves(count: int) -> None:
+    """With more adapters than slots and constant load for each, waiting times are bounded and batches are large."""
     rng = random.Random(count)
     slots, waiting, running, waited, sizes = AdapterSlots(count), [], {}, [], []
     for step in range(4000):
@@ -75,20 +74,20 @@ def test_nobody_starves(count: int) -> None:
     assert sum(sizes) / len(sizes) > 10
 
 
-def test_a_slot_is_emptied_only_while_somebody_waits_for_another_adapter() -> None:
+def test_a_slot_is_drained_only_while_a_sequence_waits_for_another_adapter() -> None:
     slots = AdapterSlots(1)
     runs, other = wants(1, "a@1"), wants(2, "b@2")
     assert slots.try_acquire(runs)
     for _ in range(100):
         slots.try_acquire(other)
     late = wants(3, "a@1")
-    assert not slots.try_acquire(late), "the slot takes nobody new, since b waits"
+    assert not slots.try_acquire(late), "the slot is drained, since b waits"
     slots.release(other)
     assert slots.try_acquire(late), "b is gone"
 
 
-def test_who_waited_long_is_asked_first_and_gets_the_slot_that_was_emptied() -> None:
-    """Under a policy that prefers the newest, too: whoever has the adapter that was in would else always come first."""
+def test_the_longest_waiting_sequence_gets_the_drained_slot() -> None:
+    """Otherwise, with a policy that prefers the newest, sequences of the loaded adapter would always come first."""
     slots = AdapterSlots(1)
     runs, other = wants(1, "a@1"), wants(2, "b@2")
     assert slots.try_acquire(runs) and slots.first is None

@@ -1,4 +1,4 @@
-"""A registry of stand-ins that carry the names of conf/config.yaml, and fake installed packages."""
+"""A registry of stand-ins with the names of conf/config.yaml, and fake installed packages."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ class SchedulerConfig(Config):
     max_chunk: int | None = Field(None, ge=1)
     """Tokens."""
     order: Literal["arrival", "length"] = "arrival"
-    """What comes first."""
+    """Order of requests."""
 
 
 class RadixConfig(Config):
     hosts: int = 0
-    """Pages on the host."""
+    """Number of host pages."""
     share: float = 0.5
-    """Of the pages."""
+    """Fraction of pages."""
 
 
 class DraftConfig(Config):
     model: Selected = Part("model", default="tiny")
     observers: dict[str, Selected] = Parts("observer", default=["log", "trace"])
     length: int = 4
-    """Tokens proposed in a step."""
+    """Number of tokens proposed per step."""
 
 
 class PenaltyConfig(Config):
@@ -144,7 +144,7 @@ Compose = Callable[..., Composition]
 
 @pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
-    """A registry of the stand-ins, and of what is given beside them, with a primary config that chooses stand-ins."""
+    """Return a registry of the stand-ins and the given components, with a primary config that selects the stand-ins."""
     home = tmp_path / "home_conf"
     for name, text in CONF.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def composed(registry: Registry) -> Compose:
 
 @pytest.fixture
 def conf(tmp_path: Path) -> Callable[[str, str], str]:
-    """Writes a file into a config folder of the user's own and returns the folder."""
+    """Write a file into a user's config folder and return the folder."""
 
     def write(path: str, text: str) -> str:
         file = tmp_path / "own_conf" / path
@@ -184,7 +184,7 @@ def conf(tmp_path: Path) -> Callable[[str, str], str]:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Puts a fake distribution on sys.path: a package with `source` as its __init__, and its dist-info."""
+    """Put a fake distribution on sys.path: a package with `source` as its __init__, and its dist-info."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
@@ -221,7 +221,7 @@ def dovetail_components():
 
 @pytest.fixture
 def plugin() -> Callable[..., str]:
-    """The source of a package with one scheduler."""
+    """Return the source of a package with one scheduler."""
     return lambda name="swift", target="json:JSONDecoder", api=KINDS["scheduler"].api: PLUGIN.format(
         name=name, target=target, api=api
     )

@@ -1,4 +1,4 @@
-"""What parts state and demand: every conflict at once, in words, with what would work."""
+"""Capabilities and requirements: every conflict at once, in readable messages with alternatives."""
 
 import sys
 from types import ModuleType
@@ -11,7 +11,7 @@ from dovetail.core.errors import CapabilityError, PluginError
 
 @pytest.fixture
 def stated(monkeypatch):
-    """Registers a capabilities function under a name that components can refer to."""
+    """Register a capabilities function under a name that components can refer to."""
     module = ModuleType("stated_here")
     monkeypatch.setitem(sys.modules, "stated_here", module)
 
@@ -25,7 +25,7 @@ def stated(monkeypatch):
 
 @pytest.fixture
 def world(stand_ins, make, stated):
-    """A scheduler that demands several things, and alternatives of which some fit."""
+    """A scheduler with several requirements, and alternatives of which some meet them."""
     page = Requires(kind="kv_cache", key="pages", contains=16, reason="its kernel reads 16 tokens at a time")
     device = Requires(kind="engine", key="device", allowed=("cuda",), reason="it runs on CUDA")
     hopper = Requires(kind="host", key="compute_capability", at_least=(9, 0), reason="it uses TMA")

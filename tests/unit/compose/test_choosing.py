@@ -1,4 +1,4 @@
-"""Presets, variants, nested parts and lists: what is chosen, and what stays as it was."""
+"""Presets, variants, nested parts and lists: what gets selected, and what stays unchanged."""
 
 import itertools
 
@@ -64,15 +64,13 @@ def test_items_of_a_list_keep_their_own_options(composed):
     ],
 )
 def test_a_list_is_lengthened(composed, conf, words, names):
-    """Whatever chose it: a preset or another word."""
+    """The list may be selected by a preset or by another word."""
     folder = conf("preset/short.yaml", "# @package _global_\ndefaults:\n  - override /logits: [logit_bias]\n")
     assert list(composed(*words, config_dirs=[folder]).many("logits")) == names
 
 
 def test_a_list_is_not_lengthened_by_what_is_in_it(composed):
-    with pytest.raises(
-        ConfigError, match=r"\+logits=penalties: it is chosen already: logits=\[penalties,logit_bias,min"
-    ):
+    with pytest.raises(ConfigError, match=r"\+logits=penalties: already chosen: logits=\[penalties,logit_bias,min"):
         composed("+logits=penalties")
     with pytest.raises(ConfigError, match="logits=pen: no such logits"):
         composed("+logits=[pen]")
@@ -146,7 +144,7 @@ class TestPresets:
         ],
     )
     def test_a_preset_adds_to_a_list(self, composed, conf, words, observers):
-        """As `+observer=trace` does; a word that chooses the list wins over it."""
+        """Same as `+observer=trace`; a word that selects the list takes precedence."""
         text = "# @package _global_\ndefaults:\n  - override /logits: [penalties]\n"
         folder = conf("preset/more.yaml", text + "  - /observer: trace\n  - /logits: [min_tokens, logit_bias]\n")
         found = composed("+preset=more", *words, app="generate", config_dirs=[folder])
@@ -158,7 +156,7 @@ class TestPresets:
 
     def test_what_a_preset_adds_is_not_added_twice(self, composed, conf):
         folder = conf("preset/more.yaml", "# @package _global_\ndefaults:\n  - /observer: trace\n")
-        with pytest.raises(ConfigError, match=r"\+observer=trace: it is chosen already: observer=\[trace\]"):
+        with pytest.raises(ConfigError, match=r"\+observer=trace: already chosen: observer=\[trace\]"):
             composed("+preset=more", "+observer=trace", config_dirs=[folder])
 
     def test_a_missing_plus_is_explained(self, composed):
@@ -230,7 +228,7 @@ class TestVariants:
     def test_a_folder_that_is_no_kind_is_listed(self, composed, conf):
         folder = conf("schedulers/x.yaml", self.VARIANT)
         reasons = [p.reason for p in composed(config_dirs=[folder]).registry.problems]
-        assert reasons == ["its config folder `schedulers` is no kind. Did you mean `scheduler`?"]
+        assert reasons == ["its config folder `schedulers` is not a kind. Did you mean `scheduler`?"]
 
     def test_a_missing_folder_is_a_mistake(self, composed, tmp_path):
         with pytest.raises(ConfigError, match="no such folder"):
@@ -291,6 +289,6 @@ def test_the_yaml_shows_what_the_app_reads(composed):
 def test_a_choice_is_known_by_its_name_whoever_made_it():
     chosen = compose(["app=bench", "+preset=ladder_h200", "quant=int8"]).choices
     assert chosen["workload"] == "system_prompt" and chosen["model"] == "llama3_8b", "by a preset"
-    assert (chosen["quant"], chosen["scheduler"], chosen["app"]) == ("int8", "fcfs", "bench"), "by a word, or by nobody"
+    assert (chosen["quant"], chosen["scheduler"], chosen["app"]) == ("int8", "fcfs", "bench"), "a word or the default"
     assert chosen.keys().isdisjoint({"logits", "observer", "preset"})
     assert compose(["app=bench", "workload=batch64"]).choices["workload"] == "batch64"

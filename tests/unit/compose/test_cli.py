@@ -1,4 +1,4 @@
-"""The command line: one message and exit code 2 for a mistake; prompts arrive as they were typed."""
+"""The command line: a mistake gives one message and exit code 2; prompts arrive exactly as typed."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def seen(monkeypatch, stand_ins, make):
-    """Runs of the stand-in app, as (composition, prompts)."""
+    """List of (composition, prompts) for each run of the stand-in app."""
     runs = []
 
     class Generate(App):
@@ -64,8 +64,8 @@ def test_a_prompt_is_not_an_override(seen, prompt):
         (["Once upon a time"], "A prompt goes after `--`"),
         (["generate.max_tokens=[1"], "cannot be read"),
         (["engine.tp.x=1"], "engine.tp: should be a whole number"),
-        (["-m", "scheduler=fcfs,static"], "runs each alternative in a process of its own"),
-        (["--multirun"], "runs each alternative in a process of its own"),
+        (["-m", "scheduler=fcfs,static"], "runs each alternative in a separate process"),
+        (["--multirun"], "runs each alternative in a separate process"),
         (["app=list", "--", "hello"], "app=list takes no prompts"),
         (["--nope"], "--nope"),
         (["--cfg", "hydra"], "invalid choice"),
@@ -90,7 +90,7 @@ def test_a_broken_target_is_a_message_too(seen, capsys):
 
 @pytest.fixture
 def app_that_raises(stand_ins, make, monkeypatch):
-    """app_that_raises(error): a registry with app=sweep, whose constructor raises that."""
+    """app_that_raises(error): return a registry with app=sweep, whose constructor raises `error`."""
 
     def build(error):
         class Sweep(App):
@@ -131,7 +131,7 @@ def test_an_error_of_ours_leaves_a_constructor_as_it_is(app_that_raises):
 
 
 def test_a_reader_that_is_gone_ends_the_run_quietly(tmp_path):
-    """As `| head` does, for an app that writes much and one that writes little."""
+    """Pipe into `| head`, for an app that writes much and one that writes little."""
     for words in (["app=plugins", "plugins.format=json"], ["app=plugins", "plugins.kind=router"], ["--help"]):
         run = subprocess.Popen([sys.executable, str(ROOT / "run.py"), *words], stdout=subprocess.PIPE, stderr=-1)
         run.stdout.close()

@@ -1,4 +1,4 @@
-"""What composing leaves alone: the user's Hydra app, torch, and the names `core` and `plugins`."""
+"""Composing must not affect the user's Hydra app, import torch or claim the top-level names `core` and `plugins`."""
 
 import copy
 import subprocess
@@ -22,6 +22,11 @@ def python(code: str) -> str:
     return done.stdout
 
 
+def globals_of_hydra():
+    store, resolvers = copy.deepcopy(ConfigStore.instance().repo), set(BaseContainer._resolvers)
+    return store, GlobalHydra.instance().hydra, VersionBase.instance().getbase(), resolvers
+
+
 @pytest.mark.parametrize("version", ["1.1", "1.2", "1.3"])
 @pytest.mark.filterwarnings("ignore")
 def test_composing_inside_a_hydra_app_changes_nothing_of_it(composed, tmp_path, version):
@@ -29,20 +34,9 @@ def test_composing_inside_a_hydra_app_changes_nothing_of_it(composed, tmp_path, 
     (tmp_path / "theirs" / "main.yaml").write_text("defaults:\n  - model: mine\n  - _self_\nlr: 1\n")
     ConfigStore.instance().store(group="model", name="mine", node={"depth": 3})
     with hydra.initialize_config_dir(str(tmp_path / "theirs"), version_base=version):
-        before = (
-            copy.deepcopy(ConfigStore.instance().repo),
-            GlobalHydra.instance().hydra,
-            VersionBase.instance().getbase(),
-            set(BaseContainer._resolvers),
-        )
+        before = globals_of_hydra()
         assert composed("scheduler=static", "+preset=tiny_cpu").part("model").name == "tiny"
-        after = (
-            ConfigStore.instance().repo,
-            GlobalHydra.instance().hydra,
-            VersionBase.instance().getbase(),
-            set(BaseContainer._resolvers),
-        )
-        assert before == after
+        assert globals_of_hydra() == before
         assert OmegaConf.to_container(hydra.compose("main", ["lr=2"])) == {"model": {"depth": 3}, "lr": 2}
 
 

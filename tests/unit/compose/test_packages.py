@@ -1,4 +1,4 @@
-"""Third-party packages: found by entry point, each on its own, and a broken one fails only when it is chosen."""
+"""Third-party packages: found by entry point and loaded independently; a broken one fails only when it is selected."""
 
 import json
 
@@ -16,7 +16,7 @@ PRESET = "# @package _global_\n# Everything.\ndefaults:\n"
 
 
 def merged(registry: Registry, found: Registry) -> Registry:
-    """The stand-ins beside what was discovered from outside."""
+    """The stand-ins plus the discovered third-party components."""
     return Registry(
         [*registry.registered.values(), *(r for r in found.registered.values() if not r.package.is_builtin)],
         [p for p in found.problems if not p.package.startswith("dovetail ")],
@@ -85,7 +85,7 @@ def test_a_broken_package_is_listed_and_stops_nobody(install, plugin, composed, 
     [
         (
             ('api="scheduler/0.1"', 'api="scheduler/9.0"'),
-            "made for scheduler/9.0, and this Dovetail speaks scheduler/0.1",
+            "made for scheduler/9.0, and this Dovetail implements scheduler/0.1",
         ),
         (('api="scheduler/0.1"', 'api="scheduler/0.9"'), "made for scheduler/0.9"),
         (('api="scheduler/0.1"', 'api="0.1"'), "not of the form scheduler/<major>.<minor>"),
@@ -96,7 +96,7 @@ def test_a_broken_package_is_listed_and_stops_nobody(install, plugin, composed, 
         (("class C(Config)", "class C"), "not a subclass of dovetail.Config"),
         (("size: int = 3", "model_config = {'extra': 'ignore'}"), "must stay frozen, with extra='forbid'"),
         (("config=C", "config=C, renamed={'old': 'siz'}"), "renames `old` to `siz`"),
-        (("size: int = 3", "size: object = object()"), "has a default that is no plain value"),
+        (("size: int = 3", "size: object = object()"), "has a default that is not a plain value"),
     ],
 )
 def test_a_component_that_cannot_work_fails_only_when_chosen(install, plugin, composed, registry, change, reason):

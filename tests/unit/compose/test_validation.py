@@ -1,4 +1,4 @@
-"""Values: every mistake at once, in words, and no type that slips into another."""
+"""Validation of values: every mistake at once, in readable messages, and no implicit type conversion."""
 
 import enum
 from pathlib import Path
@@ -35,8 +35,8 @@ def test_every_mistake_at_once(composed):
         "scheduler.ordr: scheduler=fcfs has no option `ordr`. Did you mean `order`? Options: max_chunk, order.",
         "logits.penalties.scal: logits=penalties has no option `scal`. Did you mean `scale`?",
         "generate.max_token: app=generate has no option `max_token`. Did you mean `max_tokens`?",
-        "`nothing` is nothing that can be set.",
-        "`shceduler` is nothing that can be set. Did you mean `scheduler`?",
+        "`nothing` cannot be set.",
+        "`shceduler` cannot be set. Did you mean `scheduler`?",
         "kv_cache=radx: no such kv_cache. Did you mean `radix`? Options: prefix_hash, radix.",
         "`model=tiny,small` gives several values.",
         "`just words` is not key=value.",
@@ -83,7 +83,7 @@ class Rope(Config):
 
 
 class Rich(Config):
-    """Every sort of default that OmegaConf itself would refuse or change."""
+    """All kinds of default values that OmegaConf would refuse or change."""
 
     mode: Literal["a", "b"] = "a"
     names: set[str] = Field(default_factory=lambda: {"x"})

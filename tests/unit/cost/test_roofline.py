@@ -1,4 +1,4 @@
-"""cost=roofline against what can be worked out by hand, and the variants of conf/cost."""
+"""cost=roofline against values computed by hand, and the variants of conf/cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def component(kind, name, config=Empty, **more):
 
 @pytest.fixture(scope="module")
 def cost_of():
-    """cost_of(overrides): the bound cost model of a composition."""
+    """Return cost_of(*overrides), which gives the bound cost model of a composition."""
     builtin = installed()
     extra = (
         component("app", "probe", PlanConfig),
@@ -84,7 +84,7 @@ def test_a_long_context_adds_what_its_keys_and_values_take(cost_of):
     assert added == pytest.approx(32 * 131_072 * 32_767 / (4.4e12 * 0.8))
 
 
-def test_a_long_prompt_is_bound_by_products(cost_of):
+def test_a_long_prompt_is_bound_by_matmuls(cost_of):
     cost = cost_of("model=llama3_8b", "cost=h200")
     tokens = 8192
     products = 2 * 6.98e9 * tokens / 700e12
@@ -102,14 +102,14 @@ def test_chunks_are_those_of_the_token_budget(cost_of):
     assert cost.prefill_seconds(2500, cached=300) == pytest.approx(sum(cost.step_seconds([row]) for row in steps))
 
 
-def test_fp8_halves_reading_and_nearly_halves_products(cost_of):
+def test_fp8_halves_reads_and_nearly_halves_matmuls(cost_of):
     plain, fp8 = (cost_of("model=llama3_70b", "cost=h200", *q) for q in ((), ("quant=fp8_here",)))
     assert fp8.weight_bytes() == pytest.approx(plain.weight_bytes() / 2, rel=0.04)
     assert fp8.decode_seconds(1, 128) < 0.57 * plain.decode_seconds(1, 128)
     assert fp8.prefill_seconds(8192) < 0.68 * plain.prefill_seconds(8192)
 
 
-def test_tensor_parallelism_pays_less_than_it_promises(cost_of):
+def test_tensor_parallelism_scales_less_than_linearly(cost_of):
     one, eight = (cost_of("model=llama3_70b", "cost=h200", f"engine.tp={tp}") for tp in (1, 8))
     assert one.decode_seconds(1, 128) / 8 < eight.decode_seconds(1, 128) < one.decode_seconds(1, 128) / 5
     latency = 160 * 8e-6
@@ -183,7 +183,7 @@ def test_on_a_cpu_auto_is_float32(cost_of):
 
 
 def test_a_format_without_a_rate_is_refused(cost_of):
-    with pytest.raises(ConfigError, match=r"no rate for products in fp8; it has .*int8"):
+    with pytest.raises(ConfigError, match=r"no rate for matmuls in fp8; it has .*int8"):
         cost_of("model=llama3_8b", "cost=a100", "quant=fp8_here")
 
 
@@ -195,7 +195,7 @@ def test_a_quantizer_that_states_nothing_is_refused(cost_of):
 def test_a_model_that_does_not_know_its_size_is_refused():
     spec = ModelSpec("Odd", 100, 2, 64, 4, 2, 16, 96, 512, "bfloat16")
     cost = Roofline(RooflineConfig(bandwidth=1, tflops={"bfloat16": 100}))
-    with pytest.raises(ConfigError, match="Odd does not say how many parameters"):
+    with pytest.raises(ConfigError, match="Odd does not state its number of parameters"):
         cost.bind(spec, EngineConfig(), Formats("bfloat16", 2, 16, "bfloat16", 2))
 
 

@@ -1,4 +1,4 @@
-"""A device that is not there: an engine runs on it at the pace of its cost model."""
+"""executor=simulated: an engine runs without a device, at the speed of its cost model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine(*overrides: str) -> Iterator[Engine]:
 
 
 def outputs(engine: Engine, params: SamplingParams, *prompts: list[int]) -> list[list[int]]:
-    """By prompt. Each must end for want of tokens."""
+    """Return the output per prompt. Each must end by length."""
     found = {engine.add(prompt, params)[0].uid: [] for prompt in prompts}
     while engine.has_work:
         for event in engine.step():
@@ -56,7 +56,7 @@ def test_a_step_takes_the_time_of_the_cost_model() -> None:
 
 @pytest.mark.parametrize(("depth", "least", "most"), [(1, 0.25, 1.0), (2, 0.0, 0.2)])
 def test_the_device_waits_for_the_host_only_without_overlap(depth: int, least: float, most: float) -> None:
-    """A host that takes 30 ms for what the device does in 64. Time without any request is nobody's fault."""
+    """The host takes 30 ms for a step that the device runs in 64 ms. Time without requests does not count."""
     with engine("cost=h200", "cost.step_us=60000", f"engine.depth={depth}") as simulated:
         schedule = simulated.scheduler.schedule
 
@@ -74,13 +74,13 @@ def test_the_device_waits_for_the_host_only_without_overlap(depth: int, least: f
 
 
 def test_weights_need_no_room() -> None:
-    """405 billion parameters, on whatever machine this runs."""
+    """405 billion parameters run on any machine."""
     with engine("model=llama31_405b") as simulated:
         assert simulated.info.device == "simulated"
         assert any("made up" in note for note in simulated.info.notes)
 
 
-def test_logprobs_are_those_of_chance() -> None:
+def test_logprobs_are_uniform() -> None:
     with engine() as simulated:
         simulated.add([1, 2, 3, 4], SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=0))
         events = []

@@ -27,7 +27,7 @@ def test_the_maximum_length_is_reserved_at_once_and_counts_as_waste() -> None:
     assert not reserve(kv, seq, 30).entries
 
 
-def test_free_pages_apart_are_of_no_use() -> None:
+def test_scattered_free_pages_are_not_used() -> None:
     kv = allocator(12)
     first, second, third = (request(uid, 1, limit=4 * PAGE) for uid in (1, 2, 3))
     for seq in (first, second, third):
@@ -41,7 +41,7 @@ def test_free_pages_apart_are_of_no_use() -> None:
     assert owned_pages(reserve(kv, large, 1)) == {0: [1, 2, 3, 4, 5, 6]}
 
 
-def test_a_fork_copies_its_prompt_into_a_run_of_its_own() -> None:
+def test_a_fork_copies_its_prompt_into_a_new_run() -> None:
     kv, parent, child = allocator(16), request(1, 7, limit=12), request(2, 7, limit=12)
     kv.acquire(parent)
     reserve(kv, parent, 7)
@@ -49,7 +49,7 @@ def test_a_fork_copies_its_prompt_into_a_run_of_its_own() -> None:
     made = reserve(kv, child, 7)
     assert owned_pages(made) == {0: [4, 5, 6]}
     assert made.ops == (PageOp(PageOpKind.COPY, 0, 1, 4), PageOp(PageOpKind.COPY, 0, 2, 5))
-    assert not reserve(kv, parent, 8).ops, "it owns its run alone again"
+    assert not reserve(kv, parent, 8).ops, "it is the only owner of its run"
 
 
 def test_a_sequence_that_outgrows_its_run_extends_it_or_moves() -> None:
@@ -65,7 +65,7 @@ def test_a_sequence_that_outgrows_its_run_extends_it_or_moves() -> None:
 
 
 def test_gaps_are_those_of_a_bitmap() -> None:
-    """Random takes and drops against a bitmap model: first fit, and no two gaps are adjacent."""
+    """Random takes and drops against a set of pages: first fit, and no two gaps touch."""
     rng, runs, free = random.Random(0), PageRuns(GROUP, 60), set(range(1, 61))
     owned: list[int] = []
     for _ in range(2000):

@@ -13,7 +13,7 @@ from dovetail.plugins.kv_cache.config import POLICIES
 
 
 def publish(policy: EvictionPolicy, *prefixes: Sequence[int]) -> None:
-    """Publish prefixes, each a sequence of pages from the first one on. The pages stay owned."""
+    """Publish pages of prefixes, first page first; they stay owned."""
     for prefix in prefixes:
         for depth, page in enumerate(prefix):
             policy.on_publish(page, depth, prefix[depth - 1] if depth else 0)
@@ -41,13 +41,13 @@ def cached(policy: EvictionPolicy, *prefixes: Sequence[int]) -> EvictionPolicy:
     return policy
 
 
-def test_lru_evicts_the_page_used_longest_ago() -> None:
+def test_lru_evicts_the_least_recently_used() -> None:
     policy = cached(LRU(), [1], [2], [3])
     use(policy, 1)
     assert victims(policy, 3) == [2, 3, 1]
 
 
-def test_fifo_evicts_the_page_published_first_despite_hits() -> None:
+def test_fifo_evicts_the_first_published_despite_hits() -> None:
     policy = cached(FIFO(), [1], [2], [3])
     use(policy, 1)
     assert victims(policy, 3) == [1, 2, 3]
@@ -61,7 +61,7 @@ def test_fifo_skips_owned_pages_and_keeps_their_place() -> None:
     assert victims(policy, 2) == [1, 3]
 
 
-def test_fifo_counts_a_republished_page_anew() -> None:
+def test_fifo_treats_a_republished_page_as_new() -> None:
     policy = cached(FIFO(), [1], [2])
     policy.on_hit(1)
     publish(policy, [1])
@@ -69,7 +69,7 @@ def test_fifo_counts_a_republished_page_anew() -> None:
     assert victims(policy, 2) == [2, 1]
 
 
-def test_lfu_evicts_the_page_found_least_and_then_longest_ago() -> None:
+def test_lfu_evicts_the_least_frequently_then_least_recently_used() -> None:
     policy = cached(LFU(), [1], [2], [3], [4])
     use(policy, 1)
     use(policy, 1)
@@ -77,7 +77,7 @@ def test_lfu_evicts_the_page_found_least_and_then_longest_ago() -> None:
     assert victims(policy, 4) == [3, 4, 2, 1]
 
 
-def test_lfu_counts_hits_on_owned_pages() -> None:
+def test_lfu_counts_hits_of_owned_pages() -> None:
     policy = LFU()
     publish(policy, [1], [2])
     policy.on_hit(1)
@@ -98,12 +98,12 @@ def test_cost_weighs_depth_by_uses() -> None:
     use(policy, *twice)
     use(policy, *thrice)
     use(policy, *thrice)
-    # Its last page costs as much as two first pages, and the older one is evicted on a tie.
+    # Its last page costs as much as two at the start; ties go by age.
     assert victims(policy, 2) == [deep[-1], deep[-2]]
     assert victims(policy, len(deep) - 1)[-2:] == [1, *twice]
 
 
-def test_cost_lets_old_counts_decay() -> None:
+def test_cost_discounts_old_uses() -> None:
     policy = cached(CostAware(), [1])
     for _ in range(3):
         use(policy, 1)
@@ -125,8 +125,8 @@ def test_ranks_cost_no_memory(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
-def test_a_prefix_is_evicted_from_its_end_whatever_was_used(policy: str) -> None:
-    """Regardless of use counts, no page is left that cannot be found."""
+def test_a_prefix_goes_from_its_end(policy: str) -> None:
+    """No reachable page is left behind an evicted one, whatever the pattern of use."""
     rng = random.Random(policy)
     made, parent = BUILT_IN[policy](), {}
     prefixes: list[list[int]] = []
@@ -194,7 +194,7 @@ class Policy:
         (METHODS.replace(", parent", ""), ConfigError, r"cannot be called as on_publish\(page, depth, parent\)"),
     ],
 )
-def test_a_faulty_policy_is_reported(
+def test_a_faulty_policy_is_a_clear_error(
     source: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = f"faulty_{tmp_path.name}"

@@ -1,4 +1,4 @@
-"""Tools for authors of allocators: a test suite to subclass, and fixtures from the pytest plugin."""
+"""Tools for authors of allocators: a suite to subclass, and fixtures from the pytest plugin."""
 
 from __future__ import annotations
 

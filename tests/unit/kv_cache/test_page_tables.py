@@ -42,7 +42,7 @@ def test_a_copy_that_has_no_page_makes_reserve_fail_and_changes_nothing() -> Non
     assert kv.reserve(child, 7) is None
     assert kv.stats() == before
     kv.release(parent)
-    assert reserve(kv, child, 7).ops == (), "its own by now"
+    assert reserve(kv, child, 7).ops == (), "the only owner by now"
 
 
 def test_many_forks_of_one_page_copy_it_once_each_but_the_last() -> None:

@@ -27,7 +27,7 @@ def pages_of(entries: tuple[PageEntry, ...]) -> list[int]:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The token ids of every page that was hashed, in order."""
+    """Token ids of every hashed page, in order."""
     seen: list[list[int]] = []
     page_key = prefix_hash.page_key
 
@@ -173,7 +173,7 @@ def test_keys_of_waiting_sequences_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_cost_is_independent_of_100k_cached_pages() -> None:
-    """Equal calls execute the same number of Python lines, whatever is cached."""
+    """The work of equal calls, in lines of Python, does not grow with the cache."""
     lines = []
     for cached in (100, 100_000):
         kv = allocator(pages=cached + 64)
@@ -187,11 +187,16 @@ def test_cost_is_independent_of_100k_cached_pages() -> None:
     assert lines[0] == lines[1]
 
 
-def test_a_decode_step_within_a_page_runs_a_handful_of_lines() -> None:
-    kv, seq = allocator(), sequence(1, 6)
-    write(kv, seq)
-    seq.tokens.append(6)
-    assert lines_run(lambda: (kv.reserve(seq, 7), kv.publish(seq, 6))) < 30
+def test_a_decode_step_costs_the_same_at_any_length(hashed: list[list[int]]) -> None:
+    lines = []
+    for length in (6, 4002):
+        kv, seq = allocator(pages=1200), sequence(1, length)
+        write(kv, seq)
+        seq.tokens.append(6)
+        hashed.clear()
+        lines.append(lines_run(lambda: (kv.reserve(seq, length + 1), kv.publish(seq, length))))  # noqa: B023
+        assert not hashed, "the page is not full"
+    assert lines[0] == lines[1]
 
 
 class Stubborn(LRU):
@@ -201,7 +206,7 @@ class Stubborn(LRU):
         return 1
 
 
-def test_a_policy_that_chooses_an_owned_page_is_blamed() -> None:
+def test_a_policy_that_chooses_an_owned_page_is_an_error() -> None:
     kv = allocator(pages=2, eviction=f"{__name__}:Stubborn")
     first, second = sequence(1, 4), sequence(2, 4, first=100)
     write(kv, first)

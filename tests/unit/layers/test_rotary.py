@@ -44,7 +44,7 @@ def test_yarn_stretches_the_context_that_the_file_states():
 @pytest.mark.parametrize(
     ("hf", "message"),
     [
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.type is 'longrope'; there are default, linear, llama3"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.type is 'longrope'; the options are default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "the key 'rope_scaling.factor' is missing"),
         ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "rope_scaling.factor is nan"),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "rope_scaling.factor is '4'; it must be a number"),

@@ -1,4 +1,4 @@
-"""Built-in processors against per-row Python, batched with rows that want none of them."""
+"""Built-in processors against per-row Python, batched with rows that do not use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def request(prompt: list[int], **params: object) -> Request:
 
 
 def context(slots: list[int], histories: list[list[int]], prompts: list[int]) -> LogitsContext:
-    """Tokens past a history are poison: a processor that reads them gets a wrong answer."""
+    """Tokens past a history are random, so a processor that reads them gives a wrong result."""
     tokens = torch.randint(V, (S, L), dtype=torch.int32)
     prompt_len = torch.zeros(S, dtype=torch.long)
     for slot, history, prompt in zip(slots, histories, prompts, strict=True):
@@ -56,7 +56,7 @@ def test_logit_bias_of_any_length() -> None:
     biases = [{}, {0: 1.0}, {t: -float(t) for t in range(9)}, {5: 100.0, 6: -100.0}, {}]
     for slot, bias in enumerate(biases):
         processor.join(slot, request([1], logit_bias=bias))
-    processor.join(2, request([1], logit_bias={7: 2.0}))  # The slot's next sequence wants less.
+    processor.join(2, request([1], logit_bias={7: 2.0}))  # The slot's next sequence has fewer.
     logits = torch.randn(S, V)
     out = processor.apply(logits.clone(), context(list(range(S)), [[1]] * S, [1] * S))
     for slot, bias in enumerate([*biases[:2], {7: 2.0}, *biases[3:]]):
@@ -72,7 +72,7 @@ def test_min_tokens() -> None:
     processor.join(0, request([1, 1], min_tokens=3, stop_token_ids=(7,)))
     processor.join(1, request([1]))
     logits = torch.randn(3, V)
-    # Two rows of slot 0: the third output token is still to come, then the fourth.
+    # Two rows of slot 0: the next output token is the third, then the fourth.
     out = processor.apply(logits.clone(), context([0, 0, 1], [[1, 1, 5, 5], [1, 1, 5, 5, 5], [1]], [2, 2, 1]))
     assert out[0, 2] == out[0, 7] == -math.inf
     keep = [t for t in range(V) if t not in (2, 7)]

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files say, and what is refused in them: they come from strangers."""
+"""Files of sentence-transformers, and the errors in them: they are untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config.json says, and what it may not say."""
+"""config.json of supported models, and the errors in them."""
 
 import json
 
@@ -113,7 +113,7 @@ SHAPES_OF_GPTJ = {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512}
         ({"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}"),
         ({"bos_token_id": 2.5}, "bos_token_id is 2.5"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
-        ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, "yarn stretches to 512000000000 positions"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, "yarn scales to 512000000000 positions"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -4}, "sliding_window is -4"),
         ({**QWEN, "layer_types": KINDS}, "layer_types is .*; sliding_attention needs use_sliding_window"),
         ({**QWEN, "layer_types": KINDS[:2]}, "layer_types is .*; it must be a list of 3 kinds"),
@@ -125,7 +125,7 @@ SHAPES_OF_GPTJ = {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512}
         ({**GPTJ, **SHAPES_OF_GPTJ, "rotary_dim": 5}, "take 5 of 8 dimensions"),
     ],
 )
-def test_what_it_cannot_read_is_said(change, message):
+def test_values_that_are_refused(change, message):
     with pytest.raises(ConfigError, match=f"^here: .*{message}"):
         read_spec({**HF, **change}, "here")
 
@@ -166,8 +166,8 @@ ROPES = st.fixed_dictionaries(
 
 @given(OF_ANY_FAMILY, st.dictionaries(KEYS, VALUES, max_size=3), st.none() | ROPES)
 @settings(max_examples=500, deadline=None)
-def test_any_config_is_read_or_refused_in_words(hf, changes, rope):
-    """No other error, whatever the file says; and a rotary table of what was read is finite."""
+def test_any_config_is_read_or_raises_config_error(hf, changes, rope):
+    """No other error, whatever the content; and the rotary table is finite."""
     try:
         spec, layout = read_model({**hf, "rope_scaling": rope, **changes}, "here")
     except ConfigError as error:
@@ -197,9 +197,9 @@ def test_a_file_of_endless_nesting_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("variant", "lacks"), [("mixtral_8x7b", "no experts"), ("deepseek_v3", "no experts and no compressed attention")]
 )
-def test_what_cannot_run_says_what_can(variant, lacks):
+def test_models_for_planning_only_are_refused(variant, lacks):
     config = compose([f"model={variant}"], app="generate").part("model").config
-    with pytest.raises(ConfigError, match=f"{lacks}.*only be planned for.*It runs LlamaForCausalLM, Mistral"):
+    with pytest.raises(ConfigError, match=f"{lacks}.*works with app=plan only.*It runs LlamaForCausalLM, Mistral"):
         Llama(config, build_context(Llama.spec(config)))
 
 

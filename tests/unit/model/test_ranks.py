@@ -1,4 +1,4 @@
-"""How many ranks can share a model, and what is told where they cannot."""
+"""Numbers of ranks that can share a model, and the errors for the others."""
 
 import math
 from collections import Counter
@@ -30,7 +30,7 @@ class Rank(Alone):
 
 
 def check(model, tp):
-    """As at start."""
+    """Check a composition as at start-up."""
     composition = compose([f"model={model}", f"engine.tp={tp}", "executor=multiproc"], app="generate")
     composition.check(Host(), model_facts(spec_of(composition.part("model").config)))
 
@@ -87,7 +87,7 @@ def test_a_quantizer_refuses_shares_with_what_would_work(kind, options, works):
 
 
 class Read:
-    """A checkpoint's tensor, and which of its elements were read."""
+    """A checkpoint's tensor that records which elements were read."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -106,7 +106,7 @@ class Read:
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("quantizer", [None, Int8(Int8Config(skip=("layers.*.mlp.*",)))], ids=["none", "int8"])
 def test_ranks_read_a_matrix_once_between_them_and_a_kv_head_once_for_each_that_has_it(quantizer, tp):
-    """Files are sliced before they are read: eight ranks do not read them eight times."""
+    """Files are sliced before they are read, so eight ranks do not read them eight times."""
     shares = Counter()
     for rank in range(tp):
         tensors = {}
@@ -126,7 +126,7 @@ def test_ranks_read_a_matrix_once_between_them_and_a_kv_head_once_for_each_that_
 
 
 SPEC = ModelSpec("any", 10, 1, 6, 8, 8, 4, 48, 16, "float32")
-"""Of 8 heads and 48 channels: 1, 2, 4 and 8 ranks."""
+"""8 heads and 48 channels allow 1, 2, 4 and 8 ranks."""
 
 
 def test_channels_that_do_not_divide_are_told_with_the_ranks_that_would():

@@ -1,4 +1,4 @@
-"""The variants of conf/model: the sizes that users ask about, and the published number of parameters."""
+"""The variants of conf/model against published shapes and numbers of parameters."""
 
 from __future__ import annotations
 

@@ -314,9 +314,9 @@ def sums() -> None:
             for emit in encoded(columns) if EVERYTHING else ((PLAIN, FP8_TOKEN),):
                 reducer.boundary(x, x, x[0], 1e-5, emit, algorithm)
         for emit in encoded(columns) if EVERYTHING else ((PLAIN, FP8_TOKEN), encoded(columns)[-1]):
-            assert reducer.shares(x, emit) == all(fmt is not INT8_TOKEN for fmt in emit)
-            reducer.share(x, cuda(-(-rows // size), columns, dtype=dtype), x[0], 1e-5, emit)
-        reducer.share(x, None, x[0], 1e-5, (FP8,))
+            assert reducer.serves_sharded(x, emit) == all(fmt is not INT8_TOKEN for fmt in emit)
+            reducer.sharded_boundary(x, cuda(-(-rows // size), columns, dtype=dtype), x[0], 1e-5, emit)
+        reducer.sharded_boundary(x, None, x[0], 1e-5, (FP8,))
         reducer.argmax(cuda(64, dtype=FP32), cuda(64, dtype=INT64))
         reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "one_shot")
 
@@ -327,9 +327,9 @@ def copies() -> None:
         x = cuda(4 * size, columns, dtype=dtype)
         own = ranks.reduce_rows(x)
         for emit in ((PLAIN, FP8_TOKEN), (FP8_TOKEN,), (FP8,)):
-            assert ranks.shares(emit)
-            ranks.share(x, own, x[0], 1e-5, emit)
-        ranks.share(x, None, x[0], 1e-5, (PLAIN,))
+            assert ranks.serves(emit)
+            ranks.boundary(x, own, x[0], 1e-5, emit)
+        ranks.boundary(x, None, x[0], 1e-5, (PLAIN,))
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -371,7 +371,7 @@ CONSTANTS = {
     # Addresses of mailboxes.
     "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
     "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},
-    "dovetail.plugins.collective.symm_mem.kernels:choose": {"peers_ptr"},
+    "dovetail.plugins.collective.symm_mem.kernels:argmax_over_ranks": {"peers_ptr"},
     # Mapping of outputs to parts.
     "dovetail.plugins.adapter.lora.kernel:_expand": {"blocks_ptr"},
     # The plan and keys of earlier steps, both older than the preceding kernel.
@@ -440,8 +440,8 @@ def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
             lone_reducer(3, 8).reduce(x, "one_shot")
             lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "one_shot")
             lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "two_shot")
-            if lone_reducer(3, 8).shares(x, (PLAIN, FP8_TOKEN)):
-                lone_reducer(3, 8).share(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
+            if lone_reducer(3, 8).serves_sharded(x, (PLAIN, FP8_TOKEN)):
+                lone_reducer(3, 8).sharded_boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
     for name, kernel in compiled.kernels:
         assert spilled(kernel, tmp_path) == 0, name
 
@@ -684,10 +684,10 @@ def test_boundaries_of_any_number_of_rows_use_the_kernels_compiled_at_start_up()
             x = cuda(tokens, 8192)
             own = cuda(-(-tokens // 8), 8192)
             for emit in ((FP8_TOKEN,), (PLAIN,)):
-                reducer.share(x, own, x[0], 1e-5, emit)
+                reducer.sharded_boundary(x, own, x[0], 1e-5, emit)
                 reducer.boundary(x, x, x[0], 1e-5, emit, "two_shot")
             whole = cuda(8 * len(own), 8192)
-            ranks.share(whole, own, x[0], 1e-5, (FP8_TOKEN,))
+            ranks.boundary(whole, own, x[0], 1e-5, (FP8_TOKEN,))
             ranks.reduce_rows(whole)
             reducer.argmax(cuda(tokens % 200 + 1, dtype=FP32), cuda(tokens % 200 + 1, dtype=INT64))
 

@@ -1,4 +1,4 @@
-"""Control messages arrive whole; a closed end is an exception, not a hang."""
+"""Control messages arrive complete; a closed end raises an exception instead of blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans and blobs survive the trip exactly, or are refused."""
+"""Plans and blobs are decoded exactly as encoded, or refused."""
 
 from __future__ import annotations
 
@@ -180,14 +180,14 @@ def golden(name: str) -> bytes:
 
 
 def test_golden_plan() -> None:
-    """Other bytes mean another format: raise encoding.VERSION and write the file anew."""
+    """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
     data = golden("plan_v4.hex")
     assert encode_plan(PLAN, STATE) == data
     assert decode_plan(data) == (PLAN, STATE)
 
 
 def test_golden_blob() -> None:
-    """Other bytes mean another format: raise encoding.VERSION and write the file anew."""
+    """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
     data = golden("blob_v4.hex")
     assert encode_blob(70_000 << 8 | 1, 2, BLOB) == data
     assert decode_blob(data) == (70_000 << 8 | 1, 2, BLOB)
@@ -225,7 +225,7 @@ def test_noise_is_refused(data: bytes) -> None:
 
 
 def with_valid_crc(numbers: list[int]) -> bytes:
-    """A plan that a faulty or foreign sender might have written: sealed correctly, with other contents."""
+    """A plan of a faulty or foreign sender: valid check sum, other contents."""
     import zlib
 
     body = struct.pack(f"<{len(numbers)}q", *numbers)
@@ -251,7 +251,7 @@ def test_a_sealed_plan_with_wrong_counts_is_refused(numbers: list[int], message:
 def test_another_version_is_named() -> None:
     data = bytearray(encode_plan(PLAN))
     data[4] = 1
-    with pytest.raises(ValueError, match=f"encoding 1 meets a build that reads {VERSION}"):
+    with pytest.raises(ValueError, match=f"encoding 1 differs from this build's {VERSION}"):
         decode_plan(bytes(data))
 
 

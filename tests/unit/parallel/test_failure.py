@@ -1,12 +1,12 @@
-"""Who died first."""
+"""Selection of the first failure."""
 
 from __future__ import annotations
 
-from dovetail.core.parallel.failure import Failure, describe_exit, first_cause
+from dovetail.core.parallel.failure import RankFailure, describe_exit, first_cause
 
 
-def failure(rank: int, at: float, *, silent: bool) -> Failure:
-    return Failure(rank, at, "failed", silent)
+def failure(rank: int, at: float, *, silent: bool) -> RankFailure:
+    return RankFailure(rank, at, "failed", silent)
 
 
 def test_of_those_that_left_a_message_the_earliest() -> None:

@@ -1,4 +1,4 @@
-"""The in-process executor holds plans back as a slow device would, and runs them in order."""
+"""The in-process executor delays plans as a slow device would, and runs them in order."""
 
 from __future__ import annotations
 

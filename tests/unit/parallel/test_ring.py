@@ -1,4 +1,4 @@
-"""Every reader gets every message, whole and in order, however small the ring and however slow the reader."""
+"""Every reader gets every message, complete and in order, however small the ring and however slow the reader."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dovetail.core.parallel.ring import RingReader, RingWriter
 
 
 class TooLong(Exception):
-    """The other side did not do in time what the test waits for."""
+    """The other side exceeded the test's time limit."""
 
 
 def within(seconds: float):
-    """An idle function that gives up, so that a broken ring fails a test in place of stopping it."""
+    """Return an idle function with a time limit, so that a broken ring fails the test instead of blocking it."""
     deadline = time.monotonic() + seconds
 
     def idle(pause: float) -> None:
@@ -47,11 +47,11 @@ def ring(request: pytest.FixtureRequest) -> Iterator[tuple[RingWriter, list[Ring
         end.close()
 
 
-# Capacities that no message length divides, so that messages and their lengths wrap at every offset.
+# No message length divides these capacities, so messages and their lengths wrap at every offset.
 @pytest.mark.parametrize("ring", [(1, 104), (3, 104), (2, 8), (1, 1 << 16)], indirect=True)
 def test_messages_arrive_whole_and_in_order(ring: tuple[RingWriter, list[RingReader]]) -> None:
     writer, readers = ring
-    sent = traffic(0, 60 if writer.capacity < 64 else 300, longest=250)  # Many turns a message where it is small.
+    sent = traffic(0, 60 if writer.capacity < 64 else 300, longest=250)  # A small ring wraps many times per message.
     received: list[list[bytes]] = [[] for _ in readers]
 
     def read(i: int) -> None:
@@ -63,7 +63,8 @@ def test_messages_arrive_whole_and_in_order(ring: tuple[RingWriter, list[RingRea
         for message in sent:
             writer.send(message, idle)
 
-    # All end before the ring's memory goes, also when one fails: a read of memory that is gone ends the process.
+    # End all readers before the ring's memory is released, even if one fails: reading released memory crashes the
+    # process.
     with ThreadPoolExecutor(1 + len(readers)) as pool:
         ends = [pool.submit(write), *(pool.submit(read, i) for i in range(len(readers)))]
     for end in ends:
@@ -111,7 +112,7 @@ print(digest.hexdigest())
 
 
 def test_between_processes() -> None:
-    """Two reader processes, one of which falls behind now and then, on a ring of a few messages."""
+    """Two reader processes on a ring with room for a few messages. One of them sometimes falls behind."""
     sent = traffic(1, 2000, longest=3000)
     digest = hashlib.sha256()
     for message in sent:

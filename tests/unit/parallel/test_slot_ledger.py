@@ -1,4 +1,5 @@
-"""The mirror refuses plans that do not fit what went before, and its digest tells two histories apart."""
+"""The slot ledger refuses plans that do not fit the preceding ones, and its digest distinguishes different
+histories."""
 
 from __future__ import annotations
 
@@ -65,14 +66,14 @@ def test_the_digest_fits_its_field_and_tells_holders_apart() -> None:
     ("plan", "message"),
     [
         pytest.param(StepPlan(1, []), "step 1 comes after step 1", id="repeated step"),
-        pytest.param(StepPlan(2, [row(3, 1)]), "slot 3, which nobody holds", id="row of nobody"),
+        pytest.param(StepPlan(2, [row(3, 1)]), "slot 3, which no sequence holds", id="row without holder"),
         pytest.param(StepPlan(2, [row(0, 7)]), "uid 7, epoch 1 in slot 0, which uid 100, epoch 1", id="other uid"),
         pytest.param(StepPlan(2, [row(0, 100, 2)]), "epoch 2 in slot 0, which uid 100, epoch 1", id="other epoch"),
         pytest.param(StepPlan(2, [row(0, 100), row(0, 100)]), "slot 0 has two rows", id="two rows"),
-        pytest.param(StepPlan(2, [row(0, 100)], leaves=[0]), "slot 0, which nobody holds", id="row of a left slot"),
+        pytest.param(StepPlan(2, [row(0, 100)], leaves=[0]), "slot 0, which no sequence holds", id="left slot"),
         pytest.param(StepPlan(2, [], leaves=[9]), "slot 9 leaves", id="leaves twice"),
         pytest.param(StepPlan(2, [], joins=[Join(1, 7, 1, 0)]), "uid 7 joins slot 1, which uid 101", id="taken slot"),
-        pytest.param(StepPlan(2, [], pages=[PageDelta(0, 9, 0, 1)]), "PageDelta.*slot=9", id="page of nobody"),
+        pytest.param(StepPlan(2, [], pages=[PageDelta(0, 9, 0, 1)]), "PageDelta.*slot=9", id="page without holder"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: StepPlan, message: str) -> None:

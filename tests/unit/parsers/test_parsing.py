@@ -1,4 +1,4 @@
-"""What the contract suites leave to each format, and the tools that parsers are made of."""
+"""Cases of single formats that the contract suites do not cover, and the building blocks of parsers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_call_within_the_reasoning_is_reasoning() -> None:
     assert run(both, list(text)) == [thought, *call(0, "f", "{}")]
 
 
-def test_the_parser_is_told_from_the_template() -> None:
+def test_the_parser_is_detected_from_the_template() -> None:
     parsers = {name: parser("tool_parser", name) for name in installed().options("tool_parser")}
     assert fitting(parsers, "{{ '<tool_call>' }}") == "hermes"
     assert fitting(parsers, "[TOOL_CALLS]") == "mistral"

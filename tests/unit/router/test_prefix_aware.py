@@ -1,4 +1,4 @@
-"""Where prompts go: to their prefix while that is cheaper than waiting for it."""
+"""Routing: a prompt goes to its cached prefix unless the queue there costs more."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompt(seed: int, tokens: int = 640) -> tuple[int, ...]:
 def test_a_conversation_stays_where_it_began() -> None:
     route = router().route
     first = [route(Arrival(prompt(seed)), IDLE) for seed in range(6)]
-    assert first == [0, 1, 2, 0, 1, 2], "replicas that are alike take turns"
+    assert first == [0, 1, 2, 0, 1, 2], "ties alternate between replicas"
     later = [route(Arrival(prompt(seed) + prompt(99, 200)), IDLE) for seed in range(6)]
     assert later == first
 
@@ -34,15 +34,15 @@ def test_a_queue_outweighs_a_prefix_when_it_is_longer() -> None:
     route = router(sample_tokens=100).route
     home = route(Arrival(prompt(1)), IDLE)
     busy = [ReplicaLoad(r, samples=6 if r == home else 0) for r in range(3)]
-    assert route(Arrival(prompt(1)), busy) == home, "640 tokens are cached, and 600 are before it"
+    assert route(Arrival(prompt(1)), busy) == home, "640 tokens are cached, and 600 are queued"
     busy = [ReplicaLoad(r, samples=7 if r == home else 0) for r in range(3)]
-    assert route(Arrival(prompt(1)), busy) != home, "700 are before it"
+    assert route(Arrival(prompt(1)), busy) != home, "700 are queued"
     waiting = [ReplicaLoad(r, prompt_tokens=700 if r == home else 0) for r in range(3)]
     assert route(Arrival(prompt(1, 650)[:639]), waiting) != home
 
 
 def test_many_requests_of_one_prefix_get_every_replica() -> None:
-    """512 at once behind one system prompt of 800 tokens: it is computed on each replica once, and they are as busy."""
+    """512 requests with a common prefix of 800 tokens: each replica computes it once, and all have equal load."""
     route = router().route
     sent, tokens = [0] * 3, [0] * 3
     for seed in range(512):
@@ -64,10 +64,10 @@ def test_a_prefix_is_compared_in_whole_blocks() -> None:
     route = router(block_tokens=64).route
     home = route(Arrival(prompt(1, 63)), IDLE)
     elsewhere = [ReplicaLoad(r, samples=r == home) for r in range(3)]
-    assert route(Arrival(prompt(1, 63)), elsewhere) != home, "nothing is known of a prompt shorter than a block"
+    assert route(Arrival(prompt(1, 63)), elsewhere) != home, "a prompt shorter than a block is not remembered"
 
 
-def test_what_was_forgotten_or_fell_out_is_not_missed() -> None:
+def test_forgotten_and_dropped_prefixes_do_not_count() -> None:
     some = router()
     home = some.route(Arrival(prompt(1)), IDLE)
     some.forget(home)
@@ -95,7 +95,7 @@ def test_least_loaded(loads: list[ReplicaLoad], chosen: int) -> None:
     assert LeastLoaded(LeastLoadedConfig(), 3).route(Arrival((1,)), loads) == chosen
 
 
-def test_round_robin_passes_over_who_is_away() -> None:
+def test_round_robin_skips_unavailable_replicas() -> None:
     route = RoundRobin(RoundRobinConfig(), 3).route
     assert [route(Arrival((1,)), IDLE) for _ in range(4)] == [0, 1, 2, 0]
     assert [route(Arrival((1,)), [IDLE[0], IDLE[2]]) for _ in range(3)] == [2, 0, 2]

@@ -23,7 +23,7 @@ class Clock:
 
 
 class Bench:
-    """An engine and what became of its requests; a step takes one second."""
+    """An engine and the outcome of its requests; a step takes one second."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine, self.clock = engine, clock
@@ -38,7 +38,7 @@ class Bench:
         return seq
 
     def step(self, times: int = 1) -> None:
-        """Each launches a plan or takes a result."""
+        """Run engine steps; each launches a plan or collects a result."""
         for _ in range(times):
             self.clock.now += 1
             for event in self.engine.step():
@@ -49,7 +49,7 @@ class Bench:
             self.engine.kv.check()
 
     def run(self, limit: int = 5000) -> None:
-        """To the end; every output must be what the model says."""
+        """Run to the end and compare every output with the toy model's."""
         for _ in range(limit):
             if not self.engine.has_work:
                 break
@@ -64,7 +64,7 @@ class Bench:
 
     @property
     def entries(self) -> list[int]:
-        """Uids in the order they entered, again and again if they were preempted."""
+        """Uids in order of admission, repeated after preemption."""
         return [join.uid for plan in self.engine.executor.plans for join in plan.joins]  # type: ignore[attr-defined]
 
     @property

@@ -1,4 +1,4 @@
-"""scheduler=deadline: earliest first, and a refusal in words for what cannot be met."""
+"""scheduler=deadline: earliest first, and rejection of requests that cannot meet their deadline."""
 
 import random
 
@@ -10,7 +10,7 @@ from dovetail.plugins.scheduler.deadline import DeadlineScheduler
 
 
 class OneSecondAStep(CostModel):
-    """As the bench's clock has it."""
+    """The cost model of the bench's clock."""
 
     def step_seconds(self, rows):
         return 1.0 if list(rows) else 0.0
@@ -31,14 +31,14 @@ def test_the_earliest_enters_first_and_no_deadline_comes_last(bench):
     assert b.entries == [soon, late, late_too, never]
 
 
-def test_the_latest_gives_up_its_pages(bench):
+def test_the_latest_deadline_is_preempted(bench):
     b = bench(DeadlineScheduler, DeadlineConfig(), max_seqs=3, pages=16)
     late, soon, later = (b.add([5] * 8, 16, deadline=d) for d in (900.0, 300.0, 1000.0))
     b.run()
     assert later.preemptions and not soon.preemptions and not late.preemptions
 
 
-def test_what_cannot_be_met_is_rejected_in_words(bench):
+def test_a_deadline_that_cannot_be_met_is_rejected(bench):
     b = with_cost(bench(DeadlineScheduler, DeadlineConfig(), max_seqs=2, budget=8))
     hopeless = b.add([1] * 24, 10, deadline=11.0)  # Three chunks and nine more tokens.
     feasible = b.add([2] * 24, 10, deadline=40.0)
@@ -79,7 +79,7 @@ def test_the_hint_counts_and_the_margin(bench):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_rejecting_harms_nobody_else(bench, depth):
+def test_rejecting_does_not_affect_other_requests(bench, depth):
     refused = 0
     for seed in range(5):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""scheduler=fair: one user's flood is not another one's wait."""
+"""scheduler=fair: one user's load does not delay other users."""
 
 import pytest
 
@@ -11,7 +11,7 @@ PROMPT = [1, 2, 3, 4, 5, 6]
 
 
 def last_of_the_few(b):
-    """One user sends 500 requests, then another 5; seconds until the last of the five has ended."""
+    """One user sends 500 requests, then another 5; return the seconds until the last of the five has ended."""
     for _ in range(500):
         b.add(PROMPT, 6, user="flood")
     b.step(20)
@@ -22,27 +22,27 @@ def last_of_the_few(b):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_flood_delays_nobody_else(bench, depth):
-    """At most the four that run when the few arrive are waited for, and then every other turn is theirs."""
+def test_a_flood_does_not_delay_other_users(bench, depth):
+    """The few wait for at most the four running requests, and then get every other turn."""
     bound = 60
     options = {"max_seqs": 4, "depth": depth, "delay": depth - 1, "pages": 200}
     assert last_of_the_few(bench(FairScheduler, FairConfig(quantum=12), **options)) < bound
     assert last_of_the_few(bench(FCFSScheduler, FCFSConfig(), **options)) > 5 * bound
 
 
-def shares(b, users, entries):
+def admissions(b, users, entries):
     served = [b.sequences[uid].request.user for uid in b.entries[:entries]]
     return {user: served.count(user) for user in users}
 
 
-def test_tokens_count_and_not_requests(bench):
-    """One user's requests are four times as large: a quarter as many run."""
+def test_the_quantum_counts_tokens(bench):
+    """One user's requests are four times as large, so a quarter as many run."""
     b = bench(FairScheduler, FairConfig(quantum=12), max_seqs=1)
     for _ in range(60):
         b.add([1] * 3, 3, user="small")
         b.add([1] * 12, 12, user="large")
     b.step(400)
-    served = shares(b, ("small", "large"), 50)
+    served = admissions(b, ("small", "large"), 50)
     assert served["small"] / served["large"] == pytest.approx(4, rel=0.15)
 
 
@@ -52,28 +52,28 @@ def test_weights(bench):
         b.add(PROMPT, 6, user="a")
         b.add(PROMPT, 6, user="b")
     b.step(400)
-    served = shares(b, ("a", "b"), 48)
+    served = admissions(b, ("a", "b"), 48)
     assert served["a"] / served["b"] == pytest.approx(3, rel=0.1)
 
 
-def test_what_was_expected_and_not_used_is_given_back(bench):
-    """Both ask for 40 tokens; those of one user end after one. Charged by what they became, it starts many more."""
+def test_unused_expected_tokens_are_refunded(bench):
+    """Both users expect 40 tokens; requests of one end after one token, so it starts many more."""
     b = bench(FairScheduler, FairConfig(quantum=23), max_seqs=1)
     for _ in range(60):
         brief = b.add([9], 40, user="brief")
         object.__setattr__(brief.request, "stop_ids", frozenset(range(50)))
         b.add([9], 40, user="long")
     b.step(900)
-    served = shares(b, ("brief", "long"), 40)
+    served = admissions(b, ("brief", "long"), 40)
     assert served["brief"] > 6 * served["long"]
 
 
-def test_idleness_earns_nothing(bench):
-    """A user who was away while another was served does not take everything on coming back."""
+def test_idle_rounds_do_not_accumulate(bench):
+    """A user that was idle while another was served does not get all turns afterwards."""
     b = bench(FairScheduler, FairConfig(quantum=12), max_seqs=1)
     for _ in range(80):
         b.add(PROMPT, 6, user="steady")
-    b.add(PROMPT, 60, user="guest")  # So long that the guest is known all the time.
+    b.add(PROMPT, 60, user="guest")  # Long enough to keep the user known throughout.
     b.step(200)
     before = len(b.entries)
     for _ in range(20):
@@ -83,8 +83,8 @@ def test_idleness_earns_nothing(bench):
     assert 7 <= served.count("guest") <= 13
 
 
-def test_a_newcomer_owes_nothing_and_is_owed_nothing(bench):
-    """One user was served for long while nobody waited; both then get the same."""
+def test_a_new_user_starts_in_the_current_round(bench):
+    """One user was served while no request waited; afterwards both get the same."""
     b = bench(FairScheduler, FairConfig(quantum=12), max_seqs=2)
     for _ in range(4):
         b.add(PROMPT, 50, user="old")
@@ -99,7 +99,7 @@ def test_a_newcomer_owes_nothing_and_is_owed_nothing(bench):
     assert 8 <= served.count("new") <= 12
 
 
-def test_who_has_left_is_forgotten(bench):
+def test_users_without_requests_are_forgotten(bench):
     b = bench(FairScheduler, FairConfig(), max_seqs=4)
     for i in range(50):
         b.add(PROMPT, 3, user=f"u{i}")

@@ -1,4 +1,4 @@
-"""The share of prompts found in the cache: a request counts once, however long it waits and how often it enters."""
+"""Cache hit rate: a request counts once, however long it waits and however often it enters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_request_that_waits_for_pages_counts_when_it_enters(bench: Callable[..
     assert (counters.entered_tokens, counters.cached_tokens) == (17 + 20 + 37, waiting.cached)
 
 
-def test_who_finds_no_room_tries_again_when_something_changed(
+def test_a_sequence_without_room_retries_only_after_a_change(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = bench(FCFSScheduler, FCFSConfig(), pages=12)
@@ -45,7 +45,7 @@ def test_who_finds_no_room_tries_again_when_something_changed(
     assert tried == [first.uid, waiting.uid, waiting.uid]
 
 
-def test_who_comes_back_after_preemption_counts_once(bench: Callable[..., Bench]) -> None:
+def test_a_preempted_sequence_counts_once(bench: Callable[..., Bench]) -> None:
     it = bench(FCFSScheduler, FCFSConfig(), pages=12)
     for start in (1, 21):
         it.add(list(range(start, start + 18)), max_tokens=20)

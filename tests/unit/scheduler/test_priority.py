@@ -1,4 +1,4 @@
-"""scheduler=priority: who enters, who gives way, who grows old."""
+"""scheduler=priority: admission, preemption, aging."""
 
 import random
 
@@ -15,7 +15,7 @@ def test_the_most_urgent_enters_first_and_equals_by_arrival(bench):
     assert b.entries == [uids[i] for i in (1, 3, 2, 0, 4)]
 
 
-def test_the_newest_of_the_least_urgent_gives_its_slot(bench):
+def test_the_newest_of_the_least_urgent_is_preempted(bench):
     b = bench(PriorityScheduler, PriorityConfig(), max_seqs=3)
     first, second, other = (b.add([1, 2, i], 20, priority=p) for i, p in enumerate([5, 5, 3]))
     b.step(4)
@@ -28,7 +28,7 @@ def test_the_newest_of_the_least_urgent_gives_its_slot(bench):
 
 
 @pytest.mark.parametrize("priority", [4, 3])
-def test_nobody_gives_way_to_equals_or_less(bench, priority):
+def test_equal_or_lower_priority_does_not_preempt(bench, priority):
     b = bench(PriorityScheduler, PriorityConfig(), max_seqs=2)
     for i in range(2):
         b.add([1, 2, i], 12, priority=3)
@@ -38,7 +38,7 @@ def test_nobody_gives_way_to_equals_or_less(bench, priority):
     assert b.preemptions == 0
 
 
-def test_pages_are_given_up_too_and_no_more_of_them_than_needed(bench):
+def test_no_more_sequences_are_preempted_than_pages_are_needed(bench):
     b = bench(PriorityScheduler, PriorityConfig(), max_seqs=6, pages=24)
     low = [b.add([i, 1, 2, 3, 4, 5, 6], 16, priority=1) for i in range(1, 5)]
     b.step(24)
@@ -50,7 +50,7 @@ def test_pages_are_given_up_too_and_no_more_of_them_than_needed(bench):
     b.run()
 
 
-def test_there_is_room_so_nobody_gives_way(bench):
+def test_nothing_is_preempted_while_there_is_room(bench):
     b = bench(PriorityScheduler, PriorityConfig(), max_seqs=3, pages=200)
     for i in range(2):
         b.add([1, 2, i], 12, priority=3)
@@ -60,7 +60,7 @@ def test_there_is_room_so_nobody_gives_way(bench):
     assert b.preemptions == 0
 
 
-def test_no_budget_left_the_urgent_one_joins_and_is_fed_later(bench):
+def test_without_budget_an_urgent_sequence_joins_and_runs_later(bench):
     b = bench(PriorityScheduler, PriorityConfig(), max_seqs=4, budget=3, pages=200)
     for i in range(4):
         b.add([1, i], 20, priority=1)
@@ -81,15 +81,15 @@ def test_with_aging_the_least_urgent_does_not_starve(bench, age):
             b.add([7, i % 50], 4, priority=0)  # Each takes eight seconds.
         b.step()
     assert running.uid in b.ended
-    # Three levels of ten seconds: the first eight come before it.
+    # Three levels of ten seconds: the first eight urgent requests go before it.
     assert (old.uid in b.ended) == (age is not None)
     b.run()
 
 
 @pytest.mark.parametrize("age", [None, 40.0])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_displacing_changes_no_token(bench, clock, depth, age):
-    """Many levels, few slots and pages, results that come late; every output is checked."""
+def test_preemption_changes_no_token(bench, clock, depth, age):
+    """Many levels, few slots and pages, delayed results; every output is checked."""
     displaced = 0
     for seed in range(6):
         rng = random.Random(seed)

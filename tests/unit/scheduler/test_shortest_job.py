@@ -1,4 +1,4 @@
-"""scheduler=shortest_job: by hint, else by what may come."""
+"""scheduler=shortest_job: order by the hint, or else by max_tokens."""
 
 from dovetail.plugins.scheduler.config import ShortestJobConfig
 from dovetail.plugins.scheduler.shortest_job import ShortestJobScheduler

@@ -1,4 +1,4 @@
-"""What a decision costs, in lines of Python: a queue of ten thousand is hardly dearer than one of a hundred."""
+"""The work of a decision, in lines of Python, hardly grows with the queue: 10 000 sequences against 100."""
 
 import random
 
@@ -16,7 +16,7 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0)
 
 
 class Sorts(PolicyScheduler):
-    """What the bound must refuse."""
+    """A policy that the bound must reject."""
 
     def order(self, waiting, ctx):
         return sorted(waiting, key=lambda seq: seq.request.priority)
@@ -28,7 +28,7 @@ def builtin(name):
 
 
 def loaded(make, waiting, users):
-    """A scheduler with so many waiting, in an order that suits nobody, and 8 slots."""
+    """Return a scheduler with `waiting` sequences in random order and 8 slots."""
     suite = SchedulerContract()
     suite.make = make
     scheduler = suite.engine(max_seqs=8, budget=64, pages=400).scheduler

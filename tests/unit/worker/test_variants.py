@@ -31,8 +31,8 @@ from dovetail.core.worker import two_batch_overlap
 from dovetail.core.worker.runner import Runner
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
-from dovetail.plugins.collective.symm_mem.choice import SizeTable
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
+from dovetail.plugins.collective.symm_mem.size_table import SizeTable
 
 from ..nowhere import lone_copies, lone_reducer
 
@@ -110,9 +110,9 @@ class OneOfEight(SymmMemCollective):
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         self.rank, self.size, self._device = rank, size, device
         self.reducer, self.copies = lone_reducer(rank, size), lone_copies(rank, size)
-        self.sums = self.edges = SizeTable((1 << 18, 1 << 24, 1 << 30), ("one_shot", "two_shot", "nccl"))
+        self.sums = self.boundaries = SizeTable((1 << 18, 1 << 24, 1 << 30), ("one_shot", "two_shot", "nccl"))
         sharded = SizeTable((1 << 18, 1 << 30), ("two_shot", "sharded"))
-        self.sharded_edges = {False: sharded, True: sharded}
+        self.sharded_boundaries = {False: sharded, True: sharded}
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x] * self.size, dim=-1)

@@ -1,4 +1,4 @@
-"""Files come from anywhere: what is wrong in them is named with its place."""
+"""Workload files are untrusted: errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str, words: str) -
     ("text", "words"),
     [
         ("[", "not JSON"),
-        ("{}", "a list of conversations is wanted, not dict"),
+        ("{}", "expected a list of conversations, not dict"),
         ("[1]", "conversation 0"),
         ('[{"conversations": [{"from": "human", "value": 3}]}]', "conversation 0: a turn"),
         ("[]", "has 0 conversations"),
@@ -73,7 +73,7 @@ def test_sharegpt_takes_first_questions_with_the_lengths_of_their_answers(tmp_pa
     assert (len(request.prompt_ids), request.output_tokens) == (5, 4)
 
 
-def test_a_missing_file_and_a_missing_tokenizer_are_said(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_missing_tokenizer_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         requests("workload=trace", f"workload.path={tmp_path / 'none'}")
     file = tmp_path / "sharegpt.json"
@@ -126,8 +126,8 @@ def test_prompts_of_shared_prefix_share_it_and_nothing_else() -> None:
 
 
 def test_every_variant_is_tried_here() -> None:
-    from dovetail.core.compose.sources import Repository, hydra_as_we_know_it
+    from dovetail.core.compose.sources import Repository, hydra_1_3
 
-    with hydra_as_we_know_it():
+    with hydra_1_3():
         options = Repository(open_sources(installed(), ())[1]).get_group_options("workload")
     assert set(options) == {*SIZES, *RANGES, "online", "fixed", "poisson", "sharegpt", "trace"}

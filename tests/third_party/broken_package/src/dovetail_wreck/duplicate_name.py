@@ -1,4 +1,4 @@
-"""A name that a built-in component has, and not the default of its kind."""
+"""Uses the name of a built-in component that is not the default of its kind."""
 
 from dovetail import hookimpl
 from dovetail_wreck import component

@@ -1,4 +1,4 @@
-"""Three files whose names are taken: a component's, a variant's and a preset's."""
+"""Three files with taken names: a component's, a variant's and a preset's."""
 
 from dovetail import hookimpl
 

@@ -1,4 +1,4 @@
-"""Which algorithm is quickest for a message of so many bytes: measured when the ranks connect, then looked up."""
+"""Table of the fastest algorithm per message size, measured when the ranks connect."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 
 CALLS = 8
-"""In a graph, so that launching does not count."""
+"""Calls per CUDA graph: a graph excludes launch overhead from the time."""
 REPLAYS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTable:
-    """Of sizes between two measured ones, what is quickest for the larger; beyond the last, what is quickest there."""
+    """Fastest algorithm per message size. A size between two measured ones takes the entry of the larger; a size beyond
+    the last takes the last."""
 
     sizes: tuple[int, ...]
     """Bytes, ascending."""
@@ -25,32 +26,32 @@ class SizeTable:
         return self.names[min(bisect_left(self.sizes, nbytes), len(self.names) - 1)]
 
     def __str__(self) -> str:
-        """Only where the name changes: "one_shot up to 128 KiB, two_shot up to 4 MiB, nccl beyond"."""
+        """List the sizes at which the name changes: "one_shot up to 128 KiB, two_shot up to 4 MiB, nccl beyond"."""
         last = [i for i, name in enumerate(self.names) if i + 1 == len(self.names) or self.names[i + 1] != name]
-        told = [f"{self.names[i]} up to {_size(self.sizes[i])}" for i in last[:-1]]
-        return ", ".join([*told, f"{self.names[-1]} beyond" if told else self.names[-1]])
+        ranges = [f"{self.names[i]} up to {_size(self.sizes[i])}" for i in last[:-1]]
+        return ", ".join([*ranges, f"{self.names[-1]} beyond" if ranges else self.names[-1]])
 
 
-def quickest(sizes: Sequence[int], times: Mapping[str, Sequence[float]]) -> SizeTable:
-    """`times`: of each algorithm at each size, inf where it cannot."""
+def fastest(sizes: Sequence[int], times: Mapping[str, Sequence[float]]) -> SizeTable:
+    """Build the table from each algorithm's time at each size, inf where it is unsupported."""
     return SizeTable(tuple(sizes), tuple(min(times, key=lambda name: times[name][i]) for i in range(len(sizes))))
 
 
 def measure(call: Callable[[], object]) -> float:
-    """Seconds a call takes on the device, as one of many in a graph. A collective call."""
+    """Return the device time of one call in seconds, averaged over CUDA graph replays. A collective call."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
         call()
-        # `torch.cuda.graph` would collect garbage first, which takes longer than all the rest.
+        # Not `torch.cuda.graph`: it collects garbage first, which takes longer than the measurement.
         graph.capture_begin()
         for _ in range(CALLS):
             call()
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(side)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # The first replay brings the ranks together.
+    # The first replay synchronizes the ranks.
     graph.replay()
     begin.record()
     for _ in range(REPLAYS):
