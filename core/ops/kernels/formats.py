@@ -153,7 +153,7 @@ FEW_ROWS = 256
 def warps(block: int, rows: int | None = None) -> int:
     """Warps for about 16 elements per thread. `rows`: number of rows, for kernels with one program per row.
 
-    With few rows a thread gets fewer elements, since one program's time is then the kernel's (benchmarks/rows.py).
+    With few rows a thread gets fewer elements, since one program's time is then the kernel's (benchmarks/kernels.py).
     """
     elements = 16
     if rows is not None and rows <= FEW_ROWS:
