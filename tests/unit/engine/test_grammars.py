@@ -369,7 +369,7 @@ def test_a_grammar_that_holds_the_step_loop_up(engine: Engine, monkeypatch: pyte
     last: dict[int, Any] = {}
     while engine.has_work:
         last |= {event.uid: event for event in engine.step()}
-    assert last[bound.uid].reason is FinishReason.REJECTED and "held everybody up for" in last[bound.uid].detail
+    assert last[bound.uid].reason is FinishReason.REJECTED and "delayed all requests by" in last[bound.uid].detail
     assert last[other.uid].reason is FinishReason.STOP
 
 

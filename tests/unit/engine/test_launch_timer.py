@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import start_engine
-from dovetail.core.engine.launch_timer import LEAST_SLACK, MOST_SLACK, LaunchTimer
+from dovetail.core.engine.launch_timer import MAX_SLACK, MIN_SLACK, LaunchTimer
 from dovetail.core.frontend.engine_loop import EngineLoop
 from dovetail.core.frontend.messages import Add, EngineStats, SampleUpdate
 from dovetail.core.interfaces import (
@@ -166,7 +166,7 @@ def test_a_device_that_is_faster_than_predicted_gets_its_plans_earlier(monkeypat
     monkeypatch.setattr(served.engine.executor, "_cost", SimpleNamespace(seconds=lambda plan: seconds[next(numbers)]))
     served.serve((0.0, 50))
     missed = sum(
-        max(before - after - LEAST_SLACK, 0.0) for before, after in zip(seconds[:50], seconds[1:51], strict=True)
+        max(before - after - MIN_SLACK, 0.0) for before, after in zip(seconds[:50], seconds[1:51], strict=True)
     )
     assert 0.0 < served.engine.counters.idle_seconds < 0.2 * missed
 
@@ -197,7 +197,7 @@ def test_the_next_step_is_expected_to_take_what_the_quickest_of_its_size_took() 
     assert timer.delay(0.0) == 0.0, "the device has nothing"
     for left, expected in ((plan(4), 0.008), (plan(8, 1), 0.008), (plan(4, 1), 0.008)):
         timer.observe(plan(8), result(0.012), False, 0.001, 5.0, left)
-        assert timer.delay(5.0) == pytest.approx(expected - LEAST_SLACK)
+        assert timer.delay(5.0) == pytest.approx(expected - MIN_SLACK)
         assert timer.delay(5.0 + expected) == 0.0
     for smaller in (plan(3), plan(4, keys=99)):
         timer.observe(plan(8), result(0.012), False, 0.001, 5.0, smaller)
@@ -216,22 +216,22 @@ def test_a_result_that_was_already_there_does_not_tell_when_the_next_comes() -> 
 def test_launches_come_earlier_by_what_they_take_and_once_they_came_too_late() -> None:
     timer = LaunchTimer()
 
-    def delay(put_off: bool = False, idle: float = 0.0) -> float:
-        timer.observe(plan(4), result(0.010, idle), put_off, 0.001, 5.0, plan(4))
+    def delay(delayed: bool = False, idle: float = 0.0) -> float:
+        timer.observe(plan(4), result(0.010, idle), delayed, 0.001, 5.0, plan(4))
         return timer.delay(5.0)
 
     at_first = delay()
     assert timer.launched(plan(4), 0.002), "`delay` was asked before this launch"
     assert delay() == pytest.approx(at_first - 0.002)
     timer.launched(plan(4, 1), 0.5)
-    before = delay(put_off=True)
+    before = delay(delayed=True)
     assert before == pytest.approx(at_first - 0.002), "the launch of a step with prompts does not count"
-    assert delay(put_off=False, idle=0.001) == before, "this launch had not waited"
-    assert delay(put_off=True, idle=0.0005) == pytest.approx(before - 0.001)
+    assert delay(delayed=False, idle=0.001) == before, "this launch had not waited"
+    assert delay(delayed=True, idle=0.0005) == pytest.approx(before - 0.001)
     for _ in range(500):
         eased = delay()
     assert eased == pytest.approx(before), "otherwise no launch would wait again"
-    assert delay(put_off=True, idle=1.0) == pytest.approx(0.010 - 0.002 - MOST_SLACK)
+    assert delay(delayed=True, idle=1.0) == pytest.approx(0.010 - 0.002 - MAX_SLACK)
 
 
 def test_a_launch_that_had_no_delay_worth_waiting_for_does_not_count_as_delayed() -> None:
