@@ -1,6 +1,6 @@
-"""Parts of the pages that come from the registry, made while the site is built, so that they cannot go stale.
+"""Generate the parts of the pages that come from the registry. The site build does this, so they are always current.
 
-`<!-- dovetail: components scheduler -->` in a page becomes the options of every built-in scheduler; the pages
+`<!-- dovetail: components scheduler -->` in a page is replaced by the options of every built-in scheduler. The pages
 reference/components.md and reference/compatibility.md exist only in the built site.
 """
 
@@ -33,7 +33,7 @@ HOSTS = {
     "CPU": Host(device="cpu", memory_bytes=64 << 30),
     "GPU": Host(device="cuda", device_count=8, compute_capability=(9, 0), memory_bytes=141 << 30),
 }
-"""The machines that the matrix is made for. A Hopper GPU; what asks for a newer one says so in the matrix."""
+"""Machines for the matrix. The GPU is Hopper; the matrix shows which parts require a newer one."""
 
 
 # mkdocs
@@ -63,12 +63,12 @@ def built_in(kind: str) -> list[Registered]:
 
 
 def components(kind: str) -> str:
-    """Every component of a kind with its options, then the variants."""
+    """Return every component of a kind with its options, then the variants."""
     parts = [_component(registered) for registered in built_in(kind)]
     if found := list(variants(kind)):
         rows = [[f"`{name}`", f"`{base}`", about] for name, base, about in found]
         parts += [f"**Variants of {kind}**: a component with other defaults.", _table(("name", "base", "what"), rows)]
-    return "\n\n".join(parts) or "None is built in."
+    return "\n\n".join(parts) or "No component of this kind is built in."
 
 
 def _component(registered: Registered) -> str:
@@ -95,7 +95,7 @@ def option_rows(config: type[BaseModel], prefix: str) -> list[list[str]]:
 
 
 def variants(kind: str) -> Iterator[tuple[str, str, str]]:
-    """(name, base, first words of the file) of each YAML file of a kind, or of the presets."""
+    """Yield (name, base, first comment line) of each YAML file of a kind, or of the presets."""
     for file in sorted((CONF / kind).glob("*.yaml")):
         lines = file.read_text(encoding="utf-8").splitlines()
         comment = [line.removeprefix("#").strip() for line in lines if line.startswith("# ") and "@package" not in line]
@@ -116,7 +116,7 @@ def presets() -> str:
 
 
 def kinds() -> str:
-    """What is built in, by kind."""
+    """Return the table of kinds with their built-in components."""
     rows = []
     for kind in KINDS.values():
         names = ", ".join(f"`{r.component.name}`" for r in built_in(kind.name)) or "-"
@@ -127,7 +127,7 @@ def kinds() -> str:
 
 
 def suite(kind: str) -> str:
-    """What a subclass of the kind's contract suite may set: attributes with a docstring. Read, not imported."""
+    """Return the table of settings of a kind's contract suite: attributes with a docstring. Parsed, not imported."""
     index = (Path(__file__).parent / "kinds" / "index.md").read_text(encoding="utf-8")
     found = re.search(rf"^\| {kind} \| `dovetail\.core\.testing\.(\w+)\.(\w+)` \|$", index, re.M)
     assert found is not None, f"kinds/index.md names no suite of {kind}"
@@ -146,19 +146,21 @@ def suite(kind: str) -> str:
 
 
 def components_page() -> str:
-    about = "Made from the registry when the site is built. `python run.py app=plugins` prints it too."
+    about = "Generated from the registry when the site is built. `python run.py app=plugins` prints the same list."
     sections = [f"## {kind}\n\n{KINDS[kind].about}.\n\n{components(kind)}" for kind in KINDS if built_in(kind)]
     return (
-        "\n\n".join(["# Every component", about, "## engine", "What several components read.", engine(), *sections])
+        "\n\n".join(
+            ["# Every component", about, "## engine", "Settings that several components read.", engine(), *sections]
+        )
         + "\n"
     )
 
 
-# Who fits whom
+# Compatibility
 
 
 class Choice:
-    """One thing to choose of a kind: a component with its default options, or a variant; no part = left out."""
+    """A component with its default options, or a variant. Without `part`, it is left out of the matrix."""
 
     def __init__(self, kind: str, name: str, part: Selected | None) -> None:
         self.kind, self.name, self.part = kind, name, part
@@ -175,7 +177,7 @@ class Choice:
         return self._stated[host]
 
     def refuses(self, other: Choice, host: str) -> list[str]:
-        """Demands on the other's kind that it does not meet."""
+        """Return the requirements on the other's kind that the other does not meet."""
         provides = {**other.stated(host).provides, **other.facts}
         return [
             f"{self.kind}={self.name} requires {other.kind} with {demand.words()} ({demand.reason})"
@@ -193,37 +195,37 @@ def choices(kind: str) -> list[Choice]:
             chosen = composition.parts[kind]
             found.append(Choice(kind, name, chosen if isinstance(chosen, Selected) else chosen[name]))
         except DovetailError:
-            # It has required options: what it states depends on them.
+            # It has required options, and its capabilities depend on them.
             found.append(Choice(kind, name, None))
     return found
 
 
 def compatibility_page() -> str:
-    """A matrix for each two kinds of which one demands of the other, then demands on settings, then capabilities."""
+    """Return a matrix for each pair of kinds with requirements, then requirements on settings, then capabilities."""
     needs = compose(app="generate").app_part.config.needs  # type: ignore[attr-defined]
     found = {kind: choices(kind) for kind in KINDS if kind in needs and built_in(kind)}
     lines = [
         "# Compatibility",
-        "Made from what components state about themselves, when the site is built; the engine checks the same data "
-        "before it loads a byte and reports every conflict at once. "
-        "[Capabilities](../kinds/index.md#capabilities) says how a component states them.",
-        "A component with required options, such as `model=llama` without a folder, is left out: what it states "
-        "depends on them. So are shapes that can be planned for but not run.",
+        "This page is generated from the capabilities of the components when the site is built. The engine checks the "
+        "same data before it loads anything and reports every conflict at once. "
+        "[Capabilities](../kinds/index.md#capabilities) explains how a component states them.",
+        "Components with required options, such as `model=llama` without a folder, are left out, because their "
+        "capabilities depend on the options. Shapes that can be planned but not run are left out, too.",
     ]
     for one, other in _pairs(found):
         lines += _matrix(found[one], found[other])
     lines += [
-        "## Demands on settings and machine",
+        "## Requirements on settings and machine",
         _demands(found),
-        "## What each part states",
-        "Of components with their default options, on a GPU. What is not listed states nothing.",
+        "## Capabilities of each part",
+        "For components with their default options, on a GPU. Components that are not listed state no capabilities.",
         _provided(found),
     ]
     return "\n\n".join(lines) + "\n"
 
 
 def _pairs(found: dict[str, list[Choice]]) -> Iterator[tuple[str, str]]:
-    """Kinds of which one demands something of the other, each two once; the longer one gives the rows."""
+    """Yield each pair of kinds with a requirement once; the kind with more choices is first and gives the rows."""
     seen = set()
     for kind, of_kind in found.items():
         for other in {d.kind: 0 for c in of_kind for host in HOSTS for d in c.stated(host).requires}:
@@ -254,12 +256,12 @@ def _matrix(rows: list[Choice], columns: list[Choice]) -> list[str]:
 
 
 def _demands(found: dict[str, list[Choice]]) -> str:
-    who: dict[tuple[str, str], list[str]] = {}
+    parts: dict[tuple[str, str], list[str]] = {}
     for choice in (c for of_kind in found.values() for c in of_kind if c.part is not None):
         for demand in {d: 0 for host in HOSTS for d in choice.stated(host).requires}:
             if demand.kind in ("engine", "host"):
-                who.setdefault((_asked(demand), _prose(demand.reason)), []).append(f"`{choice.kind}={choice.name}`")
-    rows = [[", ".join(names), asked, reason] for (asked, reason), names in who.items()]
+                parts.setdefault((_asked(demand), _prose(demand.reason)), []).append(f"`{choice.kind}={choice.name}`")
+    rows = [[", ".join(names), asked, reason] for (asked, reason), names in parts.items()]
     return _table(("part", "requires", "because"), rows)
 
 
@@ -299,7 +301,7 @@ def _value(value: object) -> str:
 
 
 def _prose(text: str | None) -> str:
-    """One line, with what Markdown or HTML would take for its own made literal."""
+    """Return the text on one line, with characters escaped that Markdown or HTML would interpret."""
     words = " ".join((text or "").split())
     for char in "|*_<":
         words = words.replace(char, {"<": "&lt;", "|": "&#124;"}.get(char, f"\\{char}"))
@@ -307,7 +309,7 @@ def _prose(text: str | None) -> str:
 
 
 def results() -> str:
-    """Every file of benchmarks/results that app=bench or compare.py wrote, with its command."""
+    """Return a table for every file of benchmarks/results that app=bench or compare.py wrote, with its command."""
     parts = []
     for file in sorted((CONF.parent / "benchmarks" / "results").glob("*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -334,14 +336,14 @@ def _benchmark(found: dict[str, Any]) -> tuple[str, str]:
 
 
 def _comparison(found: dict[str, Any]) -> tuple[str, str]:
-    """Ratios are ours over the peer's; a second table has the servers, where they were compared too."""
+    """Return the table of ratios, ours / peer, and a second table if servers were compared."""
     engines = found["engines"]
-    started = " and ".join(f"{said['engine']} (start-up {said['startup_s']} s)" for said in engines.values())
+    started = " and ".join(f"{about['engine']} (start-up {about['startup_s']} s)" for about in engines.values())
     figures = {"tpot_ms": "TPOT, ms", "one_token_s": "first token of all, s", "output_tokens_per_s": "output tokens/s"}
     tables = [_ratios("workload", figures, engines, [(f"`{row['workload']}`", row) for row in found["comparisons"]])]
     if rows := found.get("served"):
         engines = {name: about["startup_s"] for name, about in found["servers"].items()}
-        started = started or "servers of " + " and ".join(f"{who} ({took:.1f} s)" for who, took in engines.items())
+        started = started or "servers of " + " and ".join(f"{name} ({took:.1f} s)" for name, took in engines.items())
         figures = {
             "ttft_ms.median": "first token ms, median",
             "ttft_ms.p99": "p99",

@@ -51,7 +51,7 @@ class Results:
         """Append the tokens of a step. Return its events, and (uid, tokens to keep, reason) of sequences that ended."""
         events: list[SequenceEvent] = []
         ended: list[tuple[int, int, FinishReason]] = []
-        find = self._tracked.get
+        find, no_grammars = self._tracked.get, self._grammars is None or not self._grammars.running
         for row in result.rows:
             _, uid, _, tokens, logprobs, prompt_logprobs, _ = row
             tracked = find(uid)
@@ -62,7 +62,7 @@ class Results:
             if (
                 tokens
                 and not prompt_logprobs
-                and tracked.grammar is None
+                and (no_grammars or tracked.grammar is None)
                 and seq.request.stop_ids.isdisjoint(tokens)
                 and len(known) + len(tokens) < seq.limit
             ):

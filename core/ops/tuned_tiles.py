@@ -1,4 +1,4 @@
-"""The quickest cuts of products, from benchmarks/products.py and layer.py; tiles.py wrote this file."""
+"""The quickest cuts of products, from benchmarks/matmul.py and layer.py; matmul.py --table wrote this file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Draws the pictures of the docs: `python docs/img/draw.py` writes them beside this file, and a test compares.
+"""Draw the pictures of the docs: `python docs/img/draw.py` writes them to this folder, and a test compares.
 
-Each picture is a card with a background of its own, so it can be read on a light and on a dark page.
+Each picture is a card with a background, readable on a light and on a dark page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Picture:
         self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{look}">{escape(words)}</text>')
 
     def box(self, x: float, y: float, width: float, height: float, look: str, *lines: str) -> None:
-        """With lines of text in the middle; the first is the heading where there are several."""
+        """Add a box with centred lines of text; if there are several lines, the first one is the heading."""
         self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{look}"/>')
         top = y + height / 2 + 4.5 - 8 * (len(lines) - 1)
         for i, line in enumerate(lines):
@@ -54,7 +54,7 @@ class Picture:
 
 
 def step() -> Picture:
-    """Two plans in flight, and what is inside one."""
+    """Timeline with two plans in flight, and the parts that one plan passes."""
     p = Picture(880, 420, "The step as a pipeline with two plans in flight")
     p.text(20, 28, "engine.depth = 2: the host plans step n + 1 while the device runs step n", "head")
     p.text(20, 68, "host, rank 0", "dim small")
@@ -77,13 +77,13 @@ def step() -> Picture:
             p.arrow(x + 110, 82, x + width + 4, 126)
     p.text(20, 194, "down: StepPlan, a diff without token values. up: StepResult, tokens, logprobs.", "dim small")
     p.parts.append('<line x1="20" y1="212" x2="860" y2="212"/>')
-    p.text(20, 238, "inside one plan, and the kind that does it", "head")
+    p.text(20, 238, "inside one plan: kinds of parts, and what each does", "head")
     p.text(20, 262, "host", "dim small")
-    p.box(20, 270, 180, 46, "host", "scheduler", "who runs, how many tokens")
+    p.box(20, 270, 180, 46, "host", "scheduler", "which rows, how many tokens")
     p.arrow(200, 293, 222, 293)
     p.box(224, 270, 190, 46, "host", "kv_cache", "reserve, fork, publish pages")
     p.arrow(414, 293, 436, 293)
-    p.box(438, 270, 150, 46, "host", "executor", "takes the plan to ranks")
+    p.box(438, 270, 150, 46, "host", "executor", "sends the plan to ranks")
     p.arrow(588, 293, 610, 293)
     p.box(612, 270, 248, 46, "device", "apply the diff", "slots, tokens, page tables, drafts")
     p.arrow(736, 316, 736, 344)
@@ -92,33 +92,41 @@ def step() -> Picture:
     p.arrow(612, 372, 592, 372)
     p.box(424, 346, 166, 52, "device", "logits", "processors, in order")
     p.arrow(424, 372, 404, 372)
-    p.box(214, 346, 188, 52, "device", "sample and verify drafts", "the core's own")
+    p.box(214, 346, 188, 52, "device", "sample and verify drafts", "part of the core")
     p.arrow(214, 372, 194, 372)
     p.box(20, 346, 172, 52, "device", "spec_decode", "drafts for the next step")
     return p
 
 
 def house() -> Picture:
-    """Folders and the direction of imports."""
-    p = Picture(880, 330, "The folders and who imports whom")
-    p.text(20, 28, "An arrow points at what is imported. lint-imports holds it.", "head")
-    p.box(20, 48, 400, 58, "plain", "plugins/<kind>/", "built-in components; one kind imports no other")
-    p.box(460, 48, 400, 58, "plain", "your package", "found by the entry-point group `dovetail`")
-    p.arrow(220, 106, 220, 138)
-    p.arrow(660, 106, 660, 138)
-    p.box(20, 140, 840, 60, "host", "core/", "imports no plugin")
-    rooms = (
-        ("compose/", "finds, chooses, checks"),
-        ("engine/", "step loop, runner, LLM"),
-        ("memory, layers, ops", "pages, layers, kernels"),
-        ("parallel/", "processes, channels"),
-        ("testing/", "contract suites"),
+    """Storeys of the code and the direction of imports."""
+    p = Picture(880, 404, "The four storeys of the code")
+    p.text(20, 28, "A storey imports only storeys below it. lint-imports checks this.", "head")
+    p.text(20, 58, "plugins and apps", "dim small")
+    p.box(20, 66, 400, 54, "plain", "plugins/<kind>/", "built-in components; one kind imports no other")
+    p.box(460, 66, 400, 54, "plain", "your package", "found by the entry-point group `dovetail`")
+    p.arrow(440, 122, 440, 144)
+    p.text(20, 138, "front-end", "dim small")
+    p.box(
+        20,
+        146,
+        840,
+        54,
+        "host",
+        "core/frontend/",
+        "text and clients: LLM, request table, engine loop, engine processes, replicas",
     )
-    for i, (name, about) in enumerate(rooms):
-        x = 20 + 170 * i
-        p.box(x, 212, 160, 44, "plain", name, about)
-    p.arrow(440, 256, 440, 276)
-    p.box(20, 278, 840, 36, "device", "core/interfaces/: the contracts, one file a kind; no torch at import")
+    p.arrow(440, 202, 440, 224)
+    p.text(20, 218, "engine and worker", "dim small")
+    p.box(20, 226, 270, 54, "host", "core/engine/", "host loop of rank 0: plans and results")
+    p.box(305, 226, 270, 54, "plain", "core/parallel/", "plans and results between processes")
+    p.box(590, 226, 270, 54, "device", "core/worker/", "each rank: state, forward, sampling")
+    p.text(305, 298, "memory/, layers/, ops/: libraries of this storey", "dim small")
+    p.arrow(155, 282, 155, 312)
+    p.arrow(725, 282, 725, 312)
+    p.text(20, 306, "interfaces", "dim small")
+    p.box(20, 314, 270, 64, "plain", "core/compose/", "finds, chooses and checks parts; no torch")
+    p.box(305, 314, 555, 64, "device", "core/interfaces/", "the contracts, one file per kind; StepPlan, StepResult")
     return p
 
 

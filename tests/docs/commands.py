@@ -1,4 +1,4 @@
-"""What the pages ask a reader to type, and what a test does in its place. Every exception stands in a table here."""
+"""Commands and code blocks of the pages, and how the tests run them. Every exception is in a table here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUBSTITUTIONS = {
     "/models/Llama-3.1-8B": "pkg://dovetail.plugins.model.bundled/tiny",
     "benchmarks/": f"{ROOT}/benchmarks/",
 }
-"""A reader's own -> what the tests have. A preset's model is replaced by the words after it."""
+"""Placeholder of the pages -> path of the tests."""
 
 COMPOSED_ONLY = {
     "+preset=h200": "needs a GPU",
@@ -28,7 +28,7 @@ COMPOSED_ONLY = {
     "spec_decode:[none,ngram]}": "takes minutes",
     "one_at_a_time": "takes a minute",
 }
-"""Commands with these words are composed and checked (`--cfg job`), not run, unless they plan."""
+"""Commands with these words are only composed and checked (`--cfg job`), except those of `app=plan`."""
 
 NOT_RUN = {
     "pip install -e": "changes the environment; .ci/run does it first of all",
@@ -42,12 +42,12 @@ NOT_RUN = {
     "curl ": "needs a server; tests/server/test_openai.py has one",
     "printf ": "makes a key; tests/server/test_limits.py has one",
     "python benchmarks/profile_step.py": "needs a GPU",
-    "python benchmarks/lora.py": "needs a GPU",
-    "python benchmarks/products.py": "needs a GPU",
+    "python benchmarks/kernels.py": "needs a GPU",
+    "python benchmarks/matmul.py": "needs a GPU",
     "python benchmarks/layer.py": "needs two GPUs; tests/unit/benchmarks/test_layer.py runs its search without",
     "python benchmarks/allreduce.py": "needs GPUs",
     "python -m pytest tests/gpu/": "needs GPUs",
-    "python benchmarks/table.py": "needs vLLM and GPUs; tests/unit/benchmarks/test_table.py runs it without",
+    "python benchmarks/compare.py table": "needs vLLM and GPUs; tests/unit/benchmarks/test_table.py runs it without",
     "python benchmarks/layouts.py": "needs GPUs; tests/unit/benchmarks/test_layouts.py runs it without",
     "docker ": "needs Docker",
     "GRAFANA_PASSWORD=... ": "needs Docker",
@@ -56,12 +56,12 @@ NOT_RUN = {
     "python -m venv /opt/dovetail": "changes the machine",
     "/opt/dovetail/bin/pip": "changes the machine",
 }
-"""Commands that begin like this -> why they are not run."""
+"""First words of commands that are not run -> the reason."""
 
 FEW_TOKENS = "generate.max_tokens=4"
-"""Added to commands that say nothing of the length of outputs."""
+"""Added to commands that do not set the length of outputs."""
 FEW_PAGES = "engine.kv_pages=512"
-"""Added to commands that are run: a gigabyte of zeros takes as long as what they do. Scripts have the default."""
+"""Added to commands that are run, because a large KV cache would dominate their time. Scripts use the default."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The path in a block's first line, which makes it a file of the reader's."""
+        """Path in the first line of a block that the reader stores as a file."""
         named = re.match(r"# ([\w./-]+\.(?:py|toml|yaml))\n", self.text)
         return named[1] if named else None
 
@@ -97,7 +97,7 @@ class Command:
 
     @property
     def is_shell(self) -> bool:
-        """Anything but one call of Dovetail's own command line."""
+        """Whether it is anything but one call of Dovetail's command line."""
         return "|" in self.line or self.line.startswith("python benchmarks/")
 
     @property
@@ -113,7 +113,7 @@ class Command:
 
     @property
     def argv(self) -> list[str]:
-        """What follows `python run.py` or `dovetail`, as the tests give it."""
+        """Return the arguments after `python run.py` or `dovetail`, as the tests pass them."""
         words = [word for word in self._words() if not re.match(r"[A-Z_]+=", word)]
         start = words[2:] if words[:2] == ["python", "run.py"] else words[1:] if words[0] == "dovetail" else None
         assert start is not None, f"{self.page}: no rule for `{self.line}`; add one to tests/docs/commands.py"
@@ -123,8 +123,8 @@ class Command:
         app = next((f"app={word.partition('=')[2]}" for word in before if word.startswith("+preset=ladder")), app)
         measures = app in ("app=bench", "app=ablate") or "ladder" in app
         if (app == "app=generate" or measures) and "--cfg" not in before and not {"--help", "-h"} & set(before):
-            told = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)
-            before += [] if told else [FEW_TOKENS]
+            limited = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)
+            before += [] if limited else [FEW_TOKENS]
             before += ["--cfg", "job"] if any(words in " ".join(before) for words in COMPOSED_ONLY) else [FEW_PAGES]
         return before + after
 
@@ -136,7 +136,7 @@ class Command:
 
 
 def pages() -> dict[str, str]:
-    """Written pages by path; generated ones have no commands but those that the registry names."""
+    """Return the written pages by path. Generated pages have no commands except those of the registry."""
     return {str(file.relative_to(DOCS)): file.read_text(encoding="utf-8") for file in sorted(DOCS.rglob("*.md"))}
 
 
@@ -148,7 +148,7 @@ def blocks(language: str | None = None) -> Iterator[Block]:
 
 
 def commands() -> list[Command]:
-    """Each once: a line is the same command on every page unless the page has files of its own."""
+    """Return each command once. Equal lines count as one command, except on pages with files."""
     with_files = {block.page for block in blocks() if block.file}
     found: dict[tuple[str, str], Command] = {}
     for block in blocks("bash"):
@@ -162,5 +162,5 @@ def commands() -> list[Command]:
 
 
 def scripts() -> list[Block]:
-    """Python that is run as it stands."""
+    """Return the Python blocks that run unchanged."""
     return [block for block in blocks("python") if not block.file]

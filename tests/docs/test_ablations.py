@@ -1,4 +1,4 @@
-"""Variants of the commands that are only composed, since they take minutes or GPUs: each of them composes."""
+"""Every variant of the ablation commands composes, also of those that need minutes or GPUs and are not run."""
 
 from __future__ import annotations
 

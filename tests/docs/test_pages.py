@@ -1,4 +1,4 @@
-"""The pages hold: commands run, Python runs, plugins install, and pass the suites that their pages name."""
+"""Commands and Python of the pages run; their plugins install and pass the suites that the pages name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from .commands import Command, blocks, commands, pages, scripts
 
-# Everything runs in two processes before the first test looks; alone on two cores it takes under a minute.
+# Everything runs in two processes before the first test; this takes less than a minute on two free cores.
 pytestmark = pytest.mark.timeout(600)
 
 COMMANDS = commands()
@@ -27,9 +27,9 @@ SCRIPTS = scripts()
 @dataclass
 class Ran:
     results: dict[str, dict[str, Any]]
-    """By page and text: exit code and output."""
+    """Page and text -> exit code and output."""
     suites: str
-    """pytest's output over every test file of the pages."""
+    """Output of pytest over every test file of the pages."""
     folder: Path
 
     def of(self, page: str, text: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Once for all workers of pytest-xdist: the others wait for the first."""
+    """Run everything once for all workers of pytest-xdist; the others wait for the first."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     kept = shared / "pages.json"
@@ -64,7 +64,7 @@ def run_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     ours = start([sys.executable, *driver], work, env)
     tests = sorted(str(file) for file in work.rglob("test_*.py"))
-    # As tests/conftest.py does with tests of processes.
+    # The same as tests/conftest.py does for tests with processes.
     once_more = ["--reruns", "1", "--only-rerun", "RankFailed"]
     suites = start([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *once_more, *tests], work, env)
     results = {}
@@ -104,12 +104,12 @@ def write_files(work: Path) -> None:
             file = folder_of(work, block.page) / block.file
             file.parent.mkdir(parents=True, exist_ok=True)
             text = block.text
-            # The name of the file is for the reader; Hydra wants its own header on top.
+            # The name of the file is for the reader; Hydra requires its header in the first line.
             file.write_text(text.partition("\n")[2] if file.suffix == ".yaml" else text, encoding="utf-8")
 
 
 def install(work: Path, site: Path) -> None:
-    """As pip would: packages by pip itself, single modules as a file with the metadata of their entry point."""
+    """Install packages with pip, and single modules as a file with the metadata of their entry point."""
     projects = [str(file.parent) for file in work.rglob("pyproject.toml")]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", str(site), *projects], check=True, timeout=110)

@@ -1,4 +1,4 @@
-"""The README holds: its commands run, its Python runs, its plugin installs and passes the contract suite."""
+"""The README's commands and Python run; its plugin installs and passes the contract suite."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def commands() -> list[str]:
 
 
 def given(command: str) -> list[str]:
-    """What follows `python run.py`, as the tests give it."""
+    """Return the arguments after `python run.py`, as the tests pass them."""
     argv = shlex.split(command, comments=True)[2:]
     if "model.path=/models/Llama-3-8B" in argv:
         argv = [a.replace("/models/Llama-3-8B", "pkg://dovetail.plugins.model.bundled/tiny") for a in argv]
-    if "app=ablate" in argv:  # minutes; tests/unit/app/test_ablate.py and a page of the docs run smaller ones
+    if "app=ablate" in argv:  # takes minutes; tests/unit/app/test_ablate.py and docs/ablations.md run smaller ones
         argv += ["--cfg", "job"]
     return argv
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By command, in one process; `python run.py` in one of its own is what CI begins with."""
+    """Results by command, from one process. CI also begins with `python run.py` in a separate process."""
     jobs, results = (tmp_path_factory.mktemp("readme") / name for name in ("jobs.json", "results.json"))
     work = [{"text": command, "argv": given(command), "env": {}, "cwd": str(ROOT)} for command in commands()]
     jobs.write_text(json.dumps(work))
@@ -80,7 +80,7 @@ def test_python(tmp_path: Path) -> None:
 
 
 def test_the_plugin(tmp_path: Path) -> None:
-    """Installed as pip would: a module and the entry point's metadata on the path."""
+    """The plugin is installed like pip would: a module and the metadata of its entry point on the path."""
     site = tmp_path / "site"
     (site / "newest-1.0.dist-info").mkdir(parents=True)
     (site / "newest.py").write_text(block("python", "# newest.py"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Nothing is missing from the pages: components, kinds, methods, hooks, suites, settings. The site builds."""
+"""The pages are complete: components, kinds, methods, hooks, suites, settings. The site builds."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def suite_of(kind: str) -> type[Any]:
     return suite
 
 
-# What is made while the site is built.
+# Tables that are generated while the site is built.
 
 
 def test_the_reference_has_every_option(hooks: Any) -> None:
@@ -179,7 +179,7 @@ def test_pictures_are_those_of_the_script() -> None:
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
-    """Links, anchors and the list of pages, too. CI builds it whatever this does."""
+    """Links, anchors and the list of pages are checked as well. CI also builds the site separately."""
     pytest.importorskip("mkdocs", reason="needs the docs extra")
     built = subprocess.run(
         # Not --quiet: warnings that are not shown do not count for --strict.
@@ -196,7 +196,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert not [url for url in elsewhere if "squidfunk" not in url], "the page loads something from elsewhere"
 
 
-# What the page on publishing says of broken packages.
+# Broken packages, as the page on publishing describes them.
 
 COMPONENT = """
 from dovetail import Component, Config, hookimpl

@@ -152,7 +152,7 @@ FEW_ROWS = 256
 
 def warps(block: int, rows: int | None = None) -> int:
     """About 16 elements a thread. `rows`, of a kernel whose programs take a whole one each: fewer where there are few,
-    since such a kernel's time is one program's (benchmarks/rows.py)."""
+    since such a kernel's time is one program's (benchmarks/kernels.py)."""
     elements = 16
     if rows is not None and rows <= FEW_ROWS:
         elements = 4 if rows > 16 else 8

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -63,12 +60,6 @@ def test_measured_tiles_can_be_launched(key):
             assert tile.warps == tile.outputs // 16, "a warp group multiplies 64 rows of the weight"
     beyond = max(MEASURED[key], default=0) + 1
     assert choose(beyond, outputs, inputs, kind, device, 132) is None
-
-
-def test_the_table_is_as_its_script_writes_it():
-    root = Path(__file__).parents[3]
-    script = runpy.run_path(str(root / "benchmarks/tiles.py"))
-    assert script["source"](script["table"]([])) == (root / "core/ops/tuned_tiles.py").read_text()
 
 
 def test_reference_on_the_cpu():

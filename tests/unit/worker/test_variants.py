@@ -1,7 +1,7 @@
 """Start-up compiles every kernel that a step can need: else whoever meets a new one waits for its compilation, and so
 do all who are served beside him.
 
-The plans are those of a real engine, whose device is simulated; a rank on an H200 that is not there carries them out.
+The plans are those of a real engine, whose device is simulated; a rank on an emulated H200 runs them.
 DOVETAIL_KERNELS=all takes more models, and presets as they are.
 """
 
