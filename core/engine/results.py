@@ -1,4 +1,4 @@
-"""A step's result becomes events of its sequences: new tokens, and where and why an output ends."""
+"""Turns the result of a step into events of its sequences: new tokens, and where and why an output ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _new = tuple.__new__
 
 
 class SequenceEvent(NamedTuple):
-    """What a step brought for one sequence."""
+    """New tokens of one sequence after a step, or its end."""
 
     uid: int
     tokens: tuple[int, ...]
@@ -39,7 +39,7 @@ def ended_event(ended: Ended) -> SequenceEvent:
 
 
 class Results:
-    """Appends results to the engine's sequences and tells the engine which of them have ended."""
+    """Appends results to the engine's sequences and reports which of them have ended."""
 
     def __init__(self, tracked: Mapping[int, Tracked], grammars: Grammars | None) -> None:
         """`tracked`: the engine's sequences by uid, as they come and go."""
@@ -108,7 +108,7 @@ class Results:
 
     @staticmethod
     def _new_prompt_logprobs(tracked: Tracked, row: RowResult) -> tuple[TokenLogprobs, ...]:
-        """Those of positions that no earlier event has reported."""
+        """Return the logprobs of positions that no earlier event has reported."""
         epoch, position, reported = tracked.prompt_logprobs or (row.epoch, 0, 0)
         if epoch != row.epoch:
             position = 0
