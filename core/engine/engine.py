@@ -18,12 +18,12 @@ from dovetail.core.engine.adapters import AdapterTable
 from dovetail.core.engine.checks import check_fit, exact_lengths
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.counters import Counters, Observers
-from dovetail.core.engine.grammars import GrammarState, build_grammars
+from dovetail.core.engine.grammars import build_grammars
 from dovetail.core.engine.launch_timer import LaunchTimer
 from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.requests import RequestBuilder
 from dovetail.core.engine.results import Results, SequenceEvent, ended_event
-from dovetail.core.engine.tracked import Tracked
+from dovetail.core.engine.tracked import GrammarState, Tracked
 from dovetail.core.interfaces import (
     Blobs,
     Executor,

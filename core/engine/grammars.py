@@ -12,19 +12,18 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.engine.tracked import Tracked
+from dovetail.core.engine.tracked import CompiledGrammar, CompilingGrammar, GrammarState, Tracked
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     FinishReason,
     Grammar,
     GrammarCompiler,
-    Matcher,
     ModelSpec,
     Sequence,
     Status,
@@ -50,46 +49,6 @@ _IDLE_SECONDS = 0.01
 """How long to wait when the engine has nothing else to do; new requests wait as long."""
 
 
-@dataclass(slots=True, eq=False)
-class _Compiled:
-    """A matcher at the start of its grammar, and its mask. Sequences get copies; these never change."""
-
-    matcher: Matcher
-    mask_W: NDArray[np.uint32]
-
-
-@dataclass(slots=True, eq=False)
-class GrammarState:
-    """Position of one sequence's output in its grammar. The engine's thread advances the matcher while `ready` is set;
-    a mask thread reads it while `ready` is clear."""
-
-    matcher: Matcher
-    mask_W: NDArray[np.uint32]
-    """Written by a mask thread."""
-    stops_W: NDArray[np.uint32]
-    """The tokens that end the request."""
-    ready: threading.Event = field(default_factory=threading.Event)
-    """Set by a mask thread once the mask fits the matcher's state, cleared by the engine's thread."""
-    asked: float = 0.0
-    """time.perf_counter() when `ready` was cleared."""
-    slow: float = 0.0
-    """Seconds that slow advances took. Written by the engine's thread."""
-    empty: bool = False
-    """No token may follow, and none may end the output. Written by a mask thread."""
-    error: str = ""
-    """Why there is no mask. Written by a mask thread."""
-
-
-@dataclass(slots=True, eq=False)
-class CompilingGrammar:
-    """A request that waits for its grammar."""
-
-    future: Future[_Compiled]
-    sequences: dict[int, Tracked]
-    """The request's sequences that were not aborted, by uid."""
-    deadline: float
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A sequence that its grammar ends."""
@@ -107,7 +66,7 @@ class Grammars:
         self._compiler, self._patience = compiler, patience
         self._words = ceil_div(vocabulary.size, 32)
         self._not_eos_W = ~self._bits(vocabulary.eos_ids)
-        self._compiled: OrderedDict[Grammar, Future[_Compiled]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._compiling: list[CompilingGrammar] = []
         self.running = 0
         """Number of sequences whose output follows a grammar."""
@@ -133,11 +92,11 @@ class Grammars:
             tracked.compiling = compiling
         self._compiling.append(compiling)
 
-    def _compile(self, grammar: Grammar) -> _Compiled:
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
         matcher = self._compiler.compile(grammar)
         if matcher.finished:
             raise RequestError("grammar: it allows only the empty output")
-        compiled = _Compiled(matcher, np.zeros(self._words, np.uint32))
+        compiled = CompiledGrammar(matcher, np.zeros(self._words, np.uint32))
         # The first mask is the most expensive one.
         matcher.mask(compiled.mask_W)
         compiled.mask_W &= self._not_eos_W
@@ -178,7 +137,7 @@ class Grammars:
 
     # Following outputs.
 
-    def _start(self, tracked: Tracked, compiled: _Compiled) -> None:
+    def _start(self, tracked: Tracked, compiled: CompiledGrammar) -> None:
         stops_W = self._bits(tracked.seq.request.stop_ids)
         matcher, mask_W = compiled.matcher.fork(), compiled.mask_W.copy()
         if matcher.accepting:
