@@ -102,7 +102,7 @@ def test_an_engine_that_hangs_is_dead(start):
     server = start("executor=multiproc", "engine.tp=2", "serve.engine_timeout=3", "serve.on_engine_failure=exit")
     server.wait_ready()
     (rank,) = children(server.engine_pid())
-    with pytest.raises(openai.APIError, match="the engine hangs: it had work and said nothing for 3 s"):
+    with pytest.raises(openai.APIError, match="the engine hangs: it had work and sent nothing for 3 s"):
         for number, _ in enumerate(server.client().completions.create(**LONG)):
             if number == 3:
                 os.kill(rank, signal.SIGSTOP)
