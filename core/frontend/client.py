@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,12 +98,8 @@ class EngineClient(ABC):
         `on_inter_token` with the inter-token latencies of each message, `on_state` after a change of the state, and
         `on_phase` when a starting engine enters another phase."""
         self.replica, self.name, self._table = replica, name, table
-        self._on_stats, self._on_inter_token, self._on_state, self._on_phase = (
-            on_stats,
-            on_inter_token,
-            on_state,
-            on_phase,
-        )
+        self._on_stats, self._on_inter_token = on_stats, on_inter_token
+        self._on_state, self._on_phase = on_state, on_phase
         self.state: State = "stopped"
         self.failure = ""
         """Cause of the engine's latest death."""
@@ -155,10 +150,7 @@ class EngineClient(ABC):
         (forget cached prefixes), `load_adapter` (name, folder), `unload_adapter` (name). Raises RequestError."""
         if self.state != "ready":
             raise EngineDown(f"{self.name} is {self.state}")
-        answer: asyncio.Future[Any] = self._loop.create_future()
-        reply = self._table.control(self.replica, op, **arguments)
-        reply.add_done_callback(lambda done: self._call_soon(_answer, answer, done))
-        return await answer
+        return await asyncio.wrap_future(self._table.control(self.replica, op, **arguments))
 
     # In the event loop.
 
@@ -220,15 +212,6 @@ class EngineClient(ABC):
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             log.debug("the event loop is closed: %s is not called", function)
-
-
-def _answer(answer: asyncio.Future[Any], done: Future[Any]) -> None:
-    if answer.done():
-        return
-    if (error := done.exception()) is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(done.result())
 
 
 _reading_tokenizer = threading.Lock()

@@ -291,20 +291,12 @@ def _figures(engine: Engine) -> dict[str, Any]:
     return {"counters": dataclasses.asdict(engine.counters), "stats": msgspec.structs.asdict(engine_stats(engine))}
 
 
-def _load_adapter(engine: Engine, name: str, folder: str) -> Future[None]:
-    return engine.load_adapter(name, folder)
-
-
-def _unload_adapter(engine: Engine, name: str) -> None:
-    engine.unload_adapter(name)
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "check": _check,
     "reset_cache": Engine.reset_cache,
     "figures": _figures,
-    "load_adapter": _load_adapter,
-    "unload_adapter": _unload_adapter,
+    "load_adapter": Engine.load_adapter,
+    "unload_adapter": Engine.unload_adapter,
 }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from dovetail.core.errors import RequestError
 from dovetail.core.frontend.client import tokenizer_of
 from dovetail.core.frontend.engines import OneLocalEngine, start_engines
 from dovetail.core.frontend.outputs import Completion, Delta, Generation, Timing, truncate_and_normalize
-from dovetail.core.frontend.request_table import Deliver, Delivery, NewRequest, OpenRequest
+from dovetail.core.frontend.request_table import Delivery, NewRequest, OpenRequest
 from dovetail.core.interfaces import EmbeddingSpec, Pooling, Progress, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
@@ -121,23 +122,13 @@ class LLM:
         generations = [
             _blank(prompt if isinstance(prompt, str) else None, self._encode(prompt), p.n) for prompt, p in pairs
         ]
-        inboxes = [_Inbox(on_done) for _ in pairs]
-        options = RequestOptions(**request)
-        opened = self._submit(
-            [
-                NewRequest(generation.prompt_ids, p, options, inbox.deliver)
-                for generation, (_, p), inbox in zip(generations, pairs, inboxes, strict=True)
-            ]
-        )
-        try:
-            for generation, inbox, one in zip(generations, inboxes, opened, strict=True):
-                for delta in inbox.deltas():
-                    _merge(generation, delta)
-                generation.timing, generation.cached_tokens = one.timing, one.cached
-            return generations
-        except BaseException:
-            self._abort(opened)
-            raise
+        prompts = [generation.prompt_ids for generation in generations]
+        with closing(self._run(prompts, [p for _, p in pairs], RequestOptions(**request), on_done)) as found:
+            for index, opened, delta in found:
+                generation = generations[index]
+                _merge(generation, delta)
+                generation.timing, generation.cached_tokens = opened.timing, opened.cached
+        return generations
 
     def embed(
         self,
@@ -158,29 +149,37 @@ class LLM:
         if dimensions is not None and not 1 <= dimensions <= size:
             raise ValueError(f"dimensions={dimensions}: this model's embeddings have {size}")
         pairs = self._pairs(prompts, None)
-        inboxes = [_Inbox() for _ in pairs]
         options = RequestOptions(**request, pooling=pooling or stated.pooling)
-        opened = self._submit(
-            [
-                NewRequest(self._encode(prompt), params, options, inbox.deliver)
-                for (prompt, params), inbox in zip(pairs, inboxes, strict=True)
-            ]
-        )
-        try:
-            found = [delta.pooled_C for inbox in inboxes for delta in inbox.deltas()]
-        except BaseException:
-            self._abort(opened)
-            raise
-        vectors = np.array(found, np.float32).reshape(len(pairs), size)
+        encoded, params = [self._encode(prompt) for prompt, _ in pairs], [p for _, p in pairs]
+        with closing(self._run(encoded, params, options)) as found:
+            vectors = np.array([delta.pooled_C for _, _, delta in found], np.float32).reshape(len(pairs), size)
         normalize = stated.normalize if normalize is None else normalize
         return truncate_and_normalize(vectors, normalize=normalize, dimensions=dimensions)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[Delta]:
         """Yield deltas as they arrive. Leaving the iteration early aborts the request."""
-        inbox = _Inbox()
-        opened = self._submit([self._new(prompt, params, request, inbox.deliver)])
+        with closing(
+            self._run([self._encode(prompt)], [params or SamplingParams()], RequestOptions(**request))
+        ) as found:
+            for _, _, delta in found:
+                yield delta
+
+    def _run(
+        self,
+        prompts: Seq[Seq[int]],
+        params: Seq[SamplingParams],
+        options: RequestOptions,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> Generator[tuple[int, OpenRequest, Delta]]:
+        """Submit all requests, or none; yield (index, request, delta) in the order of the prompts. Closing the
+        generator aborts the requests."""
+        inboxes = [_Inbox(on_done) for _ in prompts]
+        jobs = zip(prompts, params, inboxes, strict=True)
+        opened = self._submit([NewRequest(ids, p, options, inbox.deliver) for ids, p, inbox in jobs])
         try:
-            yield from inbox.deltas()
+            for index, (request, inbox) in enumerate(zip(opened, inboxes, strict=True)):
+                for delta in inbox.deltas():
+                    yield index, request, delta
         finally:
             self._abort(opened)
 
@@ -204,7 +203,7 @@ class LLM:
             if left:
                 self._abort(opened)
 
-        new = self._new(prompt, params, request, deliver)
+        new = NewRequest(self._encode(prompt), params or SamplingParams(), RequestOptions(**request), deliver)
         try:
             # In a thread, since submitting waits while another thread submits many requests.
             await asyncio.to_thread(submit)
@@ -259,11 +258,6 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-
-    def _new(
-        self, prompt: Prompt, params: SamplingParams | None, request: Mapping[str, Any], deliver: Deliver
-    ) -> NewRequest:
-        return NewRequest(self._encode(prompt), params or SamplingParams(), RequestOptions(**request), deliver)
 
     def _pairs(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None

@@ -251,6 +251,7 @@ class RequestTable:
         or the error with which the replica fails."""
         number = next(self._controls)
         answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # A caller that leaves must not cancel what `receive` resolves.
         with self._lock:
             if self._replicas[replica].transport is None:
                 raise EngineDown(f"replica {replica} takes no requests")

@@ -291,6 +291,10 @@ def test_replies_are_matched_by_number(front: Front) -> None:
     with pytest.raises(RequestError, match="no room") as refused:
         answers[1].result(SECONDS)
     assert refused.value.status == 409
+    left = table.control(0, "check")
+    assert not left.cancel()
+    engine.reply(Reply(commands[1].id + 1, 8))
+    assert left.result(SECONDS) == 8
 
 
 def test_requests_that_are_submitted_together_are_checked_before_the_first_is_sent() -> None:
