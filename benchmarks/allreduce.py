@@ -1,12 +1,12 @@
-"""All-reduce on the GPUs of one host: each algorithm of collective=symm_mem beside NCCL, in CUDA graphs, first checked
-against a sum in float32, then timed. `boundary` is what a layer pays: sum, residual, RMSNorm, E4M3 by token; `sharded`
-and `nccl_sharded` leave the residual with the ranks by rows there. `argmax` is how ranks agree on a token.
+"""All-reduce on the GPUs of one host: each algorithm of collective=symm_mem and NCCL is checked, then timed in graphs.
 
     python benchmarks/allreduce.py                       # all GPUs
     python benchmarks/allreduce.py --ranks 2 --columns 8192 --out benchmarks/results/allreduce_x2.json
-    python benchmarks/allreduce.py --play 8              # eight ranks played by two GPUs (played.py): times alone
+    python benchmarks/allreduce.py --emulate 8           # eight ranks on two GPUs (emulated_ranks.py): times only
 
-A case that hangs is ended after --patience seconds, named, and left out; the others go on.
+`sum` is compared with a sum in float32. `boundary` is what a layer pays: sum, residual, RMSNorm, E4M3 by token;
+`sharded` and `nccl_sharded` leave the residual there distributed over the ranks by rows. `argmax` is how ranks agree on
+a token. --out is written after each case.
 """
 
 from __future__ import annotations
@@ -14,197 +14,138 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
-import socket
-import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import emulated_ranks
+import torch
+
+from dovetail.core.interfaces import Collective, Partial
+from dovetail.core.ops import rms_norm
+from dovetail.plugins.collective.nccl import NcclCollective
+from dovetail.plugins.collective.sharded import RowShard, own_rows, sharded_boundary
+from dovetail.plugins.collective.symm_mem.collective import COLUMNS, SymmMemCollective
+from dovetail.plugins.collective.symm_mem.size_table import measure
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+
 ROWS = (1, 4, 16, 64, 128, 256, 512, 2048, 8192)
+MOST_ARGMAX = 256
 KINDS = {
     "sum": ("nccl", "one_shot", "two_shot"),
     "boundary": ("nccl", "one_shot", "two_shot", "nccl_sharded", "sharded"),
     "argmax": ("nccl", "one_shot"),
 }
 EPS = 1e-5
+Case = tuple[int, str, str, int]
+"""(columns, kind, algorithm, rows)."""
 
 
-def cases(columns: list[int]) -> list[tuple[int, str, str, int]]:
-    rows_of = {"argmax": [rows for rows in ROWS if rows <= 256]}
+def cases(columns: list[int]) -> list[Case]:
     return [
         (c, kind, name, rows)
         for c in columns
         for kind, names in KINDS.items()
-        if kind != "argmax" or c == columns[0]
         for name in names
-        for rows in rows_of.get(kind, ROWS)
+        for rows in ROWS
+        if kind != "argmax" or (c == columns[0] and rows <= MOST_ARGMAX)
     ]
 
 
-def played_cases(ranks: int) -> list[tuple[int, str, str, int]]:
-    """What two players do as `ranks` would: no call of NCCL's, and by rows only where each rank has as many."""
+def emulated_cases(ranks: int) -> list[Case]:
+    """Cases that two processes can emulate: without NCCL, and by rows only where each rank has equally many."""
     return [
         (c, kind, name, rows)
-        for c, kind, name, rows in cases([8192])
+        for c, kind, name, rows in cases([COLUMNS])
         if kind != "argmax" and "nccl" not in name and (name != "sharded" or rows % ranks == 0)
     ]
 
 
-# A rank.
+class Reduction:
+    """One sum, or one boundary of a layer, by one algorithm."""
 
+    def __init__(self, collective: SymmMemCollective, columns: int, kind: str, name: str, rows: int) -> None:
+        self.collective, self.kind, self.name, self.rows = collective, kind, name, rows
+        device = collective._device
+        generator = torch.Generator(device).manual_seed(1000 * rows + collective.rank)
+        self.x_TC = torch.randn(rows, columns, device=device, generator=generator).bfloat16()
+        self.x_TC.masked_fill_(torch.rand(self.x_TC.shape, device=device, generator=generator) < 0.1, -0.0)
+        common = torch.Generator(device).manual_seed(rows)
+        self.residual_TC = torch.randn(rows, columns, device=device, generator=common).bfloat16()
+        self.weight_C = torch.randn(columns, device=device, generator=common).bfloat16()
+        self.own = RowShard(own_rows(collective, self.residual_TC), rows)
 
-def run_rank(rank: int, size: int, address: str, todo: list[list[Any]], playing: int) -> None:
-    """`playing`: ranks that two play; 0 = as many as there are."""
-    import torch
+    def norm(self, x: torch.Tensor, residual: torch.Tensor | None, emit: Any) -> tuple[Any, torch.Tensor]:
+        return rms_norm(x, residual, self.weight_C, EPS, emit)
 
-    from dovetail.plugins.collective.config import SymmMemConfig
-    from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self.name == "nccl":
+            return NcclCollective.all_reduce(self.collective, x)
+        return self.collective.reducer.reduce(x, self.name)
 
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    collective = SymmMemCollective(SymmMemConfig(algorithm="sharded"))
-    if playing:
-        import played
+    def boundary(self) -> tuple[Any, Any]:
+        reducer, emit = self.collective.reducer, (FP8_TOKEN,)
+        if self.name == "sharded":
+            bundle, after = reducer.sharded_boundary(self.x_TC, self.own.values, self.weight_C, EPS, emit)
+            return bundle, RowShard(after, self.rows)
+        if self.name == "nccl_sharded":
+            return sharded_boundary(self.collective, Partial(self.x_TC), self.own, self.norm, emit)
+        if self.name == "nccl":
+            return self.norm(self.sum(self.x_TC), self.residual_TC, emit)
+        return reducer.boundary(self.x_TC, self.residual_TC, self.weight_C, EPS, emit, self.name)
 
-        played.shorten_boxes()
-        collective = played.Collective(SymmMemConfig(algorithm="sharded"))
-    began = time.perf_counter()
-    collective.connect(rank, playing or size, address, device)
-    collective.barrier()
-    if rank == 0:
-        _tell({"connected": round(time.perf_counter() - began, 2), "gpu": torch.cuda.get_device_name(device)})
-    with torch.inference_mode():
-        for columns, kind, name, rows in todo:
-            case = {"columns": columns, "kind": kind, "algorithm": name, "rows": rows}
-            if rank == 0:
-                _tell({"begin": case})
-            try:
-                found = (
-                    _argmax(collective, name, rows)
-                    if kind == "argmax"
-                    else _case(collective, columns, kind, name, rows, right=not playing)
-                )
-            except Exception as error:
-                found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-1500:]}
-            if rank == 0 or "error" in found:
-                _tell({"case": case, "rank": rank, **found})
-        if rank == 0:
-            _tell({"begin": "measuring the table"})
-        began = time.perf_counter()
-        sums, edges, sharded = collective.autotune(shards=True)
-        if rank == 0:
-            tables = {"sum": str(sums), "boundary": str(edges)}
-            tables |= {f"boundary, {8 if narrow else 16} bits": str(table) for narrow, table in sharded.items()}
-            _tell({"tables": tables, "seconds": round(time.perf_counter() - began, 2)})
-    if playing:
-        # They are not as many as the collective thinks, and would not end together.
-        sys.stdout.flush()
-        os._exit(0)
-    collective.barrier()
-    collective.close()
+    def check(self, times: int) -> None:
+        """Compare the result with sums in float32, and its bits with those of the other ranks."""
+        kept = self.x_TC.clone()
+        exact_TC = NcclCollective.all_reduce(self.collective, kept.float())
+        for _ in range(times):
+            self.x_TC.copy_(kept)  # NCCL sums in place
+            if self.kind == "sum":
+                self.compare(self.sum(self.x_TC), exact_TC, 0.01, "the sum")
+                continue
+            bundle, after = self.boundary()
+            expected, summed = rms_norm(exact_TC.bfloat16(), self.residual_TC, self.weight_C, EPS, (FP8_TOKEN,))
+            self.compare(self.collective.whole(after), summed, 0.01, "x + residual")
+            values, wanted = bundle[FP8_TOKEN], expected[FP8_TOKEN]
+            decoded = values.values.float() * values.scale
+            self.compare(decoded, wanted.values.float() * wanted.scale, 0.02, "the encoded norm")
+        self.x_TC.copy_(kept)
 
-
-def _case(collective: Any, columns: int, kind: str, name: str, rows: int, right: bool = True) -> dict[str, Any]:
-    """`right`: whether the numbers mean something."""
-    import torch
-
-    from dovetail.core.interfaces import Partial
-    from dovetail.core.ops import rms_norm
-    from dovetail.plugins.collective.nccl import NcclCollective
-    from dovetail.plugins.collective.sharded import RowShard, own_rows, sharded_boundary
-    from dovetail.plugins.collective.symm_mem.size_table import measure
-    from dovetail.plugins.quant.fp8.format import FP8_TOKEN
-
-    reducer, device = collective.reducer, collective._device
-    if name == "one_shot" and rows > reducer.mail.boxes:
-        return {"skipped": f"more than {reducer.mail.boxes} rows"}
-    generator = torch.Generator(device).manual_seed(1000 * rows + collective.rank)
-    x_TC = torch.randn(rows, columns, device=device, generator=generator).bfloat16()
-    x_TC.masked_fill_(torch.rand(x_TC.shape, device=device, generator=generator) < 0.1, -0.0)
-    common = torch.Generator(device).manual_seed(rows)
-    residual_TC = torch.randn(rows, columns, device=device, generator=common).bfloat16()
-    weight_C = torch.randn(columns, device=device, generator=common).bfloat16()
-    exact_TC = NcclCollective.all_reduce(collective, x_TC.float()) if right else x_TC
-
-    def reduced(x: torch.Tensor) -> torch.Tensor:
-        if name == "nccl":
-            return NcclCollective.all_reduce(collective, x)
-        return reducer.reduce(x, name)
-
-    own = RowShard(own_rows(collective, residual_TC), rows)
-
-    def norm(x: torch.Tensor, residual: torch.Tensor | None, emit: Any) -> tuple[Any, torch.Tensor]:
-        return rms_norm(x, residual, weight_C, EPS, emit)
-
-    def boundary() -> tuple[Any, Any]:
-        if name == "sharded":
-            bundle, after = reducer.sharded_boundary(x_TC, own.values, weight_C, EPS, (FP8_TOKEN,))
-            return bundle, RowShard(after, rows)
-        if name == "nccl_sharded":
-            return sharded_boundary(collective, Partial(x_TC), own, norm, (FP8_TOKEN,))
-        if name == "nccl":
-            return norm(reduced(x_TC), residual_TC, (FP8_TOKEN,))
-        return reducer.boundary(x_TC, residual_TC, weight_C, EPS, (FP8_TOKEN,), name)
-
-    def check(found: torch.Tensor, exact: torch.Tensor, most: float, what: str) -> None:
-        if not right:
-            return
+    def compare(self, found: torch.Tensor, exact: torch.Tensor, most: float, what: str) -> None:
         error = ((found.float() - exact.float()).norm() / exact.float().norm()).item()
         if not error <= most:
-            raise ValueError(f"{what} is off by {error:.2%}, more than {most:.2%}")
-        # The same bits on every rank.
+            raise ValueError(f"{self.name}, {self.rows} rows: {what} is off by {error:.2%}, more than {most:.2%}")
         bits = found.contiguous().view(torch.uint8).view(-1, 2).long()
-        mark = ((bits[:, 0] * 256 + bits[:, 1]) * torch.arange(1, len(bits) + 1, device=device)).sum()[None]
-        marks = NcclCollective.all_gather(collective, mark)
+        weights = torch.arange(1, len(bits) + 1, device=bits.device)
+        mark = ((bits[:, 0] * 256 + bits[:, 1]) * weights).sum()[None]
+        marks = NcclCollective.all_gather(self.collective, mark)
         if not bool((marks == marks[0]).all()):
-            raise ValueError(f"{what} has other bits on other ranks: {marks.tolist()}")
+            raise ValueError(f"{self.name}, {self.rows} rows: {what} has other bits on other ranks: {marks.tolist()}")
 
-    def check_boundary(bundle: Any, after: Any) -> None:
-        if not right:
-            return
-        expected, expected_after = rms_norm(exact_TC.bfloat16(), residual_TC, weight_C, EPS, (FP8_TOKEN,))
-        check(collective.whole(after), expected_after, 0.01, "x + residual")
-        values, wanted = bundle[FP8_TOKEN], expected[FP8_TOKEN]
-        check(values.values.float() * values.scale, wanted.values.float() * wanted.scale, 0.02, "the encoded norm")
-
-    call: Callable[[], Any]
-    if kind == "sum":
-        for _ in range(5):
-            check(reduced(x_TC.clone()), exact_TC, 0.01, "the sum")
-        nothing = torch.zeros_like(x_TC)
-        call = lambda: reduced(nothing)  # noqa: E731
-    else:
-        kept = x_TC.clone()
-        for _ in range(5):
-            x_TC.copy_(kept)
-            check_boundary(*boundary())
-        if name == "nccl":
-            x_TC.zero_()  # NCCL sums in place.
-        call = boundary
-    seconds = measure(call)
-    if kind == "sum":
-        check(reduced(x_TC.clone()), exact_TC, 0.01, "the sum after the graph")
-    else:
-        x_TC.copy_(kept)
-        check_boundary(*boundary())
-    return {"us": round(seconds * 1e6, 2)}
+    def time(self, check: bool) -> float:
+        """Seconds of one call. `check`: False for emulated ranks, whose numbers mean nothing."""
+        if check:
+            self.check(5)
+        call: Callable[[], object] = self.boundary
+        if self.kind == "sum":
+            zeros = torch.zeros_like(self.x_TC)
+            call = lambda: self.sum(zeros)  # noqa: E731
+        kept = self.x_TC.clone()
+        if self.name == "nccl":
+            self.x_TC.zero_()  # NCCL sums in place: anything else would grow
+        seconds = measure(call)
+        self.x_TC.copy_(kept)
+        if check:
+            self.check(1)
+        return seconds
 
 
-def _argmax(collective: Any, name: str, rows: int) -> dict[str, Any]:
-    import torch
-
-    from dovetail.core.interfaces import Collective
-    from dovetail.plugins.collective.nccl import NcclCollective
-    from dovetail.plugins.collective.symm_mem.size_table import measure
-
+def time_argmax(collective: SymmMemCollective, name: str, rows: int) -> float:
     device, rank = collective._device, collective.rank
     generator = torch.Generator(device).manual_seed(1000 * rows + rank)
-    # Few values, so that many are equal.
+    # Few different values, so that many are equal.
     value_N = torch.randint(0, 5, (rows,), device=device, generator=generator).float()
     index_N = torch.arange(rows, device=device) + rank * 16032
 
@@ -218,146 +159,94 @@ def _argmax(collective: Any, name: str, rows: int) -> dict[str, Any]:
         indices = NcclCollective.all_gather(collective, index_N[:, None])
         wins = values == values.amax(-1, keepdim=True)
         if not torch.equal(call(), torch.where(wins, indices, 2**31).amin(-1)):
-            raise ValueError("not the index of the largest value")
+            raise ValueError(f"{name}, {rows} rows: not the index of the largest value")
 
     for _ in range(5):
         check()
     seconds = measure(call)
     check()
-    return {"us": round(seconds * 1e6, 2)}
+    return seconds
 
 
-def _tell(what: dict[str, Any]) -> None:
-    print(json.dumps(what), flush=True)
+def run_rank(rank: int, address: str, args: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    ranks = args.emulate or args.ranks
+    collective = emulated_ranks.connect(rank, ranks, address, emulated=bool(args.emulate), algorithm="sharded")
+    collective.barrier()
+    with torch.inference_mode():
+        time_cases(collective, args, round(time.perf_counter() - began, 2))
+    if args.emulate:
+        # Emulated ranks are fewer than the collective expects, and would not end together.
+        sys.stdout.flush()
+        os._exit(0)
+    collective.barrier()
+    collective.close()
 
 
-# The parent.
+def time_cases(collective: SymmMemCollective, args: argparse.Namespace, connected: float) -> None:
+    """Time all cases. The first rank prints and writes the results."""
+    rank = collective.rank
+    record: dict[str, Any] = {
+        "ranks": collective.size,
+        "gpus": args.ranks,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "connected": connected,
+        "cases": [],
+    }
+    for columns, kind, name, rows in emulated_cases(args.emulate) if args.emulate else cases(args.columns):
+        found: dict[str, Any] = {"columns": columns, "kind": kind, "algorithm": name, "rows": rows}
+        if kind == "argmax":
+            found["us"] = round(1e6 * time_argmax(collective, name, rows), 2)
+        elif name != "one_shot" or rows <= collective.reducer.mail.boxes:
+            found["us"] = round(1e6 * Reduction(collective, columns, kind, name, rows).time(not args.emulate), 2)
+        record["cases"].append(found)
+        if rank == 0 and args.out is not None:
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    began = time.perf_counter()
+    sums, edges, sharded = collective.autotune(shards=True)
+    tables = {"sum": str(sums), "boundary": str(edges)}
+    tables |= {f"boundary, {8 if narrow else 16} bits": str(table) for narrow, table in sharded.items()}
+    record |= {"tables": tables, "seconds": round(time.perf_counter() - began, 2)}
+    if rank == 0:
+        emulation = f"{args.emulate} ranks emulated by " if args.emulate else ""
+        print(f"{emulation}{args.ranks} x {record['gpu']}, connected in {record['connected']} s\n")
+        print("\n\n".join(tables_of(record["cases"])))
+        print(f"\nalgorithms that start-up would choose, measured in {record['seconds']} s: {tables}", flush=True)
+        if args.out is not None:
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def run(size: int, todo: list[tuple[int, str, str, int]], patience: float, playing: int = 0) -> list[dict[str, Any]]:
-    """What the ranks tell. After a hang they are started again, without the algorithm that hung."""
-    told: list[dict[str, Any]] = []
-    while todo:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        command = [sys.executable, __file__, "--rank", "{}", "--ranks", str(size), "--address", address]
-        command += ["--play", str(playing)] if playing else []
-        ranks = [
-            subprocess.Popen(
-                [part.format(rank) for part in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(size)
-        ]
-        lines: queue.Queue[str | None] = queue.Queue()
-        for rank in ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps(todo))
-            rank.stdin.close()
-            threading.Thread(target=_listen, args=(rank.stdout, lines), daemon=True).start()
-        hung: Any = "starting"
-        ended, allowed = 0, max(patience, 120.0)
-        while ended < size:
-            try:
-                line = lines.get(timeout=allowed)
-            except queue.Empty:
-                break
-            if line is None:
-                ended += 1
-                # The others may wait for a rank that has ended for as long as they live.
-                allowed = 10.0
-                continue
-            if not line.startswith("{"):
-                continue
-            what = json.loads(line)
-            told.append(what)
-            allowed = patience
-            hung = what.get("begin", hung)
-            _show(what)
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        if any("tables" in what for what in told):
-            break
-        if not isinstance(hung, dict):
-            told.append({"fatal": f"the ranks ended or hung while {hung}"})
-            _show(told[-1])
-            break
-        told.append({"case": hung, "rank": -1, "error": f"hung, or a rank died: ended after {allowed:g} s"})
-        _show(told[-1])
-        seen = {tuple(what["case"].values()) for what in told if "case" in what}
-        todo = [
-            case
-            for case in todo
-            if (case[0], case[1], case[2], case[3]) not in seen
-            and not (case[1] == hung["kind"] and case[2] == hung["algorithm"])
-        ]
-    return told
-
-
-def _listen(stream: Any, lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
-
-
-def _show(what: dict[str, Any]) -> None:
-    if "case" in what and "us" not in what and "skipped" not in what:
-        print(f"FAILED {what}", flush=True)
-    elif "case" not in what and "begin" not in what:
-        print(what, flush=True)
-
-
-def table(told: list[dict[str, Any]], columns: int, kind: str) -> str:
-    found = {tuple(w["case"].values())[2:]: w for w in told if "case" in w and w["case"]["columns"] == columns
-             and w["case"]["kind"] == kind and w["rank"] <= 0}  # fmt: skip
-    if not found:
-        return ""
-    lines = [f"{kind}, {columns} columns, us".ljust(26) + "".join(f"{rows:>9}" for rows in ROWS)]
-    for name in KINDS[kind]:
-        cells = [found.get((name, rows), {}) for rows in ROWS]
-        lines.append(f"{name:<26}" + "".join(f"{c['us']:>9.1f}" if "us" in c else f"{'-':>9}" for c in cells))
-    return "\n".join(lines)
+def tables_of(found: list[dict[str, Any]]) -> Iterator[str]:
+    for columns, kind in dict.fromkeys((case["columns"], case["kind"]) for case in found):
+        mine = [case for case in found if (case["columns"], case["kind"]) == (columns, kind)]
+        us = {(case["algorithm"], case["rows"]): case["us"] for case in mine if "us" in case}
+        lines = [f"{kind}, {columns} columns, us".ljust(26) + "".join(f"{rows:>9}" for rows in ROWS)]
+        for name in dict.fromkeys(name for name, _ in us):
+            cells = (f"{us[name, rows]:>9.1f}" if (name, rows) in us else f"{'-':>9}" for rows in ROWS)
+            lines.append(f"{name:<26}" + "".join(cells))
+        yield "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="GPUs; all by default")
     parser.add_argument("--columns", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--play", type=int, default=0, metavar="RANKS", help="so many played by two GPUs: 4, 8 or 16")
-    parser.add_argument("--patience", type=float, default=20.0, help="seconds of one case")
+    parser.add_argument("--emulate", type=int, default=0, metavar="RANKS", help="4, 8 or 16 ranks on two GPUs")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=2, metavar=("INDEX", "ADDRESS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rank is not None:
-        run_rank(args.rank, args.ranks, args.address, json.load(sys.stdin), args.play)
+    if args.emulate:
+        args.ranks, args.columns = emulated_ranks.GPUS, [COLUMNS]
+        if args.emulate not in (4, 8, 16):
+            parser.error(f"--emulate {args.emulate}: two GPUs emulate 4, 8 or 16 ranks")
+    args.ranks = args.ranks or torch.cuda.device_count()
+    if args.rank:
+        run_rank(int(args.rank[0]), args.rank[1], args)
         return
-    import torch
-
-    if args.play:
-        args.ranks, args.columns = 2, [8192]
-        if args.play not in (4, 8, 16):
-            parser.error(f"--play {args.play}: two GPUs play 4, 8 or 16 ranks")
-    size = args.ranks or torch.cuda.device_count()
-    if not 2 <= size <= torch.cuda.device_count():
-        raise SystemExit(f"needs 2 GPUs or more: asked for {size} of {torch.cuda.device_count()}")
-    began = time.perf_counter()
-    todo = played_cases(args.play) if args.play else cases(args.columns)
-    told = run(size, todo, args.patience, args.play)
-    for columns in args.columns:
-        for kind in KINDS:
-            print(table(told, columns, kind), end="\n\n")
-    played_by = f"{args.play} ranks played by " if args.play else ""
-    print(f"{played_by}{size} GPUs, {time.perf_counter() - began:.0f} s")
-    if args.out is not None:
-        record = {
-            "ranks": args.play or size,
-            "gpus": size,
-            "torch": torch.__version__,
-            "told": [what for what in told if "begin" not in what],
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    if not 2 <= args.ranks <= torch.cuda.device_count():
+        raise SystemExit(f"needs 2 GPUs or more: asked for {args.ranks} of {torch.cuda.device_count()}")
+    emulated_ranks.launch_ranks(args.ranks)
 
 
 if __name__ == "__main__":

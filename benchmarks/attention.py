@@ -1,29 +1,25 @@
 """Paged attention of attention=triton on a GPU: checked against float64 first, then timed.
 
-python benchmarks/attention.py [--tune] [--only "decode 64"] [--quick] [--heads 32] [--kv-heads 8] [--head-dim 128]
-    [--page 16,64]
+    python benchmarks/attention.py [--tune] [--only "decode 64"] [--quick] [--heads 32] [--kv-heads 8] [--head-dim 128]
+        [--page 16,64]
 
-Times are medians over CUDA graph replays of several layers one after another, each with KV of its own, so that nothing
-is found in the L2 cache (of a single row's few keys much is). Decode turns and writes the new keys, too, as a step
-does, behind a kernel in the place of the product in front, whose time is taken off. It counts bytes of K and V; prefill
-counts products of visible pairs. Where there is a kernel for Hopper, the one for all GPUs stands beside it. sdpa gets
-dense tensors and no pages; attention=flashinfer is measured where its package is installed, planned once and not timed
-with its plans. --tune tries block sizes and prints the best.
+Times are medians over replays of a CUDA graph of several layers, each with its own KV, so that nothing is found in the
+L2 cache (except much of a single row's few keys). A decode layer also applies rope to the new keys and writes them, as
+a step does. It runs after a stand-in for the preceding matmul, whose time is subtracted. Decode counts
+bytes of K and V, prefill counts the operations of visible pairs. On Hopper, the kernel for all GPUs is timed as well.
+attention=flashinfer is timed where its package is installed; it plans once, which is not timed. --tune tries block
+sizes and prints the best.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
-import os
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import products
+import timing
 import torch
-import torch.nn.functional as F
 
 from dovetail.core.interfaces import (
     PLAIN,
@@ -41,25 +37,24 @@ from dovetail.core.ops.kernels.launch import HOPPER
 from dovetail.plugins.attention.config import FlashInferConfig, TritonConfig
 from dovetail.plugins.attention.flashinfer.backend import FlashInfer
 from dovetail.plugins.attention.triton.backend import Triton
-from dovetail.plugins.attention.triton.tiles import LANE_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit
+from dovetail.plugins.attention.triton.tiles import WARP_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit
 
 GPU = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 KV_BYTES = 1 << 30
-"""Layers are added until their KV is more than this: many times the cache, and so much that the launch of a graph and
-the plan do not count."""
-
+"""Layers are added until their KV exceeds this: many times the L2 cache, and enough that the launch of a graph and the
+plan do not count."""
 CHAIN = 32
-"""Layers of a decode step, so that its plan hardly counts: some of them once more."""
-PRODUCT_US, PROGRAMS = 4.0, 120
-"""What the product in front takes, and its programs: keys are asked for meanwhile."""
-TOGETHER = ((16, 512), (8, 1024))
-"""Rows and tokens of each, of steps that feed several prompts."""
+"""Decode layers of a graph, so that the plan hardly counts: some run more than once."""
+PRECEDING_US, PROGRAMS = 4.0, 120
+"""Time and programs of the stand-in for the preceding matmul. Keys are prefetched while it runs."""
+SEVERAL_PROMPTS = ((16, 512), (8, 1024))
+"""(rows, tokens of each) of steps that feed several prompts."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One step: equal rows."""
+    """A step of equal rows."""
 
     name: str
     rows: int
@@ -74,6 +69,10 @@ class Work:
     def decode(self) -> bool:
         return self.count == 1
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.kv} page {self.page}"
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -87,6 +86,11 @@ class Heads:
     def flops(self, work: Work) -> float:
         pairs = work.count * (work.length - work.count) + work.count * (work.count + 1) / 2
         return 4.0 * work.rows * pairs * self.query * self.dim
+
+    def rate(self, work: Work, us: float) -> str:
+        if work.decode:
+            return f"{self.bytes(work) / us / 1e6:6.2f} TB/s"
+        return f"{self.flops(work) / us / 1e6:6.0f} TF/s"
 
 
 class Fixed(Tiles):
@@ -105,10 +109,10 @@ class Fixed(Tiles):
 
 
 class Bench:
-    """A backend over random pages, ready to attend in several layers."""
+    """Several layers of random pages for backends to attend over."""
 
     def __init__(self, work: Work, heads: Heads, layers: int = 0) -> None:
-        """layers: 0 = as KV_BYTES says."""
+        """layers: 0 = as many as KV_BYTES asks for."""
         self.work, self.heads = work, heads
         layers = layers or max(1, min(8, -(-KV_BYTES // heads.bytes(work))))
         row_pages = -(-work.length // work.page)
@@ -122,15 +126,15 @@ class Bench:
         self.pool = KVPool(group, {name: random_plane(shape, dtype) for name in ("k", "v")})
         self.table = (torch.randperm(pages, device=GPU) + 1).int().view(work.rows, row_pages)
         total = work.rows * work.count
-        nothing = torch.zeros(total, dtype=torch.int64, device=GPU)
+        unused = torch.zeros(total, dtype=torch.int64, device=GPU)
         self.meta = BatchMeta(
             row_start_B1=torch.arange(work.rows + 1, dtype=torch.int32, device=GPU) * work.count,
             kv_len_B=torch.full((work.rows,), work.length, dtype=torch.int32, device=GPU),
             slots_B=torch.arange(work.rows, device=GPU),
-            positions_T=nothing,
-            rows_T=nothing,
+            positions_T=unused,
+            rows_T=unused,
             page_table_BP=self.table,
-            write_T=nothing,
+            write_T=unused,
             page_tokens=work.page,
         )
         bounds = (work.length,) * work.rows
@@ -145,75 +149,57 @@ class Bench:
             for i in range(layers)
         ]
 
-    def attend(self, tiles: Tiles | None = None, gluon: bool = True) -> Callable[[], torch.Tensor]:
-        backend = self.triton(tiles, gluon)
-        return lambda: self.layer_by_layer(backend, self.plan(backend))
-
-    def triton(self, tiles: Tiles | None, gluon: bool) -> AttentionBackend:
+    def triton(self, tiles: Tiles | None = None, gluon: bool = True) -> AttentionBackend:
         backend = Triton(TritonConfig(gluon=gluon))
         if tiles is not None:
             backend.tiles = tiles
         backend.bind({0: self.pool})
         return backend
 
-    def step(self, tiles: Tiles | None = None, gluon: bool = True) -> float:
-        """Microseconds of a layer as a step has it: of decode rows with their new keys, which it writes."""
-        if not self.work.decode:
-            return self.us(self.attend(tiles, gluon))
-        backend, layers = self.triton(tiles, gluon), self.layers * -(-CHAIN // len(self.layers))
-        waited = torch.zeros(PROGRAMS, dtype=torch.int32, device=GPU)
+    def plan(self, backend: AttentionBackend) -> AttnCtx:
+        return backend.plan_device(self.meta, self.host, backend.plan_host(self.host))
 
-        def product() -> None:
-            products.wait_long(waited, PRODUCT_US, small=False)
-
-        def run() -> torch.Tensor:
-            ctx = self.plan(backend)
-            for layer in layers:
-                product()
-                out = backend.write_and_attend(layer, ctx, self.qkv, self.rope)[PLAIN].values
-            return out
-
-        alone = self.us(lambda: [product() for _ in layers])
-        return (self.us(run) - alone) * len(self.layers) / len(layers)
+    def attend(self, tiles: Tiles | None = None, gluon: bool = True) -> Callable[[], torch.Tensor]:
+        """Attention of all layers with its plan, without writing keys."""
+        backend = self.triton(tiles, gluon)
+        return lambda: self.layer_by_layer(backend, self.plan(backend))
 
     def flashinfer(self) -> Callable[[], torch.Tensor]:
         backend = FlashInfer(FlashInferConfig())
         backend.bind({0: self.pool})
-        ctx = self.plan(backend)  # Its plans cannot be captured.
+        ctx = self.plan(backend)  # its plans cannot be captured
         return lambda: self.layer_by_layer(backend, ctx)
-
-    def plan(self, backend: AttentionBackend) -> AttnCtx:
-        return backend.plan_device(self.meta, self.host, backend.plan_host(self.host))
 
     def layer_by_layer(self, backend: AttentionBackend, ctx: AttnCtx) -> torch.Tensor:
         for layer in self.layers:
             out = backend.attend(layer, ctx, self.q)[PLAIN].values
         return out
 
-    def dense(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of every row, [B, K, L, D] bf16."""
-        scale = self.layers[layer].k_scale
-        found = []
-        for name in ("k", "v"):
-            pages = self.pool.layer(layer, name)[self.table.long()]
-            rows = pages.flatten(1, 2)[:, : self.work.length].transpose(1, 2)
-            found.append((rows.to(torch.bfloat16) * scale).contiguous())
-        return found[0], found[1]
+    def us(self, run: Callable[[], object]) -> float:
+        """Median microseconds of a layer."""
+        return timing.microseconds(run, repeats=12) / len(self.layers)
 
-    def sdpa(self) -> Callable[[], torch.Tensor]:
-        k, v = zip(*(self.dense(layer.index) for layer in self.layers), strict=True)
-        q = self.q.view(self.work.rows, self.work.count, self.heads.query, self.heads.dim).transpose(1, 2)
-        causal = self.work.count == self.work.length
+    def step(self, tiles: Tiles | None = None, gluon: bool = True) -> float:
+        """Microseconds of a layer as a step runs it: decode rows write their new keys."""
+        if not self.work.decode:
+            return self.us(self.attend(tiles, gluon))
+        backend, layers = self.triton(tiles, gluon), self.layers * -(-CHAIN // len(self.layers))
+        programs = torch.zeros(PROGRAMS, dtype=torch.int32, device=GPU)
 
-        def run() -> torch.Tensor:
-            for one_k, one_v in zip(k, v, strict=True):
-                out = F.scaled_dot_product_attention(q, one_k, one_v, is_causal=causal, enable_gqa=True)
-            return out
+        def preceding() -> None:
+            timing.delay(programs, PRECEDING_US)
 
-        return run
+        def run() -> None:
+            ctx = self.plan(backend)
+            for layer in layers:
+                preceding()
+                backend.write_and_attend(layer, ctx, self.qkv, self.rope)
 
-    def error(self, run: Callable[[], torch.Tensor]) -> float:
-        """Of a few tokens of the last layer, against float64."""
+        alone = self.us(lambda: [preceding() for _ in layers])
+        return (self.us(run) - alone) * len(self.layers) / len(layers)
+
+    def check(self, run: Callable[[], torch.Tensor], what: str) -> float:
+        """Compare a few tokens of the last layer with float64; return the largest relative error."""
         work, heads = self.work, self.heads
         got = run().view(work.rows, work.count, heads.query, heads.dim)
         layer = self.layers[-1]
@@ -229,31 +215,12 @@ class Bench:
             q = self.q.view(got.shape)[row, at].double()
             want = torch.einsum("hl,lhd->hd", (torch.einsum("hd,lhd->hl", q, k) * layer.scale).softmax(-1), v)
             worst = max(worst, float((got[row, at].double() - want).norm() / want.norm()))
+        assert worst < 0.02, f"{work}: {what} is off by {worst:.1e}"
         return worst
-
-    def us(self, run: Callable[[], object], repeats: int = 12) -> float:
-        """Median microseconds of a layer."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        graph.replay()
-        times = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(self.layers))
-        return statistics.median(times)
 
 
 def random_plane(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Normal numbers, scaled into the range of 8-bit formats; a chunk of them repeated, since only its bytes count."""
+    """Normal numbers, scaled into the range of 8-bit formats. One chunk is repeated: only its bytes count."""
     plane = torch.empty(shape, dtype=dtype, device=GPU)
     flat = plane.view(torch.uint8).flatten()
     chunk = torch.randn(1 << 24, device=GPU)
@@ -262,12 +229,6 @@ def random_plane(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         part = flat[start : start + data.numel()]
         part.copy_(data[: part.numel()])
     return plane
-
-
-def rate(work: Work, heads: Heads, us: float) -> str:
-    if work.decode:
-        return f"{heads.bytes(work) / us / 1e6:6.2f} TB/s"
-    return f"{heads.flops(work) / us / 1e6:6.0f} TF/s"
 
 
 def works(pages: list[int], quick: bool) -> Iterator[Work]:
@@ -281,35 +242,31 @@ def works(pages: list[int], quick: bool) -> Iterator[Work]:
             yield Work(f"prefill {count} of {length}", 1, count, length, "bf16", page)
         for count, length in ((8192, 8192), (2048, 10240)):
             yield Work(f"prefill {count} of {length}", 1, count, length, "e4m3", page)
-        for rows, count in TOGETHER:
+        for rows, count in SEVERAL_PROMPTS:
             for kv in ("bf16", "e4m3"):
                 yield Work(f"prefill {rows} x {count}", rows, count, count, kv, page)
 
 
 def compare(heads: Heads, pages: list[int], only: str, quick: bool) -> list[str]:
     lines, hopper = [], torch.cuda.get_device_capability() == HOPPER
-    for work in (work for work in works(pages, quick) if only in label(work)):
+    for work in (work for work in works(pages, quick) if only in work.label):
         bench = Bench(work, heads)
-        off = bench.error(bench.attend())
-        assert off < 0.02, f"{work}: off by {off:.1e}"
-        us = bench.step()
-        line = f"{work.name:24s} {work.kv:5s} page {work.page:3d} {us:9.1f} us {rate(work, heads, us)}  off {off:.0e}"
+        off, us = bench.check(bench.attend(), "triton"), bench.step()
+        line = f"{work.name:24s} {work.kv:5s} page {work.page:3d} {us:9.1f} us {heads.rate(work, us)}  off {off:.0e}"
         if hopper:
             line += f"  for all GPUs {bench.step(gluon=False):9.1f} us"
-        if work.page == pages[0] and work.kv == "bf16":
-            if work.rows * work.length <= 64 * 4096 and (work.decode or work.count == work.length):
-                line += f"  sdpa {rate(work, heads, bench.us(bench.sdpa()))}"
         if importlib.util.find_spec("flashinfer"):
-            off = bench.error(bench.flashinfer())
-            assert off < 0.02, f"{work}: flashinfer is off by {off:.1e}"
+            bench.check(bench.flashinfer(), "flashinfer")
             us = bench.us(bench.flashinfer())
-            line += f"  flashinfer {us:9.1f} us {rate(work, heads, us)}"
+            line += f"  flashinfer {us:9.1f} us {heads.rate(work, us)}"
         print(line, flush=True)
         lines.append(line)
         del bench
         torch.cuda.empty_cache()
     return lines
 
+
+# Tuning.
 
 DECODE = [
     Tile(16, n, warps, stages, 2, pairs=True)
@@ -319,20 +276,20 @@ DECODE = [
     )
 ]  # fmt: skip
 DECODE += [
-    Tile(8, n, lanes, stages, 2, pairs=True, lanes=lanes)
-    for n, lanes, stages in (
+    Tile(8, n, warps, stages, 2, pairs=True, key_warps=warps)
+    for n, warps, stages in (
         (16, 4, 3), (16, 4, 4), (16, 8, 2), (16, 8, 3), (32, 2, 3), (32, 2, 4), (32, 4, 2), (32, 4, 3), (64, 2, 2),
     )
 ]  # fmt: skip
 DECODE += [
-    DecodeTile(8, LANE_KEYS, warps, stages, 2, least=128, slabs=slabs, root=16)
+    DecodeTile(8, WARP_KEYS, warps, stages, 2, least=128, slabs=slabs, root=16)
     for warps, stages, slabs in (
         (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 3, 1), (4, 3, 2), (4, 4, 1), (8, 1, 1), (8, 2, 1), (8, 2, 2), (8, 3, 1),
         (8, 4, 1),
     )
 ]  # fmt: skip
 CUTS = ((1, 256), (3, 256), (4, 256), (1, 128), (2, 128), (2, 64), (2, 512), (2, 1024), (2, 2048))
-"""Programs a multiprocessor, and keys of a range at least: each range that is joined costs 0.2 us (NOTES)."""
+"""(programs of a multiprocessor, least keys of a range). Each range that is joined costs 0.2 us (archive)."""
 PREFILL = [
     Tile(m, n, warps, stages, 1, least=1024, tma=tma)
     for m, n, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2))
@@ -345,7 +302,7 @@ PREFILL += [
 ]
 
 
-def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
+def candidates(pages: list[int], only: str) -> list[tuple[Work, list[Tile]]]:
     cases = [
         (Work(f"decode {rows} x {length}", rows, 1, length, kv, page), DECODE)
         for page in pages
@@ -354,15 +311,15 @@ def candidates(pages: list[int]) -> list[tuple[Work, list[Tile]]]:
     ]
     for page in pages:
         cases += [(Work(f"prefill {n}", 1, n, n, "bf16", page), PREFILL) for n in (512, 2048, 8192)]
-        cases += [(Work(f"prefill {rows} x {n}", rows, n, n, "bf16", page), PREFILL) for rows, n in TOGETHER]
+        cases += [(Work(f"prefill {rows} x {n}", rows, n, n, "bf16", page), PREFILL) for rows, n in SEVERAL_PROMPTS]
         cases += [
             (Work(f"prefill {n} of {of}", 1, n, of, "e4m3", page), PREFILL) for n, of in ((8192, 8192), (2048, 10240))
         ]
-    return cases
+    return [(work, tiles) for work, tiles in cases if only in work.label]
 
 
 def describe(tile: Tile) -> str:
-    reads = " tma" * tile.tma + " pairs" * tile.pairs + " lanes" * (tile.lanes > 0)
+    reads = " tma" * tile.tma + " pairs" * tile.pairs + " key warps" * (tile.key_warps > 0)
     if isinstance(tile, PromptTile):
         reads = " hopper" + " persistent" * tile.persistent
     if isinstance(tile, DecodeTile):
@@ -371,38 +328,20 @@ def describe(tile: Tile) -> str:
 
 
 def compile_share(heads: Heads, pages: list[int], only: str, share: int, of: int) -> None:
-    """Run each candidate of a share once, so that the timed process finds it compiled."""
-    for work, tiles in chosen(pages, only):
+    """Run one share of the candidates once."""
+    for work, tiles in candidates(pages, only):
         bench = Bench(work, heads)
         for tile in tiles[share::of]:
             try:
                 bench.step(Fixed(tile))
-            except Exception:  # the timed process reports it
+            except Exception:  # the process that times it reports it
                 torch.cuda.synchronize()
 
 
-def chosen(pages: list[int], only: str) -> list[tuple[Work, list[Tile]]]:
-    return [(work, tiles) for work, tiles in candidates(pages) if only in label(work)]
-
-
-def label(work: Work) -> str:
-    return f"{work.name} {work.kv} page {work.page}"
-
-
-def compile_all(heads: Heads, pages: list[int], only: str) -> None:
-    count = min(len(DECODE), os.cpu_count() or 1)
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_share, args=(heads, pages, only, i, count)) for i in range(count)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-
-
 def tune(heads: Heads, pages: list[int], only: str) -> list[str]:
-    compile_all(heads, pages, only)
+    timing.in_processes(compile_share, heads, pages, only)
     lines = []
-    for work, tiles in chosen(pages, only):
+    for work, tiles in candidates(pages, only):
         bench = Bench(work, heads)
         found = []
         for tile in tiles:
@@ -415,24 +354,24 @@ def tune(heads: Heads, pages: list[int], only: str) -> list[str]:
             tile = replace(min(found, key=lambda pair: pair[0])[1], programs=programs, least=least)
             found.append((bench.step(Fixed(tile)), tile))
         found.sort(key=lambda pair: pair[0])
-        for us, tile in found:
-            print(f"  {label(work)}: {describe(tile):32s} {us:8.1f} us {rate(work, heads, us)}", flush=True)
-        us, tile = found[0]
-        lines.append(f"{label(work):34s} {describe(tile):32s} {us:8.1f} us {rate(work, heads, us)}")
+        shown = [f"{describe(tile):32s} {us:8.1f} us {heads.rate(work, us)}" for us, tile in found]
+        for line in shown:
+            print(f"  {work.label}: {line}", flush=True)
+        lines.append(f"{work.label:34s} {shown[0]}")
         del bench
         torch.cuda.empty_cache()
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--only", default="", help='cases whose label has this, such as "decode 64"')
-    parser.add_argument("--quick", action="store_true", help="leave out the longest")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true", help="try block sizes")
+    parser.add_argument("--only", default="", help='cases whose label contains this, such as "decode 64"')
+    parser.add_argument("--quick", action="store_true", help="leave out the longest cases")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--page", default="16,64")
+    parser.add_argument("--page", default="16,64", help="tokens of a page")
     args = parser.parse_args()
     torch.manual_seed(torch.seed() % 2**31)
     heads = Heads(args.heads, args.kv_heads, args.head_dim)

@@ -3,18 +3,19 @@
     python benchmarks/compare.py vllm --python /venvs/vllm/bin/python --env HF_HUB_OFFLINE=1 \
         --workloads latency,batch64 --rounds 3 --out benchmarks/results/NAME.json -- +preset=h200_bf16_tp1
     python benchmarks/compare.py transformers --workloads fixed -- engine.device=cpu
+    python benchmarks/compare.py table --help        # the README's tables, all models in one run
 
-What follows `--` are overrides of Dovetail. Model, lengths, batch size, memory and parallelism of the peer follow from
-them; `--args` sets more (JSON, such as '{"quantization": "fp8"}'). Each engine is a process of its own. Where the cost
-model says that both fit, they are loaded at once, each with half of the memory, and take turns, so that what changes on
-the machine hits both; otherwise one runs after the other. `--order` says it outright.
+The overrides of Dovetail follow `--`. Model, lengths, batch size, memory and parallelism of the peer are derived from
+them; `--args` sets more (JSON, such as '{"quantization": "fp8"}'). Each engine is a separate process. Where both fit by
+the cost model, they are loaded together, each with half of the memory, and take turns, so that changes of the machine
+affect both alike; otherwise one runs after the other. `--order` forces one of the two.
 
 TPOT = (time of the run - time of a run with one output token) / (output tokens of a request - 1); medians over rounds.
-`--whole-only` leaves the run with one token out where only tokens/s count: with more requests than slots, for instance.
+`--whole-only` leaves out the run with one token where only tokens/s count: with more requests than slots, for instance.
 
-Workloads whose requests are all there at once run in the engines themselves (offline.py). One with rates, such as
-online, goes to the servers of both (served.py), one after the other. `--set` gives one workload an option that others
-do not have: `--set online:workload.seconds=20`.
+Workloads whose requests all arrive at once run in the engines themselves (peers/offline.py). Workloads with rates, such
+as online, go to the servers of both (peers/served.py), one after the other. `--set` gives one workload an option that
+others do not have: `--set online:workload.seconds=20`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import offline
-import served
+from peers import offline, served, table
 
 from dovetail import Composition, ConfigError, DovetailError, compose
 from dovetail.core.interfaces import ModelSpec
@@ -38,12 +38,13 @@ from dovetail.plugins.app.bench.record import describe
 
 PEERS = Path(__file__).parent / "peers"
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-"""Words in names of a peer's environment whose values no result shows."""
+"""Parts of names in a peer's environment whose values no result file shows."""
+Save = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What a peer must do as Dovetail does."""
+    """Settings that a peer shares with Dovetail."""
 
     model: str
     """Folder with config.json."""
@@ -60,7 +61,7 @@ class Shared:
 
 
 def shared_settings(composition: Composition, folder: Path) -> Shared:
-    """Of our composition; a model of shapes alone gets a config.json in `folder`."""
+    """Settings of our composition. For a model of shapes alone, writes a config.json into `folder`."""
     engine, model = composition.engine, composition.part("model")
     if engine.dp > 1:
         raise ConfigError(f"engine.dp={engine.dp}: the peers here run one replica; benchmarks/layouts.py compares ours")
@@ -83,14 +84,14 @@ def shared_settings(composition: Composition, folder: Path) -> Shared:
 
 
 def hf_config(shapes: dict[str, Any]) -> dict[str, Any]:
-    """A config.json that others can read: they go by model_type, and older ones by former names of options."""
+    """A config.json for other engines. They need model_type, and older versions the former names of options."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     (architecture,) = shapes["architectures"]
     wanted = architecture.removesuffix("ForCausalLM") + "Config"
     types = [kind for kind, name in CONFIG_MAPPING_NAMES.items() if name == wanted]
     if not types and "model_type" not in shapes:
-        raise ConfigError(f"transformers knows no model_type of {architecture}; add it to model.hf")
+        raise ConfigError(f"transformers has no model_type for {architecture}; add it to model.hf")
     found = {"model_type": types[0] if types else None, **shapes}
     found.setdefault("torch_dtype", shapes.get("dtype", "bfloat16"))
     if theta := shapes.get("rope_parameters", {}).get("rope_theta"):
@@ -98,18 +99,15 @@ def hf_config(shapes: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Workloads.
-
-
 def chosen(overrides: Sequence[str], names: Sequence[str], options: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """Workload -> overrides, with those that `options` have for it alone."""
+    """Workload -> overrides, including the `options` for it alone."""
     if unknown := {name for name, _ in options} - set(names):
         raise ConfigError(f"--set {','.join(sorted(unknown))}: not among --workloads {','.join(names)}")
     return {name: [*overrides, f"workload={name}", *(text for of, text in options if of == name)] for name in names}
 
 
 def has_rates(overrides: Sequence[str]) -> bool:
-    """Whether requests arrive over time: those a server gets."""
+    """Whether requests arrive over time: those go to a server."""
     workload = compose(overrides, app="bench").build("workload")
     return any(rate is not None for rate in workload.rates())
 
@@ -131,10 +129,8 @@ def workload_option(text: str) -> tuple[str, str]:
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "peer",
-        choices=sorted(p.stem.removesuffix("_peer") for p in PEERS.glob("*_peer.py") if "dovetail" not in p.stem),
-    )
+    names = sorted(path.stem.removesuffix("_peer") for path in PEERS.glob("*_peer.py"))
+    parser.add_argument("peer", choices=[name for name in names if name != "dovetail"])
     parser.add_argument("--python", default=sys.executable, help="the peer's Python interpreter")
     parser.add_argument(
         "--env",
@@ -142,10 +138,10 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of the peer's environment, such as PYTHONPATH=/vllm/site-packages; may be repeated",
+        help="added to the peer's environment, such as PYTHONPATH=/vllm/site-packages; may be repeated",
     )
-    parser.add_argument("--workloads", default="latency,batch64,batch256", help="names, with commas between them")
-    parser.add_argument("--whole-only", default="", help="of these, those whose run of one token is left out")
+    parser.add_argument("--workloads", default="latency,batch64,batch256", help="names, separated by commas")
+    parser.add_argument("--whole-only", default="", help="those of them whose run of one token is left out")
     parser.add_argument(
         "--set",
         type=workload_option,
@@ -157,28 +153,28 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=2, help="repeats of each run")
     parser.add_argument("--order", choices=("auto", "interleaved", "sequential"), default="auto")
     parser.add_argument("--args", type=json.loads, default={}, help="more options of the peer's engine, a JSON object")
-    parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures, written after each run")
     return parser.parse_args(argv[:cut]), list(argv[cut + 1 :])
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["table"]:
+        return table.main(argv[1:])
     args, overrides = arguments(argv)
     composition = compose(overrides, app="bench")
     workloads = chosen(overrides, args.workloads.split(","), args.set)
     over_time = {name: words for name, words in workloads.items() if has_rates(words)}
     at_once = {name: words for name, words in workloads.items() if name not in over_time}
     if over_time and not server_script(args.peer).exists():
-        raise ConfigError(
-            f"--workloads {','.join(over_time)}: requests arrive over time, and {server_script(args.peer).name} is not "
-            "there"
-        )
+        script = server_script(args.peer).name
+        raise ConfigError(f"--workloads {','.join(over_time)}: requests arrive over time, and there is no {script}")
     result: dict[str, Any] = describe(composition) | {"schema": "dovetail.compare/2", "engines": {}, "comparisons": []}
     for name, value in args.env:
         if any(word in name.upper() for word in SECRET):
             result["command"] = result["command"].replace(shlex.quote(f"{name}={value}"), f"{name}=...")
 
     def save(more: dict[str, Any]) -> None:
-        """After each run: what is measured survives whatever fails after it."""
+        """Write the result after each run, so that a later failure loses nothing."""
         result.update(more)
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -187,12 +183,11 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shared = shared_settings(composition, folder)
-        jobs = offline.make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
-        servers = make_servers(args, composition, shared, folder) if over_time else ()
-        if jobs:
+        if at_once or args.whole_only:
+            jobs = offline.make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
             compare_engines(args, composition, shared, jobs, save)
-        if servers:
-            compare_servers(servers, over_time, args.rounds, folder, save)
+        if over_time:
+            compare_servers(args, composition, shared, over_time, folder, save)
     return 0
 
 
@@ -201,66 +196,58 @@ def compare_engines(
     composition: Composition,
     shared: Shared,
     jobs: dict[str, list[offline.Job]],
-    save: Callable[[dict[str, Any]], None],
+    save: Save,
 ) -> None:
-    """Workloads whose requests are all there at once."""
+    """Run the workloads whose requests all arrive at once."""
     overrides = composition.overrides
     interleaved = args.order == "interleaved" or (args.order == "auto" and offline.both_fit(composition, jobs))
     if interleaved:
         shared = replace(shared, memory_fraction=shared.memory_fraction / 2)
         overrides = (*overrides, f"engine.memory_fraction={shared.memory_fraction}")
-    offline.say("both engines take turns" if interleaved else "one engine after the other")
-    ours = launch("dovetail", sys.executable, {"overrides": overrides}, {})
-    peer = launch(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env))
-    result: dict[str, Any] = {"interleaved": interleaved}
+    offline.log("both engines take turns" if interleaved else "one engine after the other")
 
-    def after_each(measured: offline.Measured, about: dict[str, dict[str, Any]]) -> None:
+    def engine(name: str, python: str, settings: dict[str, Any], env: dict[str, str]) -> offline.Engine:
+        return offline.Engine(name, [python, str(PEERS / f"{name}_peer.py"), json.dumps(settings)], env)
+
+    ours = engine("dovetail", sys.executable, {"overrides": overrides}, {})
+    peer = engine(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env))
+    for measured in offline.measure(ours, peer, jobs, interleaved):
         rows = offline.compared(measured, jobs, ours.name, peer.name)
-        save(result | {"engines": about, "comparisons": rows, "runs": offline.raw(measured)})
-        result.update(engines=about, comparisons=rows)
-
-    offline.measure(ours, peer, jobs, interleaved, after_each)
-    print(offline.markdown(result["comparisons"], ours.name, peer.name))
-    started = (f"{said['engine']} started in {said['startup_s']:.1f} s" for said in result["engines"].values())
-    print("\n" + ", ".join(started))
-
-
-def launch(name: str, python: str, settings: dict[str, Any], env: dict[str, str]) -> offline.Launch:
-    return offline.Launch(name, [python, str(PEERS / f"{name}_peer.py"), json.dumps(settings)], env)
+        engines = {each.name: each.about for each in (ours, peer) if each.about is not None}
+        found = {"interleaved": interleaved, "engines": engines, "comparisons": rows}
+        save(found | {"runs": offline.raw(measured)})
+    print(offline.markdown(rows, ours.name, peer.name))
+    print("\n" + ", ".join(f"{about['engine']} started in {about['startup_s']:.1f} s" for about in engines.values()))
 
 
 def server_script(peer: str) -> Path:
     return PEERS / f"{peer}_server.py"
 
 
-def make_servers(
-    args: argparse.Namespace, composition: Composition, shared: Shared, folder: Path
-) -> tuple[served.Server, served.Server]:
+def compare_servers(
+    args: argparse.Namespace,
+    composition: Composition,
+    shared: Shared,
+    workloads: dict[str, list[str]],
+    folder: Path,
+    save: Save,
+) -> None:
+    """Run the workloads whose requests arrive over time, one server after the other."""
     settings = asdict(shared) | {"engine_args": args.args}
 
     def command(port: int) -> list[str]:
         return [args.python, str(server_script(args.peer)), json.dumps(settings | {"port": port})]
 
-    return served.dovetail_server(composition, folder), served.Server(args.peer, command, dict(args.env))
-
-
-def compare_servers(
-    servers: Sequence[served.Server],
-    workloads: dict[str, list[str]],
-    rounds: int,
-    folder: Path,
-    save: Callable[[dict[str, Any]], None],
-) -> None:
-    """Workloads whose requests arrive over time, one server after the other."""
+    servers = (served.dovetail_server(composition, folder), served.Server(args.peer, command, dict(args.env)))
     found: dict[str, dict[str, Any]] = {}
     for server in servers:
-        offline.say(f"the server of {server.name}")
-        found[server.name] = served.measure(
-            server, workloads, rounds, folder, lambda about, name=server.name: save({"servers": found | {name: about}})
-        )
+        offline.log(f"the server of {server.name}")
+        for about in served.measure(server, workloads, args.rounds, folder):
+            found[server.name] = about
+            save({"servers": found})
     ours, peer = found
     rows = served.compared({name: about["loads"] for name, about in found.items()}, ours, peer)
-    save({"servers": found, "served": rows})
+    save({"served": rows})
     print("\n" + served.markdown(rows, ours, peer))
     print("\n" + ", ".join(f"{name}'s server started in {about['startup_s']:.1f} s" for name, about in found.items()))
 

@@ -1,20 +1,24 @@
-"""Host time of one step without a device: schedule, submit, collect, update. Prints microseconds; asserts nothing about
-them.
+"""Host time of one step without a device: schedule, submit, collect, update. Prints microseconds and judges nothing.
 
     python benchmarks/cpu_step.py
     python benchmarks/cpu_step.py --running 256 --cached 1000000 --profile
+    python benchmarks/cpu_step.py --plan 1 64 256 --readers 1 7
 
 The engine, scheduler and allocator are the real ones; the device answers at once. Requests of 512 prompt tokens, half
 of them in the prefix cache, enter as others leave, so that every step has decode rows and most have a new request.
 `submit` and `collect` are one of two things:
 
-    ranks   what several ranks cost rank 0: plan and prompts as bytes; answers are made up
-    runner  what one rank does in this process: device state, the step's one copy, choice and input of graphs, results.
-            Graphs are replayed as nothing, and tensors are on the CPU: on a GPU each call on one costs a launch more
+    ranks   what several ranks cost rank 0: plan and prompts are encoded; answers are made up
+    runner  what one rank does in this process: device state, the step's single copy, choice and input of graphs,
+            results. Graphs do nothing when replayed, and tensors are on the CPU; on a GPU each operation costs a launch
 
-`all CPU` is the processor time of this thread for the whole step; on a busy machine it is the one to trust. Of windows
-of eight steps the tenth of the fastest is shown, column by column: other programs can only make a step slower, and at
-times they leave the machine alone.
+`all CPU` is the processor time of this thread for the whole step; trust it on a busy machine. Each column shows the
+tenth percentile over windows of eight steps: other programs can only make a step slower.
+
+--plan times a plan of that many decode rows on its way to the ranks instead. No sequence joins, leaves or gets a page.
+Encode, decode and check are the best of nine. The ring shows median (p99) of `send`, and of the time until the last
+reader, each a process, has the plan. Readers poll without pause for a millisecond and then ever less often, so the time
+between two plans matters (--gap).
 """
 
 from __future__ import annotations
@@ -24,9 +28,15 @@ import cProfile
 import gc
 import pstats
 import random
+import statistics
+import subprocess
+import sys
 import time
+import timeit
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,29 +51,33 @@ from dovetail.core.interfaces import (
     ExecutorInfo,
     ForwardContext,
     Hidden,
+    Join,
     KVAllocator,
     KVGroup,
     LateInputs,
     Progress,
+    Row,
     RowFlag,
     RowResult,
     SamplingParams,
     StepPlan,
     StepResult,
 )
-from dovetail.core.parallel.encoding import encode_blob, encode_plan
+from dovetail.core.parallel.encoding import decode_plan, encode_blob, encode_plan
+from dovetail.core.parallel.ring import RingReader, RingWriter
 from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.testing.executor import small_composition
 from dovetail.core.testing.reference import build
 from dovetail.core.testing.toy import SPEC, VOCAB, ToyComposition
-from dovetail.core.worker.graphs import StepGraphs
+from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
+from dovetail.plugins.executor.config import MultiprocConfig
 
 PAGE = 16
 PROMPT, SHARED, OUTPUT = 512, 256, 256
-"""Tokens: of a prompt, of those in the prefix cache, and of an output at most."""
+"""Tokens of a prompt, its tokens in the prefix cache, and the most tokens of an output."""
 BUDGET, MIXED = 8192, 1024
-"""Tokens of a step, and of the largest mixed one that has a graph."""
+"""Most tokens of a step, and of a mixed step that runs as a graph."""
 PARTS = ("schedule", "submit", "wait", "update")
 WINDOW = 8
 """Steps."""
@@ -71,11 +85,11 @@ SAMPLE = int(RowFlag.SAMPLE)
 
 
 class InstantDevice(Executor):
-    """Encodes each plan as for several ranks, and answers with a token for each row that samples."""
+    """Encodes each plan as for several ranks and answers with a token for each row that samples."""
 
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running
-        self._mirror = SlotLedger()
+        self._ledger = SlotLedger()
         self._plans: deque[StepPlan] = deque()
 
     def start(self, progress: Progress) -> ExecutorInfo:
@@ -83,8 +97,8 @@ class InstantDevice(Executor):
         return ExecutorInfo(SPEC, groups, {0: self.pages}, self.max_len, 0, "instant", {})
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        encode_plan(plan, self._mirror.digest)
-        self._mirror.apply(plan)
+        encode_plan(plan, self._ledger.digest)
+        self._ledger.apply(plan)
         for key, blob in blobs.items():
             encode_blob(*key, blob)
         self._plans.append(plan)
@@ -109,36 +123,25 @@ class InstantDevice(Executor):
 
 
 class OneRank(Executor):
-    """The runner as in a process with a GPU, but for the model: its layers and draws are graphs that do nothing."""
+    """The runner of a process with a GPU, except for the model: its layers and sampling are graphs that do nothing."""
 
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running
-        self._mirror = SlotLedger()
+        self._ledger = SlotLedger()
         self._in_flight = 0
 
     def start(self, progress: Progress) -> ExecutorInfo:
         torch.set_num_threads(1)
         words = f"engine.max_seqs={self.running} engine.max_len={self.max_len} model.hf.max_position_embeddings=4096"
-        self._runner = runner = Runner(small_composition(*words.split()))
-        info = runner.load(progress)
-        runner.bind(info.num_pages)
-        runner.model, runner.attention = _NoModel(runner.model.build), _NoAttention()  # type: ignore[assignment]
-        runner.graphs = StepGraphs(
-            runner.model,
-            runner.state,
-            runner.groups,
-            runner.attention,
-            taps=(),
-            lookahead=0,
-            most_rows=self.running,
-            most_tokens=MIXED,
-            max_len=self.max_len,
-        )
-        runner.graphs.capture(_nothing, progress)
+        rank = load_rank(small_composition(*words.split()), progress)
+        parts, info = rank.parts, rank.info
+        model, attention = _NoModel(parts.model.build), _NoAttention()
+        parts = replace(parts, model=model, attention=attention, graph_tokens=MIXED)  # type: ignore[arg-type]
+        self._runner = Runner(parts, info.num_pages, lambda graphs: graphs.capture(_nothing, progress))
         return replace(info, num_pages=dict.fromkeys(info.num_pages, self.pages))
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        self._mirror.apply(plan)
+        self._ledger.apply(plan)
         self._runner.execute(plan, blobs)
         self._in_flight += 1
 
@@ -175,15 +178,18 @@ class _NoModel:
 
 
 class _NoAttention:
-    def plan_host(self, host: object) -> None:
+    def bind(self, pools: object) -> None:
         """Nothing."""
 
+    def plan_host(self, host: object) -> None:
+        """Plan nothing."""
+
     def plan_device(self, *given: object) -> None:
-        """Nothing."""
+        """Plan nothing."""
 
 
 def _nothing(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """In place of a graph: its tensors as they were at first."""
+    """Capture a graph that does nothing: its outputs keep their first values."""
     return lambda: None, call()
 
 
@@ -192,7 +198,7 @@ EXECUTORS: dict[str, type[InstantDevice | OneRank]] = {"ranks": InstantDevice, "
 
 @dataclass
 class _Written:
-    """A sequence that only the allocator sees."""
+    """A sequence that exists for the allocator only."""
 
     uid: int
     tokens: list[int]
@@ -219,11 +225,11 @@ class Load:
         self._prefix = [self._rng.randrange(VOCAB) for _ in range(SHARED)]
         self._fill(self.engine.kv, cached)
         for _ in range(running):
-            # Outputs that end at different times: a steady state from the start.
+            # Outputs end at different times, so the load is in a steady state from the start.
             self._add(self._rng.randrange(2, OUTPUT))
 
     def _fill(self, kv: KVAllocator, cached: int) -> None:
-        """Some long sequences that have been here, the common prefix the last of them."""
+        """Fill the cache with long finished sequences, the last of which is the common prefix."""
         pages, rng = SHARED // PAGE, random.Random(1)
         for uid, size in enumerate(_cut(cached - pages, 1024)):
             self._leave_behind(kv, _Written(-1 - uid, rng.choices(range(VOCAB), k=size * PAGE)))
@@ -243,7 +249,7 @@ class Load:
         self.engine.add([*self._prefix, *own], params)
 
     def step(self) -> None:
-        """One step of the engine; who has finished is replaced."""
+        """Run one step of the engine and replace finished requests."""
         for event in self.engine.step():
             if event.reason is not None:
                 self._add(OUTPUT)
@@ -256,10 +262,10 @@ def _cut(total: int, size: int) -> Iterator[int]:
 
 
 def microseconds(load: Load, steps: int) -> dict[str, float]:
-    """Per step, by part."""
+    """Host time of a step by part."""
     while load.engine.scheduler.stats().waiting:
         load.step()
-    # As in a server: what was loaded stays, and the collector need not walk it again and again.
+    # As in a server, the garbage collector skips everything that was loaded.
     gc.collect()
     gc.freeze()
     found = [window(load, WINDOW) for _ in range(max(steps // WINDOW, 1))]
@@ -277,12 +283,24 @@ def window(load: Load, steps: int) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="sequences on the device")
+    parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="running sequences")
     parser.add_argument("--cached", type=int, nargs="+", default=[10_000, 1_000_000], help="cached pages")
-    parser.add_argument("--submit", nargs="+", choices=EXECUTORS, default=[*EXECUTORS], help="what plans are given to")
+    parser.add_argument("--submit", nargs="+", choices=EXECUTORS, default=[*EXECUTORS], help="what takes the plans")
     parser.add_argument("--steps", type=int, default=960)
-    parser.add_argument("--profile", action="store_true", help="list the costliest functions, too")
+    parser.add_argument("--profile", action="store_true", help="also list the costliest functions")
+    parser.add_argument("--plan", type=int, nargs="+", metavar="ROWS", help="time plans of ROWS decode rows instead")
+    parser.add_argument("--readers", type=int, nargs="+", default=[1, 7], help="--plan: other ranks")
+    parser.add_argument("--plans", type=int, default=1000, help="--plan: plans through the ring for each line")
+    parser.add_argument("--gap", type=float, nargs="+", default=[0.5, 5.0], help="--plan: ms between two plans")
+    parser.add_argument("--receive", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.receive is not None:
+        receive(args.receive[0], args.readers[0], args.receive[1])
+        return
+    if args.plan:
+        for rows in args.plan:
+            time_plan(rows, args.readers, args.plans, args.gap)
+        return
     heads = ("schedule", "submit", "collect", "update", "all CPU")
     print(f"{'running':>8} {'cached pages':>13} {'to':>7} " + " ".join(f"{head:>9}" for head in heads) + "  us")
     for running in args.running:
@@ -296,13 +314,85 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def profile(load: Load, steps: int) -> None:
-    """Under the profiler everything is slower: shares, not times."""
+    """Print the costliest functions. Everything is slower under the profiler: read shares, not times."""
     recorder = cProfile.Profile()
     recorder.enable()
     for _ in range(2 * steps):
         load.step()
     recorder.disable()
     pstats.Stats(recorder).sort_stats("tottime").print_stats(24)
+
+
+# A plan on its way to the ranks.
+
+RING_WARM_UP = 50
+"""Plans through the ring that are not counted."""
+
+
+def time_plan(rows: int, readers: Sequence[int], plans: int, gaps: Sequence[float]) -> None:
+    flags = int(RowFlag.SAMPLE | RowFlag.DECODE)
+    plan = StepPlan(1, [Row(slot, (70_000 + slot) << 8, 1, 1, 900 + 17 * slot, 0, flags) for slot in range(rows)])
+    data = encode_plan(plan)
+    assert decode_plan(data) == (plan, 0)
+    ledger = SlotLedger()
+    ledger.apply(StepPlan(0, [], joins=[Join(row.slot, row.uid, row.epoch, 0) for row in plan.rows]))
+    print(f"{rows} decode rows, {len(data)} bytes, us; ring: median (p99)")
+    for name, call in {
+        "encode": lambda: encode_plan(plan),
+        "decode": lambda: decode_plan(data),
+        "check": lambda: ledger._check_rows(plan),
+    }.items():
+        print(f"  {name:6}  {min(timeit.repeat(call, number=2000, repeat=9)) / 2000 * 1e6:7.1f}")
+    for count in readers:
+        for gap in gaps:
+            sent, taken = (
+                f"{statistics.median(seconds) * 1e6:.1f} ({statistics.quantiles(seconds, n=100)[-1] * 1e6:.1f})"
+                for seconds in through_ring(data, count, plans, gap / 1e3)
+            )
+            print(f"  ring, readers: {count}, {gap:g} ms between plans: send {sent}, received {taken}")
+
+
+def through_ring(data: bytes, readers: int, plans: int, gap: float) -> tuple[list[float], list[float]]:
+    """Return two times of each plan in seconds: of `send`, and until every reader has it."""
+    began, returned = array("d"), array("d")
+    with closing(RingWriter(readers, MultiprocConfig().plan_bytes)) as ring:
+        command = [sys.executable, __file__, "--receive", str(ring.fd), str(plans + RING_WARM_UP), "--readers"]
+        processes = [
+            subprocess.Popen([*command, str(reader)], stdout=subprocess.PIPE, pass_fds=[ring.fd])
+            for reader in range(readers)
+        ]
+        pipes = [process.stdout for process in processes if process.stdout is not None]
+        try:
+            if not all(pipe.readline() for pipe in pipes):
+                raise SystemExit("a reader did not start: see above")
+            for _ in range(plans + RING_WARM_UP):
+                time.sleep(gap)
+                began.append(time.perf_counter())
+                ring.send(data)
+                returned.append(time.perf_counter())
+            # All processes have the same clock: Linux's CLOCK_MONOTONIC.
+            arrived = [array("d", pipe.read()) for pipe in pipes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+            for pipe in pipes:
+                pipe.close()
+    sent = [end - start for start, end in zip(began, returned, strict=True)]
+    taken = [max(ends) - start for start, *ends in zip(began, *arrived, strict=True)]
+    return sent[RING_WARM_UP:], taken[RING_WARM_UP:]
+
+
+def receive(fd: int, reader: int, plans: int) -> None:
+    """Run as a reader: print a line once attached, and at the end the times at which the plans arrived."""
+    arrived = array("d")
+    with closing(RingReader(fd, reader)) as ring:
+        print(flush=True)
+        for _ in range(plans):
+            data = ring.recv()
+            arrived.append(time.perf_counter())
+    decode_plan(data)
+    sys.stdout.buffer.write(arrived.tobytes())
 
 
 if __name__ == "__main__":

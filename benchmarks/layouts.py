@@ -1,4 +1,4 @@
-"""Which layout of a model over the GPUs of one host wins for which load, measured: app=bench on one after another.
+"""Which layout of a model over the GPUs of one host wins for which load: runs app=bench on one layout after another.
 
     python benchmarks/layouts.py --layouts +preset=h200_fp8_tp8 +preset=h200_fp8_tp4_dp2 +preset=h200_fp8_dp8 \
         --workloads latency,batch64,batch256,throughput --runs 3 --out benchmarks/results/NAME.json --plot layouts.png \
@@ -8,13 +8,12 @@
     python benchmarks/layouts.py --layouts scheduler=fcfs scheduler=static --workloads shared_prefix --rounds 3 \
         -- +preset=h200_fp8_tp1 engine.max_len=2048
 
-A layout is a preset, or overrides in quotes ("engine.tp=4 engine.dp=2"); what follows `--` holds for all of them. Each
-runs in a process of its own and gets the same requests. Where all requests arrive at once, the layout with the most
-output tokens/s wins; at an offered rate, which fixes those, the one with the lowest median latency. A lead that is no
-greater than the range over runs is a tie. --rounds has all of them start again, every other time in reverse: a machine
-that changes meanwhile then widens the range in place of choosing the winner. A layout that cannot start, or fails, is
-told with its reason and leaves the race, and so is one that has no result after --patience seconds. --out is written
-after each start: what is measured survives whatever stops the race.
+A layout is a preset, or overrides in quotes ("engine.tp=4 engine.dp=2"); overrides after `--` apply to all of them.
+Each runs in a separate process and gets the same requests. Where all requests arrive at once, the layout with the most
+output tokens/s wins; at an offered rate, which fixes those, the one with the lowest median latency. A lead no greater
+than the range over runs is a tie. --rounds starts all of them again, in reverse order every other time: changes of the
+machine then widen the range instead of deciding the winner. A layout that cannot start, fails, or has no result after
+--patience seconds is reported with the reason and left out. --out is written after each start.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Load:
 
     @property
     def figure(self) -> tuple[str, str, bool]:
-        """What decides: its name in a summary, in words, and whether more is better."""
+        """The figure that decides: (key in a summary, heading, whether more is better)."""
         if self.rate is None:
             return "output_tokens_per_s", "output tokens/s", True
         return "e2e_ms.median", "E2E median, ms", False
@@ -61,54 +60,54 @@ Figures = dict[Load, dict[str, dict[str, dict[str, float]]]]
 
 
 def measure(layout: str, common: Sequence[str], workloads: str, runs: int, patience: float) -> dict[str, Any]:
-    """The result file of app=bench, or {"error": why there is none}."""
+    """Return the result file of app=bench, or {"error": reason}."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         words = [*layout.split(), *common, f"bench.workloads=[{workloads}]", f"bench.runs={runs}", f"bench.out={out}"]
-        code, told, complaint = run([sys.executable, str(RUN), "app=bench", *words], Path(folder), patience)
-        sys.stdout.write(told)
+        code, output, errors = run([sys.executable, str(RUN), "app=bench", *words], Path(folder), patience)
+        sys.stdout.write(output)
         sys.stdout.flush()
         if code is None:
-            return {"error": "\n".join(filter(None, [complaint, f"no result within {patience:g} s (--patience)"]))}
+            return {"error": "\n".join(filter(None, [errors, f"no result within {patience:g} s (--patience)"]))}
         if not out.is_file() or not (text := out.read_text(encoding="utf-8")) or code:
-            return {"error": complaint or f"exit status {code}: requests failed"}
+            return {"error": errors or f"exit status {code}: requests failed"}
         result: dict[str, Any] = json.loads(text)
         return result
 
 
-def let_signals_in() -> None:
+def unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def run(command: Sequence[str], folder: Path, patience: float) -> tuple[int | None, str, str]:
-    """Exit status, None where it took too long, and what it printed. Nothing of it is left then, or after Ctrl-C."""
+    """Return exit status (None after `patience`), stdout and stderr. Kills all its processes then, or on Ctrl-C."""
     printed = [folder / "stdout", folder / "stderr"]
     with printed[0].open("w") as out, printed[1].open("w") as err:
-        # Files, not pipes: a process that outlives the command would keep those open.
+        # Files, not pipes: a process that outlives the command would keep pipes open.
         code = process = None
         try:
-            # A signal between the fork and the name would leave the process behind.
+            # A signal between the fork and the assignment would leave the process running.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
             try:
                 process = subprocess.Popen(
-                    command, stdout=out, stderr=err, start_new_session=True, preexec_fn=let_signals_in
+                    command, stdout=out, stderr=err, start_new_session=True, preexec_fn=unblock_signals
                 )
             finally:
-                let_signals_in()
+                unblock_signals()
             code = process.wait(patience)
         except subprocess.TimeoutExpired:
             pass
         finally:
             if code is None and process is not None:
-                # Ranks have groups of their own, and Linux ends them with the process that started them.
+                # Ranks have their own process groups; Linux ends them with the process that started them.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    told, complaint = (path.read_text(encoding="utf-8", errors="replace") for path in printed)
-    return code, told, complaint.strip()
+    output, errors = (path.read_text(encoding="utf-8", errors="replace") for path in printed)
+    return code, output, errors.strip()
 
 
 def merged(result: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """The runs of both, as if they were of one start."""
+    """Join the runs of two starts."""
     if "error" in more:
         return more | {"before": result}
     for mine, theirs in zip(result["results"], more["results"], strict=True):
@@ -128,7 +127,7 @@ def figures(results: dict[str, dict[str, Any]]) -> Figures:
 
 
 def winner(load: Load, by_layout: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """The best, by how much, and whether its worst run still beats the best run of every other."""
+    """Return the best layout, its lead, and the layouts whose best run is not beaten by its worst."""
     name, _, more = load.figure
     ranked = sorted(by_layout, key=lambda layout: by_layout[layout][name]["median"], reverse=more)
     first, others = by_layout[ranked[0]][name], [by_layout[layout][name] for layout in ranked[1:]]
@@ -141,7 +140,7 @@ def winner(load: Load, by_layout: dict[str, dict[str, dict[str, float]]]) -> dic
 
 
 def table(found: Figures, layouts: Sequence[str]) -> Iterator[str]:
-    """Markdown."""
+    """Lines of a Markdown table."""
     yield "| load | figure | " + " | ".join(layouts) + " | wins |"
     yield "|---|---|" + "---|" * len(layouts) + "---|"
     for load, by_layout in found.items():
@@ -160,7 +159,7 @@ def _number(value: float) -> str:
 
 
 def draw(path: str, found: Figures, layouts: Sequence[str]) -> None:
-    """Each layout's share of the best, a group of bars for each load."""
+    """Plot each layout's share of the best, one group of bars a load."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 2 + 1.6 * len(found)), 3.5 + 0.25 * len(layouts)), layout="constrained")
@@ -183,7 +182,7 @@ def draw(path: str, found: Figures, layouts: Sequence[str]) -> None:
 
 
 def save(path: Path, results: dict[str, dict[str, Any]]) -> None:
-    """The file is whole at any time: the one before, or this one."""
+    """Write the results. The file is complete at any time: the old one or the new one."""
     wins = {str(load): winner(load, by_layout) for load, by_layout in figures(results).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
@@ -197,12 +196,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layouts", nargs="+", required=True, help="presets, or overrides in quotes")
     parser.add_argument("--workloads", default="latency,batch64,batch256,throughput")
     parser.add_argument("--runs", type=int, default=1, help="repeats of each workload")
-    parser.add_argument("--rounds", type=int, default=1, help="starts of each layout, in turns")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each layout, taken in turns")
     parser.add_argument(
-        "--patience", type=float, default=3600.0, metavar="SECONDS", help="for one start of a layout, all runs included"
+        "--patience",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="limit for one start and its runs",
     )
-    parser.add_argument("--out", type=Path, help="JSON file: every result, and who wins")
-    parser.add_argument("--plot", help="png, svg or pdf")
+    parser.add_argument("--out", type=Path, help="JSON file for every result and the winners")
+    parser.add_argument("--plot", help="png, svg or pdf file")
     args = parser.parse_args(argv[:cut])
     results: dict[str, dict[str, Any]] = {}
     for number in range(args.rounds):
@@ -224,6 +227,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # As by Ctrl-C: the layout that runs, a session of its own, would be left behind.
+    # Act as on Ctrl-C: the running layout is a separate session, which would be left running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

@@ -1,17 +1,17 @@
-"""Where a step's time goes: kernels by kind, and how long the device idles between them.
+"""Profile of a step: kernels by name, and how long the device idles between them.
 
     python benchmarks/profile_step.py 1 64 256 -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --prefill -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --mixed -- +preset=h200_bf16_tp1 engine.max_len=1024
-    python benchmarks/profile_step.py 1 64 256 --play -- +preset=h200_fp8_tp8 engine.max_len=1024
+    python benchmarks/profile_step.py 1 64 256 --emulate -- +preset=h200_fp8_tp8 engine.max_len=1024
 
-Decode steps of so many sequences, or with --prefill the steps that feed so many prompts, or with --mixed the steps in
-which half of them decode while the prompts of the others enter. Kernels run at once on two streams
-(`engine.overlap_tokens`), and where one starts before the one in front has ended (programmatic dependent launch, which
-counts from its start): their sum may pass the step's time. How often the device had to give memory meanwhile
-(cudaMalloc, and retries after cudaFree, which wait for all work) is printed too. --trace keeps when each ran, and on
-which stream. --layer attend tells kernels of one name apart, by their place in a layer. --clock records nothing:
-recording slows a host that the device waits for. --play: two GPUs do what two of engine.tp ranks do (played.py).
+Profiles decode steps of each number of sequences; with --prefill the steps that feed as many prompts; with --mixed the
+steps in which half of the sequences decode while the prompts of the others are fed. Kernels overlap on two streams
+(`engine.overlap_tokens`), and where one starts before its predecessor has ended (programmatic dependent launch; its
+wait counts), so their sum may exceed the step's time. Allocations of device memory (cudaMalloc, and retries after
+cudaFree, which wait for all work) are printed as well. --trace keeps the time and stream of each kernel. --layer attend
+tells kernels of one name apart, by their place in a layer. --clock records nothing, since recording slows down a host
+that the device waits for. --emulate: two GPUs do what two of engine.tp ranks do (emulated_ranks.py).
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ WARM = 20
 
 
 Activity = tuple[str, float, float]
-"""Name, start and duration in microseconds, of something that the device did."""
+"""(name, start, duration) of an activity on the device, in microseconds."""
 
 
 @dataclass(slots=True)
 class Recording:
     activities: list[Activity] = field(default_factory=list)
-    """In order of their start."""
+    """Sorted by start."""
     memory: dict[str, int] = field(default_factory=dict)
-    """How often memory came from the device, and went back to it."""
+    """Allocations and releases of device memory."""
     recorder: profile | None = None
-    """With streams, and calls of the driver."""
+    """Includes streams and driver calls."""
 
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """What the device does within; filled at the end."""
+    """Record what the device does in the context. The recording is filled at the end."""
     found, before = Recording(), device_memory()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorder:
         found.recorder = recorder
@@ -72,8 +72,8 @@ def device_memory() -> dict[str, int]:
     return {name: stats[name] for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
 
 
-def at_work(activities: Iterable[Activity]) -> float:
-    """Microseconds in which something ran, of activities in order of their start."""
+def busy(activities: Iterable[Activity]) -> float:
+    """Microseconds in which anything ran. Activities are sorted by start."""
     total, until = 0.0, float("-inf")
     for _, start, duration in activities:
         total += max(start + duration - max(start, until), 0.0)
@@ -82,8 +82,8 @@ def at_work(activities: Iterable[Activity]) -> float:
 
 
 def by_place(activities: list[Activity], first: str) -> list[tuple[str, float]]:
-    """Kernels in the order of a layer, each with the median microseconds from the end of the one in front of it to its
-    own. A layer begins where a name starts with `first`; of several kinds of layers, the one met most often."""
+    """Kernels in the order of a layer, each with the median microseconds from its predecessor's end to its own end. A
+    layer begins where a name starts with `first`; of several kinds of layers, the most frequent is returned."""
     layers: dict[tuple[str, ...], list[list[float]]] = defaultdict(list)
     layer: list[tuple[str, float]] | None = None
     end = activities[0][1]
@@ -109,7 +109,7 @@ def burst(engine: Engine, rows: int, context: int, output: int) -> list[Sequence
 
 
 def prefill(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
-    """Of the steps that feed `rows` prompts, after as many to warm up; and how many steps that were."""
+    """Record the steps that feed `rows` prompts, after as many for warm-up. Also returns the number of steps."""
     for record in (nullcontext, recording):
         burst(engine, rows, context, 1)
         before = engine.counters.steps
@@ -120,7 +120,7 @@ def prefill(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
 
 
 def clocked(engine: Engine, rows: int, context: int) -> tuple[float, int]:
-    """Seconds of the steps that feed `rows` prompts, by the host's clock, after as many to warm up; how many steps."""
+    """Time the steps that feed `rows` prompts by the host's clock, after as many for warm-up: (seconds, steps)."""
     for _ in range(2):
         burst(engine, rows, context, 1)
         _settle()
@@ -138,7 +138,7 @@ def _settle() -> None:
 
 
 def mixed(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
-    """Of the steps that feed half of `rows` prompts beside the other half's decode rows, after the same to warm up."""
+    """Record the steps that feed the prompts of half of `rows` sequences while the others decode, after a warm-up."""
     for record in (nullcontext, recording):
         decoding = burst(engine, rows - rows // 2, context, 4 * (WARM + STEPS))
         while any(seq.known_len < seq.prompt_len + WARM for seq in decoding):
@@ -156,7 +156,7 @@ def mixed(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
 
 
 def decode(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
-    """Of STEPS decode steps of `rows` sequences."""
+    """Record STEPS decode steps of `rows` sequences."""
     sequences = burst(engine, rows, context, 2 * (WARM + STEPS))
 
     def go(steps: int) -> None:
@@ -175,33 +175,30 @@ def decode(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
     return found, STEPS
 
 
-def main() -> None:
-    argv = sys.argv[1:]
+def main(argv: list[str]) -> None:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=int, nargs="+")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each sequence")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--prefill", action="store_true", help="the steps that feed prompts, not decode steps")
-    kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half of the rows each")
-    parser.add_argument("--clock", action="store_true", help="with --prefill: the host's clock, and no kernels")
+    kinds.add_argument("--prefill", action="store_true", help="steps that feed prompts instead of decode steps")
+    kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half each")
+    parser.add_argument("--clock", action="store_true", help="with --prefill: time by the host's clock only")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to list, longest first")
-    parser.add_argument(
-        "--layer", metavar="KERNEL", help="each kernel's share of a layer, which begins with the one so named"
-    )
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write what ran when there, for a trace viewer")
-    parser.add_argument("--play", action="store_true", help="two GPUs play all ranks: times, but no model's output")
+    parser.add_argument("--layer", metavar="KERNEL", help="time of each kernel of a layer, which begins with this one")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace there for each number of rows")
+    parser.add_argument("--emulate", action="store_true", help="two GPUs emulate all ranks: only times are meaningful")
     args = parser.parse_args(argv[:cut])
     if args.clock and not args.prefill:
-        parser.error("--clock times the steps that feed prompts: give --prefill, too")
+        parser.error("--clock times the steps that feed prompts: it needs --prefill")
     if args.trace is not None:
         args.trace.mkdir(parents=True, exist_ok=True)
     composition = compose([*argv[cut + 1 :], f"engine.max_seqs={max(args.rows)}"])
-    if args.play:
-        # Of collective=symm_mem, which needs Triton.
-        from played import play
+    if args.emulate:
+        # It imports collective=symm_mem, which needs Triton.
+        from emulated_ranks import emulate
 
-        composition = play(composition)
+        composition = emulate(composition)
     engine = start_engine(composition)
     for rows in args.rows:
         if args.clock:
@@ -214,12 +211,12 @@ def main() -> None:
         if args.trace is not None and recorded.recorder is not None:
             recorded.recorder.export_chrome_trace(str(args.trace / f"{rows}_rows.json.gz"))
         span = max(start + duration for _, start, duration in found) - found[0][1]
-        work = at_work(found)
-        twice = sum(duration for _, _, duration in found) - work
+        work = busy(found)
+        overlapped = sum(duration for _, _, duration in found) - work
         by_name: dict[str, list[float]] = defaultdict(list)
         for name, _, duration in found:
             by_name[name].append(duration)
-        shares = f"{1 - work / span:.1%} idle, {twice / span:.1%} at once with another"
+        shares = f"{1 - work / span:.1%} idle, {overlapped / span:.1%} overlapped"
         kernels = f"{len(found) / steps:.0f} kernels, {steps} steps"
         print(f"\n{rows} rows: {span / steps / 1e3:.3f} ms a step, {shares}, {kernels}")
         print("  ".join(f"{name} {count}" for name, count in recorded.memory.items()))
@@ -227,11 +224,11 @@ def main() -> None:
             each, mean = len(times) / steps, sum(times) / len(times)
             print(f"{each * mean:9.1f} us {each:7.1f} x {mean:7.2f} us  {name[:90]}")
         if args.layer:
-            print("in a layer, from the end of one kernel to that of the next:")
+            print("kernels of a layer, from the end of one to the end of the next:")
             for name, us in by_place(found, args.layer):
                 print(f"{us:9.2f} us  {name[:90]}")
     engine.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

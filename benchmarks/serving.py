@@ -1,17 +1,17 @@
-"""What serving costs the host: processor time a token, of the engine's process, the front-end and this client.
+"""Processor time that serving costs per token: in the engine's process, the front-end and this client.
 
     python benchmarks/serving.py
     python benchmarks/serving.py --step-us 12000 -- engine.max_seqs=512
     python benchmarks/serving.py --rate 4 --requests 40
     python benchmarks/serving.py --processes 4 --step-us 12000 -- engine.max_seqs=512
 
-The server is the real one; engine, scheduler and cache too. The device is simulated (executor=simulated) and takes
---step-us a step, by default no time. Prompts are token ids of the bundled model, so that outputs become text. `offline`
-is the engine alone on the same requests. us/token is processor time, and `ceiling` what that allows on a core of its
-own. The front-end has a thread that makes text and one, its event loop, that answers; they share the interpreter. Who
-falls behind gathers: `tokens/read` is how many tokens a read of the client brought. With --rate requests come at random
-times, and TTFT where the device takes no time is what the server adds. With --processes `front-end` is all of them
-together, and its ceiling what the busiest of them allows; `supervisor` owns the engine.
+The server, the engine, its scheduler and its cache are the real ones. The device is simulated (executor=simulated) and
+takes --step-us a step, by default no time. Prompts are token ids of the bundled model, so that outputs become text.
+`offline` is the engine alone on the same requests. us/token is processor time; `ceiling` is the throughput that it
+allows on a dedicated core. The front-end has one thread that makes text and one, its event loop, that answers; they
+share the interpreter. A process that falls behind batches: `tokens/read` is the number of tokens in a read of the
+client. With --rate requests arrive at random times; where the device takes no time, TTFT is what the server adds. With
+--processes `front-end` is the sum of all of them, and its ceiling is that of the busiest; `supervisor` owns the engine.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ WARM_UP = 64
 
 
 class Server:
-    """`app=serve` in a process of its own."""
+    """`app=serve` in a separate process."""
 
     def __init__(self, overrides: Sequence[str], processes: int) -> None:
         words = [sys.executable, "run.py", "app=serve", "serve.port=0", "serve.max_waiting=100000", *overrides]
         words.append(f"serve.processes={processes}")
         self._process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        self.url = self._said(r"listening on (http://\S+);")
-        self._said(r"(ready:)")
+        self.url = self._printed(r"listening on (http://\S+);")
+        self._printed(r"(ready:)")
         tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        (self.engine,) = (pid for pid in children if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        (self.engine,) = (pid for pid in children if b"engine_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
         children.remove(self.engine)
         self.fronts = children or [self._process.pid]
         self.supervisor = self._process.pid if children else None
 
-    def _said(self, pattern: str) -> str:
+    def _printed(self, pattern: str) -> str:
+        """Wait for a line with this pattern and return its first group."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             if found := re.search(pattern, line):
@@ -64,7 +65,7 @@ class Server:
         raise SystemExit(f"the server ended with status {self._process.wait()}")
 
     def busy(self) -> dict[str, list[float]]:
-        """Processor seconds until now, of each process."""
+        """Processor seconds that each process has used so far."""
         fronts = [_threads(pid) for pid in self.fronts]
         found = {
             "engine": [sum(_threads(self.engine).values())],
@@ -79,7 +80,7 @@ class Server:
 
 
 def _threads(pid: int) -> dict[int, float]:
-    """Processor seconds of each."""
+    """Processor seconds of each thread of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return {int(task.name): int((task / "schedstat").read_text().split()[0]) * 1e-9 for task in tasks}
 
@@ -113,10 +114,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=256, help="tokens of an output")
-    parser.add_argument("--rate", type=float, help="requests/s; default: all at once")
-    parser.add_argument("--step-us", type=float, default=0.0, help="of the simulated device, microseconds a step")
-    parser.add_argument("--processes", type=int, default=1, help="that answer HTTP (serve.processes)")
-    parser.add_argument("overrides", nargs="*", help="after --: of engine and server")
+    parser.add_argument("--rate", type=float, help="requests/s; by default all arrive at once")
+    parser.add_argument("--step-us", type=float, default=0.0, help="time of a step on the simulated device, us")
+    parser.add_argument("--processes", type=int, default=1, help="processes that answer HTTP (serve.processes)")
+    parser.add_argument("overrides", nargs="*", help="of engine and server, after --")
     args = parser.parse_args(argv)
     pace = ["cost=h200", f"cost.step_us={args.step_us}", "cost.kernel_us=0"] if args.step_us else []
     parts = [*PARTS, *pace, *args.overrides]

@@ -1,4 +1,4 @@
-"""Dovetail itself, for compare.py. Settings: {"overrides": [...]}."""
+"""Dovetail as an engine of compare.py. Settings: {"overrides": [...]}."""
 
 from __future__ import annotations
 

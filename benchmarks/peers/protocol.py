@@ -1,6 +1,6 @@
-"""How compare.py talks to an engine in a process of its own: JSON lines, orders on stdin, answers on stdout.
+"""How compare.py talks to an engine in a separate process: JSON lines, orders on stdin, answers on stdout.
 
-Standard library alone: a peer runs under another Python, without Dovetail.
+Standard library only: a peer runs under another Python, without Dovetail.
 
     argv[1]   settings, a JSON object
     answer    {"ready": {...}}                            once the engine is loaded
@@ -24,8 +24,9 @@ Run = Callable[[Requests], dict[str, Any]]
 
 
 def serve(load: Callable[[dict[str, Any]], AbstractContextManager[tuple[Run, dict[str, Any]]]]) -> None:
-    """Until stdin ends. `load(settings)` yields a function that runs requests, and what is to be said of the engine."""
-    # Libraries print what they like: that goes to stderr, and stdout is ours.
+    """Answer orders until stdin ends. `load(settings)` yields a function that runs requests, and a description of the
+    engine."""
+    # Whatever libraries print goes to stderr; stdout is for answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -38,11 +39,11 @@ def serve(load: Callable[[dict[str, Any]], AbstractContextManager[tuple[Run, dic
         answer({"ready": {**about, "startup_s": round(time.perf_counter() - began, 2)}})
         for line in sys.stdin:
             requests = read(json.loads(line)["requests"])
-            told = run(requests)
-            wanted = sum(output for _, output in requests)
-            if told["output_tokens"] != wanted:
-                raise RuntimeError(f"{told['output_tokens']} tokens came and {wanted} were asked for")
-            answer(told)
+            result = run(requests)
+            expected = sum(output for _, output in requests)
+            if result["output_tokens"] != expected:
+                raise RuntimeError(f"{result['output_tokens']} tokens instead of {expected}")
+            answer(result)
 
 
 def read(path: str) -> Requests:

@@ -1,6 +1,6 @@
 """transformers' continuous batching, for compare.py.
 
-Settings: those of compare.py's `Shared`, and "engine_args" that go to ContinuousBatchingConfig over everything else.
+Settings: those of compare.py's `Shared`, and "engine_args", which override everything in ContinuousBatchingConfig.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load(settings: dict[str, Any]) -> Iterator[tuple[Run, dict[str, Any]]]:
     if device == "cpu":
         args["num_blocks"] = settings["max_seqs"] * -(-settings["max_len"] // page)
     args.update(settings["engine_args"])
-    # No id is -1: end-of-sequence is ignored.
+    # No token has id -1, so end-of-sequence is ignored.
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     manager = model.eval().init_continuous_batching(
         generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**args)

@@ -1,7 +1,7 @@
 """vLLM's offline API, for compare.py. Runs under a Python that has vLLM and not Dovetail.
 
-Settings: those of compare.py's `Shared`, and "engine_args" that go to vllm.LLM over everything else. How many tokens a
-step has is vLLM's to choose: its default is larger than ours.
+Settings: those of compare.py's `Shared`, and "engine_args", which override all other arguments of vllm.LLM. vLLM
+chooses the tokens of a step itself: its default is larger than ours.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load(settings: dict[str, Any]) -> Iterator[tuple[Run, dict[str, Any]]]:
             vllm.SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
             for _, output in requests
         ]
-        llm.reset_prefix_cache()  # As app=bench does between runs.
+        llm.reset_prefix_cache()  # as app=bench does between runs
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began

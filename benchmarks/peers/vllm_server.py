@@ -1,6 +1,6 @@
 """vLLM's OpenAI server, for compare.py. Runs under a Python that has vLLM and not Dovetail.
 
-Settings: those of compare.py's `Shared`, "engine_args" over everything else as names of vllm.LLM's, and "port".
+Settings: those of compare.py's `Shared`, "engine_args" (arguments of vllm.LLM, which override all others), and "port".
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from vllm_peer import engine_args
 
 
 def command(settings: dict[str, Any]) -> list[str]:
-    """An option of a command line for each of the engine's: `--max-model-len 1024`, `--no-enable-prefix-caching`."""
+    """Spell the engine's arguments as command-line options: `--max-model-len 1024`, `--no-enable-prefix-caching`."""
     args = engine_args(settings) | {"skip_tokenizer_init": None, "host": "127.0.0.1", "port": settings["port"]}
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in args.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            if value or not name.startswith("disable_"):  # Those have no opposite.
+            if value or not name.startswith("disable_"):  # no opposite exists
                 words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]

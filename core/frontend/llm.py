@@ -60,6 +60,19 @@ class _Inbox:
             yield from deltas
 
 
+class _WholeInbox(_Inbox):
+    """Wakes the waiting thread once, when the request has ended, for callers that need only the whole output."""
+
+    def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
+        super().__init__(on_done)
+        self._deltas: list[Delta] = []
+
+    def deliver(self, request: OpenRequest, delivery: Delivery) -> None:
+        self._deltas += delivery.deltas
+        if delivery.last:
+            super().deliver(request, Delivery(self._deltas, delivery.error, True))
+
+
 class LLM:
     """A running engine.
 
@@ -123,7 +136,8 @@ class LLM:
             _blank(prompt if isinstance(prompt, str) else None, self._encode(prompt), p.n) for prompt, p in pairs
         ]
         prompts = [generation.prompt_ids for generation in generations]
-        with closing(self._run(prompts, [p for _, p in pairs], RequestOptions(**request), on_done)) as found:
+        inboxes = [_WholeInbox(on_done) for _ in pairs]
+        with closing(self._run(prompts, [p for _, p in pairs], RequestOptions(**request), inboxes)) as found:
             for index, opened, delta in found:
                 generation = generations[index]
                 _merge(generation, delta)
@@ -151,16 +165,15 @@ class LLM:
         pairs = self._pairs(prompts, None)
         options = RequestOptions(**request, pooling=pooling or stated.pooling)
         encoded, params = [self._encode(prompt) for prompt, _ in pairs], [p for _, p in pairs]
-        with closing(self._run(encoded, params, options)) as found:
+        with closing(self._run(encoded, params, options, [_WholeInbox() for _ in pairs])) as found:
             vectors = np.array([delta.pooled_C for _, _, delta in found], np.float32).reshape(len(pairs), size)
         normalize = stated.normalize if normalize is None else normalize
         return truncate_and_normalize(vectors, normalize=normalize, dimensions=dimensions)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[Delta]:
         """Yield deltas as they arrive. Leaving the iteration early aborts the request."""
-        with closing(
-            self._run([self._encode(prompt)], [params or SamplingParams()], RequestOptions(**request))
-        ) as found:
+        prompts, options = [self._encode(prompt)], RequestOptions(**request)
+        with closing(self._run(prompts, [params or SamplingParams()], options, [_Inbox()])) as found:
             for _, _, delta in found:
                 yield delta
 
@@ -169,11 +182,10 @@ class LLM:
         prompts: Seq[Seq[int]],
         params: Seq[SamplingParams],
         options: RequestOptions,
-        on_done: Callable[[], None] = lambda: None,
+        inboxes: Seq[_Inbox],
     ) -> Generator[tuple[int, OpenRequest, Delta]]:
         """Submit all requests, or none; yield (index, request, delta) in the order of the prompts. Closing the
         generator aborts the requests."""
-        inboxes = [_Inbox(on_done) for _ in prompts]
         jobs = zip(prompts, params, inboxes, strict=True)
         opened = self._submit([NewRequest(ids, p, options, inbox.deliver) for ids, p, inbox in jobs])
         try:

@@ -43,6 +43,10 @@ class Transport(Protocol):
         cannot be encoded."""
 
 
+_new = tuple.__new__
+"""Creates a named tuple in a third of the time of a call of its class."""
+
+
 class Delivery(NamedTuple):
     """Output of one request from one message."""
 
@@ -87,6 +91,8 @@ class OpenRequest:
     """Prompt tokens found in the prefix cache."""
     ended: bool = False
     """The request is complete, failed or aborted."""
+    undelivered: list[Delta] = field(default_factory=list)
+    """Output from the part of the current message that has been processed."""
 
 
 @dataclass(slots=True)
@@ -276,9 +282,9 @@ class RequestTable:
         if not message.updates:
             return
         now = time.perf_counter()
-        output: dict[int, tuple[OpenRequest, list[Delta]]] = {}
+        find, touched = self._requests.get, []
         for update in message.updates:
-            request = self._requests.get(update.id)
+            request = find(update.id)
             if request is None:
                 continue
             if update.reason == "rejected":
@@ -287,21 +293,29 @@ class RequestTable:
                         error = RequestError(update.detail, status=update.status)
                         request.deliver(request, Delivery([], error, True))
             elif update.sample in request.open:
-                delta = self._delta(request, update, now)
-                _, deltas = output.setdefault(request.id, (request, []))
-                deltas.append(delta)
+                if not request.undelivered:
+                    touched.append(request)
+                request.undelivered.append(self._delta(request, update, now))
         with state.delivering:
-            for request, deltas in output.values():
+            for request in touched:
+                deltas, request.undelivered = request.undelivered, []
                 last = not request.open
                 if last:
                     request.timing.finished = now
                 # The request may have been aborted or have failed since its text was made.
                 if self._close(request) if last else not request.ended:
-                    request.deliver(request, Delivery(deltas, None, last))
+                    request.deliver(request, _new(Delivery, (deltas, None, last)))
 
     def _delta(self, request: OpenRequest, update: SampleUpdate, now: float) -> Delta:
         sample, tokens, reason = update.sample, update.tokens, update.reason
         matcher = request.matchers[sample]
+        request.cached = update.cached
+        if tokens and request.unread:
+            self._note_first_tokens(request, now)
+        if reason is None and not matcher.stop:
+            # Nearly every update takes this path.
+            text, _ = matcher.push(tokens)
+            return _new(Delta, (sample, text, tokens, update.logprobs, update.prompt_logprobs, None, None))
         before = matcher.tokens
         text, stopped = matcher.push(tokens[:-1] if update.hidden else tokens)
         if stopped:
@@ -313,15 +327,15 @@ class RequestTable:
             text += matcher.flush()
         if reason is not None:
             request.open.discard(sample)
-        request.cached = update.cached
-        if tokens and request.unread:
-            request.timing.first_token = now
-            with self._lock:
-                if not request.ended:
-                    self._replicas[request.replica].load.add(0, -request.unread)
-                    request.unread = 0
         logprobs = update.logprobs[: len(tokens)]
         return Delta(sample, text, tokens, logprobs, update.prompt_logprobs, reason, update.pooled)
+
+    def _note_first_tokens(self, request: OpenRequest, now: float) -> None:
+        request.timing.first_token = now
+        with self._lock:
+            if not request.ended:
+                self._replicas[request.replica].load.add(0, -request.unread)
+                request.unread = 0
 
     def _answer(self, reply: Reply) -> None:
         with self._lock:

@@ -1,8 +1,9 @@
-"""The work of a step on the host, counted in lines of Python: seconds would depend on the machine."""
+"""cpu_step.py: the work of a step on the host, counted in lines of Python since seconds would depend on the machine."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +26,7 @@ def cpu_step() -> ModuleType:
 
 
 def lines_of_a_step(cpu_step: ModuleType, running: int, cached: int) -> float:
-    """Once everybody has entered; the mean of some steps, of which a few have a new request."""
+    """Mean of some steps after all requests have entered; a few of the steps have a new request."""
     load = cpu_step.Load(running, cached)
     while load.engine.scheduler.stats().waiting:
         load.step()
@@ -52,7 +53,7 @@ def test_a_step_grows_with_its_sequences_and_no_faster(cpu_step: ModuleType) -> 
 
 
 def test_a_scan_of_the_cache_would_be_found(cpu_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The count sees what it is there to see."""
+    """The count detects what it is meant to detect."""
     step = cpu_step.Load.step
 
     def scanning(load: object) -> None:
@@ -89,3 +90,20 @@ def test_the_runner_answers_every_row(cpu_step: ModuleType) -> None:
         events += load.engine.step()
     assert len({event.uid for event in events}) == 4 and all(len(event.tokens) == 1 for event in events)
     assert load.engine.counters.output_tokens == len(events) > 4
+
+
+def test_a_plan_on_its_way_to_the_ranks(
+    cpu_step: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu_step.timeit, "repeat", lambda call, number, repeat: [0.1])
+    words = ["--plans", "20", "--gap", "0.1"]
+    cpu_step.main(["--plan", "1", "4", "--readers", "1", "2", *words])
+    printed = capsys.readouterr().out
+    assert re.findall(r"^(\d+) decode rows, (\d+) bytes", printed, re.M) == [("1", "152"), ("4", "320")]
+    line = r"^  ring, readers: (\d), 0.1 ms between plans: send (\S+) \(\S+\), received (\S+) \(\S+\)$"
+    ring = re.findall(line, printed, re.M)
+    assert [readers for readers, *_ in ring] == ["1", "2", "1", "2"]
+    assert all(0 < float(us) < 10e6 for _, *times in ring for us in times)
+    monkeypatch.setattr(cpu_step, "__file__", "nothing.py")
+    with pytest.raises(SystemExit, match="a reader did not start"):
+        cpu_step.main(["--plan", "1", "--readers", "1", *words])

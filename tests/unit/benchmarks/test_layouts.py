@@ -1,4 +1,4 @@
-"""layouts.py: who wins, what is left of a race that ends early, and a whole one on the simulated device."""
+"""layouts.py: the winner of each load, results of a race that ends early, and a whole race on the simulated device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def one_run(speed: float) -> dict[str, Any]:
     return {"results": [{"workload": "w", "loads": [load]}]}
 
 
-def test_most_tokens_win_a_burst_and_least_time_wins_at_a_rate(layouts: ModuleType) -> None:
+def test_throughput_decides_a_burst_and_latency_decides_a_rate(layouts: ModuleType) -> None:
     burst, rate = layouts.Load("batch64", None), layouts.Load("online", 4.0)
     tokens = {
         "a": summary("output_tokens_per_s", 90, 100, 110),
@@ -58,10 +58,10 @@ def test_most_tokens_win_a_burst_and_least_time_wins_at_a_rate(layouts: ModuleTy
     assert lines[3] == "| online 4/s | E2E median, ms | - | 22 | - | b |"
 
 
-def test_rounds_are_in_turns_and_a_machine_that_slows_down_makes_a_tie(
+def test_rounds_alternate_and_a_machine_that_slows_down_makes_a_tie(
     layouts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each start is slower than the one before: who came first twice would have won."""
+    """Each start is slower than the one before: without reversal the first layout would win."""
     speeds = iter([100.0, 90.0, 80.0, 70.0])
     started: list[str] = []
 
@@ -77,7 +77,7 @@ def test_rounds_are_in_turns_and_a_machine_that_slows_down_makes_a_tie(
     assert result["wins"]["w"] == {"layout": "a", "lead": pytest.approx(0.0), "tie": ["b"]}
 
 
-def test_what_is_measured_survives_a_stop_and_a_failure(
+def test_results_survive_an_interrupt_and_a_failure(
     layouts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     out = tmp_path / "new folder" / "out.json"
@@ -102,28 +102,28 @@ FOREVER = """
 import os, pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path({pids!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
-print("told", flush=True)
+print("printed", flush=True)
 print("warned", file=sys.stderr, flush=True)
 time.sleep(600)
 """
 
 
-def test_a_layout_that_takes_too_long_leaves_the_race_with_all_its_processes(
+def test_a_layout_that_takes_too_long_is_killed_with_all_its_processes(
     layouts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script, pids = tmp_path / "forever.py", tmp_path / "pids"
     script.write_text(FOREVER.format(pids=str(pids)))
     monkeypatch.setattr(layouts, "RUN", script)
     assert layouts.main(["--layouts", "slow", "--patience", "2"]) == 1
-    told = capfd.readouterr()
-    assert "told" in told.out and "slow: warned\nno result within 2 s (--patience)" in told.err
+    printed = capfd.readouterr()
+    assert "printed" in printed.out and "slow: warned\nno result within 2 s (--patience)" in printed.err
     deadline = time.monotonic() + 10
     while any(map(runs, map(int, pids.read_text().split()))) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(runs, map(int, pids.read_text().split())))
 
 
-def test_a_race_that_is_stopped_leaves_nothing_running(tmp_path: Path) -> None:
+def test_a_stopped_race_leaves_no_process(tmp_path: Path) -> None:
     """SIGTERM, as a job's time limit sends it."""
     words = ["--layouts", "executor=simulated", "--workloads", "fixed", "--", "executor.speed=1e-6", "cost=h200"]
     race = subprocess.Popen([sys.executable, str(SCRIPT), *words], stdout=subprocess.DEVNULL)
@@ -139,7 +139,7 @@ def test_a_race_that_is_stopped_leaves_nothing_running(tmp_path: Path) -> None:
 
 
 def runs(pid: int) -> bool:
-    """A zombie, whom nobody here waits for, does not."""
+    """Whether a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -147,8 +147,8 @@ def runs(pid: int) -> bool:
 
 
 def test_a_race(layouts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """At a hundredth of a simulated H200's pace, so that nothing else counts, eight ranks answer one request sooner
-    than one; the third cannot start."""
+    """At a hundredth of a simulated H200's speed, so that nothing else counts, eight ranks answer one request sooner
+    than one; the third layout cannot start."""
     conf = tmp_path / "conf" / "workload"
     conf.mkdir(parents=True)
     (conf / "few.yaml").write_text("defaults: [fixed, _self_]\nrequests: 2\nprompt_tokens: 8\noutput_tokens: 6\n")
@@ -158,10 +158,10 @@ def test_a_race(layouts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixtur
     common = ["executor=simulated", "executor.speed=0.01", "engine.device=cpu", "attention=sdpa"]
     common += ["collective=nccl", "engine.max_len=256", "bench.warmup=0"]
     code = layouts.main([*words, "--", "--config-dir", str(tmp_path / "conf"), *common])
-    told = capfd.readouterr()
-    assert code == 1 and "+preset=nothing: dovetail:" in told.err
+    printed = capfd.readouterr()
+    assert code == 1 and "+preset=nothing: dovetail:" in printed.err
     result: dict[str, Any] = json.loads(out.read_text())
-    assert result["wins"]["few"]["layout"] == eight and result["wins"]["few"]["lead"] > 0.1, told.out
+    assert result["wins"]["few"]["layout"] == eight and result["wins"]["few"]["lead"] > 0.1, printed.out
     assert [result["layouts"][name]["startup"]["layout"]["tp"] for name in (one, eight)] == [1, 8]
-    assert set(result["layouts"][none]) == {"error"} and "| few | output tokens/s |" in told.out
+    assert set(result["layouts"][none]) == {"error"} and "| few | output tokens/s |" in printed.out
     assert "<svg" in plot.read_text()

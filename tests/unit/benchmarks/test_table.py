@@ -1,11 +1,12 @@
-"""table.py: each model on a GPU and cores of its own, the longest first, and one table of all."""
+"""compare.py table: each run on separate GPUs and cores, the longest first, and one table of all."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,15 +22,15 @@ print("measuring", model, flush=True)
 if "70b" in model and "--break" in words[:cut]:
     sys.exit("no such peer")
 time.sleep(0.5)
-told = {"tpot_ms": 1234.56, "one_token_s": 0.0125, "output_tokens_per_s": 10150.4}
-other = {"tpot_ms": 2469.12, "one_token_s": 0.025, "output_tokens_per_s": 5075.2}
-ratio = {name: told[name] / other[name] for name in told}
+ours = {"tpot_ms": 1234.56, "one_token_s": 0.0125, "output_tokens_per_s": 10150.4}
+theirs = {"tpot_ms": 2469.12, "one_token_s": 0.025, "output_tokens_per_s": 5075.2}
+ratio = {name: ours[name] / theirs[name] for name in ours}
 row = {"workload": "latency", "requests": 1, "prompt_tokens": 512, "output_tokens": 256, "ratio": ratio}
 load = {"ttft_ms.median": 18.42, "ttft_ms.p99": 20.0, "tpot_ms.median": 3.0, "output_tokens_per_s": 900.0}
 at_rate = {"workload": "online", "rate": 4.0, "requests": 32, "dovetail": load, "vllm": load}
 started = {"dovetail": {"startup_s": 11.234}, "vllm": {"startup_s": 90.0}}
 result = {
-    "comparisons": [row | {"dovetail": told, "vllm": other}],
+    "comparisons": [row | {"dovetail": ours, "vllm": theirs}],
     "served": [at_rate | {"ratio": dict.fromkeys(load, 1.0)}],
     "engines": started,
     "servers": started,
@@ -44,24 +45,22 @@ open(out, "w").write(json.dumps(result))
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("table", BENCHMARKS / "table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "table", module)
-    spec.loader.exec_module(module)
+    module = importlib.import_module("peers.table")
     stand_in = tmp_path / "compare.py"
     stand_in.write_text(STAND_IN)
     monkeypatch.setattr(module, "COMPARE", stand_in)
-    return module
+    yield module
+    for name in [name for name in sys.modules if name.partition(".")[0] == "peers"]:
+        del sys.modules[name]
 
 
 def results(folder: Path) -> dict[str, dict]:
     return {file.name.removesuffix("_beside_vllm.json"): json.loads(file.read_text()) for file in folder.glob("*.json")}
 
 
-def test_models_run_at_once_each_on_its_own(
+def test_runs_are_concurrent_on_separate_gpus_and_cores(
     table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "results"
@@ -73,7 +72,7 @@ def test_models_run_at_once_each_on_its_own(
     assert found["8b_fp8_online"]["began"] > max(found[name]["began"] for name in ("70b_fp8", "8b_bf16", "8b_fp8"))
     words = found["70b_fp8"]["words"]
     assert words[0] == "vllm" and words[words.index("--env") + 1] == "A=b" and words[-1] == "engine.max_seqs=256"
-    assert words[len(words) - 1 - words[::-1].index("--rounds") + 1] == "3", "the caller's counts"
+    assert words[len(words) - 1 - words[::-1].index("--rounds") + 1] == "3", "the caller's option counts"
     assert len({cache for result in found.values() for cache in result["caches"]}) == 12
     own = [set(found[name]["cores"]) for name in ("70b_fp8", "8b_bf16")]
     if len(os.sched_getaffinity(0)) > 1:
@@ -85,17 +84,18 @@ def test_models_run_at_once_each_on_its_own(
     assert "8B FP8: server started in: dovetail 11.2 s, vllm 90.0 s" in lines
 
 
-def test_one_that_fails_is_named_and_the_others_go_on(
+def test_a_run_that_fails_is_named_and_the_others_continue(
     table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert table.main(["--out", str(tmp_path), "--models", "8b_fp8,70b_fp8", "--", "--break"]) == 1
     assert set(results(tmp_path)) == {"8b_fp8", "8b_fp8_online"}
-    told = capsys.readouterr()
-    assert "70b_fp8 failed, see" in told.err and "exit code 1" in told.err and "| 8B FP8, 1 x 512/256 |" in told.out
+    printed = capsys.readouterr()
+    assert "70b_fp8 failed, see" in printed.err and "exit code 1" in printed.err
+    assert "| 8B FP8, 1 x 512/256 |" in printed.out
     assert "no such peer" in (tmp_path / "70b_fp8.log").read_text()
 
 
-def test_a_model_of_several_gpus_comes_first_and_has_them_all(
+def test_a_run_of_several_gpus_goes_first_with_all_cores(
     table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus = "0,1,2,3,4,5,6,7"
@@ -105,8 +105,8 @@ def test_a_model_of_several_gpus_comes_first_and_has_them_all(
     assert whole["gpu"] == gpus and whole["cores"] == sorted(os.sched_getaffinity(0))
     assert {found["8b_fp8"]["gpu"], found["8b_fp8_online"]["gpu"]} < set(gpus.split(","))
     assert whole["began"] < min(found[name]["began"] for name in ("8b_fp8", "8b_fp8_online"))
-    told = json.loads(whole["words"][whole["words"].index("--args") + 1])
-    assert told["quantization"] == "fp8" and told["compilation_config"]["pass_config"]["fuse_allreduce_rms"]
+    args = json.loads(whole["words"][whole["words"].index("--args") + 1])
+    assert args["quantization"] == "fp8" and args["compilation_config"]["pass_config"]["fuse_allreduce_rms"]
     assert "| 70B FP8 on eight, 1 x 512/256 |" in capsys.readouterr().out
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from dovetail import LLM, ConfigError, RequestError, SamplingParams
 from dovetail.core.interfaces import Request
+from dovetail.plugins.logits.penalties import Penalties
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -180,21 +181,25 @@ def test_a_bad_request_gets_the_reason_and_does_not_affect_others(
     assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
 
 
-def test_a_processor_is_called_only_for_slots_that_it_changed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = llm.engine.executor._runner.processors["penalties"]  # type: ignore[attr-defined]
-    joined, join = [], processor.join
+def test_a_processor_joins_sequences_that_use_it_and_their_successors(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This applies to the processor on the rank. Those on the host join only requests that use them."""
+    joined: dict[Penalties, list[float]] = {}
+    join = Penalties.join
 
-    def record(slot: int, request: Request) -> None:
-        joined.append(request.params.presence_penalty)
-        join(slot, request)
+    def counted(self: Penalties, slot: int, request: Request) -> None:
+        joined.setdefault(self, []).append(request.params.presence_penalty)
+        join(self, slot, request)
 
-    monkeypatch.setattr(processor, "join", record)
+    monkeypatch.setattr(Penalties, "join", counted)
     plain, penalised = (SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=p) for p in (0.0, 2.0))
     before = [llm.generate("import os", plain)[0].token_ids for _ in range(2)]
-    assert joined == []
+    assert not joined
     llm.generate("import os", penalised)
     after = [llm.generate("import os", plain)[0].token_ids for _ in range(3)]
-    assert joined == [2.0, 0.0]
+    *host, rank = sorted(joined.values())
+    assert rank == [2.0, 0.0] and all(each == [2.0] for each in host)
     assert before + after == [before[0]] * 5
 
 

@@ -1,6 +1,6 @@
-"""One of two processes that emulate many ranks (benchmarks/played.py), with kernels in Triton's interpreter.
+"""One of two processes that emulate many ranks (benchmarks/emulated_ranks.py), with kernels in Triton's interpreter.
 
-python played_rank.py <rank> <ranks> <folder>
+python emulated_rank.py <rank> <ranks> <folder>
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import played
+import emulated_ranks
 from symm_mem_rank import (
     BOXES,
     EPS,
@@ -41,23 +41,23 @@ from dovetail.plugins.collective.symm_mem.size_table import SizeTable
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 
-class Interpreted(played.Collective):
+class Interpreted(emulated_ranks.Collective):
     """Keeps mailboxes and memory in files and uses gloo instead of NCCL."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(SymmMemConfig())
         self.folder = folder
 
-    def _of_both(self) -> Any:
-        return MappedMemory(self.folder, self.rank, played.PLAYERS)
+    def _shared_memory(self) -> Any:
+        return MappedMemory(self.folder, self.rank, emulated_ranks.GPUS)
 
     def _choose(self) -> None:
         self.sums = self.boundaries = SizeTable((0,), ("two_shot",))
         self.sharded_boundaries = {}
 
 
-def mailbox(memory: played.Peers, size: int, device: torch.device, gathers: bool) -> MappedMail:
-    one_shot, two_shot = BOXES * 2 * size * played.ROW, PROGRAMS * 2 * 2 * played.ROW
+def mailbox(memory: emulated_ranks.Memory, size: int, device: torch.device, gathers: bool) -> MappedMail:
+    one_shot, two_shot = BOXES * 2 * size * emulated_ranks.ROW, PROGRAMS * 2 * 2 * emulated_ranks.ROW
     block = memory.allocate(2 * one_shot + two_shot, EMPTY)
     parts, addresses = block.words.split((one_shot, two_shot, one_shot)), torch.tensor(block.addresses)
     stopped, told = unstopped()
@@ -81,13 +81,13 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     mend_interpreter()
     quicken()
     kernels.fence = sharded_kernels.fence = lambda: None
-    played.shorten_boxes()
+    emulated_ranks.shorten_boxes()
     symm_mem.Driver = lambda *_: CopiesOfTheCpu(rank)  # type: ignore[misc,assignment]
     symm_mem.Mailbox = mailbox  # type: ignore[misc,assignment]
     collective = Interpreted(folder)
     collective.connect(rank, ranks, meeting(rank, folder), torch.device("cpu"))
     out: dict[str, torch.Tensor] = {}
-    reducer, columns = collective.reducer, played.COLUMNS
+    reducer, columns = collective.reducer, emulated_ranks.COLUMNS
     weight, whole = torch.ones(columns).half(), summand(91, (3, columns), torch.float16) * 0
     for turn in range(2):
         for algorithm in ("one_shot", "two_shot"):
@@ -111,7 +111,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         assert isinstance(residual, RowShard)
         assert bundle[PLAIN].values.shape == (rows, columns)
     torch.save(out, folder / f"{rank}.pt")
-    together("done", rank, played.PLAYERS, folder)
+    together("done", rank, emulated_ranks.GPUS, folder)
     mail: Any = collective.reducer.mail
     left = [name for name in ("one_shot", "two_shot", "gather") if bool((getattr(mail, name) != EMPTY).any())]
     assert not left, f"player {rank} has words left in {left}"

@@ -1,45 +1,50 @@
-"""Products of few rows with a large weight on a GPU: the library's against core.ops.matmul's kernel, cut in many ways.
+"""Matmuls of few rows with a large weight on a GPU: the library's against core.ops.matmul's kernel with many tiles.
 
-python benchmarks/products.py [--shapes 8b,70b,70b/2,70b/4,70b/8] [--rows 1,16,64,256] [--dtypes fp8,bf16] [--out FILE]
+    python benchmarks/matmul.py [--shapes 8b,70b,70b/2,70b/4,70b/8] [--rows 1,16,64,256] [--dtypes fp8,bf16]
+        [--out FILE]
+    python benchmarks/matmul.py --table FILE [FILE ...]
 
-Every candidate is first compared with the product of the same numbers in float32, and with itself. Times are per
-product, from CUDA graphs of products one after another, each with a weight of its own, more of them than the L2 cache
-holds. A rank's share of a model ("70b/8") stands behind kernels that wait, as in its step: the sum over ranks, or
-attention (Product.behind); they are not in the time. Limit: the weight's bytes at the bandwidth given. FILE gets the
-best candidates of each product as JSON.
+Each candidate is first compared with the same matmul in float32, and with itself. Times are per matmul, from CUDA
+graphs of consecutive matmuls, each with its own weight, more of them than the L2 cache holds. "70b/8" are the shapes of
+one rank of eight. What a tile that prefetches its weight gains depends on the preceding kernel: for that, layer.py
+times whole layers. The limit is the weight's bytes at --bandwidth. FILE gets the best candidates as JSON.
+
+--table writes core/ops/tuned_tiles.py from such files, and from those of layer.py. A shape in several files counts as
+measured in the last one; shapes of the table that no file has stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import statistics
+import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby, islice
 from itertools import product as cross
 from pathlib import Path
 
+import timing
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
-from dovetail.core.ops.kernels.launch import announce, dependent, keep_shared_memory, wait
+from dovetail.core.ops.kernels.launch import keep_shared_memory
 from dovetail.core.ops.kernels.matmul import matmul_triton
-from dovetail.core.ops.tiles import MatmulTile
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tuned_tiles import MEASURED
 
 GPU = torch.device("cuda")
+TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.py"
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-ROTATED_BYTES = 200 << 20
-"""Weights are added until they are more than this, several times the L2 cache."""
 SHARED_BYTES = 227 << 10
-"""Shared memory of a multiprocessor that programs may take."""
+"""Shared memory of a multiprocessor that programs may use."""
 IMPRECISE = 128
-"""Products that are summed in the FP8 matrix unit's own accumulator before they join the float32 sum."""
+"""Terms that the FP8 matrix unit sums in its own accumulator before they are added to the float32 sum."""
+FINALS = 12
+"""Fastest candidates that are timed again, in more replays."""
+KEPT = 4
+"""Candidates of a shape that are written."""
 
 # heads, kv heads, head dim, hidden, intermediate, vocabulary
 MODELS = {"8b": (32, 8, 128, 4096, 14336, 128256), "70b": (64, 8, 128, 8192, 28672, 128256)}
@@ -47,20 +52,20 @@ MODELS = {"8b": (32, 8, 128, 4096, 14336, 128256), "70b": (64, 8, 128, 8192, 286
 
 @dataclass(frozen=True)
 class Product:
+    """Shape of one matmul."""
+
     model: str
     """With the number of ranks that share it, for instance "70b/8"."""
     name: str
     outputs: int
     inputs: int
-    behind: float = 0.0
-    """Microseconds that the kernel in front takes, in which little is read from memory; 0 = the product before."""
 
     def bytes(self, dtype: str) -> int:
         return self.outputs * self.inputs * DTYPES[dtype].itemsize
 
 
 def heads(model: str) -> tuple[int, int, int]:
-    """A rank's, its kv heads, and their dim. Of fewer kv heads than ranks each has one."""
+    """Query heads, kv heads and head dim of a rank. With fewer kv heads than ranks, each rank has one."""
     name, _, ranks = model.partition("/")
     query_heads, kv_heads, dim, *_ = MODELS[name]
     return query_heads // int(ranks or 1), max(1, kv_heads // int(ranks or 1)), dim
@@ -71,45 +76,13 @@ def products(model: str) -> list[Product]:
     *_, hidden, wide, vocab = MODELS[name]
     query_heads, kv_heads, dim = heads(model)
     share = int(ranks or 1)
-    long, short = (8.0, 2.0) if share > 1 else (0.0, 0.0)
     return [
-        Product(model, "qkv", (query_heads + 2 * kv_heads) * dim, hidden, long),
-        Product(model, "o", hidden, query_heads * dim, long),
-        Product(model, "gate_up", 2 * wide // share, hidden, long),
-        Product(model, "down", hidden, wide // share, short),
-        Product(model, "head", vocab // share, hidden, long),
+        Product(model, "qkv", (query_heads + 2 * kv_heads) * dim, hidden),
+        Product(model, "o", hidden, query_heads * dim),
+        Product(model, "gate_up", 2 * wide // share, hidden),
+        Product(model, "down", hidden, wide // share),
+        Product(model, "head", vocab // share, hidden),
     ]
-
-
-KEPT = 4
-"""Candidates of a product that are written."""
-WAITING = 64
-"""Programs of the kernel in front."""
-CYCLES = 1800
-"""Of a multiprocessor, in a microsecond."""
-
-
-@triton.jit
-def _cycles(after):
-    return tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l,r", [after], dtype=tl.int64, is_pure=False, pack=1)
-
-
-@triton.jit
-def _wait_long(out_ptr, cycles, SMALL: tl.constexpr, PDL: tl.constexpr):
-    announce(PDL and SMALL)
-    wait(PDL)
-    announce(PDL and not SMALL)
-    program = tl.program_id(0)
-    began = _cycles(program)
-    while _cycles(program) - began < cycles:
-        pass
-    tl.store(out_ptr + program, program)
-
-
-def wait_long(waited: torch.Tensor, us: float, small: bool = True) -> None:
-    """On the device, by a program for each element of `waited`: in the place of a small kernel that waits for other
-    ranks, or of a product, behind which the next one is let in only once the kernel in front has ended."""
-    _wait_long[(len(waited),)](waited, int(us * CYCLES), SMALL=small, num_warps=8, **dependent(waited))
 
 
 def multiply(
@@ -120,15 +93,15 @@ def multiply(
     x_scale: torch.Tensor,
     weight_scale: torch.Tensor,
 ) -> torch.Tensor:
-    """As core.ops does by this tile: scales are for 8 bits."""
+    """Call the kernel as core.ops does for this tile. Scales apply to 8-bit weights only."""
     if x.dtype.itemsize > 1:
         return matmul_triton(x, weight, tile, counts)
     imprecise = min(IMPRECISE, tile.inputs)
     return matmul_triton(x, weight, tile, counts, x_scale, weight_scale, None, torch.bfloat16, imprecise)
 
 
-def wrong(run: Callable[[], torch.Tensor], exact: torch.Tensor, counts: torch.Tensor) -> str | None:
-    """What is wrong with a candidate. The counters are zero afterwards."""
+def fault(run: Callable[[], torch.Tensor], exact: torch.Tensor, counts: torch.Tensor) -> str | None:
+    """Return the fault in a candidate's results, None if there is none. Resets the counters to zero."""
     first, second = run(), run()
     error = float((first.float() - exact).norm() / exact.norm())
     left = bool(counts.any())
@@ -140,8 +113,11 @@ def wrong(run: Callable[[], torch.Tensor], exact: torch.Tensor, counts: torch.Te
     return "counters not left at zero" if left else None
 
 
-def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
-    """Tiles whose weight fills a multiprocessor's shared memory, or part of it, while the kernel in front runs."""
+# Candidates.
+
+
+def prefetching(rows: int, dtype: str) -> Iterator[MatmulTile]:
+    """Tiles whose weight fills the shared memory, or part of it, while the preceding kernel runs."""
     itemsize = DTYPES[dtype].itemsize
     tokens = 16 if rows <= 16 else 32 if rows <= 32 else 64
     cuts = list(cross((tokens,), (64, 128), (128, 256, 512)))
@@ -151,17 +127,17 @@ def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
         tile = MatmulTile(count, outputs, width // itemsize, outputs // 16, stages)
         places = min(16, (room - count * width * stages) // (outputs * width))
         if places >= 2:
-            yield replace(tile, early=places)
+            yield replace(tile, prefetch=places)
 
 
 def shared_bytes(tile: MatmulTile, itemsize: int) -> int:
-    if tile.early:
-        return (tile.outputs * tile.early + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
+    if tile.prefetch:
+        return (tile.outputs * tile.prefetch + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
     return (tile.outputs + tile.tokens) * tile.inputs * itemsize * tile.stages + (tile.outputs * tile.tokens * 4 + 256)
 
 
 def geometries(rows: int, dtype: str) -> list[MatmulTile]:
-    """Tiles before they are fitted to a product: one compilation each."""
+    """Tiles before they are fitted to a shape: one compilation each."""
     itemsize = DTYPES[dtype].itemsize
     most = 32 if rows <= 32 else 64
     if rows <= 16:
@@ -178,14 +154,14 @@ def geometries(rows: int, dtype: str) -> list[MatmulTile]:
     found: dict[MatmulTile, None] = {}
     for (tokens, outputs, width, warps), tma in cross(cuts, (False, True)):
         base = MatmulTile(tokens, outputs, width // itemsize, warps, tma=tma)
-        for programs in (1, 2):  # of a multiprocessor, that its shared memory has room for
+        for programs in (1, 2):  # that a multiprocessor's shared memory has room for
             room = (SHARED_BYTES - 2048) // programs
             fits = [n for n in (3, 4, 5, 6, 8) if shared_bytes(replace(base, stages=n), itemsize) <= room]
             found |= {replace(base, stages=n): None for n in fits[-1:]}
         if shared_bytes(replace(base, stages=4), itemsize) <= SHARED_BYTES - 2048:
             found[replace(base, stages=4)] = None
-    found |= dict.fromkeys(early(rows, dtype))
-    # The tokens as left operand, as one would write it first.
+    found |= dict.fromkeys(prefetching(rows, dtype))
+    # The tokens as left operand, the usual order.
     found |= {
         MatmulTile(most if rows > 16 else 16, 64, 256 // itemsize, 4, 5, tma=tma, swap=False): None
         for tma in (False, True)
@@ -201,40 +177,61 @@ def candidates(product: Product, rows: int, dtype: str, processors: int) -> Iter
         each = min(4, SHARED_BYTES // shared_bytes(tile, itemsize), 2048 // (32 * tile.warps))
         _, tiles, blocks, _ = tile.launch(rows, product.outputs, product.inputs)
         splits = (1, 2, 4, 8, 16)
-        if tile.early:
+        if tile.prefetch:
             splits = sorted({1, 2, 3, 4, *(max(1, each * processors // tiles) for each in (1, 2))})
         for split in splits:
             if split <= blocks // 2 and (split == 1 or tiles * split <= 2 * each * processors):
                 found = replace(tile, split=split)
-                if found.counts(rows, product.outputs, product.inputs):
-                    for ahead in (0, 2, 6) if tile.early else (0,):
-                        if ahead == 0 or tile.early < -(-blocks // split):
-                            yield replace(found, ahead=ahead)
-        if tiles % processors and not tile.early:
+                if found.fits_32_bits(rows, product.outputs, product.inputs):
+                    for ahead in (0, 2, 6) if tile.prefetch else (0,):
+                        if ahead == 0 or tile.prefetch < -(-blocks // split):
+                            yield replace(found, prefetch_l2=ahead)
+        if tiles % processors and not tile.prefetch:
             for programs in {processors, each * processors}:
                 found = replace(tile, programs=programs)
-                if programs <= tiles * blocks // 2 and found.counts(rows, product.outputs, product.inputs):
+                if programs <= tiles * blocks // 2 and found.fits_32_bits(rows, product.outputs, product.inputs):
                     yield found
 
 
+Geometries = dict[str, list[MatmulTile]]
+"""Tiles before they are fitted to a shape, by dtype of the weight."""
+
+
+def compile_all(several: Geometries) -> None:
+    timing.in_processes(compile_share, several)
+
+
+def compile_share(several: Geometries, share: int, of: int) -> None:
+    """Run one share of the geometries on a small matmul."""
+    small = Product("", "", 2048, 4096)
+    for dtype, geometries in several.items():
+        found = geometries[share::of]
+        bench = Bench(small, 256, dtype) if found else None
+        for tile in found:
+            for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.prefetch else 3]:
+                try:
+                    bench.ours(replace(tile, **how))(bench.weights[0])
+                except Exception:  # the process that times it reports it
+                    torch.cuda.synchronize()
+
+
+# Timing.
+
+
 class Bench:
-    """A product's weights and inputs."""
+    """Weights and inputs of one shape."""
 
     def __init__(self, product: Product, rows: int, dtype: str) -> None:
-        self.product, self.rows, self.dtype = product, rows, dtype
-        keep_shared_memory(GPU)  # As an engine does.
-        count = max(2, -(-ROTATED_BYTES // product.bytes(dtype)))
-        kind = DTYPES[dtype]
-        shape = (product.outputs, product.inputs)
-        self.stream = torch.cuda.Stream()
-        self.waited = torch.zeros(WAITING, dtype=torch.int32, device=GPU)
-        self.waits: float | None = None
-        self.graph = self.captured(lambda: torch.zeros(1, device=GPU), None)
+        self.product, self.dtype = product, dtype
+        keep_shared_memory(GPU)  # as an engine does
+        kind, shape = DTYPES[dtype], (product.outputs, product.inputs)
+        self.graph = timing.capture(lambda: torch.zeros(1, device=GPU))
+        count = timing.copies(product.bytes(dtype))
         self.weights = [torch.randn(shape, device=GPU, dtype=torch.bfloat16).to(kind) for _ in range(count)]
         self.use(rows)
 
     def use(self, rows: int) -> None:
-        """Rows to multiply from now on."""
+        """Set the number of rows to multiply."""
         self.rows = rows
         kind = DTYPES[self.dtype]
         self.x = torch.randn(rows, self.product.inputs, device=GPU, dtype=torch.bfloat16).to(kind)
@@ -265,105 +262,22 @@ class Bench:
             "tensor, fast": scaled(True, False),
         }
 
-    def check(self, run: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-        return wrong(lambda: run(self.weights[-1]), self.exact, self.counts)
-
-    def captured(self, run: Callable[[], object], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
-        """Not by torch.cuda.graph: it empties the allocator's cache each time, and there are thousands of these."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(*(() if pool is None else (pool,)))
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        return graph
-
-    def behind(self) -> None:
-        """The kernel in front."""
-        wait_long(self.waited, self.product.behind)
+    def is_right(self, tile: MatmulTile) -> bool:
+        found = fault(lambda: self.ours(tile)(self.weights[-1]), self.exact, self.counts)
+        if found is not None:
+            print(f"  {describe(tile)}: {found}", flush=True)
+        return found is None
 
     def us(self, run: Callable[[torch.Tensor], torch.Tensor], repeats: int) -> float:
-        """Median microseconds of a product."""
-        if not self.product.behind:
-            return self.chain(run, repeats)
-
-        def after(weight: torch.Tensor) -> None:
-            self.behind()
-            run(weight)
-
-        if self.waits is None:
-            self.waits = self.chain(lambda weight: self.behind(), 15)
-        return self.chain(after, repeats) - self.waits
-
-    def chain(self, run: Callable[[torch.Tensor], object], repeats: int) -> float:
-        """Median microseconds of one of a chain, a weight each."""
+        """Median microseconds of one of a chain of matmuls, one for each weight."""
         run(self.weights[0])
-        # The last graph lives on until there is a new one: it holds the pool that both allocate from.
-        self.graph = graph = self.captured(lambda: [run(weight) for weight in self.weights], self.graph.pool())
-        graph.replay()
-        times = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(self.weights))
-        return statistics.median(times)
-
-
-Geometries = dict[str, list[MatmulTile]]
-"""Tiles before they are fitted to a product, by kind of weight."""
-
-
-def compile_share(several: Geometries, share: int, of: int) -> None:
-    """Run each geometry of a share on a small product, so that the timed process finds it compiled."""
-    small = Product("", "", 2048, 4096)
-    for dtype, geometries in several.items():
-        found = geometries[share::of]
-        bench = Bench(small, 256, dtype) if found else None
-        for tile in found:
-            for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.early else 3]:
-                try:
-                    bench.ours(replace(tile, **how))(bench.weights[0])
-                except Exception:  # the timed process reports it
-                    torch.cuda.synchronize()
-
-
-def compile_all(several: Geometries) -> None:
-    count = max(1, len(os.sched_getaffinity(0)) - 1)
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_share, args=(several, i, count)) for i in range(count)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-
-
-KINDS: tuple[tuple[int, Callable[[MatmulTile], bool]], ...] = (
-    (6, lambda tile: True),
-    (2, lambda tile: tile.early > 0),
-    (2, lambda tile: tile.early == 0),
-    (1, lambda tile: tile.tma),
-    (1, lambda tile: not tile.tma),
-    (1, lambda tile: tile.programs > 0),
-    (1, lambda tile: tile.programs == 0 and tile.split > 1),
-    (1, lambda tile: tile.programs == 0 and tile.split == 1),
-    (1, lambda tile: not tile.swap),
-)
-
-
-def is_right(bench: Bench, tile: MatmulTile) -> bool:
-    fault = bench.check(bench.ours(tile))
-    if fault is not None:
-        print(f"  {describe(tile)}: {fault}", flush=True)
-    return fault is None
+        # The previous graph lives until the next one exists: it holds the memory pool of both.
+        self.graph = timing.capture(lambda: [run(weight) for weight in self.weights], self.graph.pool())
+        return timing.medians([self.graph], repeats)[0] / len(self.weights)
 
 
 def measure(bench: Bench, processors: int) -> dict:
-    """Best candidates first: all in a few replays, the quickest once more in many."""
+    """Time all candidates in a few replays, then the fastest again in many."""
     product, rows, dtype = bench.product, bench.rows, bench.dtype
     library = {}
     for name, run in bench.library().items():
@@ -380,13 +294,12 @@ def measure(bench: Bench, processors: int) -> dict:
             torch.cuda.synchronize()
             print(f"  {describe(tile)}: {type(error).__name__}: {str(error)[:100]}", flush=True)
     found.sort(key=lambda pair: pair[0])
-    finals: dict[MatmulTile, None] = {}
-    # The best of each kind too: what a way of doing it brings is worth knowing even where it does not win.
-    for most, keep in KINDS:
-        right = (tile for _, tile in found if keep(tile) and (tile in finals or is_right(bench, tile)))
-        finals |= dict.fromkeys(islice(right, most))
+    finals = islice((tile for _, tile in found if bench.is_right(tile)), FINALS)
     best = sorted(((bench.us(bench.ours(tile), 15), tile) for tile in finals), key=lambda pair: pair[0])
     return record(product, rows, dtype, len(found), library, best)
+
+
+# Results.
 
 
 def record(
@@ -397,7 +310,7 @@ def record(
     library: dict[str, float],
     best: list[tuple[float, MatmulTile]],
 ) -> dict:
-    """As `written` takes it. `best`: quickest first."""
+    """Result of one shape, as `written` takes it. `best`: fastest first."""
     return {
         "model": product.model,
         "product": product.name,
@@ -411,66 +324,129 @@ def record(
     }
 
 
+def written(device: str, records: list[dict]) -> str:
+    """JSON with one shape a line."""
+    lines = ",\n".join(json.dumps(record) for record in records)
+    return f'{{"device": {json.dumps(device)}, "products": [\n{lines}\n]}}\n'
+
+
+def tiles_of(record: dict) -> Iterator[tuple[float, MatmulTile]]:
+    for entry in record["tiles"]:
+        yield entry["us"], MatmulTile(**{name: value for name, value in entry.items() if name != "us"})
+
+
 def describe(tile: MatmulTile) -> str:
     how = f"{tile.programs} programs" if tile.programs else f"split {tile.split}"
     flags = (
         " tma" * tile.tma
         + " unswapped" * (not tile.swap)
-        + f" early {tile.early}+{tile.ahead} pace {tile.pace}" * (tile.early > 0)
+        + f" prefetch {tile.prefetch}+{tile.prefetch_l2} every {tile.prefetch_cycles}" * (tile.prefetch > 0)
     )
     return f"{tile.tokens}x{tile.outputs}x{tile.inputs} w{tile.warps} s{tile.stages} {how}{flags}"
 
 
+def limit(record: dict, bandwidth: float) -> float:
+    """Microseconds to read the weight at `bandwidth` TB/s."""
+    return record["outputs"] * record["inputs"] * DTYPES[record["dtype"]].itemsize / bandwidth / 1e6
+
+
 def line(record: dict, bandwidth: float) -> str:
-    tile = dict(record["tiles"][0])
-    us = tile.pop("us")
-    kinds = "  ".join(f"{name} {best:.1f}" for name, best in by_kind(record))
-    limit = record["outputs"] * record["inputs"] * DTYPES[record["dtype"]].itemsize / bandwidth / 1e6
+    us, tile = next(tiles_of(record))
     library = min(record["library"].items(), key=lambda pair: pair[1], default=("-", float("nan")))
     return (
-        f"{record['model']:6s}{record['product']:8s}{record['dtype']:5s}{record['rows']:4d} rows  limit {limit:7.1f}"
-        f"  ours {us:7.1f}  library {library[1]:7.1f} ({library[0]})  {describe(MatmulTile(**tile))}  [{kinds}]"
+        f"{record['model']:6s}{record['product']:8s}{record['dtype']:5s}{record['rows']:4d} rows"
+        f"  limit {limit(record, bandwidth):7.1f}  ours {us:7.1f}  library {library[1]:7.1f} ({library[0]})"
+        f"  {describe(tile)}"
     )
-
-
-def written(device: str, records: list[dict]) -> str:
-    """JSON, a product a line."""
-    lines = ",\n".join(json.dumps(record) for record in records)
-    return f'{{"device": {json.dumps(device)}, "products": [\n{lines}\n]}}\n'
-
-
-def by_kind(record: dict) -> Iterator[tuple[str, float]]:
-    tiles = [(each["us"], MatmulTile(**{k: v for k, v in each.items() if k != "us"})) for each in record["tiles"]]
-    for name, (_, keep) in zip(
-        ("early", "late", "tma", "pointers", "stream", "split", "whole", "unswapped"), KINDS[1:], strict=True
-    ):
-        times = [us for us, tile in tiles if keep(tile)]
-        if times:
-            yield name, min(times)
 
 
 def totals(records: list[dict], bandwidth: float) -> Iterator[str]:
     layers = [r for r in records if r["product"] != "head"]
     for model, dtype, rows in dict.fromkeys((r["model"], r["dtype"], r["rows"]) for r in layers):
         those = [r for r in layers if (r["model"], r["dtype"], r["rows"]) == (model, dtype, rows)]
-        limit = sum(r["outputs"] * r["inputs"] * DTYPES[dtype].itemsize for r in those) / bandwidth / 1e6
-        ours = sum(r["tiles"][0]["us"] for r in those)
+        least, ours = sum(limit(r, bandwidth) for r in those), sum(r["tiles"][0]["us"] for r in those)
         names = dict.fromkeys(name for r in those for name in r["library"])
         sums = {name: sum(r["library"].get(name, float("nan")) for r in those) for name in names}
         library = "  ".join(f"{name} {us:6.1f}" for name, us in sums.items())
-        start = f"{model:6s}{dtype:5s}{rows:4d} rows: limit {limit:6.1f}"
-        yield f"{start}  ours {ours:6.1f} ({limit / ours:4.0%})  {library}"
+        start = f"{model:6s}{dtype:5s}{rows:4d} rows: limit {least:6.1f}"
+        yield f"{start}  ours {ours:6.1f} ({least / ours:4.0%})  {library}"
+
+
+# The table of core.ops.
+
+Key = tuple[str, str, int, int]
+Rows = dict[int, MatmulTile | None]
+
+
+def chosen(record: dict) -> MatmulTile | None:
+    """Return the fastest tile that does not need too many counters; None where the library is faster.
+
+    No margin is required: our kernel overlaps with its neighbours, which the library's cannot. The library's variants
+    with one scale for the whole tensor do not compute the same.
+    """
+    library = min(us for name, us in record["library"].items() if not name.startswith("tensor"))
+    shape = record["rows"], record["outputs"], record["inputs"]
+    for us, tile in tiles_of(record):
+        if not tile.splits_tiles(*shape) or tile.launch(*shape)[1] <= MOST_SHARED_TILES:
+            return tile if us <= library else None
+    return None
+
+
+def table(files: list[Path]) -> dict[Key, Rows]:
+    found: dict[Key, Rows] = dict(MEASURED)
+    for file in files:
+        content = json.loads(file.read_text())
+        for record in content["products"]:
+            key = (content["device"], record["dtype"], record["outputs"], record["inputs"])
+            found[key] = dict(sorted({**found.get(key, {}), record["rows"]: chosen(record)}.items()))
+    return dict(sorted(found.items()))
+
+
+def shortest(rows: Rows) -> Rows:
+    """Keep the last of neighbours with the same tile, and nothing after the last tile."""
+    kept = {list(group)[-1]: tile for tile, group in groupby(rows, key=lambda n: rows[n])}
+    while kept and list(kept.values())[-1] is None:
+        kept.popitem()
+    return kept
+
+
+def source(tile: MatmulTile | None) -> str:
+    """Python source of a tile without the defaults."""
+    if tile is None:
+        return "None"
+    default = MatmulTile(0, 0, 0)
+    named = [(field.name, getattr(tile, field.name)) for field in fields(tile)]
+    sizes = [str(value) for _, value in named[:3]]
+    rest = [f"{name}={value}" for name, value in named[3:] if value != getattr(default, name)]
+    return f"MatmulTile({', '.join([*sizes, *rest])})"
+
+
+def write_table(files: list[Path]) -> None:
+    """Replace the entries of the table's module; the text around them stays."""
+    entries = ""
+    for key, rows in table(files).items():
+        lines = "".join(f"        {most}: {source(tile)},\n" for most, tile in shortest(rows).items())
+        name = ", ".join([json.dumps(key[0]), json.dumps(key[1]), *map(str, key[2:])])
+        entries += f"    ({name}): {{\n{lines}    }},\n" if lines else f"    ({name}): {{}},\n"
+    old = TABLE.read_text()
+    new, count = re.subn(r"(?ms)(^MEASURED\b[^\n]* = \{\n).*?(^\}$)", lambda found: found[1] + entries + found[2], old)
+    assert count == 1, f"{TABLE} has no table"
+    TABLE.write_text(new)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8b,70b")
     parser.add_argument("--rows", default="1,16,64,256")
     parser.add_argument("--dtypes", default="fp8,bf16")
-    parser.add_argument("--bandwidth", type=float, default=4.44, help="TB/s that memory can be read at")
-    parser.add_argument("--seconds", type=float, default=500.0, help="start no product after so many")
+    parser.add_argument("--bandwidth", type=float, default=4.44, help="read bandwidth of the memory, TB/s")
+    parser.add_argument("--seconds", type=float, default=500.0, help="start no shape after this time")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="write core/ops/tuned_tiles.py")
     args = parser.parse_args()
+    if args.table is not None:
+        write_table(args.table)
+        return
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU: there is none")
     began = time.monotonic()
@@ -494,7 +470,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         if args.out:
             args.out.write_text(written(torch.cuda.get_device_name(), records))
-    print(f"\n{torch.cuda.get_device_name()}, us a product; all four of a layer added up:")
+    print(f"\n{torch.cuda.get_device_name()}, us a matmul; the four of a layer added up:")
     print("\n".join(totals(records, args.bandwidth)))
 
 

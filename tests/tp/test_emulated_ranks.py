@@ -1,4 +1,4 @@
-"""benchmarks/played.py: two processes emulate eight ranks, with interpreted kernels of collective=symm_mem."""
+"""benchmarks/emulated_ranks.py: two processes emulate eight ranks, with interpreted kernels of collective=symm_mem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("players")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("played_rank.py")
+    script = Path(__file__).with_name("emulated_rank.py")
     players = [
         subprocess.Popen([sys.executable, str(script), str(rank), str(RANKS), str(folder)], env=environment)
         for rank in range(2)
@@ -40,14 +40,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def as_all(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Sum that a process gets: its own summand, and the other process's summand for each of the other ranks."""
+    """The sum that a player gets: its own summand, the other's for each of the others."""
     mine, other = (summand(r, shape, torch.float16).float() for r in (rank, 1 - rank))
     return (mine + (RANKS - 1) * other).half()
 
 
 def of_owners(rank: int, shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    """Sum that a process computes as the owner of one part of a dimension: its own part, and the parts that the other
-    process sent to each of the other ranks."""
+    """What a player sums as the owner of its part of a dimension: its own, and what the other sent to each of the
+    others, which it cut out for that one."""
     mine, other = (summand(r, shape, torch.float16).float().chunk(RANKS, dim) for r in (rank, 1 - rank))
     return sum((part for owner, part in enumerate(other) if owner != 1 - rank), mine[rank]).half()
 

@@ -1,6 +1,6 @@
-"""Servers beside each other, for compare.py: workloads whose requests arrive over time, from one client.
+"""Workloads whose requests arrive over time, on the servers of Dovetail and a peer, for compare.py.
 
-Each server runs alone, and `python run.py app=bench bench.url=...` measures it: the same prompts at the same moments.
+Each server runs alone. `python run.py app=bench bench.url=...` sends both the same prompts at the same moments.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offline import ratio_table
+from peers.offline import ratio_table
 
 from dovetail import Composition, DovetailError
 from dovetail.core.interfaces import ModelSpec
 
-RUN = str(Path(__file__).parents[1] / "run.py")
+RUN = str(Path(__file__).parents[2] / "run.py")
 FIGURES = {
-    "ttft_ms.median": ("first token ms, median", False),
-    "ttft_ms.p99": ("p99", False),
-    "tpot_ms.median": ("TPOT ms, median", False),
-    "output_tokens_per_s": ("output tokens/s", True),
+    "ttft_ms.median": "first token ms, median",
+    "ttft_ms.p99": "p99",
+    "tpot_ms.median": "TPOT ms, median",
+    "output_tokens_per_s": "output tokens/s",
 }
-"""Figure of a load's summary -> what it is called, and whether more is better."""
+"""Key of a figure in a load's summary -> its heading in a table."""
 POLL = 0.1
-"""Seconds between two questions whether a server is ready."""
+"""Seconds between two checks whether a server is ready."""
 STDERR = 2
-"""Where what others print goes, beside our own progress."""
+"""Stream for the output of subprocesses and for our own progress."""
 LATEST = 900.0
-"""Seconds that a server may take to be."""
+"""Seconds within which a server must be ready."""
 
 
 class ServerError(DovetailError):
@@ -50,31 +50,31 @@ class Server:
 
     name: str
     command: Callable[[int], Sequence[str]]
-    """Of the port on which it is to answer."""
+    """Returns the command for a port."""
     env: dict[str, str]
-    """Over our own environment."""
+    """Added to our own environment."""
 
 
 def dovetail_server(composition: Composition, folder: Path) -> Server:
-    """Ours. A model of shapes alone is served from `folder`, which has its config.json and gets a tokenizer."""
+    """Our server. A model of shapes alone is served from `folder`, which has its config.json and gets a tokenizer."""
     model = composition.part("model")
-    words = [word for word in composition.overrides if not _of_the_client(word)]
+    words = [word for word in composition.overrides if not _is_the_clients(word)]
     if model.target().source(model.config).folder is None:
         spec: ModelSpec = model.facts() or model.target().spec(model.config)
         write_tokenizer(folder, spec.vocab)
         words += [f"model={model.name}", f"model.path={folder}", "model.load=dummy", "grammar=none"]
-    # vLLM refuses nobody.
+    # vLLM refuses no request.
     words += ["app=serve", "serve.max_waiting=100000"]
     return Server("dovetail", lambda port: [sys.executable, RUN, *words, f"serve.port={port}"], {})
 
 
-def _of_the_client(word: str) -> bool:
+def _is_the_clients(word: str) -> bool:
     node = word.lstrip("+~").partition("=")[0].partition(".")[0]
     return node in ("app", "bench", "workload")
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
-    """Token i is the word "wi": outputs of random weights must become some text, here and there."""
+    """Write a tokenizer in which token i is the word "wi": outputs of random weights must become text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
@@ -93,16 +93,19 @@ def free_port() -> int:
 
 @contextmanager
 def serving(server: Server, port: int) -> Iterator[float]:
-    """Seconds until it was ready."""
+    """Run a server. Yields the seconds until it was ready."""
     began = time.perf_counter()
     process = subprocess.Popen(server.command(port), env=os.environ | server.env, stdout=STDERR)
     try:
-        while not _ready(port):
-            _check(server, process)
+        while True:
+            ready = _get(port, "v1/models") is not None
+            if process.poll() is not None:  # also if another server answers on that port
+                raise ServerError(f"{server.name}'s server ended with exit code {process.returncode}; see above")
+            if ready:
+                break
             if time.perf_counter() - began > LATEST:
                 raise ServerError(f"{server.name}'s server is not ready after {LATEST:g} s; see above")
             time.sleep(POLL)
-        _check(server, process)  # Or somebody else answers on that port.
         yield time.perf_counter() - began
     finally:
         process.terminate()
@@ -113,56 +116,41 @@ def serving(server: Server, port: int) -> Iterator[float]:
             process.wait()
 
 
-def _check(server: Server, process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        raise ServerError(f"{server.name}'s server ended with exit code {process.returncode}; see above")
-
-
-def _ready(port: int) -> bool:
+def _get(port: int, path: str) -> Any:
+    """Return a JSON answer; None if there is none."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _version(port: int) -> str | None:
-    """What it says that it is; None = nothing."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/version", timeout=5) as answer:
-            return str(json.load(answer)["version"])
-    except (urllib.error.URLError, OSError, ValueError, LookupError, TypeError):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:
+            return json.load(answer)
+    except (urllib.error.URLError, OSError, ValueError):
         return None
 
 
-def measure(
-    server: Server, workloads: dict[str, list[str]], rounds: int, folder: Path, save: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
-    """What is to be said of one server, `loads` among it: workload -> what app=bench wrote. `workloads`: name ->
-    overrides of the client. `save` is told after each, so that nothing measured is lost."""
+def measure(server: Server, workloads: dict[str, list[str]], rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run a server through the workloads (name -> overrides of the client). Yields the server's record after each; its
+    `loads` are workload -> what app=bench wrote."""
     port = free_port()
     loads: dict[str, Any] = {}
     with serving(server, port) as seconds:
+        version = _get(port, "version")
         about = {
             "command": list(server.command(port)),
-            "version": _version(port),
+            "version": version.get("version") if isinstance(version, dict) else None,
             "startup_s": round(seconds, 2),
             "loads": loads,
         }
         for name, overrides in workloads.items():
             out = folder / f"{server.name}-{name}.json"
             options = (f"bench.url=http://127.0.0.1:{port}/v1", f"bench.runs={rounds}", f"bench.out={out}")
-            # 1: some requests failed, which the figures say.
+            # Exit code 1: some requests failed, which the figures show.
             status = subprocess.run([sys.executable, RUN, *overrides, "app=bench", *options], stdout=STDERR).returncode
             if status not in (0, 1) or not out.exists():
                 raise ServerError(f"workload={name} against {server.name}'s server failed; see above")
             loads[name] = json.loads(out.read_text(encoding="utf-8"))
-            save(about)
-    return about
+            yield about
 
 
 def compared(measured: dict[str, dict[str, Any]], ours: str, peer: str) -> list[dict[str, Any]]:
-    """A row for each rate of each workload. `measured`: engine -> workload -> what app=bench wrote."""
+    """One row for each rate of each workload. `measured`: engine -> workload -> what app=bench wrote."""
     rows = []
     for workload, result in measured[ours].items():
         loads = zip(result["results"][0]["loads"], measured[peer][workload]["results"][0]["loads"], strict=True)

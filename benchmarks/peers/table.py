@@ -1,0 +1,215 @@
+"""The README's tables: models beside vLLM with every workload, in one run on one machine.
+
+    python benchmarks/compare.py table --gpus 0,1,2 --out benchmarks/results -- --python /venvs/vllm/bin/python
+    python benchmarks/compare.py table --models 8b_fp8 --out /tmp/results -- --env PYTHONPATH=/vllm/site-packages
+    python benchmarks/compare.py table --models 70b_bf16_tp8,70b_fp8_tp8 --gpus 0,1,2,3,4,5,6,7 --out /tmp/results \
+        -- --python /venvs/vllm/bin/python --env VLLM_FLASHINFER_ALLREDUCE_BACKEND=trtllm
+
+A model is one or two runs of `compare.py vllm`, which gets the options after `--`: requests that all arrive at once,
+and servers under load. A run has its GPUs to itself and an equal share of the cores. Runs of several GPUs go first,
+then the longest; the rest wait for a GPU. Without --models, those that fit on one GPU run. vLLM's ranks fuse all-reduce
+and norm. Each run starts with empty caches of compiled kernels. The output of a run goes to NAME.log next to its
+result; the tables are printed last. A run that fails is named, and the others continue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers import offline, served
+
+COMPARE = Path(__file__).parents[1] / "compare.py"
+PEER = "vllm"
+REPORT_EVERY = 30.0
+"""Seconds between two progress reports of a run."""
+CACHES = ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of compare.py."""
+
+    model: str
+    title: str
+    options: tuple[str, ...]
+    overrides: tuple[str, ...]
+    gpus: int = 1
+
+
+def _online(**settings: str) -> tuple[str, ...]:
+    options = (word for name, value in settings.items() for word in ("--set", f"online:workload.{name}={value}"))
+    return "--workloads", "online", *options
+
+
+_OFFLINE = ("--workloads", "latency,batch64,batch256,throughput,long,shared_prefix")
+_ONLINE = _online(seconds="8", at_least="8")
+_ONLINE_70B = _online(seconds="4", at_least="8", rates="[1,2,4,8,16]")
+_FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+_FUSED: dict[str, Any] = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": True}}}
+_VLLM_FP8, _VLLM_TP8, _VLLM_FP8_TP8 = (("--args", json.dumps(args)) for args in (_FP8, _FUSED, _FP8 | _FUSED))
+_70B_FP8 = ("+preset=h200_fp8_tp1", "model=llama3_70b", "engine.max_len=9216", "engine.max_seqs=256")
+_8B_FP8 = ("+preset=h200_fp8_tp1", "model=llama3_8b", "engine.max_len=9216", "engine.max_seqs=512")
+_8B_BF16 = ("+preset=h200_bf16_tp1", *_8B_FP8[1:])
+_TP8 = ("model=llama3_70b", "engine.max_len=9216", "engine.max_seqs=512")
+RUNS = {
+    "70b_bf16_tp8": Run(
+        "70b_bf16_tp8", "70B bf16 on eight", (*_VLLM_TP8, *_OFFLINE), ("+preset=h200_bf16_tp8", *_TP8), gpus=8
+    ),
+    "70b_fp8_tp8": Run(
+        "70b_fp8_tp8", "70B FP8 on eight", (*_VLLM_FP8_TP8, *_OFFLINE), ("+preset=h200_fp8_tp8", *_TP8), gpus=8
+    ),
+    "70b_fp8": Run("70b_fp8", "70B FP8", (*_VLLM_FP8, *_OFFLINE, "--whole-only", "throughput"), _70B_FP8),
+    "8b_bf16": Run("8b_bf16", "8B bf16", _OFFLINE, _8B_BF16),
+    "8b_fp8": Run("8b_fp8", "8B FP8", (*_VLLM_FP8, *_OFFLINE), _8B_FP8),
+    "70b_fp8_online": Run("70b_fp8", "70B FP8", (*_VLLM_FP8, *_ONLINE_70B), _70B_FP8),
+    "8b_bf16_online": Run("8b_bf16", "8B bf16", _ONLINE, _8B_BF16),
+    "8b_fp8_online": Run("8b_fp8", "8B FP8", (*_VLLM_FP8, *_ONLINE), _8B_FP8),
+}
+"""The longest first."""
+MODELS = ("8b_bf16", "8b_fp8", "70b_fp8", "70b_bf16_tp8", "70b_fp8_tp8")
+"""The order of the tables."""
+ON_ONE = tuple(model for model in MODELS if RUNS[model].gpus == 1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """GPUs and cores of one run."""
+
+    gpus: str
+    cores: frozenset[int]
+
+
+def places(gpus: Sequence[str], each: int) -> list[Place]:
+    """Divide the machine for runs of `each` GPUs."""
+    cores = sorted(os.sched_getaffinity(0))
+    count = len(gpus) // each
+    share = max(1, len(cores) // count)
+    return [
+        Place(",".join(gpus[i * each : (i + 1) * each]), frozenset(cores[i * share : (i + 1) * share] or cores))
+        for i in range(count)
+    ]
+
+
+def command(run: Run, out: Path, options: Sequence[str]) -> list[str]:
+    fixed = [PEER, "--rounds", "1", "--order", "sequential", "--out", str(out), *run.options]
+    # The last of equal options counts, so the caller's follow ours.
+    return [sys.executable, str(COMPARE), *fixed, *options, "--", *run.overrides]
+
+
+def measure(name: str, place: Place, folder: Path, options: Sequence[str]) -> bool:
+    """Carry out one run; return whether it succeeded."""
+    out, log = result_file(folder, name), folder / f"{name}.log"
+    began = time.monotonic()
+
+    def report(text: str) -> None:
+        offline.log(f"{name} on GPU {place.gpus}, {time.monotonic() - began:.0f} s: {text}")
+
+    with tempfile.TemporaryDirectory() as caches, log.open("w", encoding="utf-8") as output:
+        env = os.environ | {cache: str(Path(caches) / cache) for cache in CACHES} | {"CUDA_VISIBLE_DEVICES": place.gpus}
+        process = subprocess.Popen(
+            command(RUNS[name], out, options), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        # Processes that it starts inherit these cores.
+        os.sched_setaffinity(process.pid, place.cores)
+        while process.returncode is None:
+            try:
+                process.wait(REPORT_EVERY)
+            except subprocess.TimeoutExpired:
+                report(last_line(log))
+    report("done" if process.returncode == 0 else f"exit code {process.returncode}, see {log}")
+    return process.returncode == 0
+
+
+def last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").split("\n")
+    return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")
+
+
+def result_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}_beside_{PEER}.json"
+
+
+def run_all(names: Sequence[str], gpus: Sequence[str], folder: Path, options: Sequence[str]) -> list[str]:
+    """Carry out the runs, those of equally many GPUs concurrently; return the names of those that failed."""
+    failed: list[str] = []
+    for each in sorted({RUNS[name].gpus for name in names}, reverse=True):
+        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for name in RUNS:
+            if name in names and RUNS[name].gpus == each:
+                waiting.put(name)
+
+        def work(place: Place, waiting: queue.SimpleQueue[str] = waiting) -> None:
+            while not waiting.empty():
+                try:
+                    name = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                if not measure(name, place, folder, options):
+                    failed.append(name)
+
+        workers = [threading.Thread(target=work, args=(place,)) for place in places(gpus, each)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    return failed
+
+
+def tables(results: dict[str, dict[str, Any]]) -> str:
+    """Markdown of both tables. `results`: name of a run -> what compare.py wrote."""
+    at_once: dict[str, dict[str, Any]] = {}
+    over_time: dict[str, dict[str, Any]] = {}
+    lines = []
+    for name in sorted(results, key=lambda name: MODELS.index(RUNS[name].model)):
+        result, title = results[name], RUNS[name].title
+        for row in result["comparisons"]:
+            at_once[f"{title}, {row['requests']} x {row['prompt_tokens']}/{row['output_tokens']}"] = row
+        for row in result.get("served", ()):
+            over_time[f"{title}, {row['rate']:g} ({row['requests']})"] = row
+        for kind, engines in (("engine", result["engines"]), ("server", result.get("servers", {}))):
+            if engines:
+                started = ", ".join(f"{engine} {about['startup_s']:.1f} s" for engine, about in engines.items())
+                lines.append(f"{title}: {kind} started in: {started}")
+    parts = []
+    if at_once:
+        parts.append(offline.ratio_table("model, requests", offline.FIGURES, at_once, "dovetail", PEER))
+    if over_time:
+        parts.append(offline.ratio_table("model, requests/s (requests)", served.FIGURES, over_time, "dovetail", PEER))
+    return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def main(argv: Sequence[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        prog="compare.py table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", default="0", help="indices, separated by commas")
+    parser.add_argument("--models", default=",".join(ON_ONE), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
+    args = parser.parse_args(argv[:cut])
+    models = args.models.split(",")
+    if unknown := [name for name in models if name not in MODELS]:
+        parser.error(f"--models {','.join(unknown)}: there are {', '.join(MODELS)}")
+    names = [name for name, run in RUNS.items() if run.model in models]
+    gpus = args.gpus.split(",")
+    if few := [f"{name} takes {RUNS[name].gpus}" for name in names if RUNS[name].gpus > len(gpus)]:
+        parser.error(f"--gpus {args.gpus}: {', '.join(few)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = run_all(names, gpus, args.out, argv[cut + 1 :])
+    files = {name: result_file(args.out, name) for name in names if name not in failed}
+    print(tables({name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}))
+    for name in failed:
+        print(f"compare.py table: {name} failed, see {args.out / f'{name}.log'}", file=sys.stderr)
+    return 1 if failed else 0
