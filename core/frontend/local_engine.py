@@ -1,4 +1,4 @@
-"""LocalEngine: an engine and its loop in a thread of this process. Records pass as they are, without encoding."""
+"""LocalEngine: an engine and its loop in a thread of this process. Messages are passed without encoding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LocalEngine:
         self._engine: Engine | None = None
 
     def start(self, progress: Progress) -> EngineInfo:
-        """Load the engine in the calling thread, then start its loop. Errors of loading are raised here."""
+        """Load the engine in the calling thread, then start its loop. Raises the errors of loading."""
         began = time.perf_counter()
         engine = self._engine = start_engine(self.composition, progress)
         info = describe_engine(self.composition, engine, time.perf_counter() - began)
@@ -45,7 +45,7 @@ class LocalEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine, which its own thread uses."""
+        """The engine. Only its thread may step it."""
         assert self._engine is not None, "the engine has not started"
         return self._engine
 
@@ -53,11 +53,11 @@ class LocalEngine:
         self._mailbox.put(commands)
 
     def stop(self) -> None:
-        """End the loop, drop what runs and free the engine's memory. Blocks."""
+        """End the loop, drop all requests and free the engine's memory. Blocks."""
         if self._engine is None:
             return
         self._mailbox.put(None)
-        # Not joined: a join that Ctrl-C breaks off marks the thread as ended (Python 3.11).
+        # Not joined: a join that Ctrl-C interrupts marks the thread as ended (Python 3.11).
         if not self._ended.wait(STEP_SECONDS):
             self.engine.interrupt()
             self._ended.wait()
@@ -76,7 +76,7 @@ class LocalEngine:
 
 
 class _QueueMailbox:
-    """Mailbox and only port of a loop in this process."""
+    """The mailbox and the only port of a loop in this process."""
 
     delays_launches = False
 
@@ -89,7 +89,7 @@ class _QueueMailbox:
         self._queue: queue.SimpleQueue[tuple[Command, ...] | None] = queue.SimpleQueue()
 
     def put(self, commands: tuple[Command, ...] | None) -> None:
-        """None = stop."""
+        """Enqueue commands; None = stop."""
         self._queue.put(commands)
 
     def receive(self, seconds: float | None) -> Iterator[tuple[_QueueMailbox, Command]]:
@@ -103,7 +103,7 @@ class _QueueMailbox:
         except queue.Empty:
             pass
 
-    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+    def send_step(self, stats: EngineStats | None, *, idle: bool = False) -> None:
         updates, self.updates = self.updates, []
         self._on_message(StepMessage(updates, stats))
 
