@@ -58,7 +58,7 @@ class Port(Protocol):
     def send(self, reply: Reply) -> None: ...
 
 
-class Mailbox(Protocol):
+class CommandSource(Protocol):
     """Source of the commands of all users."""
 
     stopped: bool
@@ -75,15 +75,15 @@ class Mailbox(Protocol):
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
-        self._engine, self._mailbox = engine, mailbox
+    def __init__(self, engine: Engine, commands: CommandSource) -> None:
+        self._engine, self._commands = engine, commands
         self._requests = EngineRequests(engine)
         self._stats_due = 0.0
         self._loading: list[tuple[Port, int, Future[None]]] = []
         """Controls to be answered when their future is done."""
 
     def run(self) -> None:
-        """Run until the mailbox has stopped."""
+        """Run until `commands` has stopped."""
         engine, requests = self._engine, self._requests
         while self._take_commands():
             if engine.has_work:
@@ -93,22 +93,22 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Execute the commands that have arrived; wait for some if the engine has no work or its launch may be delayed.
         False = the loop ends."""
-        engine, mailbox = self._engine, self._mailbox
+        engine, commands = self._engine, self._commands
         idle = not engine.has_work
-        if idle and (self._stats_due or not all(port.up_to_date for port in mailbox.ports)):
+        if idle and (self._stats_due or not all(port.up_to_date for port in commands.ports)):
             # The last message of a busy period, so that gauges do not keep old values.
             stats, self._stats_due = engine_stats(engine), 0.0
-            for port in mailbox.ports:
+            for port in commands.ports:
                 port.send_step(stats, idle=True)
         timeout = (_LOADING_SECONDS if self._loading else None) if idle else 0.0
         while True:
-            for port, command in mailbox.receive(timeout):
+            for port, command in commands.receive(timeout):
                 self._execute(port, command)
-            if mailbox.stopped:
+            if commands.stopped:
                 return False
             if self._loading:
                 self._answer_loaded()
-            timeout = engine.launch_delay() if mailbox.delays_launches else 0.0
+            timeout = engine.launch_delay() if commands.delays_launches else 0.0
             if not timeout:
                 return True
 
@@ -145,7 +145,7 @@ class EngineLoop:
         if now >= self._stats_due:
             # Also without updates: a long prompt has none for many steps, and the engine would seem to hang.
             stats, self._stats_due = engine_stats(self._engine), now + _STATS_SECONDS
-        for port in self._mailbox.ports:
+        for port in self._commands.ports:
             if stats is not None or port.updates:
                 port.send_step(stats)
 

@@ -15,7 +15,7 @@ from dovetail.core.engine.counters import Counters
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import RequestError
 from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
-from dovetail.core.frontend.zmq_link import ZmqMailbox
+from dovetail.core.frontend.zmq_link import ZmqCommands
 from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.process import enter, recompose, report
@@ -40,7 +40,7 @@ def main(control_fd: int, parent: int) -> None:
             _restore_adapters(engine, order["adapters"])
         progress("warm up")
         _warm_up(engine)
-        loop = EngineLoop(engine, ZmqMailbox(control, **order["link"]))
+        loop = EngineLoop(engine, ZmqCommands(control, **order["link"]))
         info = describe_engine(composition, engine, time.perf_counter() - began)
         control.send({"op": "ready", "info": msgspec.to_builtins(info)})
         # Loaded objects live as long as the process, so the collector need not traverse them repeatedly.

@@ -29,7 +29,7 @@ _RANKS_FIRST_SECONDS = 5.0
 """Added to the time limit, so that ranks that wait for a hung one reach theirs first and report which one it is."""
 
 
-class Listener(Protocol):
+class ProcessListener(Protocol):
     """User of an engine process. Called in its thread, in the order of events."""
 
     def on_progress(self, process: EngineProcess, phase: str) -> None: ...
@@ -46,7 +46,7 @@ class EngineProcess:
     def __init__(
         self,
         composition: Composition,
-        listener: Listener,
+        listener: ProcessListener,
         *,
         timeout: float = math.inf,
         environment: Mapping[str, str] | None = None,

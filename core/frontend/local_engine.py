@@ -31,7 +31,7 @@ class LocalEngine:
     ) -> None:
         self.composition = composition
         self._on_death = on_death
-        self._mailbox = _QueueMailbox(on_message)
+        self._commands = _LocalCommands(on_message)
         self._ended = threading.Event()
         self._engine: Engine | None = None
 
@@ -50,13 +50,13 @@ class LocalEngine:
         return self._engine
 
     def send(self, *commands: Command) -> None:
-        self._mailbox.put(commands)
+        self._commands.put(commands)
 
     def stop(self) -> None:
         """End the loop, drop all requests and free the engine's memory. Blocks."""
         if self._engine is None:
             return
-        self._mailbox.put(None)
+        self._commands.put(None)
         # Not joined: a join that Ctrl-C interrupts marks the thread as ended (Python 3.11).
         if not self._ended.wait(STEP_SECONDS):
             self.engine.interrupt()
@@ -66,7 +66,7 @@ class LocalEngine:
     def _run(self, engine: Engine) -> None:
         failure: BaseException = RuntimeError("closed while requests ran")
         try:
-            EngineLoop(engine, self._mailbox).run()
+            EngineLoop(engine, self._commands).run()
         except BaseException as error:
             failure = error
         try:
@@ -75,8 +75,8 @@ class LocalEngine:
             self._ended.set()
 
 
-class _QueueMailbox:
-    """The mailbox and the only port of a loop in this process."""
+class _LocalCommands:
+    """The command source and only port of a loop in this process."""
 
     delays_launches = False
 
@@ -84,7 +84,7 @@ class _QueueMailbox:
         self.stopped = False
         self.updates: list[SampleUpdate] = []
         self.up_to_date = True
-        self.ports: Collection[_QueueMailbox] = (self,)
+        self.ports: Collection[_LocalCommands] = (self,)
         self._on_message = on_message
         self._queue: queue.SimpleQueue[tuple[Command, ...] | None] = queue.SimpleQueue()
 
@@ -92,7 +92,7 @@ class _QueueMailbox:
         """Enqueue commands; None = stop."""
         self._queue.put(commands)
 
-    def receive(self, seconds: float | None) -> Iterator[tuple[_QueueMailbox, Command]]:
+    def receive(self, seconds: float | None) -> Iterator[tuple[_LocalCommands, Command]]:
         try:
             commands = self._queue.get(block=seconds != 0.0, timeout=seconds)
             while commands is not None:

@@ -56,11 +56,11 @@ Command = Add | Abort | Finish | Control
 
 
 class Attach:
-    """Never sent: a mailbox yields it when a user has connected."""
+    """Never sent: a CommandSource yields it when a user has connected."""
 
 
 class Detach:
-    """Never sent: a mailbox yields it when a user has disconnected."""
+    """Never sent: a CommandSource yields it when a user has disconnected."""
 
 
 class SampleUpdate(msgspec.Struct, array_like=True):

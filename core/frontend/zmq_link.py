@@ -164,8 +164,8 @@ class EngineEnd:
         self._outputs.close(linger=0)
 
 
-class ZmqMailbox:
-    """Mailbox with one link per user, and the orders of the process that started this one."""
+class ZmqCommands:
+    """CommandSource with one link per user, and the orders of the process that started this one."""
 
     delays_launches = True
 

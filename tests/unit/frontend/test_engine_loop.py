@@ -15,7 +15,7 @@ import pytest
 from dovetail.core.engine.results import SequenceEvent
 from dovetail.core.frontend.engine_loop import EngineLoop
 from dovetail.core.frontend.messages import Abort, Control, Reply, StepMessage
-from dovetail.core.frontend.zmq_link import Link, ZmqMailbox
+from dovetail.core.frontend.zmq_link import Link, ZmqCommands
 from dovetail.core.interfaces import SamplingParams
 from dovetail.core.parallel.channel import Channel
 from dovetail.core.testing.observer import observed_engine
@@ -39,8 +39,8 @@ def test_a_link_that_is_detached_with_unread_commands_does_not_delay_others(monk
     owner, control = map(Channel, socket.socketpair())
     received: queue.SimpleQueue[StepMessage | Reply] = queue.SimpleQueue()
     stays, goes = Link(received.put), Link(received.put)
-    mailbox = ZmqMailbox(control, **stays.addresses)
-    loop = EngineLoop(engine, mailbox)
+    commands = ZmqCommands(control, **stays.addresses)
+    loop = EngineLoop(engine, commands)
     owner.send({"op": "attach", "link": 1, **goes.addresses})
     threads = [
         threading.Thread(target=loop.run, daemon=True),
@@ -53,7 +53,7 @@ def test_a_link_that_is_detached_with_unread_commands_does_not_delay_others(monk
         for link in (goes, stays):
             link.open()
         goes.send(Abort(7))
-        unread = max(mailbox.ports, key=list(mailbox.ports).index)
+        unread = max(commands.ports, key=list(commands.ports).index)
         assert unread.commands.poll(SECONDS * 1000)
         owner.send({"op": "detach", "link": 1})
         go_on.set()
@@ -68,7 +68,7 @@ def test_a_link_that_is_detached_with_unread_commands_does_not_delay_others(monk
         owner.send({"op": "stop"})
         threads[0].join(SECONDS)
         # If the loop failed, its sockets are open, and terminating their context would wait for unsent messages.
-        mailbox.close()
+        commands.close()
         control.close()
         threads[1].join(SECONDS)
         for link in (goes, stays):
@@ -76,7 +76,7 @@ def test_a_link_that_is_detached_with_unread_commands_does_not_delay_others(monk
         engine.shutdown()
 
 
-class ScriptedMailbox:
+class ScriptedCommands:
     """Records how long the loop would wait for commands; stops after `polls` calls of `receive`."""
 
     delays_launches, ports = True, ()
@@ -96,10 +96,10 @@ def test_a_launch_waits_for_commands_as_long_as_the_engine_allows(delays: bool) 
     engine = mock.Mock(has_work=True)
     engine.launch_delay.side_effect = [0.0057, 0.0006, 0.0]
     engine.step.return_value = []
-    mailbox = ScriptedMailbox(4)
-    mailbox.delays_launches = delays
-    EngineLoop(engine, mailbox).run()
-    assert mailbox.waits == ([0.0, 0.0057, 0.0006, 0.0] if delays else [0.0] * 4)
+    commands = ScriptedCommands(4)
+    commands.delays_launches = delays
+    EngineLoop(engine, commands).run()
+    assert commands.waits == ([0.0, 0.0057, 0.0006, 0.0] if delays else [0.0] * 4)
     assert engine.step.call_count == (1 if delays else 3)
 
 
@@ -108,10 +108,10 @@ def test_a_wait_shorter_than_a_millisecond_sleeps(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "sleep", sleeps.append)
     owner, control = map(Channel, socket.socketpair())
     link = Link(lambda message: None)
-    mailbox = ZmqMailbox(control, **link.addresses)
+    commands = ZmqCommands(control, **link.addresses)
     for seconds in (0.0, 5e-4, 2e-3):
-        assert list(mailbox.receive(seconds)) == []
+        assert list(commands.receive(seconds)) == []
     assert len(sleeps) == 1 and 0.0 < sleeps[0] < 5e-4
-    mailbox.close()
+    commands.close()
     for end in (owner, control, link):
         end.close()
