@@ -9,7 +9,7 @@ graphs of consecutive matmuls, each with its own weight, more of them than the L
 one rank of eight. What a tile that prefetches its weight gains depends on the preceding kernel: for that, layer.py
 times whole layers. The limit is the weight's bytes at --bandwidth. FILE gets the best candidates as JSON.
 
---table writes core/ops/tuned_tiles.py from such files, and from those of layer.py. A shape in several files counts as
+--table writes core/ops/tuned_tiles.json from such files, and from those of layer.py. A shape in several files counts as
 measured in the last one; shapes of the table that no file has stay as they are.
 """
 
@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from itertools import product as cross
 from pathlib import Path
@@ -32,10 +31,10 @@ import torch.nn.functional as F
 from dovetail.core.ops.kernels.launch import keep_shared_memory
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
-from dovetail.core.ops.tuned_tiles import MEASURED
+from dovetail.core.ops.tuned_tiles import MEASURED, Key, Rows, write_tiles
 
 GPU = torch.device("cuda")
-TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.py"
+TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.json"
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 SHARED_BYTES = 227 << 10
 """Shared memory of a multiprocessor that programs may use."""
@@ -374,9 +373,6 @@ def totals(records: list[dict], bandwidth: float) -> Iterator[str]:
 
 # The table of core.ops.
 
-Key = tuple[str, str, int, int]
-Rows = dict[int, MatmulTile | None]
-
 
 def chosen(record: dict) -> MatmulTile | None:
     """Return the fastest tile that does not need too many counters; None where the library is faster.
@@ -410,28 +406,8 @@ def shortest(rows: Rows) -> Rows:
     return kept
 
 
-def source(tile: MatmulTile | None) -> str:
-    """Python source of a tile without the defaults."""
-    if tile is None:
-        return "None"
-    default = MatmulTile(0, 0, 0)
-    named = [(field.name, getattr(tile, field.name)) for field in fields(tile)]
-    sizes = [str(value) for _, value in named[:3]]
-    rest = [f"{name}={value}" for name, value in named[3:] if value != getattr(default, name)]
-    return f"MatmulTile({', '.join([*sizes, *rest])})"
-
-
 def write_table(files: list[Path]) -> None:
-    """Replace the entries of the table's module; the text around them stays."""
-    entries = ""
-    for key, rows in table(files).items():
-        lines = "".join(f"        {most}: {source(tile)},\n" for most, tile in shortest(rows).items())
-        name = ", ".join([json.dumps(key[0]), json.dumps(key[1]), *map(str, key[2:])])
-        entries += f"    ({name}): {{\n{lines}    }},\n" if lines else f"    ({name}): {{}},\n"
-    old = TABLE.read_text()
-    new, count = re.subn(r"(?ms)(^MEASURED\b[^\n]* = \{\n).*?(^\}$)", lambda found: found[1] + entries + found[2], old)
-    assert count == 1, f"{TABLE} has no table"
-    TABLE.write_text(new)
+    write_tiles({key: shortest(rows) for key, rows in table(files).items()}, TABLE)
 
 
 def main() -> None:
@@ -442,7 +418,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.44, help="read bandwidth of the memory, TB/s")
     parser.add_argument("--seconds", type=float, default=500.0, help="start no shape after this time")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="write core/ops/tuned_tiles.py")
+    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="write core/ops/tuned_tiles.json")
     args = parser.parse_args()
     if args.table is not None:
         write_table(args.table)
