@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, LateInputs, Progress, StepPlan, StepResult
 from dovetail.core.parallel.slot_ledger import SlotLedger
-from dovetail.core.parallel.worker import load_class
 from dovetail.plugins.executor.config import InprocConfig
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class InprocExecutor(Executor):
         """Number of plans that have run and were not collected."""
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        self._runner = load_class(self.runner_class)(self.composition, rank=0, size=1, address="")
+        self._runner = resolve_name(self.runner_class)(self.composition, rank=0, size=1, address="")
         info: ExecutorInfo = self._runner.load(progress)
         self._runner.bind(info.num_pages)
         return info

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -33,7 +34,7 @@ from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.process import order_for
 from dovetail.core.parallel.ring import RingWriter
 from dovetail.core.parallel.slot_ledger import SlotLedger
-from dovetail.core.parallel.worker import CONTROL, answer, load_class
+from dovetail.core.parallel.worker import CONTROL, answer
 from dovetail.core.parallel.workers import Workers, threads_of_a_rank
 from dovetail.core.worker.dtypes import resolve_device
 from dovetail.plugins.executor.config import MultiprocConfig
@@ -128,7 +129,9 @@ class MultiprocExecutor(Executor):
             self._share_cores()
         with workers.blamed():
             # The workers import and compose concurrently.
-            runner = self._runner = load_class(self.runner_class)(self.composition, rank=0, size=size, address=address)
+            runner = self._runner = resolve_name(self.runner_class)(
+                self.composition, rank=0, size=size, address=address
+            )
             workers.gather("ready")
             workers.post({"op": "load"})
             info = runner.load(guarded)

@@ -38,7 +38,7 @@ class RecordingRunner:
 
 
 def started(monkeypatch: pytest.MonkeyPatch, delay: int) -> InprocExecutor:
-    monkeypatch.setattr("dovetail.plugins.executor.inproc.load_class", lambda reference: RecordingRunner)
+    monkeypatch.setattr("dovetail.plugins.executor.inproc.resolve_name", lambda reference: RecordingRunner)
     executor = InprocExecutor(InprocConfig(delay=delay), compose(["app=generate"]))
     executor.start(lambda phase, share: None)
     return executor
