@@ -1,4 +1,4 @@
-"""What a variant answers, for `quality`: greedy outputs of fixed prompts, and how likely it finds fixed texts."""
+"""Answers of a variant for `quality`: greedy outputs of fixed prompts, and log-probabilities of fixed texts."""
 
 from __future__ import annotations
 
