@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from dovetail.core.engine.results import SequenceEvent
     from dovetail.core.frontend.engines import Engines
     from dovetail.core.frontend.messages import EngineStats
-    from dovetail.core.frontend.outputs import Delta
-    from dovetail.core.frontend.request_table import OpenRequest
+    from dovetail.core.frontend.request_table import Delivery, OpenRequest
 
 KV_EVERY = 16
 """Steps between samples of KV cache usage, whose cost grows with the number of sequences."""
@@ -140,13 +139,13 @@ def _submit_and_wait(
     found: list[Answer] = [([], []) for _ in prompts]
     done: list[Future[None]] = [Future() for _ in prompts]
 
-    def deliver(number: int, request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
-        for delta in deltas:
+    def deliver(number: int, request: OpenRequest, delivery: Delivery) -> None:
+        for delta in delivery.deltas:
             found[number][0].extend(delta.token_ids)
             found[number][1].extend(delta.prompt_logprobs)
-        if error is not None:
-            done[number].set_exception(error)
-        elif request.ended:
+        if delivery.error is not None:
+            done[number].set_exception(delivery.error)
+        elif delivery.last:
             done[number].set_result(None)
 
     pairs = enumerate(zip(prompts, params, strict=True))
@@ -310,15 +309,15 @@ class TableDrive(Drive):
 
         line = self.timelines[self._added]
 
-        def deliver(request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
-            tokens = sum(len(delta.token_ids) for delta in deltas)
+        def deliver(request: OpenRequest, delivery: Delivery) -> None:
+            tokens = sum(len(delta.token_ids) for delta in delivery.deltas)
             with self._lock:
                 if tokens:
                     line.came(time.perf_counter() - began, tokens)
                     self.replicas[request.replica].output_tokens += tokens
-                if error is not None:
-                    line.failure = str(error)
-                if request.ended:
+                if delivery.error is not None:
+                    line.failure = str(delivery.error)
+                if delivery.last:
                     self._finished()
                     if self._done == len(self.requests):
                         self._ended.set()

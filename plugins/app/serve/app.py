@@ -47,7 +47,7 @@ class ServeApp(App):
     async def _run_single(self, composition: Composition, accepted: keys.Keys, sock: socket.socket) -> int:
         """Answer HTTP and supervise the engine in one process."""
         monitor = Monitor()
-        fleet = lifecycle.owned_fleet(
+        fleet = lifecycle.supervised_fleet(
             self.config, composition, Reports(monitor.stats, monitor.token_gaps, monitor.restarted)
         )
         service = Service(self.config, composition, fleet, monitor, int(time.time()))

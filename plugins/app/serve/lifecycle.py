@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from dovetail.core.errors import DovetailError
 from dovetail.core.frontend.fleet import Fleet, Reports
-from dovetail.core.frontend.shared_counters import Board
-from dovetail.core.frontend.supervised import OwnedFleet
+from dovetail.core.frontend.shared_counters import SharedCounters
+from dovetail.core.frontend.supervised import SupervisedFleet
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.http_server import seconds_or_inf
 
@@ -55,9 +55,9 @@ class Phases:
         log.info(text, extra=facts)
 
 
-def owned_fleet(
-    config: ServeConfig, composition: Composition, reports: Reports, board: Board | None = None
-) -> OwnedFleet:
+def supervised_fleet(
+    config: ServeConfig, composition: Composition, reports: Reports, counters: SharedCounters | None = None
+) -> SupervisedFleet:
     restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
     phases = Phases()
 
@@ -65,12 +65,12 @@ def owned_fleet(
         phases.update(fleet)
         reports.changed()
 
-    fleet = OwnedFleet(
+    fleet = SupervisedFleet(
         composition,
         max_restarts=restarts,
         timeout=seconds_or_inf(config.engine_timeout),
         reports=replace(reports, changed=changed),
-        board=board,
+        counters=counters,
     )
     return fleet
 

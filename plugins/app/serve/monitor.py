@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from dovetail.core.frontend.messages import EngineStats, total
-from dovetail.core.frontend.process_rpc import Peer
+from dovetail.core.frontend.process_rpc import ProcessRPC
 from dovetail.core.metrics import SHORT, Metrics, Tally
 from dovetail.core.traces import Traces
 
@@ -218,7 +218,7 @@ class Monitor:
 class Reporter:
     """Monitor of a front-end process. It sends its observations to the Monitor in the process that owns the engines."""
 
-    def __init__(self, owner: Peer) -> None:
+    def __init__(self, owner: ProcessRPC) -> None:
         self.listeners: list[Listener] = []
         """Listeners to the requests of this process only."""
         self._owner = owner
@@ -257,7 +257,7 @@ class Reporter:
         self._timer = None
         report = ProcessReport(self._requests, self._errors, self._gaps.counts, self._gaps.sum)
         self._begin()
-        self._owner.tell("seen", seen=msgspec.to_builtins(report))
+        self._owner.notify("seen", seen=msgspec.to_builtins(report))
 
     def close(self) -> None:
         """Send the remaining observations."""
@@ -265,7 +265,7 @@ class Reporter:
 
     async def exposition(self, accept: str) -> Exposition:
         """Return the metrics of all processes."""
-        return msgspec.convert(await self._owner.ask("exposition", accept=accept), Exposition)
+        return msgspec.convert(await self._owner.call("exposition", accept=accept), Exposition)
 
     async def live(self) -> dict[str, Any]:
-        return dict(await self._owner.ask("live"))
+        return dict(await self._owner.call("live"))

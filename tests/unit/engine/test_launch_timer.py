@@ -69,7 +69,7 @@ class Served:
         else:
             self.clock.now = until
 
-    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+    def send_step(self, stats: EngineStats | None, *, idle: bool = False) -> None:
         for update in self.updates:
             self.times[update.id] += [self.clock.now] * len(update.tokens)
         self.updates = []
