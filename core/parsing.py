@@ -443,6 +443,16 @@ def argument_rules(tools: Sequence[Tool]) -> str:
     return "".join(rules)
 
 
+class Through(ParserStream):
+    """Passes the text on unchanged."""
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[ParserEvent]:
+        return []
+
+
 class OutputStream(ParserStream):
     """Chains the reasoning parser and the tool parser of one output."""
 
