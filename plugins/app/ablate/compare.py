@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from dovetail.plugins.app.ablate.stats import Estimate, mean, paired
+from dovetail.plugins.app.bench.metrics import at
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,6 @@ METRICS = (
     Metric("kv_waste", "KV waste", False, ratio=False),
     Metric("startup_s", "start-up s", False, of_start=True),
 )
-
-
-def at(record: Any, path: str) -> float | None:
-    for name in path.split("."):
-        record = record.get(name) if record is not None else None
-    return None if record is None else float(record)
 
 
 def samples(variant: Mapping[str, Any], rate: float | None, metric: Metric) -> dict[int, list[float]]:

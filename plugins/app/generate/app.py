@@ -13,14 +13,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.generate.prompts import gather
-from dovetail.plugins.app.waiting import phases_in_lines
+from dovetail.plugins.app.waiting import bar, long_phases, phases
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -37,7 +36,6 @@ class GenerateApp(App):
         texts = gather(prompts, self.config.prompts)
         params = self._params()
         self._console = Console(stderr=True, highlight=False)
-        self._quiet = not self._console.is_terminal
         with ExitStack() as stack:
             output = None
             if self.config.output is not None:
@@ -70,22 +68,10 @@ class GenerateApp(App):
     def _start(self, composition: Composition) -> LLM:
         from dovetail.core.frontend.llm import LLM
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with (
-            Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar,
-            phases_in_lines(self._console) as print_phase,
-        ):
-            task = bar.add_task("start", total=None)
-
-            def progress(phase: str, share: float | None) -> None:
-                print_phase(phase, share)
-                bar.update(task, description=phase, total=None if share is None else 1.0, completed=share or 0.0)
-
+        with phases(self._console) as progress:
             llm = LLM(composition=composition, progress=progress)
         info = llm.info
-        long = [f"{name} {seconds:.1f} s" for name, seconds in info.phases.items() if seconds >= 0.05]
-        phases = f" ({', '.join(long)})" if long else ""
-        self._console.print(f"[dim]{info.device}, started in {llm.start_seconds:.1f} s{phases}[/]")
+        self._console.print(f"[dim]{info.device}, started in {llm.start_seconds:.1f} s{long_phases(info.phases)}[/]")
         for note in info.notes:
             self._console.print(f"[dim]note: {note}[/]")
         return llm
@@ -108,11 +94,8 @@ class GenerateApp(App):
         return ttft
 
     def _complete(self, llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Generation]:
-        columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar:
-            task = bar.add_task("generate", total=len(prompts))
-            done = partial(bar.advance, task)
-            return llm.generate(prompts, params, on_done=done, adapter=self.config.adapter)
+        with bar(self._console, "generate", len(prompts)) as update:
+            return llm.generate(prompts, params, on_done=partial(update, advance=1), adapter=self.config.adapter)
 
     def _summary(self, llm: LLM, seconds: float, ttft: Sequence[float]) -> None:
         counters = llm.counters

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dovetail.core.errors import DovetailError
+from dovetail.core.errors import DovetailError, EngineDown
 from dovetail.core.frontend.fleet import Fleet, Reports
 from dovetail.core.frontend.shared_counters import Board
 from dovetail.core.frontend.supervised import OwnedFleet
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.http_server import seconds_or_inf
+from dovetail.plugins.app.serve.monitor import Monitor
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -88,6 +89,17 @@ def log_ready(fleet: Fleet) -> None:
         log.info("note: %s", note)
 
 
+async def watch_engines(config: ServeConfig, fleet: Fleet, monitor: Monitor, on_ready: Callable[[], None]) -> None:
+    """Create the metrics and call `on_ready` once the engines have started. Returns when they have failed for good."""
+    try:
+        info = await fleet.wait_ready()
+    except EngineDown:
+        return
+    monitor.engine_ready((config.model_names or (info.model,))[0], len(fleet.clients))
+    on_ready()
+    await fleet.failed.wait()
+
+
 def on_signals(config: ServeConfig, stop: Callable[[float], None]) -> None:
     """Call `stop` on SIGTERM, which service managers send, with config.grace, and on Ctrl-C with 0: the seconds for
     running requests."""
@@ -108,10 +120,10 @@ def log_unfinished(fleet: Fleet, grace: float) -> None:
         log.warning("%d samples did not finish within %g s", fleet.samples, grace)
 
 
-def exit_status(fleet: Fleet, was_ready: bool) -> int:
+def exit_status(fleet: Fleet, monitor: Monitor) -> int:
     """Return the exit status of a server that has ended. Raises DovetailError if its engine could not start."""
     if fleet.state != "failed":
         return 0
-    if not was_ready:
+    if monitor.metrics is None:
         raise DovetailError(fleet.failure)
     return 1

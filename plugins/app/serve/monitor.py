@@ -1,4 +1,4 @@
-"""Monitoring: one record per request and the engine's counters, passed to listeners such as metrics and traces.
+"""Monitoring: one record per request and the engine's counters, passed to metrics and traces.
 
 With several processes, each front-end process has a Reporter; it reports to the Monitor in the process that owns the
 engines.
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -58,16 +58,12 @@ class RequestRecord:
         return (self.duration - self.ttft) / later if later > 0 and self.ttft else 0.0
 
 
-class Listener(Protocol):
-    """Consumer of monitoring data. Called in the event loop, so it must not block."""
-
-    def request(self, record: RequestRecord) -> None: ...
-
-    def stats(self, replica: int, stats: EngineStats) -> None: ...
+Listener = Callable[[RequestRecord], None]
+"""Consumer of finished requests. Called in the event loop, so it must not block."""
 
 
 class Tracer:
-    """Listener that exports one span per request."""
+    """Exports one span per request."""
 
     def __init__(self, endpoint: str, model: Callable[[], str]) -> None:
         self._traces, self._model = Traces(endpoint), model
@@ -88,9 +84,6 @@ class Tracer:
             error=record.outcome if record.outcome == "error" else None,
             traceparent=record.traceparent,
         )
-
-    def stats(self, replica: int, stats: EngineStats) -> None:
-        """Do nothing: traces have no counters."""
 
     def close(self) -> None:
         """Send the remaining spans; takes seconds if the collector does not answer."""
@@ -116,7 +109,7 @@ class ProcessReport(msgspec.Struct):
 
 
 class Monitor:
-    """State of /metrics and /stats. Listeners fill `registry`, which /metrics shows."""
+    """State of /metrics and /stats."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -130,7 +123,7 @@ class Monitor:
     def engine_ready(self, model: str, replicas: int) -> None:
         """Create the metrics, now that the model's name is known."""
         self.metrics = Metrics(model, self.registry, replicas)
-        self.listeners.append(self.metrics)
+        self.listeners.append(self.metrics.request)
 
     def restarted(self, replica: int) -> None:
         """Count a restart of an engine that had died."""
@@ -150,13 +143,13 @@ class Monitor:
         if record.ttft:
             self._ttft.append((now, record.ttft))
         for listener in self.listeners:
-            listener.request(record)
+            listener(record)
 
     def stats(self, replica: int, stats: EngineStats) -> None:
         self._latest[replica] = stats
         self._samples.append((time.perf_counter(), self.latest))
-        for listener in self.listeners:
-            listener.stats(replica, stats)
+        if self.metrics is not None:
+            self.metrics.stats(replica, stats)
 
     @property
     def latest(self) -> EngineStats:
@@ -242,7 +235,7 @@ class Reporter:
 
     def request(self, record: RequestRecord) -> None:
         for listener in self.listeners:
-            listener.request(record)
+            listener(record)
         self._requests.append(record)
         self._schedule_report()
 

@@ -93,7 +93,7 @@ class Service:
         self._tracer: Tracer | None = None
         if config.traces is not None:
             self._tracer = Tracer(config.traces, lambda: self.model_names[0])
-            self.monitor.listeners.append(self._tracer)
+            self.monitor.listeners.append(self._tracer.request)
         self.draining = False
         """Set by the HTTP server on shutdown: new requests are refused."""
         self.text = Texts(config, self.client)
