@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.checkpoint import load_json
 from dovetail.core.errors import ConfigError, RequestError
 
 
@@ -72,12 +72,7 @@ def warm() -> None:
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON ({error})") from None
+    config = load_json(file) if file.is_file() else {}
     return config if isinstance(config, dict) else {}
 
 

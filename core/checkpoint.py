@@ -136,12 +136,17 @@ def open_safetensors(file: Path) -> Any:
         raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from None
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ConfigError for anything else."""
+def load_json(file: Path) -> Any:
+    """Read a JSON value. Raises ConfigError for anything else."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises ConfigError for anything else."""
+    content = load_json(file)
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: holds {type(content).__name__}, not an object")
     return content

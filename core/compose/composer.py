@@ -57,7 +57,10 @@ def compose(
         if checked.faults and {"app", PRESET} & checked.unsettled:
             # An invalid app or preset hides further mistakes.
             raise ConfigError("\n".join(checked.faults))
-        composed = _with_config_errors(_compose, repository, checked, full)
+        try:
+            composed = _compose(repository, checked, full)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise ConfigError(_without_hints(error)) from error
     nodes = validate(composed, full)
     return Composition(
         registry=full,
@@ -68,15 +71,6 @@ def compose(
         config_dirs=tuple(map(os.path.abspath, config_dirs)),
         choices=composed.choices,
     )
-
-
-def _with_config_errors(step: Any, *args: Any) -> ComposedConfig:
-    try:
-        composed = step(*args)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(_without_hints(error)) from error
-    assert isinstance(composed, ComposedConfig)
-    return composed
 
 
 def _without_hints(error: Exception) -> str:

@@ -52,21 +52,6 @@ KINDS: dict[str, Kind] = {
     )
 }
 
-ENGINE_NODES = (
-    "engine",
-    "model",
-    "scheduler",
-    "kv_cache",
-    "attention",
-    "quant",
-    "adapter",
-    "spec_decode",
-    "executor",
-    "router",
-    "collective",
-    "cost",
-    "logits",
-    "grammar",
-    "observer",
-)
-"""The nodes of an app that runs an engine. Add new kinds that engines are built from."""
+_NOT_OF_ENGINES = ("app", "tool_parser", "reasoning_parser", "workload")
+ENGINE_NODES = ("engine", *(kind for kind in KINDS if kind not in _NOT_OF_ENGINES))
+"""The nodes of an app that runs an engine."""

@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from prometheus_client.exposition import choose_encoder
 
 from dovetail.core.frontend.messages import EngineStats, total
 from dovetail.core.frontend.process_rpc import Peer
-from dovetail.core.metrics import SHORT, Metrics, Tally
+from dovetail.core.metrics import SHORT, Metrics, RequestRecord, Tally
 from dovetail.core.traces import Traces
 
 log = logging.getLogger(__name__)
@@ -29,33 +28,6 @@ _WINDOW = 60.0
 """Time window of live figures, seconds."""
 _REPORT_SECONDS = 0.25
 """Interval between reports of a front-end process."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """Record of one prompt that has ended. Times are in seconds."""
-
-    endpoint: str
-    """One of completions, chat, responses, embeddings."""
-    outcome: str
-    """One of stop, length, abort (client disconnected, or time limit), error."""
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    arrival: float
-    """`time.perf_counter()` at arrival."""
-    ttft: float
-    """Arrival to first token; 0 = no token."""
-    duration: float
-    """Arrival to end."""
-    traceparent: str = ""
-    """The traceparent header of the request."""
-
-    @property
-    def tpot(self) -> float:
-        """Mean time per output token after the first; 0 = fewer than two tokens."""
-        later = self.output_tokens - 1
-        return (self.duration - self.ttft) / later if later > 0 and self.ttft else 0.0
 
 
 Listener = Callable[[RequestRecord], None]

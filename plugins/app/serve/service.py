@@ -15,9 +15,10 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.client import Stream
 from dovetail.core.frontend.fleet import Fleet
 from dovetail.core.interfaces import Pooling, RequestOptions, SamplingParams
+from dovetail.core.metrics import RequestRecord
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
-from dovetail.plugins.app.serve.monitor import Monitor, Reporter, RequestRecord, Tracer
+from dovetail.plugins.app.serve.monitor import Monitor, Reporter, Tracer
 from dovetail.plugins.app.serve.output_parsing import Parsers
 from dovetail.plugins.app.serve.schemas import Common, Penalised, Queued, ResponsesRequest
 from dovetail.plugins.app.serve.text import Texts, too_long
