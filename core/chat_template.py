@@ -19,8 +19,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, file: Path | None = None) -> ChatTemplate | None:
-        """Load the template from `file`, or else from the model folder: chat_template.jinja or tokenizer_config.json.
-        Returns None if there is none."""
+        """Load `file`, else the folder's chat_template.jinja or tokenizer_config.json; None without any template."""
         config = _tokenizer_config(folder)
         special = {name: _text(token) for name, token in config.items() if name.endswith("_token") and _text(token)}
         if file is not None:
@@ -45,8 +44,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Render the prompt. Takes milliseconds; the first call takes seconds. Raises RequestError if the template
-        refuses the messages."""
+        """Render the prompt in milliseconds; the first call takes seconds. Raises RequestError for refused messages."""
         # Imported here because it takes a second (see warm).
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template

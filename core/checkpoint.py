@@ -44,8 +44,7 @@ def resolve(path: str) -> Path:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read config.json. If generation_config.json has eos_token_id or bos_token_id, its value replaces
-    config.json's."""
+    """Read config.json. An eos_token_id or bos_token_id of generation_config.json replaces its value."""
     folder = resolve(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -60,8 +59,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def open_weights(path: str) -> WeightSource:
-    """Iterate over all tensors of the folder, file by file. Raises ConfigError for missing, pickled or misplaced
-    files."""
+    """Iterate over all tensors, file by file. Raises ConfigError for missing, pickled or misplaced files."""
     folder = resolve(path)
     for file, names in _files(folder, path):
         reader = open_safetensors(file)

@@ -18,8 +18,7 @@ _FLAG, _MEAN = "pooling_mode_", "pooling_mode_mean_tokens"
 
 
 def read_embedding(folder: Path) -> EmbeddingSpec | None:
-    """Return the embedding settings, or None if the folder has no modules.json and so is not a sentence-transformers
-    model."""
+    """Return the embedding settings; None without modules.json, as in any but a sentence-transformers model."""
     file = folder / _MODULES
     if not file.is_file():
         return None

@@ -187,8 +187,7 @@ class Metrics:
             self._tpot.observe(record.tpot)
 
     def more_tokens(self, seconds: Iterable[float]) -> None:
-        """Record inter-token latencies of samples that already had tokens: time since the previous delivery divided by
-        the number of new tokens."""
+        """Record inter-token latencies: time since a sample's previous delivery / number of its new tokens."""
         self._itl.observe(seconds)
 
     def more_tokens_elsewhere(self, counts: Iterable[int], total: float) -> None:

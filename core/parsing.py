@@ -1,5 +1,4 @@
-"""Building blocks of tool and reasoning parsers: parsers of streamed text, written as generators that wait for more
-text."""
+"""Building blocks of tool and reasoning parsers: parsers of streamed text, as generators that wait for more of it."""
 
 from __future__ import annotations
 
@@ -146,8 +145,7 @@ class TextStream(ParserStream):
         return next((n for n in range(longest, 0, -1) if self.text.endswith(mark[:n])), 0)
 
     def closing(self, mark: str) -> Steps[None]:
-        """Consume white space and the mark, or the part of them that is there at the end of the text; otherwise consume
-        nothing."""
+        """Consume white space and the mark, or at the end of the text a part of them; otherwise consume nothing."""
         yield from self.attempt(lambda: self._closing(mark))
 
     def _closing(self, mark: str) -> Steps[None]:

@@ -15,8 +15,7 @@ Cardinality = Literal["one", "many", "per_request"]
 class Kind:
     name: str
     cardinality: Cardinality
-    """one: exactly one component is selected; many: an ordered list; per_request: all are available and a request
-    picks."""
+    """one: exactly one component is selected; many: an ordered list; per_request: each request picks among all."""
     api: str
     """Version of the contract, "<kind>/<major>.<minor>". A component's `api` is compared with it."""
     interface: str

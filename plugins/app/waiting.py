@@ -52,8 +52,7 @@ def phases(console: Console) -> Iterator[Progress]:
 
 @contextmanager
 def phases_in_lines(console: Console, what: str = "starting") -> Iterator[Progress]:
-    """Yield a callback to be called with each phase of `what`. It prints nothing on a terminal, which shows a progress
-    bar."""
+    """Yield a callback for each phase of `what`. On a terminal, which shows a progress bar, nothing is printed."""
     began, phase, finished = time.monotonic(), "start", threading.Event()
 
     def progress(name: str, share: float | None) -> None:

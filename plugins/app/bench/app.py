@@ -63,15 +63,12 @@ class BenchApp(App):
             return {composition.choices["workload"]: composition.part("workload")}
         if chosen := [text for text in composition.overrides if text.startswith("workload=")]:
             raise ConfigError(f"`{chosen[0]}` and bench.workloads={list(names)}: give one of them")
-        return {name: self._compose(composition, name).part("workload") for name in names}
-
-    @staticmethod
-    def _compose(composition: Composition, workload: str) -> Composition:
-        return compose(
-            [*composition.overrides, f"workload={workload}"],
-            registry=composition.registry,
-            config_dirs=composition.config_dirs,
-        )
+        found = {}
+        for name in names:
+            words = [*composition.overrides, f"workload={name}"]
+            made = compose(words, registry=composition.registry, config_dirs=composition.config_dirs)
+            found[name] = made.part("workload")
+        return found
 
     def _target(self, composition: Composition) -> Target:
         if self.config.url is None:
@@ -83,8 +80,7 @@ class BenchApp(App):
         return ServerTarget(composition, self.config)
 
     def _measure(self, runs: Runs, name: str, part: Selected) -> tuple[dict[str, Any], list[Any]]:
-        """Measure one workload at all its rates. Returns its figures, and for the plot the timelines of the last run at
-        each rate."""
+        """Measure one workload at all its rates. Returns its figures, and for the plot each rate's last timelines."""
         workload: Workload = part.build()
         loads: list[dict[str, Any]] = []
         timelines = []

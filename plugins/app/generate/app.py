@@ -18,13 +18,15 @@ from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
-from dovetail.plugins.app.generate.prompts import gather
 from dovetail.plugins.app.waiting import bar, long_phases, phases
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
     from dovetail.core.frontend.llm import LLM
     from dovetail.core.frontend.outputs import Generation
+
+DEFAULT = "def read_json(path):\n    with open(path) as f:\n"
+"""Default prompt; Python, since the bundled model is trained on it."""
 
 
 class GenerateApp(App):
@@ -128,3 +130,39 @@ def _show(generation: Generation) -> None:
     for i, completion in enumerate(generation.completions):
         mark = f" [{i}]" if len(generation.completions) > 1 else ""
         print(f"=== {generation.prompt!r}{mark}\n{generation.prompt}{completion.text}\n")
+
+
+def gather(words: Sequence[str], source: str | None) -> list[str]:
+    """Return the prompts: the arguments after `--`, else the file, else stdin for "-", else the default."""
+    if words and source:
+        raise ConfigError(f"prompts come after `--` or from generate.prompts={source}, not from both")
+    if words:
+        prompts = list(words)
+    elif source is None:
+        prompts = [DEFAULT]
+    elif source == "-":
+        prompts = [sys.stdin.read()]
+    else:
+        prompts = _read(Path(source))
+    if not prompts or not all(prompts):
+        raise ConfigError("a prompt is empty: every prompt needs at least one character")
+    return prompts
+
+
+def _read(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"generate.prompts={file}: cannot be read ({error})") from None
+    lines = [line for line in lines if line.strip()]
+    return [_from_json(line, file, i) for i, line in enumerate(lines, 1)] if file.suffix == ".jsonl" else lines
+
+
+def _from_json(line: str, file: Path, number: int) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{file}:{number}: not an object with "prompt" ({type(error).__name__}: {error})') from None
+    if not isinstance(prompt, str):
+        raise ConfigError(f'{file}:{number}: "prompt" is {type(prompt).__name__}, not text')
+    return prompt

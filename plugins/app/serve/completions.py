@@ -80,9 +80,7 @@ class _Completion(output.Generation[CompletionRequest]):
         return {**self.head, "choices": choices, "usage": output.usage(jobs)}
 
     def _logprobs(self) -> output.CompletionLogprobs | None:
-        if self.body.logprobs is None:
-            return None
-        return output.CompletionLogprobs(self.service.text.tokenizer)
+        return None if self.body.logprobs is None else output.CompletionLogprobs(self.service.text.tokenizer)
 
     def _choice(
         self, index: int, at: int, delta: Delta, logprobs: output.CompletionLogprobs | None, *, first: bool = True

@@ -30,8 +30,7 @@ _FIRST_PHASE = "load libraries"
 
 
 class Phases:
-    """Logs each phase of a starting engine as it begins, and the duration of the previous one. If several engines
-    start, the first is followed."""
+    """Logs each phase of a starting engine, of several the first, and the duration of the previous phase."""
 
     def __init__(self) -> None:
         self._phase, self._since = _FIRST_PHASE, time.monotonic()
@@ -101,8 +100,7 @@ async def watch_engines(config: ServeConfig, fleet: Fleet, monitor: Monitor, on_
 
 
 def on_signals(config: ServeConfig, stop: Callable[[float], None]) -> None:
-    """Call `stop` on SIGTERM, which service managers send, with config.grace, and on Ctrl-C with 0: the seconds for
-    running requests."""
+    """Call `stop` with the seconds for running requests: config.grace on SIGTERM, 0 on Ctrl-C."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop, config.grace)
     loop.add_signal_handler(signal.SIGINT, stop, 0.0)

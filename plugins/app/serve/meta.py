@@ -104,8 +104,7 @@ def install(app: FastAPI, service: Service) -> None:
 
         @app.post("/debug/check")
         async def check() -> Response:
-            """Run the KV allocator's integrity check between two steps. Returns its counters per replica, and their
-            sums."""
+            """Run the KV allocator's integrity check between two steps. Returns its counters: sums, and per replica."""
             try:
                 found = await client.control("check")
                 sums = {name: sum(counters[name] for counters in found) for name in found[0]}

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median_high
 from typing import Any
 
 import msgspec
@@ -154,7 +155,7 @@ class Monitor:
             "waiting": stats.waiting,
             "kv_usage": stats.kv_usage,
             "tokens_per_second": self._rate(now),
-            "ttft_median": self._median(),
+            "ttft_median": median_high(ttft for _, ttft in self._ttft) if self._ttft else None,
             "prefix_hit_rate": self._hit_rate(),
             "preemptions": stats.preemptions,
             "acceptance_length": 1 + stats.accepted / stats.decode_rows if stats.drafted else None,
@@ -167,10 +168,6 @@ class Monitor:
         if len(recent) < 2 or recent[-1][0] == recent[0][0]:
             return 0.0
         return max(0.0, (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0]))
-
-    def _median(self) -> float | None:
-        values = sorted(ttft for _, ttft in self._ttft)
-        return values[len(values) // 2] if values else None
 
     def _hit_rate(self) -> float | None:
         if not self._samples:
@@ -187,7 +184,7 @@ class Reporter:
         self.listeners: list[Listener] = []
         """Listeners to the requests of this process only."""
         self._owner = owner
-        owner.handlers["tell_all"] = self._report
+        owner.handlers["tell_all"] = self.report
         self._timer: asyncio.TimerHandle | None = None
         self._begin()
 
@@ -213,9 +210,10 @@ class Reporter:
 
     def _schedule_report(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._report)
+            self._timer = asyncio.get_running_loop().call_later(_REPORT_SECONDS, self.report)
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Send the observations since the last report."""
         if self._timer is None:
             return
         self._timer.cancel()
@@ -223,10 +221,6 @@ class Reporter:
         report = ProcessReport(self._requests, self._errors, self._gaps.counts, self._gaps.sum)
         self._begin()
         self._owner.tell("seen", seen=msgspec.to_builtins(report))
-
-    def close(self) -> None:
-        """Send the remaining observations."""
-        self._report()
 
     async def exposition(self, accept: str) -> Exposition:
         """Return the metrics of all processes."""

@@ -182,11 +182,7 @@ def spell(tokenizer: Tokenizer, token: int) -> str:
 def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         spelled = tokenizer.token_bytes(token)
-        return {
-            "token": spelled.decode("utf-8", "replace"),
-            "logprob": max(logprob, _FLOOR),
-            "bytes": list(spelled),
-        }
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": max(logprob, _FLOOR), "bytes": list(spelled)}
 
     return {
         "content": [

@@ -80,12 +80,7 @@ class Service:
     """State of a server process. Used only in the event loop."""
 
     def __init__(
-        self,
-        config: ServeConfig,
-        composition: Composition,
-        client: Fleet,
-        monitor: Monitor | Reporter,
-        started: int,
+        self, config: ServeConfig, composition: Composition, client: Fleet, monitor: Monitor | Reporter, started: int
     ) -> None:
         """`started`: time.time() at the start of the server."""
         self.config, self.composition = config, composition

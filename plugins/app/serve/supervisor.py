@@ -133,9 +133,7 @@ class Supervisor:
         self._board = Board(config.processes + 1, composition.engine.dp)
         self._monitor = Monitor()
         reports = Reports(
-            stats=self._monitor.stats,
-            restarted=self._monitor.restarted,
-            changed=lambda: self._sharing.publish(),
+            stats=self._monitor.stats, restarted=self._monitor.restarted, changed=lambda: self._sharing.publish()
         )
         self._fleet = lifecycle.owned_fleet(config, composition, reports, self._board)
         self._sharing = Sharing(self._fleet)
@@ -183,11 +181,7 @@ class Supervisor:
 
     def _start(self, number: int) -> None:
         self._front_ends[number] = FrontEndProcess(
-            number,
-            {**self._order, "number": number},
-            (self._board.fd,),
-            on_start=self._started,
-            on_end=self._ended,
+            number, {**self._order, "number": number}, (self._board.fd,), on_start=self._started, on_end=self._ended
         )
 
     def _started(self, front_end: FrontEndProcess, peer: Peer) -> None:

@@ -76,7 +76,8 @@ class Gate:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise _Refused(self._too_slow()) from None
+                late = f"the body took more than {self._seconds:g} s (serve.receive_timeout)"
+                raise _Refused(FieldError(late, status=408)) from None
             whole = not message.get("more_body", False)
             taken += len(message.get("body", b""))
             if taken > self._limit:
@@ -104,9 +105,6 @@ class Gate:
             # The 500 was already sent. Re-raising would also make uvicorn close the connection.
             log.exception("%s %s failed", scope["method"], scope["path"])
 
-    def _too_slow(self) -> FieldError:
-        return FieldError(f"the body took more than {self._seconds:g} s (serve.receive_timeout)", status=408)
-
     def _too_long(self) -> FieldError:
         return FieldError(f"the body is longer than {self._limit} bytes (serve.max_body_bytes)", status=413)
 
@@ -129,8 +127,7 @@ class Gate:
 
 
 class _Refused(BaseException):
-    """Refusal raised while the body is read. A BaseException, since FastAPI would turn an Exception into its own
-    answer."""
+    """Refusal raised while the body is read. A BaseException, since FastAPI would answer an Exception itself."""
 
     def __init__(self, error: FieldError) -> None:
         self.error = error
@@ -171,8 +168,7 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 
 
 class EventStream(Response):
-    """Server-sent events. If the client reads slowly, the source of `pieces` merges the output that accumulates, and it
-    is sent in one write."""
+    """Server-sent events. For a client that reads slowly, the source of `pieces` merges the output that accumulates."""
 
     media_type = "text/event-stream"
 
