@@ -116,7 +116,7 @@ def fault(run: Callable[[], torch.Tensor], exact: torch.Tensor, counts: torch.Te
 # Candidates.
 
 
-def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
+def prefetching(rows: int, dtype: str) -> Iterator[MatmulTile]:
     """Tiles whose weight fills the shared memory, or part of it, while the preceding kernel runs."""
     itemsize = DTYPES[dtype].itemsize
     tokens = 16 if rows <= 16 else 32 if rows <= 32 else 64
@@ -127,12 +127,12 @@ def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
         tile = MatmulTile(count, outputs, width // itemsize, outputs // 16, stages)
         places = min(16, (room - count * width * stages) // (outputs * width))
         if places >= 2:
-            yield replace(tile, early=places)
+            yield replace(tile, prefetch=places)
 
 
 def shared_bytes(tile: MatmulTile, itemsize: int) -> int:
-    if tile.early:
-        return (tile.outputs * tile.early + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
+    if tile.prefetch:
+        return (tile.outputs * tile.prefetch + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
     return (tile.outputs + tile.tokens) * tile.inputs * itemsize * tile.stages + (tile.outputs * tile.tokens * 4 + 256)
 
 
@@ -160,7 +160,7 @@ def geometries(rows: int, dtype: str) -> list[MatmulTile]:
             found |= {replace(base, stages=n): None for n in fits[-1:]}
         if shared_bytes(replace(base, stages=4), itemsize) <= SHARED_BYTES - 2048:
             found[replace(base, stages=4)] = None
-    found |= dict.fromkeys(early(rows, dtype))
+    found |= dict.fromkeys(prefetching(rows, dtype))
     # The tokens as left operand, the usual order.
     found |= {
         MatmulTile(most if rows > 16 else 16, 64, 256 // itemsize, 4, 5, tma=tma, swap=False): None
@@ -177,19 +177,19 @@ def candidates(product: Product, rows: int, dtype: str, processors: int) -> Iter
         each = min(4, SHARED_BYTES // shared_bytes(tile, itemsize), 2048 // (32 * tile.warps))
         _, tiles, blocks, _ = tile.launch(rows, product.outputs, product.inputs)
         splits = (1, 2, 4, 8, 16)
-        if tile.early:
+        if tile.prefetch:
             splits = sorted({1, 2, 3, 4, *(max(1, each * processors // tiles) for each in (1, 2))})
         for split in splits:
             if split <= blocks // 2 and (split == 1 or tiles * split <= 2 * each * processors):
                 found = replace(tile, split=split)
-                if found.counts(rows, product.outputs, product.inputs):
-                    for ahead in (0, 2, 6) if tile.early else (0,):
-                        if ahead == 0 or tile.early < -(-blocks // split):
-                            yield replace(found, ahead=ahead)
-        if tiles % processors and not tile.early:
+                if found.fits_32_bits(rows, product.outputs, product.inputs):
+                    for ahead in (0, 2, 6) if tile.prefetch else (0,):
+                        if ahead == 0 or tile.prefetch < -(-blocks // split):
+                            yield replace(found, prefetch_l2=ahead)
+        if tiles % processors and not tile.prefetch:
             for programs in {processors, each * processors}:
                 found = replace(tile, programs=programs)
-                if programs <= tiles * blocks // 2 and found.counts(rows, product.outputs, product.inputs):
+                if programs <= tiles * blocks // 2 and found.fits_32_bits(rows, product.outputs, product.inputs):
                     yield found
 
 
@@ -208,7 +208,7 @@ def compile_share(several: Geometries, share: int, of: int) -> None:
         found = geometries[share::of]
         bench = Bench(small, 256, dtype) if found else None
         for tile in found:
-            for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.early else 3]:
+            for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.prefetch else 3]:
                 try:
                     bench.ours(replace(tile, **how))(bench.weights[0])
                 except Exception:  # the process that times it reports it
@@ -340,7 +340,7 @@ def describe(tile: MatmulTile) -> str:
     flags = (
         " tma" * tile.tma
         + " unswapped" * (not tile.swap)
-        + f" early {tile.early}+{tile.ahead} pace {tile.pace}" * (tile.early > 0)
+        + f" prefetch {tile.prefetch}+{tile.prefetch_l2} every {tile.prefetch_cycles}" * (tile.prefetch > 0)
     )
     return f"{tile.tokens}x{tile.outputs}x{tile.inputs} w{tile.warps} s{tile.stages} {how}{flags}"
 
@@ -387,7 +387,7 @@ def chosen(record: dict) -> MatmulTile | None:
     library = min(us for name, us in record["library"].items() if not name.startswith("tensor"))
     shape = record["rows"], record["outputs"], record["inputs"]
     for us, tile in tiles_of(record):
-        if not tile.shares(*shape) or tile.launch(*shape)[1] <= MOST_SHARED_TILES:
+        if not tile.splits_tiles(*shape) or tile.launch(*shape)[1] <= MOST_SHARED_TILES:
             return tile if us <= library else None
     return None
 

@@ -60,8 +60,8 @@ class _Compiled:
 
 @dataclass(slots=True, eq=False)
 class GrammarState:
-    """Place of one sequence's output in its grammar. The engine's thread advances the matcher while `ready` is set; a
-    mask thread reads it while `ready` is clear."""
+    """Position of one sequence's output in its grammar. The engine's thread advances the matcher while `ready` is set;
+    a mask thread reads it while `ready` is clear."""
 
     matcher: Matcher
     mask_W: NDArray[np.uint32]
@@ -92,7 +92,7 @@ class CompilingGrammar:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A sequence that its grammar ends without another token."""
+    """A sequence that its grammar ends."""
 
     uid: int
     reason: FinishReason
@@ -136,17 +136,17 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> _Compiled:
         matcher = self._compiler.compile(grammar)
         if matcher.finished:
-            raise RequestError("grammar: it allows the empty output alone")
+            raise RequestError("grammar: it allows only the empty output")
         compiled = _Compiled(matcher, np.zeros(self._words, np.uint32))
         # The first mask is the most expensive one.
         matcher.mask(compiled.mask_W)
         compiled.mask_W &= self._not_eos_W
         if not compiled.mask_W.any():
-            raise RequestError("grammar: no output fits it that this model's tokens can write")
+            raise RequestError("grammar: no sequence of this model's tokens fits it")
         return compiled
 
     def compiled(self) -> tuple[list[Sequence], list[Ended]]:
-        """Return sequences that may run since the last call, and those that never will."""
+        """Return the sequences whose grammar was compiled since the last call, and those whose grammar failed."""
         ready: list[Sequence] = []
         refused: list[Ended] = []
         for waiting in list(self._compiling):
@@ -164,7 +164,7 @@ class Grammars:
                     ready.append(tracked.seq)
                 else:
                     tracked.seq.status = Status.FINISHED
-                    refused.append(Ended(uid, FinishReason.REJECTED, _words(error)))
+                    refused.append(Ended(uid, FinishReason.REJECTED, _detail(error)))
         return ready, refused
 
     @property
@@ -188,7 +188,7 @@ class Grammars:
         self.running += 1
 
     def leave(self, tracked: Tracked) -> None:
-        """The sequence is over."""
+        """Drop a sequence that has ended."""
         if tracked.grammar is not None:
             self.running -= 1
         if tracked.compiling is not None:
@@ -202,12 +202,12 @@ class Grammars:
         began = time.perf_counter()
         try:
             state.matcher.advance(token)
-        except Exception as error:  # a plugin's method may raise anything; it concerns this request alone
-            return Ended(uid, FinishReason.REJECTED, _words(error))
+        except Exception as error:  # a plugin's method may raise anything; only this request fails
+            return Ended(uid, FinishReason.REJECTED, _detail(error))
         if (taken := time.perf_counter() - began) > _SLOW_SECONDS:
             state.slow += taken
             if state.slow > _SLOW_TOTAL_SECONDS:
-                detail = f"grammar: following the output held everybody up for {state.slow:.1f} s: is it ambiguous?"
+                detail = f"grammar: following the output delayed all requests by {state.slow:.1f} s: is it ambiguous?"
                 return Ended(uid, FinishReason.REJECTED, detail)
         if state.matcher.finished:
             return Ended(uid, FinishReason.STOP)
@@ -242,7 +242,7 @@ class Grammars:
             elif state.matcher.accepting:
                 ended.append(Ended(uid, FinishReason.STOP))
             else:
-                detail = "grammar: its output has come to a point where no token may follow"
+                detail = "grammar: no token may follow the output so far, which is not complete"
                 ended.append(Ended(uid, FinishReason.REJECTED, detail))
         return masks, ended
 
@@ -261,7 +261,7 @@ class Grammars:
                     state.mask_W |= state.stops_W
                 state.empty = not state.mask_W.any()
             except Exception as error:  # as in advance
-                state.error = _words(error)
+                state.error = _detail(error)
             state.ready.set()
 
     def _bits(self, tokens: Iterable[int]) -> NDArray[np.uint32]:
@@ -278,7 +278,7 @@ class Grammars:
 
 
 def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool) -> Grammars | None:
-    """None = the app has no such part. `patient`: every row waits for its mask, however late that is."""
+    """Return None if the app has no such part. `patient`: every row waits for its mask without a time limit."""
     if "grammar" not in composition.parts:
         return None
     model = composition.part("model")
@@ -291,7 +291,7 @@ def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool) 
     return Grammars(compiler, vocabulary, threading.TIMEOUT_MAX if patient else composition.engine.mask_wait)
 
 
-def _words(error: BaseException) -> str:
+def _detail(error: BaseException) -> str:
     if isinstance(error, RequestError):
         return str(error)
     log.error("a grammar component failed", exc_info=error)

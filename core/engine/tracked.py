@@ -1,4 +1,4 @@
-"""Tracked: everything that rank 0's engine keeps for one sequence, besides what scheduler and allocator keep."""
+"""Tracked: the record that rank 0's engine keeps for one sequence. Scheduler and allocator keep their own state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """From `Engine.add` until the sequence ends, whatever ends it. Dropping the record drops all of its state."""
+    """Record of a sequence from `Engine.add` until it ends. Dropping the record drops all of its state."""
 
     seq: Sequence
     compiling: CompilingGrammar | None = None
     """The grammar that the sequence waits for before the scheduler gets it. Written by Grammars."""
     grammar: GrammarState | None = None
-    """The output's place in its grammar. Written by Grammars."""
+    """Position of the output in its grammar. Written by Grammars."""
     embedding: tuple[int, NDArray[np.float32]] | None = None
     """(epoch, sum of the pooled states so far) of a prompt that is embedded in chunks. Written by Results."""
     prompt_logprobs: tuple[int, int, int] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -87,8 +87,7 @@ class EngineLoop:
         engine, requests = self._engine, self._requests
         while self._take_commands():
             if engine.has_work:
-                for event in engine.step():
-                    requests.note(event)
+                requests.note(engine.step())
             self._publish()
 
     def _take_commands(self) -> bool:
@@ -199,31 +198,28 @@ class EngineRequests:
         for request in [request for request in self._requests.values() if request.port is port]:
             self.abort(request.id)
 
-    def note(self, event: SequenceEvent) -> None:
-        """Turn an event of a step into an update of its user."""
-        request = self._by_uid.get(event.uid)
-        if request is None:
-            return
-        if event.reason is FinishReason.REJECTED:
-            del self._requests[request.id]
-            self._drop(request)
-            self._reject(request.port, request.id, event.detail, 400)
-            return
-        request.port.updates.append(
-            SampleUpdate(
-                request.id,
-                event.uid & 0xFF,
-                event.tokens,
-                REASONS[event.reason] if event.reason else None,
-                event.hidden,
-                event.logprobs,
-                event.prompt_logprobs,
-                request.sequences[0].cached,
-                pooled=event.pooled_C,
+    def note(self, events: Iterable[SequenceEvent]) -> None:
+        """Turn the events of a step into updates of their users."""
+        find = self._by_uid.get
+        for event in events:
+            uid, tokens, logprobs, prompt_logprobs, reason, detail, pooled_C, hidden = event
+            request = find(uid)
+            if request is None:
+                continue
+            if reason is FinishReason.REJECTED:
+                del self._requests[request.id]
+                self._drop(request)
+                self._reject(request.port, request.id, detail, 400)
+                continue
+            text = None if reason is None else REASONS[reason]
+            cached = request.sequences[0].cached
+            request.port.updates.append(
+                SampleUpdate(
+                    request.id, uid & 0xFF, tokens, text, hidden, logprobs, prompt_logprobs, cached, "", 0, pooled_C
+                )
             )
-        )
-        if event.reason is not None:
-            self._ended(request, event.uid)
+            if reason is not None:
+                self._ended(request, uid)
 
     def _reject(self, port: Port, id: int, detail: str, status: int) -> None:
         port.updates.append(SampleUpdate(id, 0, (), REASONS[FinishReason.REJECTED], detail=detail, status=status))

@@ -55,6 +55,19 @@ class _Inbox:
             yield from deltas
 
 
+class _WholeInbox(_Inbox):
+    """Wakes the waiting thread once, when the request has ended: for callers that want the whole output."""
+
+    def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
+        super().__init__(on_done)
+        self._gathered: list[Delta] = []
+
+    def deliver(self, request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
+        self._gathered += deltas
+        if request.ended:
+            super().deliver(request, self._gathered, error)
+
+
 class LLM:
     """A running engine.
 
@@ -117,7 +130,7 @@ class LLM:
         generations = [
             _blank(prompt if isinstance(prompt, str) else None, self._encode(prompt), p.n) for prompt, p in pairs
         ]
-        inboxes = [_Inbox(on_done) for _ in pairs]
+        inboxes = [_WholeInbox(on_done) for _ in pairs]
         options = RequestOptions(**request)
         # Every prompt is checked before the first one runs.
         opened = self._submit(
@@ -155,7 +168,7 @@ class LLM:
         if dimensions is not None and not 1 <= dimensions <= size:
             raise ValueError(f"dimensions={dimensions}: this model's embeddings have {size}")
         pairs = self._pairs(prompts, None)
-        inboxes = [_Inbox() for _ in pairs]
+        inboxes = [_WholeInbox() for _ in pairs]
         options = RequestOptions(**request, pooling=pooling or stated.pooling)
         opened = self._submit(
             [

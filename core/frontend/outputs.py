@@ -93,14 +93,14 @@ class StopStringMatcher:
         if self._detokenizer is None:
             self.tokens += len(tokens)
             return "", False
+        if not self.stop:
+            self.tokens += len(tokens)
+            push = self._detokenizer.push
+            return push(tokens[0]) if len(tokens) == 1 else "".join(map(push, tokens)), False
         shown = ""
         for token in tokens:
             self.tokens += 1
-            piece = self._detokenizer.push(token)
-            if not self.stop:
-                shown += piece
-                continue
-            self._held += piece
+            self._held += self._detokenizer.push(token)
             found = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
             if found:
                 at, stop = min(found)

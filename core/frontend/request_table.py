@@ -42,6 +42,8 @@ class Transport(Protocol):
         can. Raises RequestError, before anything is sent, for a value that cannot be sent."""
 
 
+_new = tuple.__new__
+
 Deliver = Callable[["OpenRequest", list[Delta], Exception | None], None]
 """Called with what one message brought for a request, and the error that ended it. `OpenRequest.ended` is already up to
 date. It is called in the thread that called `receive` or `fail`, never twice at once for one request."""
@@ -76,6 +78,8 @@ class OpenRequest:
     """Prompt tokens found in the prefix cache."""
     ended: bool = False
     """The request is complete, failed or aborted. Written under the table's lock."""
+    undelivered: list[Delta] = field(default_factory=list)
+    """What the message at hand has brought so far."""
 
 
 @dataclass(slots=True)
@@ -248,20 +252,19 @@ class RequestTable:
         if not message.updates:
             return
         now = time.perf_counter()
-        brought: dict[int, tuple[OpenRequest, list[Delta]]] = {}
+        find, touched = self._requests.get, []
         for update in message.updates:
-            request = self._requests.get(update.id)
+            request = find(update.id)
             if request is None:
                 continue
             if update.reason == "rejected":
                 self._reject(request, update)
             elif update.sample in request.open:
-                delta = self._delta(request, update, now)
-                if request.id in brought:
-                    brought[request.id][1].append(delta)
-                else:
-                    brought[request.id] = request, [delta]
-        for request, deltas in brought.values():
+                if not request.undelivered:
+                    touched.append(request)
+                request.undelivered.append(self._delta(request, update, now))
+        for request in touched:
+            deltas, request.undelivered = request.undelivered, []
             alive = not request.ended
             if not request.open:
                 request.timing.finished = now
@@ -276,6 +279,13 @@ class RequestTable:
     def _delta(self, request: OpenRequest, update: SampleUpdate, now: float) -> Delta:
         sample, tokens, reason = update.sample, update.tokens, update.reason
         matcher = request.matchers[sample]
+        request.cached = update.cached
+        if tokens and request.unread:
+            self._note_first_tokens(request, now)
+        if reason is None and not matcher.stop:
+            # Nearly every update. Delta(...) itself would take as long as all of this.
+            text, _ = matcher.push(tokens)
+            return _new(Delta, (sample, text, tokens, update.logprobs, update.prompt_logprobs, None, None))
         before = matcher.tokens
         text, stopped = matcher.push(tokens[:-1] if update.hidden else tokens)
         if stopped:
@@ -287,15 +297,15 @@ class RequestTable:
             text += matcher.flush()
         if reason is not None:
             request.open.discard(sample)
-        request.cached = update.cached
-        if tokens and request.unread:
-            request.timing.first_token = now
-            with self._lock:
-                if not request.ended:
-                    self._replicas[request.replica].load.add(0, -request.unread)
-                    request.unread = 0
         logprobs = update.logprobs[: len(tokens)]
         return Delta(sample, text, tokens, logprobs, update.prompt_logprobs, reason, update.pooled)
+
+    def _note_first_tokens(self, request: OpenRequest, now: float) -> None:
+        request.timing.first_token = now
+        with self._lock:
+            if not request.ended:
+                self._replicas[request.replica].load.add(0, -request.unread)
+                request.unread = 0
 
     def _answer(self, reply: Reply) -> None:
         with self._lock:

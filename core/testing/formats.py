@@ -1,4 +1,4 @@
-"""An activation format that no built-in component has, as a third party would bring it.
+"""An activation format that no built-in component has, as a third-party plugin would define it.
 
 Shapes: T tokens, C columns, G scale groups.
 """
@@ -11,7 +11,7 @@ from dovetail.core.interfaces import ActFormat
 
 
 def scale_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float16 values in [-1, 1], float32 scale_T1)"""
+    """Return (float16 values in [-1, 1], float32 scale_T1)."""
     scale_T1 = x_TC.abs().amax(dim=-1, keepdim=True).clamp(min=1e-6)
     return (x_TC / scale_T1).half(), scale_T1
 
@@ -34,4 +34,4 @@ SCALED_ROWS = ActFormat(
     encode=_triton_encode(),
     reference=scale_rows,
 )
-"""Each row divided by its greatest magnitude, in float16 whatever the model's dtype."""
+"""Each row divided by its maximum magnitude, in float16 for every model dtype."""

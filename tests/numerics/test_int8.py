@@ -1,4 +1,4 @@
-"""quant=int8 against the unquantized product.
+"""quant=int8 against the unquantized matmul.
 
 Shapes: T tokens, I input, O output.
 """
@@ -36,7 +36,7 @@ def test_error_within_its_bound(tokens, inp, out):
     got = method.apply(params, x, bias_O)
 
     expected = x_TI @ weight_OI.t() + bias_O
-    # Rounding moves an entry of x by at most half its row's step, an entry of the weight by half its channel's.
+    # Rounding changes an entry of x by at most half its row's step, and an entry of the weight by half its channel's.
     step_x, step_w = x.scale / 2, params["scale"] / 2
     bound = step_x * weight_OI.abs().sum(1) + x_TI.abs().sum(1, keepdim=True) * step_w + inp * step_x * step_w
     assert ((got - expected).abs() <= bound + 1e-4).all()
@@ -54,7 +54,7 @@ def test_model_stays_near_the_unquantized_one(tmp_path):
     options = ({}, {"quantizer": Int8(Int8Config())}, {"dtype": torch.bfloat16})
     plain, int8, bfloat16 = (Driver(load_model(tmp_path, **each)).step([("a", tokens)])[0] for each in options)
     int8_error, bfloat16_error = ((got - plain).norm() / plain.norm() for got in (int8, bfloat16))
-    # Random weights amplify any rounding, so the yardstick is what another format's rounding does to the same model.
+    # Random weights amplify any rounding, so compare with another format's rounding of the same model.
     assert 0 < int8_error < 4 * bfloat16_error < 0.3
 
 

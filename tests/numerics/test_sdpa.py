@@ -18,7 +18,7 @@ H, K, D, PAGE_TOKENS, PAGES = 6, 2, 16, 4, 40
 
 
 def make_step(lengths, counts, num_decode, window=0, tree_width=0, slack=0, dtype=torch.float32):
-    """Random q, k, v in pages that are NaN wherever nothing was written: backend, layer, ctx, q and the pages."""
+    """Make random q, k, v in pages that are NaN elsewhere. Return backend, layer, ctx, q and the pages."""
     torch.seed()
     plane = (K, D)
     group = KVGroup(0, (0, 1), (Plane("k", plane, dtype), Plane("v", plane, dtype)), page_tokens=PAGE_TOKENS)
@@ -93,7 +93,7 @@ def attend_by_loops(layer, ctx, q_THD, pool, tables):
 def test_equals_loops(options):
     backend, layer, ctx, q_THD, pool, tables = make_step(**options)
     if ctx.meta.tree_mask_TW is not None:
-        ctx.meta.tree_mask_TW.fill_(True).tril_()  # at least its own path, then some random siblings gone
+        ctx.meta.tree_mask_TW.fill_(True).tril_()  # every token keeps itself; below, some ancestors are masked
         ctx.meta.tree_mask_TW[1, 0] = ctx.meta.tree_mask_TW[6, 1] = False
         ctx = backend.plan_device(ctx.meta, ctx.host, None)
     got = backend.attend(layer, ctx, q_THD)[PLAIN].values

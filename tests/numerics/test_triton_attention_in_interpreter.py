@@ -1,4 +1,4 @@
-"""Runs test_triton_attention.py in Triton's interpreter, in a process: Triton reads its flag when it is imported."""
+"""Run test_triton_attention.py in Triton's interpreter, in a separate process: Triton reads its flag on import."""
 
 import importlib.util
 import os
@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.timeout(900)
 def test_triton_attention_in_interpreter():
     suite = Path(__file__).with_name("test_triton_attention.py")
-    # The contract takes the interpreter as long as the rest: a nightly job's, as on a GPU.
+    # The contract takes as long as the rest in the interpreter, so it runs nightly, like on a GPU.
     some = [] if os.environ.get("DOVETAIL_KERNELS") == "all" else ["-k", "not TestContract"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *some, str(suite)],

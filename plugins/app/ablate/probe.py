@@ -1,4 +1,4 @@
-"""Answers of a variant for `quality`: greedy outputs of fixed prompts, and log-likelihoods of fixed texts."""
+"""Answers of a variant for `quality`: greedy outputs of fixed prompts, and log-probabilities of fixed texts."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class Drive(ABC):
         """Make a hung `run` return; called by another thread."""
 
     def figures(self) -> dict[str, Any]:
-        """Return the engines' figures of the run; None = unknown."""
+        """Return the engines' figures of the run; a value that they cannot measure is None."""
         return _figures(self.replicas, self._counted())
 
     def _next(self) -> tuple[Sequence[int], SamplingParams, RequestOptions]:
@@ -222,7 +222,7 @@ class StepDrive(Drive):
         self.engine = engine
         super().__init__(requests, on_done)
         self._running: dict[int, Timeline] = {}
-        """Sequence uid -> its request."""
+        """Timelines by uid."""
         self._steps = 0
 
     def _counted(self) -> list[tuple[Counters, int]]:
@@ -331,7 +331,7 @@ class TableDrive(Drive):
             self.replicas[replica].kv.append(KVSample(stats.kv_usage, stats.tokens_owned, stats.tokens_used))
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of all replicas together, and of each."""
+        """Figures of all replicas together, and of each."""
         now = self._counted()
         each = [
             {"requests": one.requests, "output_tokens": one.output_tokens} | _figures([one], [after])

@@ -12,7 +12,7 @@ import triton
 
 from dovetail.core.interfaces import ActFormat, Bundle
 from dovetail.core.ops.formats import EmitPlan, plan_emit, scales_of_row
-from dovetail.core.ops.kernels.formats import Target, collect
+from dovetail.core.ops.kernels.formats import EncodeTarget, collect
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.collective.sharded import shard_rows
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, argmax_over_ranks, one_shot, two_shot
@@ -80,7 +80,7 @@ class Reducer:
         x_TC = x_TC.contiguous()
         tokens, columns = x_TC.shape
         plan = plan_emit(emit)
-        target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
+        target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
         plain = torch.empty_like(x_TC) if plan.plain else None
         summed = torch.empty_like(x_TC)
         block = _waited(target.block(columns, whole_row=True), x_TC)
@@ -124,7 +124,7 @@ class Reducer:
         tokens, columns = x_TC.shape
         rows = shard_rows(tokens, self.size)
         plan, mail = plan_emit(emit), self.mail
-        target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
+        target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
         plain = torch.empty_like(x_TC) if plan.plain else None
         summed_SC = x_TC.new_empty(rows, columns)
         block = _waited(target.block(columns, whole_row=True), x_TC)
@@ -269,7 +269,7 @@ def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
         "eps": 0.0,
         "NORM": False,
         "VALUES": block,
-        **Target(None).arguments(block),
+        **EncodeTarget(None).arguments(block),
     }
 
 

@@ -126,13 +126,13 @@ BROKEN = {
     RoundsEveryRow: "test_rows_without_an_adapter_stay_as_they_are",
     FirstSlotForAll: "test_a_row_has_the_adapter_of_its_slot",
     Synchronizes: "test_apply_waits_for_nothing",
-    FirstPartAlone: "test_matrices_that_it_does_not_name_stay_as_they_are",
+    FirstPartAlone: "test_matrices_that_an_adapter_lacks_do_not_change",
     WholeOnEveryRank: "test_ranks_together_equal_one",
-    NeverReplaces: "test_any_slot_gives_the_same",
-    DropEmptiesSlots: "test_a_slot_keeps_what_was_dropped",
-    ReadsLate: "test_reading_in_a_thread_of_its_own",
-    TakesAnything: "test_what_does_not_fit_is_refused_and_harms_nobody",
-    Forgetful: "test_slots_are_without_effect_at_first",
+    NeverReplaces: "test_all_slots_are_equivalent",
+    DropEmptiesSlots: "test_a_slot_keeps_its_adapter_after_drop",
+    ReadsLate: "test_reading_in_a_separate_thread",
+    TakesAnything: "test_an_invalid_adapter_is_refused_without_side_effects",
+    Forgetful: "test_empty_slots_have_no_effect",
 }
 
 

@@ -82,14 +82,14 @@ class ReadsItAllAgain(Sound):
 
 
 BROKEN: dict[type[Sound], str] = {
-    AnyReplica: "test_it_chooses_one_that_takes_requests",
-    PlaceInTheList: "test_it_chooses_one_that_takes_requests",
+    AnyReplica: "test_it_chooses_an_available_replica",
+    PlaceInTheList: "test_it_chooses_an_available_replica",
     Draws: "test_equal_calls_give_equal_choices",
-    Sorts: "test_it_changes_nothing_that_it_is_given",
+    Sorts: "test_it_does_not_change_its_arguments",
     StaysWithAPrefix: "test_every_replica_gets_work_when_none_ends",
     FirstComeFirstBurdened: "test_every_replica_gets_work_when_none_ends",
-    NeverForgives: "test_a_replica_that_comes_back_gets_work",
-    ReadsItAllAgain: "test_work_does_not_grow_with_what_was_routed",
+    NeverForgives: "test_a_restarted_replica_gets_work",
+    ReadsItAllAgain: "test_cost_does_not_grow_with_routed_requests",
 }
 
 

@@ -101,10 +101,10 @@ BROKEN: dict[type[Workload], str] = {
     OwnVocabulary: "test_ids_stay_in_a_small_vocabulary",
     EmptyOutput: "test_every_request_can_run",
     Backwards: "test_requests_come_in_order",
-    TwiceAsFast: "test_the_rate_is_the_one_asked_for",
+    TwiceAsFast: "test_the_rate_is_the_requested_one",
     GlobalDraws: "test_equal_seeds_give_equal_requests",
     Remembers: "test_equal_seeds_give_equal_requests",
-    AnyLength: "test_what_does_not_fit_is_refused",
+    AnyLength: "test_too_long_requests_are_refused",
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from dovetail import LLM, ConfigError, RequestError, SamplingParams
 from dovetail.core.interfaces import Request
+from dovetail.plugins.logits.penalties import Penalties
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -146,21 +147,25 @@ def test_a_bad_request_says_why_and_harms_nobody(
     assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
 
 
-def test_a_processor_hears_of_slots_that_it_changed_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = llm.engine.executor._runner.processors["penalties"]  # type: ignore[attr-defined]
-    heard, join = [], processor.join
+def test_a_processor_joins_sequences_that_use_it_and_their_successors(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank's processor. Those on the host join requests that use them only."""
+    joined: dict[Penalties, list[float]] = {}
+    join = Penalties.join
 
-    def listening(slot: int, request: Request) -> None:
-        heard.append(request.params.presence_penalty)
-        join(slot, request)
+    def counted(self: Penalties, slot: int, request: Request) -> None:
+        joined.setdefault(self, []).append(request.params.presence_penalty)
+        join(self, slot, request)
 
-    monkeypatch.setattr(processor, "join", listening)
+    monkeypatch.setattr(Penalties, "join", counted)
     plain, penalised = (SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=p) for p in (0.0, 2.0))
     before = [llm.generate("import os", plain)[0].token_ids for _ in range(2)]
-    assert heard == []
+    assert not joined
     llm.generate("import os", penalised)
     after = [llm.generate("import os", plain)[0].token_ids for _ in range(3)]
-    assert heard == [2.0, 0.0]
+    *host, rank = sorted(joined.values())
+    assert rank == [2.0, 0.0] and all(each == [2.0] for each in host)
     assert before + after == [before[0]] * 5
 
 

@@ -1,4 +1,4 @@
-"""Runs kernel tests in Triton's interpreter. Triton reads its flag when it is imported, so that takes a process."""
+"""Run kernel tests in Triton's interpreter. Triton reads its flag on import, so this needs a separate process."""
 
 import importlib.util
 import os
