@@ -196,7 +196,7 @@ def test_a_death_of_either_kind_is_noticed_where_it_matters(two):
     for connection in alive:
         connection.send(stream=True)
     until(lambda: two.stats()["running"] == 2)
-    os.kill(children(two.process.pid, "engine_process:main")[0], signal.SIGKILL)
+    os.kill(children(two.process.pid, "engine_main:main")[0], signal.SIGKILL)
     for connection in alive:
         assert "the engine was killed by SIGKILL" in connection.events()[-1]["error"]["message"]
         assert connection.complete()[0] == 503
