@@ -51,10 +51,8 @@ def attend_per_warp(
     PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return (weighted sum of values [M, D], sum of weights [M], maximum [M]) over keys [lo, hi).
-
-    Keys before seen_from are ignored. q is [M, D]; at_M is the index of each query's own key.
-    """
+    """Return (weighted sum of values [M, D], sum of weights [M], maximum [M]) over keys [lo, hi). Keys before seen_from
+    are ignored. q is [M, D]; at_M is the index of each query's own key."""
     SPAN: tl.constexpr = KEY_WARPS * BLOCK_N
     V: tl.constexpr = D // 2 if PAIRS else D
     BLOCK_V: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
