@@ -1,8 +1,6 @@
-"""Linear layers under tensor parallelism (Megatron-LM, Shoeybi et al. 2019).
-
-A column-parallel layer holds some output rows of each of its parts, a row-parallel one some input columns. The
-quantizer's LinearMethod stores and multiplies the weight.
-"""
+"""Linear layers under tensor parallelism (Megatron-LM, Shoeybi et al. 2019). A column-parallel layer holds some output
+rows of each of its parts, a row-parallel one some input columns. The quantizer's LinearMethod stores and
+multiplies the weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Start and end of a server in the process that the user started: log lines, signals and exit status."""
+"""Start and end of a server in the process that the user started, which answers HTTP or supervises: log lines,
+signals and exit status."""
 
 from __future__ import annotations
 

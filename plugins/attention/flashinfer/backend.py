@@ -144,7 +144,8 @@ class FlashInfer(AttentionBackend):
 
 
 def _partial_bytes(layer: AttentionLayer, processors: int) -> int:
-    """Bytes for split rows: float32 sums and weights per query head, of tiles that fill the GPU (two blocks per SM)."""
+    """Bytes that FlashInfer may need for split rows: float32 sums and weights for every query head, of as many tiles as
+    fill the GPU with two blocks per SM."""
     return layer.heads * (2 * processors // layer.kv_heads) * TILE * (layer.head_dim + 1) * 4 + (1 << 10)
 
 

@@ -8,7 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def visible(key, at, token, tree_ptr, tree_width, hi, length, WINDOW: tl.constexpr):
-    """Whether each query sees each key before `hi`. `at`: index of its own key; `token`: its row of the tree mask."""
+    """Whether each query sees each key before `hi`, in the broadcast shape of `key`, `at` (the index of each query's
+    own key) and `token` (each query's row of the tree mask)."""
     if tree_ptr is None:
         seen = key <= at
     else:

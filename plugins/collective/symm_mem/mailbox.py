@@ -1,8 +1,5 @@
-"""Memory through which the kernels of all ranks exchange data.
-
-Layout, in 32-bit words: a box per program of one_shot, then a box per program of two_shot, then optionally a box per
-program of sharded for gathered rows. kernels.py describes the content of a box.
-"""
+"""Memory through which the kernels of all ranks exchange data, in 32-bit words: a box (see kernels.py) per program of
+one_shot, then per program of two_shot, then optionally per program of sharded for gathered rows."""
 
 from __future__ import annotations
 

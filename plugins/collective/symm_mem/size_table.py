@@ -15,7 +15,7 @@ REPLAYS = 3
 
 @dataclass(frozen=True, slots=True)
 class SizeTable:
-    """Fastest algorithm per message size. A size takes the entry of the next larger measured one, else the last."""
+    """Fastest algorithm per message size. Unmeasured sizes take the next larger entry, or else the last."""
 
     sizes: tuple[int, ...]
     """Bytes, ascending."""

@@ -136,8 +136,8 @@ def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D: gl.constexpr,
 def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
           D: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
           MASKED: gl.constexpr):  # fmt: skip
-    """Compute scores and weights of the block at n, whose K has arrived, and add the preceding block to the output. p:
-    weights of the preceding block, at `stage`. alpha: factor by which that block rescales the output so far."""
+    """Compute scores and weights of the block at n, whose K has arrived, and add the preceding block to the output.
+    p: weights of the preceding block, at `stage`. alpha: factor by which that block rescales the output so far."""
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
