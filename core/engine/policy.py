@@ -1,9 +1,7 @@
-"""PolicyScheduler: the mechanics that every scheduler shares. Subclasses supply the policy.
-
-The mechanics are slots, pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and
-results that arrive depth - 1 steps after their plan. A policy overrides only order or rank, admit, reject, entered,
-chunk, victim, gives_way and draft_tokens.
-"""
+"""PolicyScheduler: the mechanics that every scheduler shares. Subclasses supply the policy. The mechanics are slots,
+pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and results that arrive depth - 1
+steps after their plan. A policy overrides only order or rank, admit, reject, entered, chunk, victim, gives_way and
+draft_tokens."""
 
 from __future__ import annotations
 
@@ -396,8 +394,7 @@ class PolicyScheduler(Scheduler):
             heapq.heapify(self._ranked)
 
     def _awaits_parent(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """Whether the parent's prompt is not yet computed by an earlier plan. Forked pages are copied before a plan's
-        forward, so the same plan cannot fill them."""
+        """Whether no earlier plan computes the parent's prompt: forked pages are copied before a plan's forward."""
         parent = seq.parent
         if parent is None or parent.status is Status.FINISHED:
             return False
@@ -451,8 +448,7 @@ class PolicyScheduler(Scheduler):
         self._enqueue(seq, self.resuming)
 
     def _leave(self, seq: Sequence) -> None:
-        """Free the slot and the pages. Both can be reused at once: plans run in order, so the next owner writes after
-        the last read."""
+        """Free slot and pages for reuse at once: plans run in order, so the next owner writes after the last read."""
         if self.running.pop(seq.uid, None) is not None:
             heapq.heappush(self._free_slots, seq.slot)
             self._leaves.append(seq.slot)
