@@ -394,7 +394,8 @@ class PolicyScheduler(Scheduler):
             heapq.heapify(self._ranked)
 
     def _awaits_parent(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """Whether no earlier plan computes the parent's prompt: forked pages are copied before a plan's forward."""
+        """Whether the parent's prompt is not yet computed by an earlier plan. Forked pages are copied before a plan's
+        forward, so the same plan cannot fill them."""
         parent = seq.parent
         if parent is None or parent.status is Status.FINISHED:
             return False

@@ -159,9 +159,9 @@ class Fleet(ABC):
         *,
         keep: Collection[str] = (),
     ) -> Stream:
-        """Queue a request on the router's replica. With `options.pooling`, one Delta has the embedding. `keep`: special
-        tokens whose text is output. Raises EngineDown and RequestError; if the engine refuses, the stream raises
-        RequestError."""
+        """Queue a request on the replica that the router chooses. With `options.pooling`, one Delta has the embedding.
+        `keep`: special tokens whose text is part of the output. Raises EngineDown and RequestError. If the engine
+        refuses the request, the stream raises RequestError."""
         self._check_ready()
         if params.stop:
             _ = self.tokenizer

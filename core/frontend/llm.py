@@ -74,9 +74,9 @@ class _WholeInbox(_Inbox):
 
 
 class LLM:
-    """A running engine: a context manager, or `close` it. `LLM("llama_folder")`,
-    `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any override of the command line. A model path that is
-    a folder is read as `model=llama model.path=...`."""
+    """A running engine. `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any
+    override of the command line. A model path that is a folder is read as `model=llama model.path=...`. Use it as a
+    context manager, or `close` it."""
 
     def __init__(
         self,

@@ -88,7 +88,8 @@ class StopStringMatcher:
         """Output tokens pushed."""
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        """Return (new text not held back, whether a stop string was found); `tokens` then ends with that string."""
+        """Return (new text without what is held back, whether a stop string was found). `tokens` then counts up to the
+        token that completed the stop string."""
         if self._detokenizer is None:
             self.tokens += len(tokens)
             return "", False

@@ -36,8 +36,8 @@ class Transport(Protocol):
     """Connection to one engine."""
 
     def send(self, *commands: Command) -> None:
-        """Send commands, from any thread; the engine executes them between the same two steps if it can. A dead
-        engine's are dropped. Raises RequestError, before anything is sent, for a value that cannot be encoded."""
+        """Send commands, from any thread; the engine executes them between the same two steps if it can. Commands to a
+        dead engine are dropped. Raises RequestError, before anything is sent, for a value that cannot be encoded."""
 
 
 _new = tuple.__new__

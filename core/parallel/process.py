@@ -81,7 +81,7 @@ def enter(control_fd: int, parent: int, *ignored: signal.Signals) -> Channel:
 
 
 def _die_with(parent: int) -> None:
-    """Let Linux end this process with its parent, even in a collective. Elsewhere the closed socket shows it."""
+    """Let Linux end this process with its parent, even in a collective. Elsewhere the closed socket shows that end."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

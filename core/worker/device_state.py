@@ -51,7 +51,7 @@ class DeviceState:
         """Created at the first draft with probabilities."""
 
     def apply(self, plan: StepPlan, joined: Seq[SlotInfo], extra: Seq[Section] = ()) -> list[torch.Tensor]:
-        """Apply joins (`joined`: their records) and page tables. `extra` travels along and is returned as int64."""
+        """Apply joins (`joined`: their records) and page tables. Return `extra`, sent along, as int64 tensors."""
         scalars: list[int] = []
         for join, info in zip(plan.joins, joined, strict=True):
             request, params = info.blob.request, info.params

@@ -177,7 +177,8 @@ class StepClock:
         return event
 
     def read(self, began: Mark, done: Mark) -> tuple[float, float]:
-        """Seconds between a step's marks, and idle seconds before. Read steps in order, after their marks passed."""
+        """Return the seconds between the two marks of a step, and the idle seconds between the end of the previous step
+        and the first mark. Steps are read in order, each after its marks have passed."""
         last, self._last = self._last, done
         return _seconds(began, done), 0.0 if last is None else max(_seconds(last, began), 0.0)
 
@@ -193,7 +194,7 @@ def _seconds(first: Mark, second: Mark) -> float:
 def pooled_states(
     rows: Rows, starts: Seq[int], states_TC: torch.Tensor, slots: Slots
 ) -> tuple[list[int], torch.Tensor] | None:
-    """Indices of rows with a RowResult.pooled_C, and these in float32. `starts`: index of each row's first token."""
+    """Indices of rows with a RowResult.pooled_C, and the states in float32. `starts`: index of rows' first tokens."""
     if slots.pooling.isdisjoint(rows.slots):
         return None
     places, found = [], []

@@ -152,7 +152,8 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
-        """Enqueue a plan without waiting for the device; with late inputs, only forward, and `complete` must follow."""
+        """Enqueue a plan. If the plan has late inputs, only its forward half is enqueued; `complete` must follow. On
+        CUDA this returns while the device still runs earlier plans."""
         self._use_device()
         step = self._forward(plan, blobs)
         if plan.late:

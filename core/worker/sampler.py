@@ -102,9 +102,9 @@ def verify_rejection(
     key_R: torch.Tensor,
     position_RW: torch.Tensor,
 ) -> VerifiedDrafts:
-    """Verify by lossless rejection (Leviathan et al. 2023, Chen et al. 2023): accept draft x with probability min(1,
-    p(x)/q(x)). At the first rejection draw from max(p - q, 0) normalised; if all are accepted draw from p. draft_RK was
-    drawn from q_RKV."""
+    """Verify by lossless rejection (Leviathan et al. 2023, Chen et al. 2023): accept draft x with probability
+    min(1, p(x)/q(x)). At the first rejection draw from max(p - q, 0) normalised; if all are accepted draw from p.
+    draft_RK was drawn from q_RKV."""
     rows, drafts = draft_RK.shape
     vocab = p_RWV.shape[-1]
     p_draft = p_RWV[:, :drafts].gather(-1, draft_RK[..., None]).squeeze(-1)

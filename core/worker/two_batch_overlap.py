@@ -83,7 +83,8 @@ def why_useless(least: int, budget: int, ranks: int) -> str | None:
 
 
 def middle(host: HostBounds) -> int:
-    """Tokens of the first half; 0 = no cut. Large steps cut a chunk at a multiple of TILE; decode rows stay whole."""
+    """Return the number of tokens of the first half; 0 = the step cannot be cut. In large steps a cut within a chunk
+    is at a multiple of TILE. Decode rows are not cut."""
     total = sum(host.counts)
     wanted = total // 2
     if wanted >= 4 * TILE:
