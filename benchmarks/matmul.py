@@ -9,7 +9,7 @@ graphs of consecutive matmuls, each with its own weight, more of them than the L
 one rank of eight. What a tile that prefetches its weight gains depends on the preceding kernel: for that, layer.py
 times whole layers. The limit is the weight's bytes at --bandwidth. FILE gets the best candidates as JSON.
 
---table writes core/ops/tuned_tiles.py from such files, and from those of layer.py. A shape in several files counts as
+--table writes core/ops/tuned_tiles.json from such files, and from those of layer.py. A shape in several files counts as
 measured in the last one; shapes of the table that no file has stay as they are.
 """
 
@@ -373,7 +373,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.44, help="read bandwidth of the memory, TB/s")
     parser.add_argument("--seconds", type=float, default=500.0, help="start no shape after this time")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="write core/ops/tuned_tiles.py")
+    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="write core/ops/tuned_tiles.json")
     args = parser.parse_args()
     if args.table is not None:
         write_table(args.table)

@@ -1,21 +1,16 @@
-"""Results of matmul.py and layer.py as the table core/ops/tuned_tiles.py, for matmul.py --table."""
+"""Results of matmul.py and layer.py as the table core/ops/tuned_tiles.json, for matmul.py --table."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
-from dovetail.core.ops.tuned_tiles import MEASURED
+from dovetail.core.ops.tuned_tiles import MEASURED, Key, Rows, write_tiles
 
-TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.py"
-
-Key = tuple[str, str, int, int]
-Rows = dict[int, MatmulTile | None]
+TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.json"
 
 
 def tiles_of(record: dict) -> Iterator[tuple[float, MatmulTile]]:
@@ -37,16 +32,6 @@ def chosen(record: dict) -> MatmulTile | None:
     return None
 
 
-def table(files: list[Path]) -> dict[Key, Rows]:
-    found: dict[Key, Rows] = dict(MEASURED)
-    for file in files:
-        content = json.loads(file.read_text())
-        for record in content["products"]:
-            key = (content["device"], record["dtype"], record["outputs"], record["inputs"])
-            found[key] = dict(sorted({**found.get(key, {}), record["rows"]: chosen(record)}.items()))
-    return dict(sorted(found.items()))
-
-
 def shortest(rows: Rows) -> Rows:
     """Keep the last of neighbours with the same tile, and nothing after the last tile."""
     kept = {list(group)[-1]: tile for tile, group in groupby(rows, key=lambda n: rows[n])}
@@ -55,25 +40,11 @@ def shortest(rows: Rows) -> Rows:
     return kept
 
 
-def source(tile: MatmulTile | None) -> str:
-    """Python source of a tile without the defaults."""
-    if tile is None:
-        return "None"
-    default = MatmulTile(0, 0, 0)
-    named = [(field.name, getattr(tile, field.name)) for field in fields(tile)]
-    sizes = [str(value) for _, value in named[:3]]
-    rest = [f"{name}={value}" for name, value in named[3:] if value != getattr(default, name)]
-    return f"MatmulTile({', '.join([*sizes, *rest])})"
-
-
 def write_table(files: list[Path]) -> None:
-    """Replace the entries of the table's module; the text around them stays."""
-    entries = ""
-    for key, rows in table(files).items():
-        lines = "".join(f"        {most}: {source(tile)},\n" for most, tile in shortest(rows).items())
-        name = ", ".join([json.dumps(key[0]), json.dumps(key[1]), *map(str, key[2:])])
-        entries += f"    ({name}): {{\n{lines}    }},\n" if lines else f"    ({name}): {{}},\n"
-    old = TABLE.read_text()
-    new, count = re.subn(r"(?ms)(^MEASURED\b[^\n]* = \{\n).*?(^\}$)", lambda found: found[1] + entries + found[2], old)
-    assert count == 1, f"{TABLE} has no table"
-    TABLE.write_text(new)
+    found: dict[Key, Rows] = dict(MEASURED)
+    for file in files:
+        content = json.loads(file.read_text())
+        for record in content["products"]:
+            key = (content["device"], record["dtype"], record["outputs"], record["inputs"])
+            found[key] = dict(sorted({**found.get(key, {}), record["rows"]: chosen(record)}.items()))
+    write_tiles({key: shortest(rows) for key, rows in sorted(found.items())}, TABLE)

@@ -6,6 +6,8 @@ Shapes: T tokens, C columns, G scale groups of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
@@ -34,6 +36,16 @@ def why_unfused(fmt: ActFormat) -> str | None:
     if isinstance(fmt.group, int) and fmt.group & (fmt.group - 1):
         return f"its group of {fmt.group} columns is no power of two"
     return None
+
+
+def triton_encode(reference: str) -> Any:
+    """Return the @triton.jit function at "package.module:name"; None without Triton, so without CUDA."""
+    try:
+        return resolve_name(reference)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
 
 
 def scales_of_row(fmt: ActFormat, columns: int) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
 import time
 from concurrent.futures import Future
+from pkgutil import resolve_name
 from typing import Any
 
 from dovetail.core.interfaces import JoinBlob
@@ -48,7 +48,7 @@ class _Worker:
         self.plans = RingReader(order["plan_fd"], self.rank - 1)
         self.blobs = RingReader(order["blob_fd"], self.rank - 1)
         self.composition = recompose(order)
-        self.load = load_object(order["loader"])
+        self.load = resolve_name(order["loader"])
         self.place = {"rank": self.rank, "size": order["size"], "address": order["address"]}
 
     def run(self) -> None:
@@ -129,9 +129,3 @@ def answer(key: str, done: Future[None]) -> dict[str, str]:
         return {"key": key, "error": "adapter: the rank is shutting down"}
     error = done.exception()
     return {"key": key, "error": "" if error is None else str(error)}
-
-
-def load_object(reference: str) -> Any:
-    """Import the object at "package.module:name"."""
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.core.interfaces import ActFormat
+from dovetail.core.ops.formats import triton_encode
 
 
 def scale_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,22 +17,12 @@ def scale_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x_TC / scale_T1).half(), scale_T1
 
 
-def _triton_encode() -> object | None:
-    try:
-        from dovetail.core.testing.kernels import encode_scaled_rows
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        return None
-    return encode_scaled_rows
-
-
 SCALED_ROWS = ActFormat(
     "scaled_rows",
     dtype=torch.float16,
     group="token",
     scale_layout="row",
-    encode=_triton_encode(),
+    encode=triton_encode("dovetail.core.testing.kernels:encode_scaled_rows"),
     reference=scale_rows,
 )
 """Each row divided by its maximum magnitude, in float16 for every model dtype."""

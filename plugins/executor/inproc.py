@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, LateInputs, Progress, StepPlan, StepResult
 from dovetail.core.parallel.slot_ledger import SlotLedger
-from dovetail.core.parallel.worker import load_object
 from dovetail.plugins.executor.config import InprocConfig
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class InprocExecutor(Executor):
         """Number of plans that have run and were not collected."""
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        rank = self._open = load_object(self.loader)(self.composition, progress, on_connect=self._keep)
+        rank = self._open = resolve_name(self.loader)(self.composition, progress, on_connect=self._keep)
         info: ExecutorInfo = rank.info
         self._runner = self._open = rank.bind(info.num_pages)
         return info

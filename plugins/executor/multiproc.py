@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -32,7 +33,7 @@ from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.process import order_for
 from dovetail.core.parallel.ring import RingWriter
 from dovetail.core.parallel.slot_ledger import SlotLedger
-from dovetail.core.parallel.worker import CONTROL, answer, load_object
+from dovetail.core.parallel.worker import CONTROL, answer
 from dovetail.core.parallel.workers import Workers, threads_of_a_rank
 from dovetail.core.worker.dtypes import resolve_device
 from dovetail.plugins.executor.config import MultiprocConfig
@@ -131,7 +132,7 @@ class MultiprocExecutor(Executor):
             self._share_cores()
         with workers.blamed():
             # The workers import and compose concurrently.
-            load = load_object(self.loader)
+            load = resolve_name(self.loader)
             workers.gather("ready")
             workers.post({"op": "load"})
             rank = self._open = load(self.composition, guarded, size=size, address=address, on_connect=self._keep)

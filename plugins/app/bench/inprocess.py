@@ -78,8 +78,7 @@ class EngineTarget(Target):
         return drive.timelines, drive.figures() | ({} if reset else {"prefix_cache_kept": True})
 
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """Run each prompt with its parameters, all at once, without prefixes of earlier calls. Raises RequestError for
-        a prompt that cannot run."""
+        """Run all prompts at once, without cached prefixes. Raises RequestError for a prompt that cannot run."""
         self.engine.reset_cache()
         complete = _step_to_the_end if self.composition.engine.dp == 1 else _submit_and_wait
         return complete(self.engine, prompts, params)
@@ -183,20 +182,20 @@ class Drive(ABC):
         self.timelines = [Timeline(r.arrival, len(r.prompt_ids), r.slo) for r in requests]
         self._added = self._done = 0
         self.stopped = False
-        """Set from another thread: `run` returns soon."""
+        """Set by another thread to make `run` return soon."""
         self.replicas = [ReplicaRun(before) for before in self._counted()]
 
     @abstractmethod
     def run(self) -> None:
-        """Send every request at its time and wait for its end."""
+        """Send every request at its arrival time and wait for its end."""
 
     @abstractmethod
     def _counted(self) -> list[tuple[Counters, int]]:
-        """Counters and preemptions of each replica."""
+        """Return the counters and preemptions of each replica."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """From another thread: `run` hangs."""
+        """Make a hung `run` return; called by another thread."""
 
     def figures(self) -> dict[str, Any]:
         """Return the engines' figures of the run; a value that they cannot measure is None."""
@@ -216,7 +215,7 @@ class Drive(ABC):
 
 
 class StepDrive(Drive):
-    """Steps the one engine of this process."""
+    """Steps the engine in this process."""
 
     def __init__(self, engine: Engine, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
         self.engine = engine
@@ -242,7 +241,7 @@ class StepDrive(Drive):
                 _sleep_until(began + requests[self._added].arrival)
                 continue
             if self._added < len(requests) and (delay := engine.launch_delay()):
-                # The launch waits for requests, as it does in a server.
+                # The launch waits for requests, as in a server.
                 _sleep_until(began + now + min(requests[self._added].arrival - now, delay))
                 continue
             events = self._step()
@@ -276,7 +275,7 @@ class StepDrive(Drive):
 
 
 class TableDrive(Drive):
-    """Submits to the table over all replicas, which deliver in threads of their own."""
+    """Submits to the request table of all replicas, which deliver in their own threads."""
 
     def __init__(self, engines: Engines, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
         self.engines = engines

@@ -62,10 +62,7 @@ async def _answer(config: ServeConfig, composition: Composition, channel: Channe
     accepted = Keys({bytes.fromhex(digest): name for digest, name in order["keys"].items()})
     server = HttpServer(service, accepted, lambda: owner.notify("listening"))
     cutting: list[asyncio.Future[None]] = []
-    owner.handlers |= {
-        "stop": server.stop,
-        "cut_off": lambda: cutting.append(asyncio.ensure_future(server.cut_off())),
-    }
+    owner.handlers |= {"stop": server.stop, "cut_off": lambda: cutting.append(asyncio.ensure_future(server.cut_off()))}
 
     async def ready() -> None:
         await fleet.wait_ready()
@@ -76,7 +73,7 @@ async def _answer(config: ServeConfig, composition: Composition, channel: Channe
     await server.answer(
         ports.bind_shared(order["address"]), ready(), heartbeat(counters, seconds_or_inf(config.front_end_timeout))
     )
-    monitor.close()
+    monitor.report()
 
 
 def _listen(owner: ProcessRPC) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dovetail.core.errors import DovetailError, EngineDown
+from dovetail.core.errors import DovetailError
 from dovetail.core.frontend.attached import EngineSharing
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.frontend.process_rpc import ProcessRPC
@@ -133,9 +133,7 @@ class Supervisor:
         self._counters = SharedCounters(config.processes + 1, composition.engine.dp)
         self._monitor = Monitor()
         reports = Reports(
-            stats=self._monitor.stats,
-            restarted=self._monitor.restarted,
-            changed=lambda: self._sharing.publish(),
+            stats=self._monitor.stats, restarted=self._monitor.restarted, changed=lambda: self._sharing.publish()
         )
         self._fleet = lifecycle.supervised_fleet(config, composition, reports, self._counters)
         self._sharing = EngineSharing(self._fleet)
@@ -151,7 +149,7 @@ class Supervisor:
         """Numbers of the front-ends that have been ready at least once."""
         self._restarts = Restarts(config.max_restarts)
         self._stopping, self._all_ended = asyncio.Event(), asyncio.Event()
-        self._listening = self._was_ready = False
+        self._listening = False
         self._error: DovetailError | None = None
         self._status = 0
         self._grace = config.grace
@@ -173,18 +171,10 @@ class Supervisor:
             await self._fleet.close()
         if self._error is not None:
             raise self._error
-        return self._status or lifecycle.exit_status(self._fleet, self._was_ready)
+        return self._status or lifecycle.exit_status(self._fleet, self._monitor)
 
     async def _watch_engines(self) -> None:
-        try:
-            info = await self._fleet.wait_ready()
-        except EngineDown:
-            pass
-        else:
-            self._was_ready = True
-            names = self._config.model_names or (info.model,)
-            self._monitor.engine_ready(names[0], len(self._fleet.clients))
-            await self._fleet.failed.wait()
+        await lifecycle.watch_engines(self._config, self._fleet, self._monitor, lambda: None)
         self._stopping.set()
 
     # Front-end processes.

@@ -33,8 +33,7 @@ class Watchdog:
         self._heartbeats, self._stalled = [0] * counters.processes, [0.0] * counters.processes
 
     def run(self, stop: threading.Event) -> None:
-        """Check periodically until `stop` is set. Runs in a separate thread, since the supervisor's event loop may
-        itself wait for a hung process."""
+        """Check periodically until `stop` is set, in a thread: the event loop may itself wait for a hung process."""
         interval = _interval(self._timeout)
         # A late check still counts as one interval: the whole server may have been suspended and resumed.
         while not stop.wait(interval):
