@@ -66,7 +66,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.parallel.encoding import decode_plan, encode_blob, encode_plan
 from dovetail.core.parallel.ring import RingReader, RingWriter
 from dovetail.core.parallel.slot_ledger import SlotLedger
-from dovetail.core.testing.executor import small_composition
+from dovetail.core.testing.executor_scripts import small_composition
 from dovetail.core.testing.reference import build
 from dovetail.core.testing.toy import SPEC, VOCAB, ToyComposition
 from dovetail.core.worker.loader import load_rank

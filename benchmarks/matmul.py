@@ -20,21 +20,20 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, islice
+from itertools import islice
 from itertools import product as cross
 from pathlib import Path
 
 import timing
 import torch
 import torch.nn.functional as F
+from matmul_table import tiles_of, write_table
 
 from dovetail.core.ops.kernels.launch import keep_shared_memory
 from dovetail.core.ops.kernels.matmul import matmul_triton
-from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
-from dovetail.core.ops.tuned_tiles import MEASURED, Key, Rows, write_tiles
+from dovetail.core.ops.tiles import MatmulTile
 
 GPU = torch.device("cuda")
-TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.json"
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 SHARED_BYTES = 227 << 10
 """Shared memory of a multiprocessor that programs may use."""
@@ -329,11 +328,6 @@ def written(device: str, records: list[dict]) -> str:
     return f'{{"device": {json.dumps(device)}, "products": [\n{lines}\n]}}\n'
 
 
-def tiles_of(record: dict) -> Iterator[tuple[float, MatmulTile]]:
-    for entry in record["tiles"]:
-        yield entry["us"], MatmulTile(**{name: value for name, value in entry.items() if name != "us"})
-
-
 def describe(tile: MatmulTile) -> str:
     how = f"{tile.programs} programs" if tile.programs else f"split {tile.split}"
     flags = (
@@ -369,45 +363,6 @@ def totals(records: list[dict], bandwidth: float) -> Iterator[str]:
         library = "  ".join(f"{name} {us:6.1f}" for name, us in sums.items())
         start = f"{model:6s}{dtype:5s}{rows:4d} rows: limit {least:6.1f}"
         yield f"{start}  ours {ours:6.1f} ({least / ours:4.0%})  {library}"
-
-
-# The table of core.ops.
-
-
-def chosen(record: dict) -> MatmulTile | None:
-    """Return the fastest tile that does not need too many counters; None where the library is faster.
-
-    No margin is required: our kernel overlaps with its neighbours, which the library's cannot. The library's variants
-    with one scale for the whole tensor do not compute the same.
-    """
-    library = min(us for name, us in record["library"].items() if not name.startswith("tensor"))
-    shape = record["rows"], record["outputs"], record["inputs"]
-    for us, tile in tiles_of(record):
-        if not tile.splits_tiles(*shape) or tile.launch(*shape)[1] <= MOST_SHARED_TILES:
-            return tile if us <= library else None
-    return None
-
-
-def table(files: list[Path]) -> dict[Key, Rows]:
-    found: dict[Key, Rows] = dict(MEASURED)
-    for file in files:
-        content = json.loads(file.read_text())
-        for record in content["products"]:
-            key = (content["device"], record["dtype"], record["outputs"], record["inputs"])
-            found[key] = dict(sorted({**found.get(key, {}), record["rows"]: chosen(record)}.items()))
-    return dict(sorted(found.items()))
-
-
-def shortest(rows: Rows) -> Rows:
-    """Keep the last of neighbours with the same tile, and nothing after the last tile."""
-    kept = {list(group)[-1]: tile for tile, group in groupby(rows, key=lambda n: rows[n])}
-    while kept and list(kept.values())[-1] is None:
-        kept.popitem()
-    return kept
-
-
-def write_table(files: list[Path]) -> None:
-    write_tiles({key: shortest(rows) for key, rows in table(files).items()}, TABLE)
 
 
 def main() -> None:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,41 +26,25 @@ import torch
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
-    PLAIN,
-    ActFormat,
-    Activation,
-    AttentionBackend,
-    AttentionLayer,
-    AttnCtx,
     BuildContext,
-    Bundle,
-    Collective,
     ForwardContext,
     Hidden,
-    LinearMethod,
-    LinearShape,
     Model,
     ModelSpec,
-    Partial,
-    Quantizer,
-    Residual,
 )
-from dovetail.core.testing.model_driver import Alone, Driver, Lazy, build_context
-from dovetail.core.testing.numeric import assert_near, fresh, poisoned_memory, same_bits, seed_note
-from dovetail.core.testing.rank_threads import on_threads
-from dovetail.core.testing.reference import build as build_component
+from dovetail.core.testing.model_doubles import OverwritesOutputs, SpyAttention, TaggingQuantizer, WatchedCollective
+from dovetail.core.testing.model_driver import Driver, build_context
+from dovetail.core.testing.model_weights import Weights, WeightTests, opened
+from dovetail.core.testing.numeric import assert_near, fresh, same_bits, seed_note
 from dovetail.core.worker.two_batch_overlap import OverlappedForward
 
-__all__ = ["ModelContract"]
+__all__ = ["ModelContract", "Weights"]
 
 MAX_LEN = 48
 PAGE_TOKENS = 4
 
-Weights = Mapping[str, torch.Tensor]
-"""Full checkpoint by tensor name."""
 
-
-class ModelContract:
+class ModelContract(WeightTests):
     """Tests of the rules in dovetail.core.interfaces.model that a model must follow."""
 
     device = "cpu"
@@ -370,102 +353,6 @@ class ModelContract:
             if dtype == torch.float32:
                 assert_near(model.logits(states[3:]), logits[3:], self.tolerance, "logits of fewer rows")
 
-    # Weights
-
-    def test_dummy_weights_depend_on_the_seed_alone(self) -> None:
-        tokens, found = self._tokens(12), []
-        for seed in (5, 5, 6):
-            model = self.make(self._build())
-            torch.rand(3)  # other draws before
-            model.init_dummy(seed)
-            found.append(self._logits(model, tokens))
-        first, again, other = found
-        usable = first.isfinite().all() and 1e-3 < first.std() < 1e3
-        assert usable, f"logits must have a standard deviation of 1e-3 to 1e3, got {first.std():.1e}"
-        assert torch.equal(first, again), "equal seeds must give equal weights"
-        assert not torch.equal(first, other), "different seeds must give different weights"
-
-    def test_dummy_weights_are_equal_on_every_layout(self) -> None:
-        tokens = self._tokens(12)
-
-        def logits(collective: Collective | None = None) -> torch.Tensor:
-            model = self.make(self._build(collective=collective))
-            model.init_dummy(5)
-            return self._logits(model, tokens)
-
-        expected = logits()
-        for size in self._ranks():
-            for got in on_threads(size, logits):
-                assert_near(got, expected, self.tolerance, f"logits over {size} ranks")
-
-    def test_logits_are_equal_on_every_rank(self) -> None:
-        tokens = self._tokens(12)
-        expected = self._logits(self._model(), tokens)
-        for size in self._ranks():
-            by_rank = on_threads(size, lambda collective: self._logits(self._model(collective=collective), tokens))
-            for got in by_rank:
-                assert tuple(got.shape) == (12, self.spec().vocab), "logits must be [T, vocab] on every rank"
-                assert same_bits(got, by_rank[0]), "logits must have the same bits on every rank"
-                assert_near(got, expected, self.tolerance, f"logits over {size} ranks")
-
-    def test_local_logits_are_its_columns(self) -> None:
-        """The ranks' local logits cover the vocabulary; each rank's begin at the column that it returns."""
-        drawn = torch.randn(5, self.spec().hidden, generator=torch.Generator().manual_seed(4))
-
-        def work(collective: Collective) -> tuple[torch.Tensor, torch.Tensor, int]:
-            model = self._model(collective=collective)
-            states = drawn.to(model.build.device, model.build.dtype)
-            with torch.inference_mode():
-                return (model.logits(states), *model.local_logits(states))
-
-        for size in (1, *self._ranks()):
-            covered = torch.zeros(self.spec().vocab, dtype=torch.bool)
-            for logits, local, first in on_threads(size, work):
-                place = slice(first, first + local.shape[1])
-                assert local.shape[1], "local_logits must not be empty on any rank"
-                assert_near(local, logits[:, place], self.tolerance, f"local_logits over {size} ranks")
-                covered[place] = True
-            assert covered.all(), f"no rank of {size} has local logits of token {int((~covered).nonzero()[0])}"
-
-    def test_load_takes_weights_in_any_order(self) -> None:
-        weights, tokens = self._weights(), self._tokens(12)
-        found = []
-        for names in (list(weights), list(weights)[::-1]):
-            with poisoned_memory():
-                model = self.make(self._build())
-                model.load(opened({name: weights[name] for name in names}))
-            found.append(self._logits(model, tokens))
-        assert found[0].isfinite().all(), "load left some weights unset"
-        assert same_bits(*found), "the result must not depend on the order of the checkpoint"
-
-    def test_every_weight_counts(self) -> None:
-        """A tensor without effect was loaded into the wrong parameter or not at all."""
-        weights, tokens = self._weights(), self._tokens(24)
-        expected = self._logits(self._loaded(weights), tokens)
-        for name, tensor in weights.items():
-            changed = {**weights, name: tensor + torch.randn(tensor.shape).to(tensor.dtype)}
-            got = self._logits(self._loaded(changed), tokens)
-            used = name in self.idle or not torch.allclose(got, expected, rtol=0, atol=1e-7)
-            assert used, f"checkpoint tensor {name} has no effect on the logits (list it in `idle` if intended)"
-
-    def test_load_names_missing_and_unexpected_tensors(self) -> None:
-        weights = dict(self._weights())
-        missing, unexpected = sorted(weights)[:: len(weights) - 1][:2], ["stray.weight", "another.bias"]
-        for name in missing:
-            del weights[name]
-        weights |= {name: torch.zeros(2, 2) for name in unexpected}
-        with pytest.raises(ConfigError) as error:
-            self._loaded(weights)
-        for name in (*missing, *unexpected):
-            assert name in str(error.value), f"the error must name {name}: {error.value}"
-
-    def test_parameters_count_the_checkpoint(self) -> None:
-        counted = self.spec().parameters
-        if counted is None:
-            pytest.skip("spec.parameters is None")
-        held = sum(tensor.numel() for tensor in self._weights().values())
-        assert counted.total == held, f"spec.parameters.total is {counted.total}, but the checkpoint has {held}"
-
     # Helpers
 
     def _build(self, **options: Any) -> BuildContext:
@@ -488,27 +375,11 @@ class ModelContract:
             pytest.skip("`layers` is not overridden")
         return model
 
-    def _loaded(self, weights: Weights) -> Model:
-        model = self.make(self._build())
-        model.load(opened(weights))
-        return model
-
-    def _weights(self) -> Weights:
-        weights = self.checkpoint()
-        if weights is None:
-            pytest.skip("checkpoint() is None")
-        return weights
-
     def _folder(self, folder: str) -> tuple[Any, type[Model]]:
         config = self.config(folder)
         if config is None:
             pytest.skip("config() is None")
         return config, type(self.make(self._build()))
-
-    def _ranks(self) -> tuple[int, ...]:
-        if not self.ranks:
-            pytest.skip("ranks = ()")
-        return self.ranks
 
     def _tokens(self, count: int) -> list[int]:
         fresh(self)
@@ -517,113 +388,3 @@ class ModelContract:
     def _logits(self, model: Model, tokens: Sequence[int]) -> torch.Tensor:
         """Return logits_TV of one sequence fed in one step."""
         return Driver(model, pages=MAX_LEN).step([("a", tokens)])[0]
-
-
-def opened(weights: Weights) -> Iterator[tuple[str, Callable[[], Lazy]]]:
-    for name, tensor in weights.items():
-        yield name, partial(Lazy, tensor)
-
-
-class WatchedCollective(Alone):
-    """Single rank that fails if it is called while `forbidden`."""
-
-    forbidden = False
-
-    def boundary(self, *args: Any) -> tuple[Bundle, torch.Tensor]:
-        self._check()
-        return super().boundary(*args)
-
-    def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
-        self._check()
-        return super().reduce(x)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._check()
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self._check()
-        return x
-
-    def whole(self, residual: Residual) -> torch.Tensor:
-        self._check()
-        return super().whole(residual)
-
-    def _check(self) -> None:
-        assert not self.forbidden, "`layers` must yield every collective call instead of making it"
-
-
-class OverwritesOutputs(Alone):
-    """Single rank that overwrites a boundary's output at the second next call, as `Collective.overlapped` permits."""
-
-    def __init__(self, config: object) -> None:
-        super().__init__(config)
-        self.given: list[Bundle] = []
-
-    def boundary(self, x: torch.Tensor | Partial, *args: Any) -> tuple[Bundle, torch.Tensor]:
-        if self.overlapped and isinstance(x, Partial):
-            for item in self.given[-2].items if len(self.given) > 1 else ():
-                item.values.fill_(float("nan"))
-        bundle, residual = super().boundary(x, *args)
-        if not self.overlapped:
-            self.given = []
-        elif isinstance(x, Partial):
-            self.given = [*self.given[-1:], bundle]
-        return bundle, residual
-
-
-class SpyAttention(AttentionBackend):
-    """The reference backend, which records the layers it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.inner: AttentionBackend = build_component("attention", "sdpa")
-        self.seen: list[AttentionLayer] = []
-
-    def bind(self, pools: Any) -> None:
-        super().bind(pools)
-        self.inner.bind(pools)
-
-    def plan_device(self, *args: Any) -> AttnCtx:
-        return self.inner.plan_device(*args)
-
-    def attend(
-        self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
-    ) -> Bundle:
-        self.seen.append(layer)
-        return self.inner.attend(layer, ctx, q, emit)
-
-
-class TaggingQuantizer(Quantizer):
-    """Unquantized matmuls whose inputs must have a format that is unique to the layer."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.inner: Quantizer = build_component("quant", "none")
-        self.paths: list[str] = []
-        self.applied: set[str] = set()
-
-    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        self.paths.append(path)
-        return _Tagging(self, path, self.inner.linear(path, shape))
-
-
-class _Tagging(LinearMethod):
-    def __init__(self, owner: TaggingQuantizer, path: str, inner: LinearMethod) -> None:
-        self.owner, self.path, self.inner = owner, path, inner
-        # Halved by the encoder and doubled before the matmul, so that plain input gives another result.
-        self.input = ActFormat(f"tagged {path}", reference=lambda x: (x / 2, None))
-
-    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
-        return self.inner.create(shape, device)
-
-    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
-        self.inner.load(params, name, part, tensor)
-
-    def finish(self, params: dict[str, torch.Tensor]) -> None:
-        self.inner.finish(params)
-
-    def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        assert x.format is self.input, f"{self.path} must get format {self.input.name!r}, got {x.format.name!r}"
-        self.owner.applied.add(self.path)
-        return self.inner.apply(params, Activation(PLAIN, x.values * 2), bias)

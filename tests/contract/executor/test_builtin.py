@@ -9,7 +9,8 @@ import pytest
 
 from dovetail.core.compose import Composition
 from dovetail.core.interfaces import Executor, StepResult
-from dovetail.core.testing.executor import ExecutorContract, Script, quiet, small_composition
+from dovetail.core.testing.executor import ExecutorContract
+from dovetail.core.testing.executor_scripts import Script, quiet, small_composition
 from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig, SimulatedConfig
 from dovetail.plugins.executor.inproc import InprocExecutor
 from dovetail.plugins.executor.multiproc import MultiprocExecutor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, Join, Row, RowFlag, StepResult
-from dovetail.core.testing.executor import Script, prompt, quiet, small_composition
+from dovetail.core.testing.executor_scripts import Script, prompt, quiet, small_composition
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner

@@ -18,7 +18,7 @@ from dovetail.core.compose import Capabilities, EngineConfig, Host
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.interfaces import FinishReason, KVGroup, RowFlag
-from dovetail.core.testing.executor import VOCAB, small_runner
+from dovetail.core.testing.executor_scripts import VOCAB, small_runner
 from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.toy import (
     VOCABULARY,

@@ -17,7 +17,7 @@ from dovetail.core.compose import compose, installed
 from dovetail.core.compose.registry import Package, Registered, Registry
 from dovetail.core.interfaces import PLAIN, AttentionBackend, Hidden, Row, RowFlag
 from dovetail.core.ops import encode
-from dovetail.core.testing.executor import quiet
+from dovetail.core.testing.executor_scripts import quiet
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.device_state import DeviceState

@@ -25,7 +25,7 @@ from dovetail.core.compose import Composition, compose
 from dovetail.core.engine.engine import start_engine
 from dovetail.core.interfaces import RowFlag, SamplingParams
 from dovetail.core.ops.kernels import launch
-from dovetail.core.testing.executor import quiet
+from dovetail.core.testing.executor_scripts import quiet
 from dovetail.core.testing.no_gpu import no_gpu
 from dovetail.core.worker import two_batch_overlap
 from dovetail.core.worker.loader import load_rank
