@@ -1,5 +1,6 @@
-"""Random numbers as a pure function of (key, position, purpose, index), without state, so batching, speculation
-and preemption do not change a draw (counter-based generators: Salmon et al. 2011). Shapes: N rows, V columns."""
+"""Random numbers as a pure function of (key, position, purpose, index), without generator state, so batching,
+speculation and preemption do not change a draw (counter-based generators: Salmon et al. 2011). Shapes: N rows, V
+columns."""
 
 from __future__ import annotations
 

@@ -220,7 +220,8 @@ def one_shot(
 ):
     """Every rank sends its row to every rank. SPLIT programs send parts of a row; the last of them receives it.
 
-    x_ptr: words. size, length: words in total and per row. PER: values per word. VALUES: power of two >= row's values.
+    x_ptr: words. size, length: words in total and per row. PER: values per word. VALUES: power of two, at least a
+    row's values.
     """
     announce(PDL)
     row = tl.program_id(0)

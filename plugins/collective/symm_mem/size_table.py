@@ -15,7 +15,7 @@ REPLAYS = 3
 
 @dataclass(frozen=True, slots=True)
 class SizeTable:
-    """Fastest algorithm per message size. Unmeasured sizes take the next larger entry, or else the last."""
+    """Fastest algorithm per message size. Other sizes take the entry of the next larger one, or the last."""
 
     sizes: tuple[int, ...]
     """Bytes, ascending."""
