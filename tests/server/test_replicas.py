@@ -39,7 +39,7 @@ def wait_until(condition, seconds: float = 90.0) -> None:
 @pytest.fixture(scope="module")
 def replicas(start_module):
     server = start_module(
-        *("engine.dp=2", "engine.max_seqs=4", "serve.max_waiting=2", "router.sample_tokens=64", "serve.grace=5"),
+        *("engine.dp=2", "engine.max_seqs=4", "serve.max_waiting=2", "router.sample_tokens=64", "serve.grace=5")
     )
     return server.wait_ready()
 

@@ -104,7 +104,7 @@ BROKEN: dict[str, list[type[LoRA]]] = {
             apply=lambda self, x_TI, y_TO, slots_T: LoRALayer.apply(
                 self, x_TI, y_TO, torch.where(slots_T >= 0, slots_T[:1].clamp(min=0), -1)
             ),
-        ),
+        )
     ],
     "test_apply_waits_for_nothing": [layered("Synchronizes", apply=synchronizes)],
     "test_matrices_that_it_does_not_name_stay_as_they_are": [layered("FirstPartAlone", fill=first_part_alone)],

@@ -298,7 +298,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
         fault(
             "HasItsOwnScale",
             mix=lambda self, layer, *rest: Sound.mix(self, replace(layer, scale=layer.head_dim**-0.5), *rest),
-        ),
+        )
     ],
     "test_equals_the_loop": [
         fault("SeesTheNextToken", seen=lambda self, layer, at, *rest: Sound.seen(self, layer, at + 1, *rest)),
@@ -348,7 +348,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
         fault(
             "DoesNotSubtractTheGreatestScore",
             softmax=lambda self, scores_HL: scores_HL.exp() / scores_HL.exp().sum(-1, keepdim=True),
-        ),
+        )
     ],
     "test_kv_dtypes": [
         fault("ForgetsTheScaleOfValues", kv_scales=lambda self, layer: (layer.k_scale, 1.0)),
@@ -358,7 +358,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
     "test_contexts_of_several_steps_live_at_once": [KeepsAContextPerGroup],
     "test_metadata_is_read_only": [ClearsStaleEntries],
     "test_bind_takes_new_pools": [
-        fault("BindsOnce", bind=lambda self, pools: setattr(self, "pools", self.pools or pools)),
+        fault("BindsOnce", bind=lambda self, pools: setattr(self, "pools", self.pools or pools))
     ],
     "test_plans_on_the_host_without_pools": [fault("PlansFromPools", plan_host=lambda self, bounds: self.pools[0])],
     "test_attend_changes_no_page": [ScalesKeysInPlace],
@@ -392,7 +392,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
         ),
     ],
     "test_mla_is_refused_by_name": [
-        fault("HasAnMLAOfAKind", attend_mla=lambda self, *args, **options: encode(torch.empty(0))),
+        fault("HasAnMLAOfAKind", attend_mla=lambda self, *args, **options: encode(torch.empty(0)))
     ],
 }
 

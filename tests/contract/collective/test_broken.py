@@ -134,22 +134,18 @@ BROKEN: dict[str, list[type[Sound]]] = {
         ),
     ],
     "test_broadcast_from_each_root": [
-        fault("HasOneRoot", broadcast=lambda self, x, root=0: Sound.broadcast(self, x, 0)),
+        fault("HasOneRoot", broadcast=lambda self, x, root=0: Sound.broadcast(self, x, 0))
     ],
     "test_nobody_leaves_a_barrier_before_all_have_come": [GreetsOnce],
     "test_calls_answer_each_other_in_order": [RepeatsItself],
     "test_argmax_takes_the_largest_and_of_equals_the_first": [
-        fault("TakesTheLastOfEquals", argmax=lambda self, value_N, index_N: -Sound.argmax(self, value_N, -index_N)),
+        fault("TakesTheLastOfEquals", argmax=lambda self, value_N, index_N: -Sound.argmax(self, value_N, -index_N))
     ],
     "test_boundary_reduces_adds_and_norms": [
         fault(
-            "SumsWhatIsWhole",
-            reduce=lambda self, x: Sound.reduce(self, x if isinstance(x, Partial) else Partial(x)),
+            "SumsWhatIsWhole", reduce=lambda self, x: Sound.reduce(self, x if isinstance(x, Partial) else Partial(x))
         ),
-        fault(
-            "ForgetsTheResidual",
-            boundary=lambda self, x, residual, *rest: Sound.boundary(self, x, None, *rest),
-        ),
+        fault("ForgetsTheResidual", boundary=lambda self, x, residual, *rest: Sound.boundary(self, x, None, *rest)),
         NormsBeforeItSums,
         fault(
             "EmitsOneFormat",
@@ -158,15 +154,12 @@ BROKEN: dict[str, list[type[Sound]]] = {
     ],
     "test_edges_follow_each_other": [TakesItsRowsForAll, ForgetsTheResidualOfATap],
     "test_one_rank_alone_changes_nothing": [
-        fault(
-            "DoublesAlone",
-            all_reduce=lambda self, x: Sound.all_reduce(self, x) * (2 if self.size == 1 else 1),
-        ),
+        fault("DoublesAlone", all_reduce=lambda self, x: Sound.all_reduce(self, x) * (2 if self.size == 1 else 1))
     ],
     "test_close_is_idempotent": [ClosesOnce],
     "test_connect_sets_rank_and_size": [DoesNotSayWhoItIs],
     "test_a_device_it_cannot_serve_is_refused": [
-        fault("ServesAnything", connect=lambda self, *args: Sound.connect(self, *args[:3], torch.device("cpu"))),
+        fault("ServesAnything", connect=lambda self, *args: Sound.connect(self, *args[:3], torch.device("cpu")))
     ],
     # Its connect waits until its timeout.
     "test_abort_ends_a_connect_that_waits": [fault("IsDeafToAbort", timeout=3.5, abort=lambda self: None)],

@@ -43,27 +43,27 @@ class Learns(Sound):
 
 BROKEN: dict[str, list[type[CostModel]]] = {
     "test_no_rows_take_no_time": [
-        fault("ChargesNothingToDo", step_seconds=lambda self, rows: Sound.step_seconds(self, rows) or 1e-3),
+        fault("ChargesNothingToDo", step_seconds=lambda self, rows: Sound.step_seconds(self, rows) or 1e-3)
     ],
     "test_every_step_takes_some_time": [
-        fault("ChunksAreFree", work=lambda self, row: Sound.work(self, row) if row.sampled else 0.0),
+        fault("ChunksAreFree", work=lambda self, row: Sound.work(self, row) if row.sampled else 0.0)
     ],
     "test_more_work_takes_no_less_time": [
-        fault("LikesLongContexts", work=lambda self, row: row.tokens * row.times * 100 / row.bound),
+        fault("LikesLongContexts", work=lambda self, row: row.tokens * row.times * 100 / row.bound)
     ],
     "test_times_stands_for_so_many_equal_rows": [
-        fault("MissesTimes", work=lambda self, row: row.tokens + row.bound / 16),
+        fault("MissesTimes", work=lambda self, row: row.tokens + row.bound / 16)
     ],
     "test_the_order_of_rows_does_not_matter": [GoesByTheFirst],
     "test_rows_may_come_from_a_generator": [
         fault(
             "ReadsTwice",
             step_seconds=lambda self, rows: Sound.step_seconds(self, rows) + 1e-6 * sum(row.sampled for row in rows),
-        ),
+        )
     ],
     "test_asking_changes_nothing": [Learns],
     "test_a_plan_takes_what_its_rows_take": [
-        fault("PlansCostMore", seconds=lambda self, plan: 2 * Sound.seconds(self, plan)),
+        fault("PlansCostMore", seconds=lambda self, plan: 2 * Sound.seconds(self, plan))
     ],
     "test_decode_and_prefill_are_sums_of_steps": [
         fault(
@@ -71,16 +71,16 @@ BROKEN: dict[str, list[type[CostModel]]] = {
             prefill_seconds=lambda self, tokens, cached=0, chunk=None: self.step_seconds(
                 [RowWork(tokens, cached + tokens)]
             ),
-        ),
+        )
     ],
     "test_bytes_are_counted": [
-        fault("CountsParametersNotBytes", weight_bytes=lambda self: Sound.weight_bytes(self) / 2),
+        fault("CountsParametersNotBytes", weight_bytes=lambda self: Sound.weight_bytes(self) / 2)
     ],
     "test_it_refuses_a_model_in_bind_or_predicts": [
         fault(
             "FailsOnceAsked",
             step_seconds=lambda self, rows: Sound.step_seconds(self, rows) * (1 + 0 * self._parameters.total),
-        ),
+        )
     ],
     "test_it_needs_no_torch": [fault("NeedsTorch", __module__="dovetail.core.ops.norm")],
 }

@@ -146,14 +146,13 @@ BROKEN: dict[str, list[type[Executor]]] = {
             submit=lambda self, plan, blobs: Sound.submit(
                 self, replace(plan, pages=[page for page in plan.pages if page.slot == 0]), blobs
             ),
-        ),
+        )
     ],
     "test_collecting_what_was_not_submitted_is_a_clear_error": [CollectsNothing],
     "test_an_error_in_a_plan_surfaces_and_names_the_cause": [SwallowsErrors, HidesTheCause],
     "test_start_reports_what_the_engine_needs": [
         fault(
-            "StartsWithoutPages",
-            start=lambda self, progress: replace(Sound.start(self, progress), num_pages={0: 0}),
+            "StartsWithoutPages", start=lambda self, progress: replace(Sound.start(self, progress), num_pages={0: 0})
         ),
         fault("SaysNothingOfItsStart", start=lambda self, progress: Sound.start(self, lambda phase, share: None)),
     ],

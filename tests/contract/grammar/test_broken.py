@@ -135,9 +135,7 @@ class RemembersTheLast(Compiler):
 
 
 BROKEN: dict[str, list[type]] = {
-    "test_what_does_not_fit_cannot": [
-        fault("AllowsEverything", mask=lambda self, out: out.fill(0xFFFFFFFF)),
-    ],
+    "test_what_does_not_fit_cannot": [fault("AllowsEverything", mask=lambda self, out: out.fill(0xFFFFFFFF))],
     "test_mask_overwrites_and_changes_nothing": [AddsToWhatWasThere, MovesOnWithEachMask],
     "test_what_fits_can_be_written": [ShiftsByOne, fault("MayNeverEnd", accepting=False)],
     "test_special_tokens_and_spare_ids_are_never_allowed": [AllowsSpareTokens],
@@ -148,10 +146,7 @@ BROKEN: dict[str, list[type]] = {
         fault("EndsTooSoon", finished=True),
         NeverFinishes,
     ],
-    "test_forks_are_independent": [
-        fault("ForksShare", fork=lambda self: type(self)(self.inner)),
-        ForksStartAnew,
-    ],
+    "test_forks_are_independent": [fault("ForksShare", fork=lambda self: type(self)(self.inner)), ForksStartAnew],
     "test_a_wrong_grammar_is_refused_with_its_reason": [CompilesAnything, NamesNoReason],
     "test_threads_may_compile_fork_and_mask_at_once": [RemembersTheLast],
 }

@@ -211,7 +211,7 @@ BROKEN: dict[str, list[type[Base]]] = {
     "test_release_gives_every_page_back": [LeaksOnRelease],
     "test_two_sequences_share_no_page_by_accident": [HandsOutTwice],
     "test_fork_shares_until_somebody_writes": [
-        fault("ForgetsCopyOnWrite", _shared_index=lambda self, pages, table, written, upto: None),
+        fault("ForgetsCopyOnWrite", _shared_index=lambda self, pages, table, written, upto: None)
     ],
     "test_a_hit_leaves_one_token_to_feed": [GivesFullLengthHit],
     "test_salt_separates": [IgnoresSalt],
@@ -228,7 +228,7 @@ BROKEN: dict[str, list[type[Base]]] = {
     "test_reset_forgets_cached_pages_alone": [fault("ForgetsNothingOnReset", reset=lambda self: None)],
     "test_a_sequence_is_known_until_release": [IsNotKnown],
     "test_pages_behind_the_window_are_given_back": [
-        fault("KeepsWhatIsBehindTheWindow", _slide=lambda self, state, position: None),
+        fault("KeepsWhatIsBehindTheWindow", _slide=lambda self, state, position: None)
     ],
     "test_a_hit_has_the_windows_pages_alone": [WantsWholePrefixes],
 }

@@ -179,10 +179,10 @@ BROKEN: dict[str, list[type[Charge]]] = {
         ChargesPaddingToo,
     ],
     "test_shape_dtype_and_device_stay": [
-        fault("HalvesTheBits", apply=lambda self, *args: Charge.apply(self, *args).half()),
+        fault("HalvesTheBits", apply=lambda self, *args: Charge.apply(self, *args).half())
     ],
     "test_a_row_depends_on_its_own_slot_alone": [
-        fault("MixesRows", counted=lambda self, ctx: Charge.counted(self, ctx).max().expand(len(ctx.slots_N))),
+        fault("MixesRows", counted=lambda self, ctx: Charge.counted(self, ctx).max().expand(len(ctx.slots_N)))
     ],
     "test_joins_of_other_slots_change_nothing": [HasOneStateForAll, ForgetsWhenItGrows],
     "test_every_slot_is_as_good_as_another": [PrefersLowSlots],

@@ -240,7 +240,7 @@ class ComplainsOfMissingAlone(Sound):
 
 BROKEN: dict[str, list[type[Sound]]] = {
     "test_spec_is_plain_and_complete": [
-        fault("CountsItsWindowsWrong", spec=classmethod(lambda cls, config: replace(Llama.spec(config), windows=(0,)))),
+        fault("CountsItsWindowsWrong", spec=classmethod(lambda cls, config: replace(Llama.spec(config), windows=(0,))))
     ],
     "test_parameters_count_the_checkpoint": [CountsTooFewParameters],
     "test_spec_comes_from_config_json": [TrustsItsConfig],
@@ -262,7 +262,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
         fault(
             "SeesTheNextToken",
             forward=lambda self, embeds_TC, *rest: Sound.forward(self, embeds_TC + 0.01 * embeds_TC.roll(-1, 0), *rest),
-        ),
+        )
     ],
     "test_chunks_do_not_matter": [
         positioned("CountsFromTheChunk", lambda positions_T: torch.arange(len(positions_T))),
@@ -277,7 +277,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
             forward=lambda self, embeds_TC, ctx, taps=(): Sound.forward(
                 self, embeds_TC, ctx, tuple(range(self.build.spec.layers))
             ),
-        ),
+        )
     ],
     "test_taps_change_nothing": [TapsChangeItsStates, GivesTheLastTapForAll],
     "test_layers_hand_out_every_collective_call": [ReducesByItself, CallsOnceMoreForManyTokens],
@@ -288,7 +288,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
             embed=lambda self, tokens_T, *extra: (
                 Sound.embed(self, tokens_T, *extra) + torch.arange(len(tokens_T))[:, None]
             ),
-        ),
+        )
     ],
     "test_embed_takes_extra_rows_where_masked": [
         fault("IgnoresExtra", embed=lambda self, tokens_T, *extra: Sound.embed(self, tokens_T)),
@@ -309,8 +309,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
     "test_logits_are_equal_on_every_rank": [GivesItsRanksShare, RoundsOnOneRank],
     "test_local_logits_are_its_columns": [
         fault(
-            "BeginsAtTheFirstToken",
-            local_logits=lambda self, states_BC: (Sound.local_logits(self, states_BC)[0], 0),
+            "BeginsAtTheFirstToken", local_logits=lambda self, states_BC: (Sound.local_logits(self, states_BC)[0], 0)
         ),
         LosesALastToken,
     ],
@@ -324,7 +323,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
     "test_dummy_weights_are_equal_on_every_layout": [
         fault(
             "DrawsForItsRank", init_dummy=lambda self, seed: Sound.init_dummy(self, seed + self.build.collective.rank)
-        ),
+        )
     ],
     "test_load_takes_weights_in_any_order": [TakesQueriesAndOutputsAsTheyCome, LeavesANormUnset],
     "test_every_weight_counts": [LoadsGateTwice],

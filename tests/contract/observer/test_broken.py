@@ -90,7 +90,7 @@ class FailsInTheEngine(Speed):
 
 BROKEN: dict[str, list[type[Observer]]] = {
     "test_any_number_may_be_zero_or_large": [
-        does("DividesByTheDevice", lambda self, record: setattr(self, "rate", record.sampled / record.device_seconds)),
+        does("DividesByTheDevice", lambda self, record: setattr(self, "rate", record.sampled / record.device_seconds))
     ],
     "test_records_come_in_order_and_stay_as_they_are": [
         does("CountsInItsRecords", lambda self, record: object.__setattr__(record, "sampled", self.tokens)),

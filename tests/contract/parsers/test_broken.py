@@ -138,7 +138,7 @@ BROKEN: dict[str, list[type[ToolParser]]] = {
                     or isinstance(waiting[-1], ToolCallEnd | Content)
                 )
             ),
-        ),
+        )
     ],
     "test_cost_grows_with_the_text_and_not_faster": [with_stream(ReadsEverythingAnew)],
     "test_streams_share_nothing": [OneStreamForAll],
@@ -209,7 +209,7 @@ BROKEN_REASONING: dict[str, list[type[ThinkStream]]] = {
         think(
             "HoldsTheReasoning",
             _run=whole(lambda self, waiting: self.ended or any(isinstance(event, Content) for event in waiting)),
-        ),
+        )
     ],
     "test_reasoning_is_found": [KeepsTheBlanks],
     "test_cuts_make_no_difference": [think("ClosesInOnePiece", _overlap=lambda self, mark: 0)],

@@ -241,12 +241,12 @@ BROKEN: dict[str, list[type]] = {
     "test_parts_load_in_any_order": [AppendsParts, ScalesWithTheLastPart],
     "test_load_keeps_no_part": [KeepsTheParts],
     "test_checkpoint_may_have_another_dtype": [
-        fault("TakesOneDtype", load=lambda self, *args: Sound.load(self, *args[:3], args[3].view(torch.float32))),
+        fault("TakesOneDtype", load=lambda self, *args: Sound.load(self, *args[:3], args[3].view(torch.float32)))
     ],
     "test_the_layer_owns_the_tensors": [HidesItsWeight],
     "test_layers_do_not_share_state": [SharesBuffers, KeepsEachShapesWeight],
     "test_create_gives_tensors_on_the_device": [
-        fault("CreatesElsewhere", create=lambda self, shape, device: Sound.create(self, shape, torch.device("meta"))),
+        fault("CreatesElsewhere", create=lambda self, shape, device: Sound.create(self, shape, torch.device("meta")))
     ],
     "test_product_is_near_the_exact_one": [
         ReadsFourBits,

@@ -61,12 +61,11 @@ BROKEN: dict[str, list[type[Sound]]] = {
         # Also returns replicas that are not in `loads`.
         fault("AnyReplica", route=lambda self, arrival, loads: len(arrival.prompt_ids) % self.replicas),
         fault(
-            "PlaceInTheList",
-            route=lambda self, arrival, loads: min(range(len(loads)), key=lambda i: loads[i].samples),
+            "PlaceInTheList", route=lambda self, arrival, loads: min(range(len(loads)), key=lambda i: loads[i].samples)
         ),
     ],
     "test_equal_calls_give_equal_choices": [
-        fault("Draws", route=lambda self, arrival, loads: random.choice(loads).replica),
+        fault("Draws", route=lambda self, arrival, loads: random.choice(loads).replica)
     ],
     "test_it_changes_nothing_that_it_is_given": [Sorts],
     "test_every_replica_gets_work_when_none_ends": [

@@ -158,7 +158,7 @@ BROKEN: dict[str, list[type[PolicyScheduler]]] = {
     "test_an_adapter_in_use_does_not_keep_others_out": [Jealous],
     "test_equal_calls_give_equal_plans": [
         # Depends on more than its inputs.
-        fault("Undecided", order=lambda self, waiting, ctx: sorted(waiting, key=lambda seq: CHAOS.random())),
+        fault("Undecided", order=lambda self, waiting, ctx: sorted(waiting, key=lambda seq: CHAOS.random()))
     ],
     "test_limits_hold": [Greedy, Disordered, Doubled],
     "test_every_request_gets_its_own_output": [Forgetful, Amnesiac, Overtaken, Impatient],
@@ -167,7 +167,7 @@ BROKEN: dict[str, list[type[PolicyScheduler]]] = {
         fault(
             "TakesRoomOnce",
             _feed=lambda self, seq, step, ctx: self._chunk(seq, self.chunk(seq, step.budget, ctx), step),
-        ),
+        )
     ],
     "test_rows_with_a_grammar": [Forbidden, Confident],
     # Never runs odd arrivals.

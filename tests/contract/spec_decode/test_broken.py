@@ -162,13 +162,10 @@ BROKEN: dict[str, list[type[Drafter]]] = {
         fault("ReadsTheNeighbour", last=lambda self, ctx: ctx.tokens_SL[(ctx.slots_B + 1) % len(ctx.tokens_SL), 0]),
     ],
     "test_the_host_bound_may_be_loose": [
-        fault("ReadsTheBound", last=lambda self, ctx: Follower.last(self, ctx) + int(ctx.max_length > 39)),
+        fault("ReadsTheBound", last=lambda self, ctx: Follower.last(self, ctx) + int(ctx.max_length > 39))
     ],
     "test_a_row_depends_on_its_own_history_alone": [
-        fault(
-            "TakesTheFirstRowForAll",
-            last=lambda self, ctx: Follower.last(self, ctx)[:1].expand(len(ctx.slots_B)),
-        ),
+        fault("TakesTheFirstRowForAll", last=lambda self, ctx: Follower.last(self, ctx)[:1].expand(len(ctx.slots_B))),
         fault("LooksAtTheSlot", last=lambda self, ctx: Follower.last(self, ctx) + ctx.slots_B.int()),
     ],
     "test_shapes_dtypes_and_counts": [

@@ -73,23 +73,23 @@ BROKEN: dict[str, list[type[Sound]]] = {
         EmptyOutput,
     ],
     "test_ids_stay_in_a_small_vocabulary": [
-        fault("OwnVocabulary", requests=lambda self, ctx: Sound.requests(self, replace(ctx, vocab=100))),
+        fault("OwnVocabulary", requests=lambda self, ctx: Sound.requests(self, replace(ctx, vocab=100)))
     ],
     "test_requests_come_in_order": [
-        fault("Backwards", requests=lambda self, ctx: list(Sound.requests(self, ctx))[::-1]),
+        fault("Backwards", requests=lambda self, ctx: list(Sound.requests(self, ctx))[::-1])
     ],
     "test_the_rate_is_the_one_asked_for": [
         fault(
             "TwiceAsFast",
             requests=lambda self, ctx: [replace(r, arrival=r.arrival / 3) for r in Sound.requests(self, ctx)],
-        ),
+        )
     ],
     "test_equal_seeds_give_equal_requests": [
         fault("GlobalDraws", rng=lambda self, ctx: random._inst),  # type: ignore[attr-defined]
         Remembers,
     ],
     "test_what_does_not_fit_is_refused": [
-        fault("AnyLength", requests=lambda self, ctx: Sound.requests(self, replace(ctx, max_len=10))),
+        fault("AnyLength", requests=lambda self, ctx: Sound.requests(self, replace(ctx, max_len=10)))
     ],
 }
 

@@ -19,16 +19,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from dovetail.core.interfaces import (  # noqa: E402
-    PLAIN,
-    ActFormat,
-    AttentionLayer,
-    BatchMeta,
-    KVGroup,
-    Plane,
-    QKNorm,
-    Rope,
-)
+from dovetail.core.interfaces import PLAIN, ActFormat, AttentionLayer, BatchMeta, KVGroup, Plane, QKNorm, Rope  # noqa: E402
 from dovetail.core.memory.pools import make_pools  # noqa: E402
 from dovetail.core.ops.activations import gelu_reference  # noqa: E402
 from dovetail.core.ops.bitmask import apply_bitmask_reference  # noqa: E402
