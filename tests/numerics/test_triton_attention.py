@@ -1,7 +1,7 @@
 """attention=triton against a float64 loop: every kind of row, split and whole, over poisoned pages.
 
 Runs compiled where there is a GPU, and in Triton's interpreter when TRITON_INTERPRET=1 was set before Triton was
-imported (test_triton_attention_in_interpreter.py starts such a process).
+imported (tests/test_in_interpreter.py starts such a process).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The LoRA kernels against their torch reference, on random input and poisoned outputs.
 
-They run compiled on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1 (see test_in_interpreter.py).
+They run compiled on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1 (see tests/test_in_interpreter.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Each kernel against its torch reference, on fresh random input and poisoned outputs.
 
 Runs compiled where there is a GPU, and in Triton's interpreter when TRITON_INTERPRET=1 was set before Triton was
-imported (test_in_interpreter.py starts such a process).
+imported (tests/test_in_interpreter.py starts such a process).
 """
 
 from __future__ import annotations
