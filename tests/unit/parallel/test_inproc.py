@@ -63,11 +63,6 @@ def test_collect_runs_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert executor.pending == 0
 
 
-def test_collecting_nothing_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="nothing to collect"):
-        started(monkeypatch, 1).collect()
-
-
 def test_a_plan_that_does_not_fit_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = started(monkeypatch, 0)
     with pytest.raises(ValueError, match="slot 4 leaves"):
