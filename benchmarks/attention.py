@@ -37,7 +37,7 @@ from dovetail.core.ops.kernels.launch import HOPPER
 from dovetail.plugins.attention.config import FlashInferConfig, TritonConfig
 from dovetail.plugins.attention.flashinfer.backend import FlashInfer
 from dovetail.plugins.attention.triton.backend import Triton
-from dovetail.plugins.attention.triton.tiles import LANE_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit
+from dovetail.plugins.attention.triton.tiles import WARP_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit
 
 GPU = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -276,13 +276,13 @@ DECODE = [
     )
 ]  # fmt: skip
 DECODE += [
-    Tile(8, n, lanes, stages, 2, pairs=True, lanes=lanes)
-    for n, lanes, stages in (
+    Tile(8, n, warps, stages, 2, pairs=True, key_warps=warps)
+    for n, warps, stages in (
         (16, 4, 3), (16, 4, 4), (16, 8, 2), (16, 8, 3), (32, 2, 3), (32, 2, 4), (32, 4, 2), (32, 4, 3), (64, 2, 2),
     )
 ]  # fmt: skip
 DECODE += [
-    DecodeTile(8, LANE_KEYS, warps, stages, 2, least=128, slabs=slabs, root=16)
+    DecodeTile(8, WARP_KEYS, warps, stages, 2, least=128, slabs=slabs, root=16)
     for warps, stages, slabs in (
         (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 3, 1), (4, 3, 2), (4, 4, 1), (8, 1, 1), (8, 2, 1), (8, 2, 2), (8, 3, 1),
         (8, 4, 1),
@@ -319,7 +319,7 @@ def candidates(pages: list[int], only: str) -> list[tuple[Work, list[Tile]]]:
 
 
 def describe(tile: Tile) -> str:
-    reads = " tma" * tile.tma + " pairs" * tile.pairs + " lanes" * (tile.lanes > 0)
+    reads = " tma" * tile.tma + " pairs" * tile.pairs + " key warps" * (tile.key_warps > 0)
     if isinstance(tile, PromptTile):
         reads = " hopper" + " persistent" * tile.persistent
     if isinstance(tile, DecodeTile):

@@ -69,7 +69,7 @@ from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.testing.executor import small_composition
 from dovetail.core.testing.reference import build
 from dovetail.core.testing.toy import SPEC, VOCAB, ToyComposition
-from dovetail.core.worker.graphs import StepGraphs
+from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.plugins.executor.config import MultiprocConfig
 
@@ -133,22 +133,11 @@ class OneRank(Executor):
     def start(self, progress: Progress) -> ExecutorInfo:
         torch.set_num_threads(1)
         words = f"engine.max_seqs={self.running} engine.max_len={self.max_len} model.hf.max_position_embeddings=4096"
-        self._runner = runner = Runner(small_composition(*words.split()))
-        info = runner.load(progress)
-        runner.bind(info.num_pages)
-        runner.model, runner.attention = _NoModel(runner.model.build), _NoAttention()  # type: ignore[assignment]
-        runner.graphs = StepGraphs(
-            runner.model,
-            runner.state,
-            runner.groups,
-            runner.attention,
-            taps=(),
-            lookahead=0,
-            most_rows=self.running,
-            most_tokens=MIXED,
-            max_len=self.max_len,
-        )
-        runner.graphs.capture(_nothing, progress)
+        rank = load_rank(small_composition(*words.split()), progress)
+        parts, info = rank.parts, rank.info
+        model, attention = _NoModel(parts.model.build), _NoAttention()
+        parts = replace(parts, model=model, attention=attention, graph_tokens=MIXED)  # type: ignore[arg-type]
+        self._runner = Runner(parts, info.num_pages, lambda graphs: graphs.capture(_nothing, progress))
         return replace(info, num_pages=dict.fromkeys(info.num_pages, self.pages))
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
@@ -189,6 +178,9 @@ class _NoModel:
 
 
 class _NoAttention:
+    def bind(self, pools: object) -> None:
+        """Nothing."""
+
     def plan_host(self, host: object) -> None:
         """Plan nothing."""
 

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from dovetail.core.compose import Composition
 from dovetail.core.compose.selected import Selected
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import ActFormat
-from dovetail.core.worker.runner import Runner as OneRank
+from dovetail.core.interfaces import ActFormat, Progress
+from dovetail.core.worker.loader import LoadedRank, load_rank
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import kernels, mailbox, reduce, sharded_kernels
@@ -85,15 +85,15 @@ def connect(rank: int, ranks: int, address: str, emulated: bool, algorithm: str 
 
 
 class Executor(MultiprocExecutor):
-    runner_class = "emulated_ranks:Runner"
+    loader = "emulated_ranks:load"
     size = GPUS  # type: ignore[assignment]
 
 
-class Runner(OneRank):
-    def __init__(self, composition: Composition, *, rank: int, size: int, address: str) -> None:
-        shorten_boxes()
-        with_ours = _with(composition, "collective", "emulated_ranks:Collective")
-        super().__init__(with_ours, rank=rank, size=composition.engine.tp, address=address)
+def load(composition: Composition, progress: Progress, *, size: int, **place: Any) -> LoadedRank:
+    """Load one of engine.tp ranks; `size` of them are processes."""
+    shorten_boxes()
+    with_ours = _with(composition, "collective", "emulated_ranks:Collective")
+    return load_rank(with_ours, progress, size=composition.engine.tp, **place)
 
 
 class Collective(SymmMemCollective):

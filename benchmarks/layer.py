@@ -152,18 +152,18 @@ class Layer:
 
 
 def geometries(rows: int, dtype: str) -> tuple[list[MatmulTile], list[MatmulTile]]:
-    """Tiles that are fastest anywhere in the table, and tiles that begin early."""
+    """Tiles that are fastest anywhere in the table, and prefetching tiles."""
     most = next((n for n in (16, 32, 64) if rows <= n), rows)
     won = {tile for (_, kind, _, _), by_rows in MEASURED.items() if kind == dtype for tile in by_rows.values() if tile}
     fitting = [tile for tile in won if min(most // 2, 64) <= tile.tokens <= most]
-    late = {replace(tile, split=1, programs=0) for tile in fitting if not tile.early}
+    late = {replace(tile, split=1, programs=0) for tile in fitting if not tile.prefetch}
     wide = rows > 16
-    early = {tile for tile in matmul.early(rows, dtype) if tile.stages == 3 and (tile.outputs == 64 or wide)}
+    early = {tile for tile in matmul.prefetching(rows, dtype) if tile.stages == 3 and (tile.outputs == 64 or wide)}
     return sorted(late, key=str), sorted(early, key=str)
 
 
 def candidates(shape: matmul.Product, rows: int, dtype: str, processors: int) -> Iterator[MatmulTile]:
-    """Geometries with each split, and those that begin early with each pace."""
+    """Geometries with each split, and prefetching ones with each distance in cycles."""
     late, early = geometries(rows, dtype)
     for tile, split in cross(late, (1, 2, 4)):
         tiles = tile.launch(rows, shape.outputs, shape.inputs)[1]
@@ -173,9 +173,9 @@ def candidates(shape: matmul.Product, rows: int, dtype: str, processors: int) ->
         _, tiles, blocks, _ = tile.launch(rows, shape.outputs, shape.inputs)
         each = max(1, processors // tiles)
         for split in sorted({1, max(1, each // 2), each}):
-            rest = -(-blocks // split) - tile.early
+            rest = -(-blocks // split) - tile.prefetch
             for ahead, pace in cross((0, 4) if rest > 0 else (0,), (0, 500, 1000, 2000)):
-                yield replace(tile, split=split, ahead=ahead, pace=pace)
+                yield replace(tile, split=split, prefetch_l2=ahead, prefetch_cycles=pace)
 
 
 def search(layer: Layer, model: str, names: list[str], report: Callable[[str], None]) -> list[dict]:

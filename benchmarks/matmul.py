@@ -9,7 +9,7 @@ graphs of consecutive matmuls, each with its own weight, more of them than the L
 one rank of eight. What a tile that prefetches its weight gains depends on the preceding kernel: for that, layer.py
 times whole layers. The limit is the weight's bytes at --bandwidth. FILE gets the best candidates as JSON.
 
---table writes core/ops/tuned_tiles.py from such files, and from those of layer.py. A shape in several files counts as
+--table writes core/ops/tuned_tiles.json from such files, and from those of layer.py. A shape in several files counts as
 measured in the last one; shapes of the table that no file has stay as they are.
 """
 
@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from itertools import product as cross
 from pathlib import Path
@@ -32,10 +31,10 @@ import torch.nn.functional as F
 from dovetail.core.ops.kernels.launch import keep_shared_memory
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
-from dovetail.core.ops.tuned_tiles import MEASURED
+from dovetail.core.ops.tuned_tiles import MEASURED, Key, Rows, write_tiles
 
 GPU = torch.device("cuda")
-TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.py"
+TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.json"
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 SHARED_BYTES = 227 << 10
 """Shared memory of a multiprocessor that programs may use."""
@@ -116,7 +115,7 @@ def fault(run: Callable[[], torch.Tensor], exact: torch.Tensor, counts: torch.Te
 # Candidates.
 
 
-def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
+def prefetching(rows: int, dtype: str) -> Iterator[MatmulTile]:
     """Tiles whose weight fills the shared memory, or part of it, while the preceding kernel runs."""
     itemsize = DTYPES[dtype].itemsize
     tokens = 16 if rows <= 16 else 32 if rows <= 32 else 64
@@ -127,12 +126,12 @@ def early(rows: int, dtype: str) -> Iterator[MatmulTile]:
         tile = MatmulTile(count, outputs, width // itemsize, outputs // 16, stages)
         places = min(16, (room - count * width * stages) // (outputs * width))
         if places >= 2:
-            yield replace(tile, early=places)
+            yield replace(tile, prefetch=places)
 
 
 def shared_bytes(tile: MatmulTile, itemsize: int) -> int:
-    if tile.early:
-        return (tile.outputs * tile.early + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
+    if tile.prefetch:
+        return (tile.outputs * tile.prefetch + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
     return (tile.outputs + tile.tokens) * tile.inputs * itemsize * tile.stages + (tile.outputs * tile.tokens * 4 + 256)
 
 
@@ -160,7 +159,7 @@ def geometries(rows: int, dtype: str) -> list[MatmulTile]:
             found |= {replace(base, stages=n): None for n in fits[-1:]}
         if shared_bytes(replace(base, stages=4), itemsize) <= SHARED_BYTES - 2048:
             found[replace(base, stages=4)] = None
-    found |= dict.fromkeys(early(rows, dtype))
+    found |= dict.fromkeys(prefetching(rows, dtype))
     # The tokens as left operand, the usual order.
     found |= {
         MatmulTile(most if rows > 16 else 16, 64, 256 // itemsize, 4, 5, tma=tma, swap=False): None
@@ -177,19 +176,19 @@ def candidates(product: Product, rows: int, dtype: str, processors: int) -> Iter
         each = min(4, SHARED_BYTES // shared_bytes(tile, itemsize), 2048 // (32 * tile.warps))
         _, tiles, blocks, _ = tile.launch(rows, product.outputs, product.inputs)
         splits = (1, 2, 4, 8, 16)
-        if tile.early:
+        if tile.prefetch:
             splits = sorted({1, 2, 3, 4, *(max(1, each * processors // tiles) for each in (1, 2))})
         for split in splits:
             if split <= blocks // 2 and (split == 1 or tiles * split <= 2 * each * processors):
                 found = replace(tile, split=split)
-                if found.counts(rows, product.outputs, product.inputs):
-                    for ahead in (0, 2, 6) if tile.early else (0,):
-                        if ahead == 0 or tile.early < -(-blocks // split):
-                            yield replace(found, ahead=ahead)
-        if tiles % processors and not tile.early:
+                if found.fits_32_bits(rows, product.outputs, product.inputs):
+                    for ahead in (0, 2, 6) if tile.prefetch else (0,):
+                        if ahead == 0 or tile.prefetch < -(-blocks // split):
+                            yield replace(found, prefetch_l2=ahead)
+        if tiles % processors and not tile.prefetch:
             for programs in {processors, each * processors}:
                 found = replace(tile, programs=programs)
-                if programs <= tiles * blocks // 2 and found.counts(rows, product.outputs, product.inputs):
+                if programs <= tiles * blocks // 2 and found.fits_32_bits(rows, product.outputs, product.inputs):
                     yield found
 
 
@@ -208,7 +207,7 @@ def compile_share(several: Geometries, share: int, of: int) -> None:
         found = geometries[share::of]
         bench = Bench(small, 256, dtype) if found else None
         for tile in found:
-            for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.early else 3]:
+            for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.prefetch else 3]:
                 try:
                     bench.ours(replace(tile, **how))(bench.weights[0])
                 except Exception:  # the process that times it reports it
@@ -340,7 +339,7 @@ def describe(tile: MatmulTile) -> str:
     flags = (
         " tma" * tile.tma
         + " unswapped" * (not tile.swap)
-        + f" early {tile.early}+{tile.ahead} pace {tile.pace}" * (tile.early > 0)
+        + f" prefetch {tile.prefetch}+{tile.prefetch_l2} every {tile.prefetch_cycles}" * (tile.prefetch > 0)
     )
     return f"{tile.tokens}x{tile.outputs}x{tile.inputs} w{tile.warps} s{tile.stages} {how}{flags}"
 
@@ -374,9 +373,6 @@ def totals(records: list[dict], bandwidth: float) -> Iterator[str]:
 
 # The table of core.ops.
 
-Key = tuple[str, str, int, int]
-Rows = dict[int, MatmulTile | None]
-
 
 def chosen(record: dict) -> MatmulTile | None:
     """Return the fastest tile that does not need too many counters; None where the library is faster.
@@ -387,7 +383,7 @@ def chosen(record: dict) -> MatmulTile | None:
     library = min(us for name, us in record["library"].items() if not name.startswith("tensor"))
     shape = record["rows"], record["outputs"], record["inputs"]
     for us, tile in tiles_of(record):
-        if not tile.shares(*shape) or tile.launch(*shape)[1] <= MOST_SHARED_TILES:
+        if not tile.splits_tiles(*shape) or tile.launch(*shape)[1] <= MOST_SHARED_TILES:
             return tile if us <= library else None
     return None
 
@@ -410,28 +406,8 @@ def shortest(rows: Rows) -> Rows:
     return kept
 
 
-def source(tile: MatmulTile | None) -> str:
-    """Python source of a tile without the defaults."""
-    if tile is None:
-        return "None"
-    default = MatmulTile(0, 0, 0)
-    named = [(field.name, getattr(tile, field.name)) for field in fields(tile)]
-    sizes = [str(value) for _, value in named[:3]]
-    rest = [f"{name}={value}" for name, value in named[3:] if value != getattr(default, name)]
-    return f"MatmulTile({', '.join([*sizes, *rest])})"
-
-
 def write_table(files: list[Path]) -> None:
-    """Replace the entries of the table's module; the text around them stays."""
-    entries = ""
-    for key, rows in table(files).items():
-        lines = "".join(f"        {most}: {source(tile)},\n" for most, tile in shortest(rows).items())
-        name = ", ".join([json.dumps(key[0]), json.dumps(key[1]), *map(str, key[2:])])
-        entries += f"    ({name}): {{\n{lines}    }},\n" if lines else f"    ({name}): {{}},\n"
-    old = TABLE.read_text()
-    new, count = re.subn(r"(?ms)(^MEASURED\b[^\n]* = \{\n).*?(^\}$)", lambda found: found[1] + entries + found[2], old)
-    assert count == 1, f"{TABLE} has no table"
-    TABLE.write_text(new)
+    write_tiles({key: shortest(rows) for key, rows in table(files).items()}, TABLE)
 
 
 def main() -> None:
@@ -442,7 +418,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.44, help="read bandwidth of the memory, TB/s")
     parser.add_argument("--seconds", type=float, default=500.0, help="start no shape after this time")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="write core/ops/tuned_tiles.py")
+    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="write core/ops/tuned_tiles.json")
     args = parser.parse_args()
     if args.table is not None:
         write_table(args.table)

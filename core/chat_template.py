@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.checkpoint import load_json
 from dovetail.core.errors import ConfigError, RequestError
 
 
@@ -19,8 +19,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, file: Path | None = None) -> ChatTemplate | None:
-        """Load the template from `file`, or else from the model folder: chat_template.jinja or tokenizer_config.json.
-        Returns None if there is none."""
+        """Load `file`, else the folder's chat_template.jinja or tokenizer_config.json; None without any template."""
         config = _tokenizer_config(folder)
         special = {name: _text(token) for name, token in config.items() if name.endswith("_token") and _text(token)}
         if file is not None:
@@ -45,8 +44,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Render the prompt. Takes milliseconds; the first call takes seconds. Raises RequestError if the template
-        refuses the messages."""
+        """Render the prompt in milliseconds; the first call takes seconds. Raises RequestError for refused messages."""
         # Imported here because it takes a second (see warm).
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -72,12 +70,7 @@ def warm() -> None:
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON ({error})") from None
+    config = load_json(file) if file.is_file() else {}
     return config if isinstance(config, dict) else {}
 
 

@@ -44,8 +44,7 @@ def resolve(path: str) -> Path:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read config.json. If generation_config.json has eos_token_id or bos_token_id, its value replaces
-    config.json's."""
+    """Read config.json. An eos_token_id or bos_token_id of generation_config.json replaces its value."""
     folder = resolve(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -60,8 +59,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def open_weights(path: str) -> WeightSource:
-    """Iterate over all tensors of the folder, file by file. Raises ConfigError for missing, pickled or misplaced
-    files."""
+    """Iterate over all tensors, file by file. Raises ConfigError for missing, pickled or misplaced files."""
     folder = resolve(path)
     for file, names in _files(folder, path):
         reader = open_safetensors(file)
@@ -136,12 +134,17 @@ def open_safetensors(file: Path) -> Any:
         raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from None
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ConfigError for anything else."""
+def load_json(file: Path) -> Any:
+    """Read a JSON value. Raises ConfigError for anything else."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises ConfigError for anything else."""
+    content = load_json(file)
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: holds {type(content).__name__}, not an object")
     return content

@@ -27,8 +27,7 @@ class ConfigJson:
         return self.values.get(key)
 
     def count(self, key: str, default: int | None = None, *, at_least: int = 1, at_most: int = LARGEST) -> int:
-        """Return an integer within bounds. The bounds prevent overflow in derived values; memory limits are checked
-        elsewhere."""
+        """Return an integer within bounds, which prevent overflow in derived values; they do not limit memory."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.wrong(key, "it must be a whole number")

@@ -5,10 +5,9 @@ Importing this module loads no torch. Nothing named in a file is ever imported o
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+from dovetail.core.checkpoint import load_json, read_json
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import EmbeddingSpec, Pooling
@@ -19,12 +18,11 @@ _FLAG, _MEAN = "pooling_mode_", "pooling_mode_mean_tokens"
 
 
 def read_embedding(folder: Path) -> EmbeddingSpec | None:
-    """Return the embedding settings, or None if the folder has no modules.json and so is not a sentence-transformers
-    model."""
+    """Return the embedding settings; None without modules.json, as in any but a sentence-transformers model."""
     file = folder / _MODULES
     if not file.is_file():
         return None
-    modules = _read(file)
+    modules = load_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ConfigError(f"{file}: not a list of modules")
     by_kind = {str(module.get("type")).rpartition(".")[2]: str(module.get("path")) for module in modules}
@@ -39,9 +37,7 @@ def read_embedding(folder: Path) -> EmbeddingSpec | None:
 
 
 def _pooling(file: Path) -> Pooling:
-    stated = _read(file)
-    if not isinstance(stated, dict):
-        raise ConfigError(f"{file}: not an object")
+    stated = read_json(file)
     config = ConfigJson(stated, str(file))
     if config.get("pooling_mode") is not None:
         return _MODES[config.choice("pooling_mode", tuple(_MODES))]
@@ -52,10 +48,3 @@ def _pooling(file: Path) -> Pooling:
         return "mean"
     found = " and ".join(modes) or "none"
     raise ConfigError(f"{file}: the pooling mode is {found}; the options are {_FLAG}lasttoken and {_MEAN}")
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None

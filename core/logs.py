@@ -8,12 +8,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
-_STANDARD = set(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {
-    "message",
-    "asctime",
-    "taskName",
-    "color_message",
-}
+_STANDARD = {*vars(logging.LogRecord("", 0, "", 0, "", (), None)), "message", "asctime", "taskName", "color_message"}
 
 
 class JsonFormatter(logging.Formatter):

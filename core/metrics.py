@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import HistogramMetricFamily
@@ -17,6 +18,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dovetail.core.interfaces import StepRecord
+
+if TYPE_CHECKING:
+    from dovetail.core.frontend.messages import EngineStats
 
 SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Buckets for times between tokens."""
@@ -30,47 +34,31 @@ POWERS = tuple(float(2**n) for n in range(18))
 M = TypeVar("M", Counter, Gauge)
 
 
-class EngineCounters(Protocol):
-    """Counts since an engine's start, and its current state. A count that decreases belongs to a new engine."""
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """Record of one prompt that has ended. Times are in seconds."""
 
-    running: int
-    waiting: int
-    preemptions: int
-    steps: int
+    endpoint: str
+    """One of completions, chat, responses, embeddings."""
+    outcome: str
+    """One of stop, length, abort (client disconnected, or time limit), error."""
     prompt_tokens: int
+    cached_tokens: int
     output_tokens: int
-    drafted: int
-    accepted: int
-    decode_rows: int
-    prefix_queries: int
-    prefix_hits: int
-    evictions: int
-
-    @property
-    def kv_usage(self) -> float:
-        """Fraction of KV pages owned by running samples."""
-
-
-class FinishedRequest(Protocol):
-    """A finished request with any outcome. Times in seconds."""
-
-    @property
-    def outcome(self) -> str: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def output_tokens(self) -> int: ...
-    @property
-    def ttft(self) -> float:
-        """Time from arrival to first token; 0 if there was none."""
-
-    @property
-    def duration(self) -> float:
-        """Time from arrival to end."""
+    arrival: float
+    """`time.perf_counter()` at arrival."""
+    ttft: float
+    """Arrival to first token; 0 = no token."""
+    duration: float
+    """Arrival to end."""
+    traceparent: str = ""
+    """The traceparent header of the request."""
 
     @property
     def tpot(self) -> float:
-        """Time per output token after the first; 0 for fewer than two tokens."""
+        """Mean time per output token after the first; 0 = fewer than two tokens."""
+        later = self.output_tokens - 1
+        return (self.duration - self.ttft) / later if later > 0 and self.ttft else 0.0
 
 
 COUNTED = {
@@ -85,7 +73,7 @@ COUNTED = {
     "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
     "decode_rows": ("spec_decode_num_drafts", "Rows that could verify drafts; mean length: 1 + accepted / drafts."),
 }
-"""Field of EngineCounters -> (metric, help text)."""
+"""Field of EngineStats -> (metric, help text)."""
 
 
 class Tally:
@@ -176,8 +164,8 @@ class Metrics:
 
     # Events.
 
-    def stats(self, replica: int, stats: EngineCounters) -> None:
-        """Update from an engine's counters. Called several times per second."""
+    def stats(self, replica: int, stats: EngineStats) -> None:
+        """Update from an engine's counters, several times per second. A count that decreases is of a new engine."""
         labels = self._model, str(replica)
         self._running.labels(*labels).set(stats.running)
         self._waiting.labels(*labels).set(stats.waiting)
@@ -187,7 +175,7 @@ class Metrics:
             counter.labels(*labels).inc(now - before if now >= before else now)
             self._last[field, replica] = now
 
-    def request(self, record: FinishedRequest) -> None:
+    def request(self, record: RequestRecord) -> None:
         self._finished.labels(self._model, record.outcome).inc()
         if not record.output_tokens:
             return
@@ -199,8 +187,7 @@ class Metrics:
             self._tpot.observe(record.tpot)
 
     def more_tokens(self, seconds: Iterable[float]) -> None:
-        """Record inter-token latencies of samples that already had tokens: time since the previous delivery divided by
-        the number of new tokens."""
+        """Record inter-token latencies: time since a sample's previous delivery / number of its new tokens."""
         self._itl.observe(seconds)
 
     def more_tokens_elsewhere(self, counts: Iterable[int], total: float) -> None:

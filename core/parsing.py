@@ -1,5 +1,4 @@
-"""Building blocks of tool and reasoning parsers: parsers of streamed text, written as generators that wait for more
-text."""
+"""Building blocks of tool and reasoning parsers: parsers of streamed text, as generators that wait for more of it."""
 
 from __future__ import annotations
 
@@ -146,8 +145,7 @@ class TextStream(ParserStream):
         return next((n for n in range(longest, 0, -1) if self.text.endswith(mark[:n])), 0)
 
     def closing(self, mark: str) -> Steps[None]:
-        """Consume white space and the mark, or the part of them that is there at the end of the text; otherwise consume
-        nothing."""
+        """Consume white space and the mark, or at the end of the text a part of them; otherwise consume nothing."""
         yield from self.attempt(lambda: self._closing(mark))
 
     def _closing(self, mark: str) -> Steps[None]:
@@ -218,23 +216,25 @@ class JsonScanner:
         self._open: list[str] = []
         self._next: Callable[[str], bool] = self._value
         self._token = ""
+        self._is_key = False
+        """Whether the string is a key."""
 
     @property
     def in_string(self) -> bool:
-        return self._next in (self._string, self._key_string)
+        return self._next == self._string
 
     def feed(self, char: str) -> bool:
-        """Whether the character can come next in the value; "" is the end of the text."""
+        """Whether the character can come next in the value; "" is the end of the text. If not, the scan has ended."""
+        if char in _BLANKS and self._next not in (self._string, self._number, self._literal):
+            return bool(char)
         return self._next(char)
 
     def _value(self, char: str) -> bool:
-        if char in _BLANKS:
-            return bool(char)
         if char in "{[":
             self._open.append(char)
             self._next = self._first_key if char == "{" else self._first_item
         elif char == '"':
-            self._next = self._string
+            self._is_key, self._next = False, self._string
         elif char in "-0123456789":
             self._token, self._next = char, self._number
         elif char in _LITERALS:
@@ -250,18 +250,10 @@ class JsonScanner:
         return self._close(char) if char == "}" else self._key(char)
 
     def _key(self, char: str) -> bool:
-        if char == '"':
-            self._next = self._key_string
-            return True
-        return bool(char) and char in _BLANKS
-
-    def _key_string(self, char: str) -> bool:
-        return self._in_string(char, self._colon)
+        self._is_key, self._next = True, self._string
+        return char == '"'
 
     def _string(self, char: str) -> bool:
-        return self._in_string(char, None)
-
-    def _in_string(self, char: str, after: Callable[[str], bool] | None) -> bool:
         token = self._token
         if token:  # an escape has begun
             if len(token) > 1:
@@ -269,19 +261,17 @@ class JsonScanner:
                 return bool(char) and char in _HEX
             self._token = "\\u" if char == "u" else ""
             return bool(char) and char in _ESCAPES
-        if char == '"':
-            self._next = after or self._after_value
-            if after is None:
-                self._end_value()
-        elif char == "\\":
+        if char == "\\":
             self._token = char
+        elif char == '"' and self._is_key:
+            self._next = self._colon
+        elif char == '"':
+            self._end_value()
         return bool(char)
 
     def _colon(self, char: str) -> bool:
-        if char == ":":
-            self._next = self._value
-            return True
-        return bool(char) and char in _BLANKS
+        self._next = self._value
+        return char == ":"
 
     def _number(self, char: str) -> bool:
         if char and char in "0123456789+-.eE":
@@ -292,7 +282,7 @@ class JsonScanner:
         if not whole:
             return False
         self._end_value()
-        return not self.done and self._after_value(char)
+        return not self.done and self.feed(char)
 
     def _literal(self, char: str) -> bool:
         if not char or char != self._token[0]:
@@ -306,9 +296,7 @@ class JsonScanner:
         if char == ",":
             self._next = self._key if self._open[-1] == "{" else self._value
             return True
-        if char in ("}", "]"):
-            return self._close(char)
-        return bool(char) and char in _BLANKS
+        return char in "}]" and self._close(char)
 
     def _close(self, char: str) -> bool:
         if self._open.pop() + char not in ("{}", "[]"):
@@ -441,6 +429,16 @@ def argument_rules(tools: Sequence[Tool]) -> str:
             raise RequestError(f"tool {tool.name}: its parameters are of type {kind!r}; arguments must be an object")
         rules.append(f"arguments_{i}: %json {json.dumps({'type': 'object', **tool.parameters})}\n")
     return "".join(rules)
+
+
+class Through(ParserStream):
+    """Passes the text on unchanged."""
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[ParserEvent]:
+        return []
 
 
 class OutputStream(ParserStream):

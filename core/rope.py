@@ -29,8 +29,7 @@ class RopeConfig:
     """Number of positions seen in training."""
     low: float = 1.0
     high: float = 1.0
-    """Bounds, in rotations within trained_len: frequencies below low are scaled, those above high are kept, those
-    between are blended."""
+    """Bounds, in rotations within trained_len: frequencies below low are scaled, above high kept, between blended."""
     truncate: bool = True
     """yarn: widen the blended range to whole dimensions."""
     attention_factor: float = 1.0
@@ -91,8 +90,7 @@ def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None =
 
 
 def _yarn_attention(options: ConfigJson, factor: float) -> float:
-    """Default attention factor: longer contexts flatten the softmax; YaRN (Peng et al. 2023) and DeepSeek's variant
-    compensate."""
+    """Default factor of YaRN (Peng et al. 2023) and DeepSeek's variant, since longer contexts flatten the softmax."""
 
     def at(strength: float) -> float:
         return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0

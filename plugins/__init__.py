@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from dovetail.core.compose import Component, hookimpl
+from dovetail.core.compose import Component, Config, hookimpl
 
 # Packages in this folder. Each __init__ defines COMPONENTS and imports nothing heavy.
 _KINDS = (
@@ -27,6 +27,29 @@ _KINDS = (
     "tool_parser",
     "workload",
 )
+
+
+def builtin(
+    kind: str,
+    name: str,
+    config: type[Config],
+    target: str,
+    *,
+    capabilities: str | None = None,
+    facts: str | None = None,
+    api: str = "0.1",
+) -> Component:
+    """Describe a component of this package. References are relative to the package of its kind."""
+    package = f"dovetail.plugins.{kind}."
+    return Component(
+        kind=kind,
+        name=name,
+        config=config,
+        target=package + target,
+        api=f"{kind}/{api}",
+        capabilities=capabilities and package + capabilities,
+        facts=facts and package + facts,
+    )
 
 
 @hookimpl

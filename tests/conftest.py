@@ -30,8 +30,8 @@ CLOCKED = (
     "unit/executor",
     "unit/parallel",
 )
-"""Folders whose tests wait for other processes, which a machine that others use can hold up for longer than any
-deadline worth having. A failure there is tried once more, and both tries are reported."""
+"""Folders whose tests wait for other processes, which a busy machine can delay beyond any sensible deadline. A failure
+there is retried once, and both tries are reported."""
 
 FIRST = (
     "docs/test_pages.py",
@@ -57,8 +57,8 @@ FIRST = (
     "unit/engine/test_grammars.py",
     "server/test_responses.py",
 )
-"""Files that take long: whoever begins one when the others have ended works alone. Servers wait most of their time, so
-that their tests stand between those that compute."""
+"""Slow files start first: a worker that begins one when the others have finished works alone. Servers mostly wait, so
+their tests alternate with those that compute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether stdout is a broken pipe, as under `| head`. If so, redirect it, so that nothing is written to it at
-    exit."""
+    """Whether stdout is a broken pipe, as under `| head`. If so, redirect it: Python flushes it again at exit."""
     try:
         out = sys.stdout.fileno()
     except OSError:

@@ -1,5 +1,4 @@
-"""Checks that selected parts fit each other, from the capabilities that they state. The matrix in the docs uses the
-same data."""
+"""Checks that selected parts fit each other, from their stated capabilities, as the matrix in the docs does."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from pydantic import ValidationError
 
 from dovetail.core.compose.capabilities import Capabilities, Host, Requires
 from dovetail.core.compose.config import part_fields
-from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.registry import Registered
 from dovetail.core.compose.selected import Selected
@@ -74,9 +72,9 @@ class _Check:
     def _answers(self, demand: Requires) -> list[tuple[str, object]]:
         """Return (source, value) for every part that the requirement refers to."""
         if demand.kind == "engine":
-            return [("engine", _field(self.composition.engine_config, demand.key))]
+            return [("engine", getattr(self.composition.engine_config, demand.key, _UNSTATED))]
         if demand.kind == "host":
-            return [("this host", _field(self.host, demand.key))]
+            return [("this host", getattr(self.host, demand.key, _UNSTATED))]
         chosen = self.composition.parts.get(demand.kind)
         if demand.kind == "model" and demand.key in self.model_facts:
             return [("the checkpoint", self.model_facts[demand.key])]
@@ -128,7 +126,3 @@ def _walk(parts: Mapping[str, Selected | dict[str, Selected]]) -> Iterator[tuple
             yield path, part
             nested = {f"{path}.{field}": getattr(part.config, field) for field in part_fields(type(part.config))}
             yield from _walk(nested)
-
-
-def _field(record: EngineConfig | Host | None, key: str) -> object:
-    return getattr(record, key, _UNSTATED)

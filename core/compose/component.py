@@ -18,16 +18,13 @@ class Component:
     name: str
     """Lower-case letters, digits and underscores; unique within its kind."""
     config: type[Config]
-    """Class of the options. Keep it in a module that imports nothing heavy: listing and validating components import
-    it."""
+    """Class of the options, in a module that imports nothing heavy: listing and validating components import it."""
     target: str
-    """Reference to the class, "package.module:Class", called as `Class(config, ...)`. Imported when the component is
-    built."""
+    """Reference to the class, "package.module:Class", called as `Class(config, ...)`. Imported when it is built."""
     api: str
     """Version of the contract that it implements, a literal such as "scheduler/0.1"."""
     capabilities: str | None = None
-    """Reference to a function of `(config, host)` that returns `Capabilities`. Imported when capabilities are
-    checked."""
+    """Reference to a function of `(config, host)` that returns `Capabilities`. Imported for the check of them."""
     facts: str | None = None
     """Reference to a function of `(config)` that returns facts known before anything is built, as the kind's own record
     (for a model: ModelSpec). It must not import torch, so that planning needs none."""

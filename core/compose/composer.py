@@ -1,5 +1,4 @@
-"""Turns overrides into a composition: Hydra's defaults list and merging, without its globals, run folders and
-logging."""
+"""Turns overrides into a composition with Hydra's defaults list and merging, but no globals, run folders or logging."""
 
 from __future__ import annotations
 
@@ -57,7 +56,10 @@ def compose(
         if checked.faults and {"app", PRESET} & checked.unsettled:
             # An invalid app or preset hides further mistakes.
             raise ConfigError("\n".join(checked.faults))
-        composed = _with_config_errors(_compose, repository, checked, full)
+        try:
+            composed = _compose(repository, checked, full)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise ConfigError(_without_hints(error)) from error
     nodes = validate(composed, full)
     return Composition(
         registry=full,
@@ -68,15 +70,6 @@ def compose(
         config_dirs=tuple(map(os.path.abspath, config_dirs)),
         choices=composed.choices,
     )
-
-
-def _with_config_errors(step: Any, *args: Any) -> ComposedConfig:
-    try:
-        composed = step(*args)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(_without_hints(error)) from error
-    assert isinstance(composed, ComposedConfig)
-    return composed
 
 
 def _without_hints(error: Exception) -> str:
@@ -102,13 +95,15 @@ def _compose(repository: Repository, checked: CheckedOverrides, registry: Regist
     # The config stays open: validation reports unknown keys together with all other mistakes.
     loader._apply_overrides_to_config(defaults.config_overrides, config)
     placements, broken = _placements(defaults, registry)
+    if not isinstance(app := config.get("app"), str):
+        raise ConfigError("no app is chosen: write app=<name>, such as app=generate")
     return ComposedConfig(
-        app=_app(config),
+        app=app,
         nodes=_plain(config),
         placements=placements,
         broken=broken,
         options=repository.get_group_options,
-        touched={_text(o): o.key_or_group.split(".")[0] for o in defaults.config_overrides},
+        touched={o.input_line or o.key_or_group: o.key_or_group.split(".")[0] for o in defaults.config_overrides},
         faults=tuple(checked.faults),
         unsettled=frozenset(checked.unsettled),
         choices=_choices(defaults),
@@ -122,8 +117,7 @@ def _defaults_list(repository: Repository, overrides: list[Override]) -> Default
 
 
 def _added(repository: Repository, checked: CheckedOverrides) -> dict[str, list[str]]:
-    """Map each list kind to the items added by presets (unless the command line selects the list) and by `+<kind>=`
-    words."""
+    """Map each list kind to the items added by presets, unless overrides select the list, and by `+<kind>=` words."""
     chosen = {override.key_or_group for override in checked.overrides}
     kinds = [*(kind for kind in repository.added if kind not in chosen), *checked.added]
     return {
@@ -149,20 +143,8 @@ def _choices(defaults: DefaultsList) -> dict[str, str]:
     return {kind: name for kind, _, name in chosen if kind in KINDS and KINDS[kind].cardinality == "one"}
 
 
-def _text(override: Override) -> str:
-    return override.input_line or override.key_or_group
-
-
-def _app(config: DictConfig) -> str:
-    app = config.get("app")
-    if not isinstance(app, str):
-        raise ConfigError("no app is chosen: write app=<name>, such as app=generate")
-    return app
-
-
 def _placements(defaults: DefaultsList, registry: Registry) -> tuple[dict[Path, Placement], dict[Placement, str]]:
-    """Return the component that the defaults list puts at each node, and the root node of each selected component that
-    is broken."""
+    """Return the component that the defaults list puts at each node, and the root node of each broken choice."""
     placements: dict[Path, Placement] = {}
     broken: dict[Placement, str] = {}
     for entry in defaults.defaults:

@@ -78,8 +78,7 @@ class Composition:
             raise CapabilityError(found)
 
     def check_layout(self, host: Host) -> None:
-        """Like `check`, but only for the model's requirements on the engine: for an app that plans and builds
-        nothing."""
+        """Like `check`, but only for the model's requirements on the engine: for an app that builds nothing."""
         if found := layout_conflicts(self, host):
             raise CapabilityError(found)
 

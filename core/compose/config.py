@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.fields import FieldInfo
 
 
 class Config(BaseModel):
@@ -47,12 +46,8 @@ def part_fields(config: type[Config]) -> dict[str, tuple[str, str | list[str]]]:
     """Nested parts of a config class: field name -> (kind, default choice or list of choices)."""
     found: dict[str, tuple[str, str | list[str]]] = {}
     for name, info in config.model_fields.items():
-        marks = _marks(info)
+        marks: dict[str, Any] = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         kind = marks.get(_PART) or marks.get(_PARTS)
         if kind is not None:
             found[name] = (kind, marks["default"])
     return found
-
-
-def _marks(info: FieldInfo) -> dict[str, Any]:
-    return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}

@@ -73,7 +73,8 @@ def discover(switch: str = "") -> Registry:
                 registered.append(Registered(component, package))
     for name in sorted(blocked - found):
         problems.append(Problem(name, f"{SWITCH} blocks it, but it is not installed.{did_you_mean(name, found)}"))
-    return Registry(*_without_duplicates(registered, problems), config_dirs)
+    unique = list(_without_duplicates(registered, problems))
+    return Registry(unique, problems, config_dirs)
 
 
 def _parse_switch(switch: str) -> set[str]:
@@ -197,27 +198,20 @@ def _config_faults(component: Component) -> Iterator[str]:
             yield f"it renames `{old}` to `{new}`, but its options are {listing(config.model_fields)}"
 
 
-def _without_duplicates(
-    registered: list[Registered], problems: list[Problem]
-) -> tuple[list[Registered], list[Problem]]:
+def _without_duplicates(registered: list[Registered], problems: list[Problem]) -> Iterator[Registered]:
     """Refuse both of two third-party components with the same name: the choice would be ambiguous and must not depend
-    on order. A built-in component keeps its name, and others with that name are refused."""
+    on order. A built-in component keeps its name, and others with that name are refused. Refusals go to `problems`."""
     by_key: dict[tuple[str, str], list[Registered]] = defaultdict(list)
     for one in registered:
         by_key[one.component.kind, one.component.name].append(one)
-    unique = [group[0] for group in by_key.values() if len(group) == 1]
     for (kind, name), group in by_key.items():
-        builtin = [one for one in group if one.package.is_builtin]
-        if builtin and len(group) > 1:
-            unique.append(builtin[0])
-            for one in group:
-                if one is not builtin[0]:
-                    taken = f"{kind}={name} is built in: give the component another name"
-                    problems = [*problems, Problem(str(one.package), taken)]
-        elif len(group) > 1:
+        builtin = next((one for one in group if one.package.is_builtin), None)
+        if builtin is not None or len(group) == 1:
+            kept = builtin or group[0]
+            yield kept
+            taken = f"{kind}={name} is built in: give the component another name"
+            problems += [Problem(str(one.package), taken) for one in group if one is not kept]
+        else:
             packages = [str(one.package) for one in group]
-            third = next((o.package.name for o in group if not o.package.is_builtin), None)
-            cure = f"; {SWITCH}=-{third} leaves one" if third else ""
-            reason = f"{kind}={name} comes from {' and '.join(packages)}{cure}"
-            problems = [*problems, *(Problem(package, reason, kind, name) for package in packages)]
-    return unique, problems
+            reason = f"{kind}={name} comes from {' and '.join(packages)}; {SWITCH}=-{group[0].package.name} leaves one"
+            problems += [Problem(package, reason, kind, name) for package in packages]

@@ -15,8 +15,7 @@ Cardinality = Literal["one", "many", "per_request"]
 class Kind:
     name: str
     cardinality: Cardinality
-    """one: exactly one component is selected; many: an ordered list; per_request: all are available and a request
-    picks."""
+    """one: exactly one component is selected; many: an ordered list; per_request: each request picks among all."""
     api: str
     """Version of the contract, "<kind>/<major>.<minor>". A component's `api` is compared with it."""
     interface: str
@@ -52,21 +51,6 @@ KINDS: dict[str, Kind] = {
     )
 }
 
-ENGINE_NODES = (
-    "engine",
-    "model",
-    "scheduler",
-    "kv_cache",
-    "attention",
-    "quant",
-    "adapter",
-    "spec_decode",
-    "executor",
-    "router",
-    "collective",
-    "cost",
-    "logits",
-    "grammar",
-    "observer",
-)
-"""The nodes of an app that runs an engine. Add new kinds that engines are built from."""
+_NOT_OF_ENGINES = ("app", "tool_parser", "reasoning_parser", "workload")
+ENGINE_NODES = ("engine", *(kind for kind in KINDS if kind not in _NOT_OF_ENGINES))
+"""The nodes of an app that runs an engine."""

@@ -9,7 +9,6 @@ from pydantic_core import to_jsonable_python
 
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.config import Config, part_fields
-from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.kinds import KINDS
 
 MISSING = "???"
@@ -30,21 +29,15 @@ def component_node(component: Component) -> dict[str, Any]:
     return {"defaults": [*defaults, "_self_"], **({"app": component.name} if at_root else {}), **body}
 
 
-def engine_node() -> dict[str, Any]:
-    return {"engine": plain_defaults(EngineConfig)}
-
-
 def plain_defaults(config: type[Config]) -> dict[str, Any]:
     parts = part_fields(config)
-    return {
-        name: MISSING if info.is_required() else _plain(info.get_default(call_default_factory=True))
+    defaults = {
+        name: MISSING if info.is_required() else info.get_default(call_default_factory=True)
         for name, info in config.model_fields.items()
         if name not in parts
     }
-
-
-def _plain(value: object) -> Any:
-    return _escape(to_jsonable_python(value))
+    plain: dict[str, Any] = _escape(to_jsonable_python(defaults))
+    return plain
 
 
 def _escape(value: Any) -> Any:

@@ -150,8 +150,7 @@ class Registry:
         return message + (f" Packages that could not be used: {'; '.join(whole)}." if whole else "")
 
     def fingerprint(self) -> str:
-        """Digest that ranks and hosts compare before loading. Equal means the same components from the same
-        versions."""
+        """Digest that ranks and hosts compare before loading: equal for the same components of the same versions."""
         lines = [
             f"{kind} {name} {r.package.name} {r.package.version} {r.component.api}"
             for (kind, name), r in self.registered.items()

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """Selected and validated, not yet built. Also the type of a `Part` field: `model: Selected = Part("model",
-    ...)`."""
+    """Selected and validated, not yet built. Also the type of a field that `Part` makes."""
 
     registered: Registered
     config: Config
@@ -45,8 +44,7 @@ class Selected:
         return self.registered.target()
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `Class(config, *args, **kwargs)`. Any exception of the class becomes a PluginError that names its
-        package."""
+        """Return `Class(config, *args, **kwargs)`. An exception in it becomes a PluginError that names the package."""
         target = self.target()
         with self.registered.blamed("could not be built"):
             try:

@@ -22,8 +22,9 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
+from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.kinds import KINDS, PRESET
-from dovetail.core.compose.nodes import component_node, engine_node
+from dovetail.core.compose.nodes import component_node, plain_defaults
 from dovetail.core.compose.registry import ConfigFile, Problem, Registry
 from dovetail.core.compose.wording import did_you_mean, show
 from dovetail.core.errors import ConfigError
@@ -33,8 +34,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def hydra_1_3() -> Iterator[None]:
-    """Select Hydra 1.3 behaviour. Hydra keeps this setting process-wide, and the user's own app may need another
-    version."""
+    """Select Hydra 1.3 behaviour, a process-wide setting, for which the user's own app may need another version."""
     base = hydra_version.VersionBase.instance()
     with _lock:
         previous = base.getbase()
@@ -78,7 +78,7 @@ class RegistrySource(ConfigSource):
         registered = self._registry.registered.get((kind, name))
         node: dict[str, Any]
         if kind == "":
-            node = engine_node()
+            node = {"engine": plain_defaults(EngineConfig)}
         elif registered is not None:
             node = component_node(registered.component)
         else:
@@ -108,8 +108,7 @@ class Repository(ConfigRepository):
         return self._loaded[config_path]
 
     def _take_additions(self, preset: ConfigResult) -> None:
-        """Collect entries such as `/logits: mine` for the composer. Hydra would treat them as a second selection of the
-        kind."""
+        """Collect entries such as `/logits: mine` for the composer; for Hydra they would be a second selection."""
         entries, preset.defaults_list = preset.defaults_list or [], []
         for entry in entries:
             if isinstance(entry, GroupDefault) and not entry.override and entry.group is not None:

@@ -1,4 +1,4 @@
-"""Which adapters are loaded, and who holds the device's slots for them."""
+"""Table of loaded adapters, and the assignment of the device's adapter slots to sequences."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
-_LONGEST_NAME = 256
-_TERM = 32
-"""Refusals of a sequence, one a step, before it has a slot emptied. Until then whoever wants an adapter that is in
-joins its batch: adapters that took turns for each request would leave the device half idle."""
+_MAX_NAME = 256
+"""Characters."""
+_MAX_REFUSALS = 32
+"""Consecutive refusals, one per step, after which a waiting sequence may drain a slot. Until then requests for loaded
+adapters go first, since switching adapters for each request would leave the device half idle."""
 
 
 def check_folders(composition: Composition) -> None:
-    """Those of adapters to begin with are there: told before the model is loaded."""
+    """Raise ConfigError if the folder of an initial adapter is missing."""
     if "adapter" in composition.parts:
         for name, folder in _initial(composition).items():
             if not Path(folder).is_dir():
@@ -40,159 +40,159 @@ def _initial(composition: Composition) -> Mapping[str, str]:
 
 
 class AdapterSlots(Resource):
-    """Slots of the device, each with one adapter, which any number of running sequences share.
+    """Adapter slots of the device. Each holds one adapter, which any number of running sequences share.
 
-    A slot that nobody runs with goes to the first that asks, the longest unused one first. When somebody has been
-    refused for a while, one slot takes nobody new, so that it will be free, and he is to be asked first: without that,
-    requests for adapters that are in would keep him out for ever.
+    An unused slot goes to the first sequence that asks, least recently used first. A sequence that was refused too
+    often drains a slot: the slot takes no new sequences, and `first` names the sequence that waits for it. Otherwise
+    requests for loaded adapters could keep it waiting forever.
     """
 
     def __init__(self, count: int) -> None:
         self._keys = [""] * count
-        """What each slot holds."""
+        """Adapter in each slot; "" = none."""
         self._users: list[set[int]] = [set() for _ in range(count)]
-        self._order = list(range(count))
-        """Slots, the one whose last user left longest ago first."""
-        self._held: dict[int, int] = {}
-        """uid -> slot"""
-        self._refused: dict[int, int] = {}
-        """uid -> how often since a slot changed hands, of those who wait."""
-        self._emptying: int | None = None
-        """The slot that takes nobody new."""
-        self._first: int | None = None
-        """For whom: a uid."""
+        """Uids that hold each slot."""
+        self._by_last_use = list(range(count))
+        """Slots, least recently used first."""
+        self._slots: dict[int, int] = {}
+        """uid -> slot."""
+        self._refusals: dict[int, int] = {}
+        """uid -> refusals since a slot last changed its adapter."""
+        self._draining: int | None = None
+        """The slot that takes no new sequences."""
+        self._drained_for: int | None = None
+        """Uid of the sequence that waits for that slot."""
 
     def slot(self, uid: int) -> int:
-        """Of a sequence on the device; -1 = it holds none."""
-        return self._held.get(uid, -1)
+        """Return the slot of a sequence on the device; -1 = it holds none."""
+        return self._slots.get(uid, -1)
 
     def try_acquire(self, seq: Sequence) -> bool:
         key, uid = seq.request.adapter, seq.uid
-        if not key or uid in self._held:
+        if not key or uid in self._slots:
             return True
         slot = self._find(key)
         if slot is None:
-            self._refused[uid] = times = self._refused.get(uid, 0) + 1
-            if self._emptying is None and times > _TERM:
-                self._emptying = min(self._order, key=lambda slot: len(self._users[slot]))
-                self._first = uid
+            self._refusals[uid] = times = self._refusals.get(uid, 0) + 1
+            if self._draining is None and times > _MAX_REFUSALS:
+                self._draining = min(self._by_last_use, key=lambda slot: len(self._users[slot]))
+                self._drained_for = uid
             return False
-        self._gone(uid)
+        self._stop_waiting(uid)
         if self._keys[slot] != key:
             self._keys[slot] = key
-            self._emptying = self._first = None
-            self._refused = dict.fromkeys(self._refused, 0)
+            self._draining = self._drained_for = None
+            self._refusals = dict.fromkeys(self._refusals, 0)
         self._users[slot].add(uid)
-        self._held[uid] = slot
+        self._slots[uid] = slot
         return True
 
     def _find(self, key: str) -> int | None:
         if key in self._keys:
             slot = self._keys.index(key)
-            return None if slot == self._emptying and self._users[slot] else slot
-        return next((slot for slot in self._order if not self._users[slot]), None)
+            return None if slot == self._draining and self._users[slot] else slot
+        return next((slot for slot in self._by_last_use if not self._users[slot]), None)
 
     def release(self, seq: Sequence) -> None:
-        slot = self._held.pop(seq.uid, None)
+        slot = self._slots.pop(seq.uid, None)
         if slot is not None:
             self._users[slot].discard(seq.uid)
             if not self._users[slot]:
-                self._order.remove(slot)
-                self._order.append(slot)
-        self._gone(seq.uid)
+                self._by_last_use.remove(slot)
+                self._by_last_use.append(slot)
+        self._stop_waiting(seq.uid)
 
-    def _gone(self, uid: int) -> None:
-        """It does not wait any more."""
-        self._refused.pop(uid, None)
-        if uid == self._first:
-            self._emptying = self._first = None
+    def _stop_waiting(self, uid: int) -> None:
+        self._refusals.pop(uid, None)
+        if uid == self._drained_for:
+            self._draining = self._drained_for = None
 
     @property
     def first(self) -> int | None:
-        return self._first
+        return self._drained_for
 
     def forget(self, key: str) -> None:
-        """An adapter that nobody will ask for again: its slot goes first."""
+        """Drop an unloaded adapter. Its slot is reused first."""
         if key in self._keys:
             slot = self._keys.index(key)
             self._keys[slot] = ""
-            self._order.remove(slot)
-            self._order.insert(0, slot)
+            self._by_last_use.remove(slot)
+            self._by_last_use.insert(0, slot)
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     key: str
-    """Name and load: what was loaded again under a name is another adapter, to the prefix cache as well."""
+    """name@load number. An adapter loaded again under the same name is a different one, also to the prefix cache."""
     folder: str
     future: Future[None]
 
 
 class AdapterTable:
-    """Adapters by name. The engine's thread alone calls it."""
+    """Adapters by name. Only the engine's thread calls it."""
 
     def __init__(self, executor: Executor, slots: int) -> None:
-        """0 slots: there are no adapters, and asking for one is refused."""
+        """0 slots = the engine serves no adapters and refuses requests for one."""
         self.slots = AdapterSlots(slots)
         self._executor, self._served = executor, slots > 0
-        self._loads = itertools.count(1)
+        self._load_numbers = itertools.count(1)
         self._loaded: dict[str, _Loaded] = {}
-        self._leaving: set[str] = set()
-        """Keys whose name is gone and with which somebody still runs."""
+        self._unloading: set[str] = set()
+        """Keys of unloaded adapters that some sequence still uses."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Of adapters that requests may choose -> folder."""
+        """Adapters that requests may choose: name -> folder."""
         return {name: entry.folder for name, entry in self._loaded.items() if _ready(entry)}
 
     def load_first(self, composition: Composition) -> None:
-        """What the composition names. Blocks."""
+        """Load the adapters that the composition names, and wait for them."""
         for future in [self.load(name, folder) for name, folder in _initial(composition).items()]:
             future.result()
 
     def load(self, name: str, folder: str) -> Future[None]:
-        """Steps go on meanwhile. The name is taken from now on, and can be chosen once the future is done; where that
-        fails, the name is free again."""
+        """Load an adapter while steps go on. The name is taken at once and can be chosen when the future is done. If
+        loading fails, the name is free again."""
         self._check_served()
-        if not name or len(name) > _LONGEST_NAME or not name.isprintable():
-            raise RequestError(f"adapter: {name!r} is no name: give 1 to {_LONGEST_NAME} printable characters")
-        self._purge()
+        if not name or len(name) > _MAX_NAME or not name.isprintable():
+            raise RequestError(f"adapter: {name!r} is no name: give 1 to {_MAX_NAME} printable characters")
+        self._drop_failed()
         if (entry := self._loaded.get(name)) is not None:
             raise RequestError(f"adapter: {name!r} is loaded, from {entry.folder}: unload it, or take another name")
-        key = f"{name}@{next(self._loads)}"
+        key = f"{name}@{next(self._load_numbers)}"
         future = self._executor.load_adapter(key, folder)
         self._loaded[name] = _Loaded(key, folder, future)
-        future.add_done_callback(lambda done: _report(name, folder, done))
+        future.add_done_callback(lambda done: _log_loaded(name, folder, done))
         return future
 
     def unload(self, name: str, used: Collection[str]) -> None:
-        """No new request may choose it; it is gone when the last one that runs with it has ended. `used`: keys of all
+        """Unload an adapter once no sequence uses it; from now on no request can choose it. `used`: keys of all
         sequences."""
         self._check_served()
-        self._purge()
+        self._drop_failed()
         entry = self._loaded.get(name)
         if entry is None:
             raise self._unknown(name)
         if not entry.future.done():
-            raise RequestError(f"adapter: {name!r} is still being loaded: unload it when it is")
+            raise RequestError(f"adapter: {name!r} is still being loaded: unload it after that")
         del self._loaded[name]
-        self._leaving.add(entry.key)
-        self.sweep(used)
+        self._unloading.add(entry.key)
+        self.unload_unused(used)
 
-    def sweep(self, used: Collection[str]) -> None:
-        """Let the ranks forget what left and nobody uses any more."""
-        for key in self._leaving.difference(used):
-            self._leaving.remove(key)
+    def unload_unused(self, used: Collection[str]) -> None:
+        """Make the ranks drop the unloaded adapters that are not in `used`."""
+        for key in self._unloading.difference(used):
+            self._unloading.remove(key)
             self.slots.forget(key)
             self._executor.unload_adapter(key)
 
     @property
-    def leaving(self) -> bool:
-        """Some adapter waits for its last sequence."""
-        return bool(self._leaving)
+    def unloading(self) -> bool:
+        """Whether an unloaded adapter is still in use."""
+        return bool(self._unloading)
 
     def key(self, name: str) -> str:
-        """For Request.adapter."""
+        """Return the key of a loaded adapter, for Request.adapter."""
         self._check_served()
         entry = self._loaded.get(name)
         if entry is None or not _ready(entry):
@@ -203,8 +203,8 @@ class AdapterTable:
         if not self._served:
             raise unknown_adapter("", (), served=False)
 
-    def _purge(self) -> None:
-        """What could not be loaded; some ranks may have read it."""
+    def _drop_failed(self) -> None:
+        """Drop the adapters that could not be loaded, also on ranks that have read them."""
         for name, entry in list(self._loaded.items()):
             if _failed(entry):
                 del self._loaded[name]
@@ -215,7 +215,7 @@ class AdapterTable:
 
 
 def unknown_adapter(name: str, names: Iterable[str], *, served: bool) -> RequestError:
-    """The refusal of an adapter that is not among `names`. `served`: the engine has adapters at all."""
+    """Return the error for an adapter that is not among `names`. `served`: whether the engine serves adapters."""
     if not served:
         return RequestError("adapter: this engine has none (adapter=none); adapter=lora serves some", status=404)
     return RequestError(f"adapter: {name!r} is not loaded; there is {', '.join(names) or 'none'}", status=404)
@@ -230,6 +230,6 @@ def _ready(entry: _Loaded) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 
-def _report(name: str, folder: str, done: Future[None]) -> None:
+def _log_loaded(name: str, folder: str, done: Future[None]) -> None:
     if not done.cancelled() and done.exception() is None:
         log.info("adapter %s loaded from %s", name, folder)

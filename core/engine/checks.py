@@ -1,4 +1,4 @@
-"""Whether a composition's parts fit each other, its model and this machine: told before anything is loaded."""
+"""Checks that a composition's parts fit each other, the model and this machine, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,81 +13,85 @@ from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import Model
 
 if TYPE_CHECKING:
-    from dovetail.core.compose import Composition, Host
+    from dovetail.core.compose import Composition
     from dovetail.core.interfaces import ModelSpec
 
 
 def check_fit(composition: Composition) -> None:
-    """CapabilityError, CapacityError where the weights alone are too large, ConfigError where adapters are missing."""
+    """Raise CapabilityError for conflicts, CapacityError if the weights alone are too large, ConfigError if an
+    adapter's folder is missing."""
     model = composition.part("model")
     spec = model.target().spec(model.config)
     here = host.detect_host(composition.engine.device)
     composition.check(here, host.model_facts(spec))
-    if conflicts := [*_late_drafts(composition, here), *_whole_steps(composition), *_no_effect(composition)]:
-        raise CapabilityError(conflicts)
+    found = [*_depth_conflicts(composition, here), *_overlap_conflicts(composition), *_launch_conflicts(composition)]
+    if found:
+        raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
     check_folders(composition)
 
 
 def exact_lengths(composition: Composition, here: Host | None = None) -> bool:
-    """Attention plans from lengths that the host knows, and bounds do not do."""
+    """Whether attention needs exact lengths on the host; upper bounds do not suffice."""
     here = here or host.detect_host(composition.engine.device)
     return composition.part("attention").capabilities(here).provides.get("exact_lengths") == "host"
 
 
-def _late_drafts(composition: Composition, here: Host) -> Iterator[str]:
-    """With several plans in flight, the host learns late what was accepted: some parts cannot wait for that."""
+def _depth_conflicts(composition: Composition, here: Host) -> Iterator[str]:
+    """Yield conflicts of engine.depth > 1 with parts that need the accepted tokens on the host before each launch."""
     depth = composition.engine.depth
     if depth == 1:
         return
     drafter, chosen = composition.build("spec_decode"), composition.part("spec_decode")
     if drafter.needs_host_tokens:
         yield (
-            f"spec_decode={chosen.name} drafts from tokens on the host, which come late where several plans are in "
-            f"flight (engine.depth={depth}). Would work: engine.depth=1."
+            f"spec_decode={chosen.name} drafts from tokens on the host, which does not have them yet while other plans "
+            f"are in flight (engine.depth={depth}). Would work: engine.depth=1."
         )
     if exact_lengths(composition, here) and drafter.lookahead:
         yield (
-            f"attention={composition.part('attention').name} plans from exact lengths on the host, which come late "
-            f"where drafts are in flight (spec_decode={chosen.name}, engine.depth={depth}). "
+            f"attention={composition.part('attention').name} plans from exact lengths on the host, which does not have "
+            f"them while drafts are in flight (spec_decode={chosen.name}, engine.depth={depth}). "
             "Would work: engine.depth=1, spec_decode=none."
         )
 
 
-def _whole_steps(composition: Composition) -> Iterator[str]:
-    """A step's halves can take turns only where the model hands out its collective calls."""
+def _overlap_conflicts(composition: Composition) -> Iterator[str]:
+    """Yield a conflict if half-batches must overlap and the model does not expose its collective calls."""
     model = composition.part("model")
     if composition.engine.overlap_tokens and model.target().layers is Model.layers:
         yield (
             f"model={model.name} makes its collective calls by itself (it has no `layers`), and "
-            "engine.overlap_tokens runs a step as two halves in turns. Would work: engine.overlap_tokens=0."
+            "engine.overlap_tokens alternates between two halves of a step. Would work: engine.overlap_tokens=0."
         )
 
 
-def _no_effect(composition: Composition) -> Iterator[str]:
-    """Options of the engine for what others of its options rule out."""
+def _launch_conflicts(composition: Composition) -> Iterator[str]:
+    """Yield a conflict of engine.late_launch with engine.depth."""
     engine = composition.engine
-    # With no other step in flight there is nothing to wait for; with more, results would wait.
+    # At depth 1 there is no step to wait for; at more than 2 the delay would hold back results.
     if engine.late_launch and engine.depth != 2:
         yield (
-            "engine.late_launch puts the launch of a step off while the one before it runs, and "
+            "engine.late_launch delays the launch of a step while the preceding one runs, and "
             f"engine.depth={engine.depth} has {engine.depth - 1 or 'no'} others in flight. "
             "Would work: engine.depth=2, engine.late_launch=false."
         )
 
 
 MOST_GPUS = 16
+"""Largest number of GPUs that a remedy may propose."""
 
 
 def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> None:
-    """CapacityError if the weights alone exceed what the engine may take of a device. Silent where a model cannot count
-    its parameters or a quantizer does not state its `weight_bits`: then allocating them tells. An executor may hold
-    none."""
+    """Raise CapacityError if the weights alone exceed engine.memory_fraction of a device.
+
+    Does nothing if the model does not state its number of parameters, the quantizer does not state `weight_bits`
+    (allocation then fails instead), or the executor holds no weights."""
     if spec.parameters is None or not host.memory_bytes:
         return
     if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):
         return
-    weights, quant = _Weights(composition, spec, host), composition.part("quant")
+    weights, quant = _WeightMemory(composition, spec, host), composition.part("quant")
     bits = 8.0 * weights.size if quant.name == "none" else _weight_bits(quant, host)
     if bits is None:
         return
@@ -102,13 +106,13 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
         )
 
 
-class _Weights:
+class _WeightMemory:
     def __init__(self, composition: Composition, spec: ModelSpec, host: Host) -> None:
         self.composition, self.spec, self.host = composition, spec, host
         _, self.size = number_format(composition.engine, spec, host.device)
 
     def bytes(self, bits: float, tp: int) -> float:
-        """On one device. Ranks on a CPU share its memory."""
+        """Return the bytes of weights per device. Ranks on a CPU share its memory."""
         p = self.spec.parameters
         assert p is not None
         quantized = (p.attention + p.mlp + p.experts) * bits / 8
@@ -119,7 +123,7 @@ class _Weights:
         return self.bytes(bits, tp) - self.host.memory_bytes * fraction
 
     def remedies(self, bits: float) -> Iterator[str]:
-        """Single changes first, each one computed."""
+        """Yield overrides with which the weights fit, single changes first."""
         engine = self.composition.engine
         if engine.memory_fraction < 0.95 and self.missing(bits, engine.tp, 0.95) <= 0:
             yield "engine.memory_fraction=0.95"
@@ -140,7 +144,7 @@ class _Weights:
                 registered = registry.get("quant", name)
                 fewer = _weight_bits(Selected(registered, registered.component.config()), self.host)
             except (DovetailError, ValueError):
-                continue  # one that cannot be used, or not without options, is no remedy
+                continue  # a quantizer that is unusable, or needs options, is no remedy
             if fewer is not None and fewer < bits:
                 yield name, fewer
 
@@ -151,14 +155,14 @@ class _Weights:
 
 
 def model_ranks(composition: Composition, host: Host, most: int) -> list[int]:
-    """Values of engine.tp up to `most` that the model takes, by the demands that are checked at start."""
+    """Return the values of engine.tp up to `most` that satisfy the model's stated demands."""
     stated = composition.part("model").capabilities(host).requires
     demands = [demand for demand in stated if (demand.kind, demand.key) == ("engine", "tp")]
     return [tp for tp in range(1, most + 1) if all(demand.admits(tp) for demand in demands)]
 
 
 def _weight_bits(quant: Selected, host: Host) -> float | None:
-    """None = it does not say, or not for this host."""
+    """Return the stated bits per weight; None = not stated, or the quantizer does not run on this host."""
     stated = quant.capabilities(host)
     bits = stated.provides.get("weight_bits")
     runs = all(d.admits(getattr(host, d.key)) for d in stated.requires if d.kind == "host")

@@ -1,4 +1,4 @@
-"""What a composition's parts say about number formats, and its cost model bound to them. Imports no torch."""
+"""Number formats of a composition, and its cost model bound to them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KV_BYTES = {**_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def bind_cost(composition: Composition, spec: ModelSpec, device: str | None = None) -> CostModel | None:
-    """The chosen cost model, ready to predict; None where the app reads none or the choice is `none`.
+    """Return the chosen cost model, ready to predict; None if the app has none or the choice is `none`.
 
     `device` decides what "auto" means for dtypes: "cpu", or else a GPU. Default: engine.device, where auto is a GPU.
     """
@@ -32,7 +32,8 @@ def bind_cost(composition: Composition, spec: ModelSpec, device: str | None = No
 
 
 def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
-    """From engine.dtype, engine.kv_dtype, and `weight_bits` and `product` among what the quantizer provides."""
+    """Return the formats that follow from engine.dtype, engine.kv_dtype, and `weight_bits` and `product` among the
+    capabilities that the quantizer provides."""
     engine, quant = composition.engine, composition.part("quant")
     dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
@@ -49,7 +50,7 @@ def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
 
 
 def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:
-    """Of activations and of weights that nobody quantizes: name and bytes."""
+    """Return (name, bytes per number) for activations and unquantized weights."""
     dtype = engine.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else spec.dtype

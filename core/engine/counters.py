@@ -1,4 +1,4 @@
-"""What an engine counts of its steps."""
+"""Counters of an engine, and its observers."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ _DRAFT, _TOKENS = itemgetter(Row._fields.index("draft")), itemgetter(RowResult._
 
 
 class StepCounts(NamedTuple):
-    """Of one finished step."""
+    """Token counts of one finished step."""
 
     sampled: int
-    """Output tokens gained."""
+    """Output tokens."""
     drafted: int
     accepted: int
 
 
 @dataclass(slots=True)
 class Counters:
-    """Since start. Written by the engine."""
+    """Totals since start. Written by the engine."""
 
     steps: int = 0
     prompt_tokens: int = 0
     entered_tokens: int = 0
-    """Prompt tokens of requests that have entered the device: each request once, at its first entry."""
+    """Prompt tokens of requests that have entered the device. Each request counts once, at its first entry."""
     cached_tokens: int = 0
-    """Of entered_tokens, those found in the prefix cache."""
+    """Part of entered_tokens that was found in the prefix cache."""
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     decode_rows: int = 0
-    """Rows that could have verified drafts; output per such row is the acceptance length."""
+    """Rows that could have verified drafts. Output tokens per such row are the acceptance length."""
     late_rows: int = 0
-    """Rows that sat a step out because their mask came late."""
+    """Rows that yielded no token in a step because their grammar mask was not ready."""
     schedule_seconds: float = 0.0
     """Host time to decide plans."""
     submit_seconds: float = 0.0
-    """Host time to hand plans to the executor; with a synchronous device also the time of the device."""
+    """Host time to hand plans to the executor. With a synchronous device it includes the device time."""
     wait_seconds: float = 0.0
-    """Time in which the host had nothing to do but wait for a result."""
+    """Host time spent waiting for results."""
     update_seconds: float = 0.0
-    """Host time to take results in."""
+    """Host time to process results."""
     device_seconds: float = 0.0
-    """Time the device was at work, where the executor can tell."""
+    """Time that the device was busy, if the executor reports it."""
     idle_seconds: float = 0.0
-    """Time for which the device had nothing to do while there were requests: it waited for the host."""
+    """Time that the device was idle while there were requests: it waited for the host."""
 
     def finish_step(self, plan: StepPlan, result: StepResult, lookahead: int) -> StepCounts:
-        """`lookahead`: most drafts of a row; 0 = speculation off."""
-        # Decode rows come first. What follows is one pass in C each: a step asks every row.
+        """Count a step. `lookahead`: maximum number of drafts per row; 0 = no speculation."""
+        # Decode rows come first. Each of these passes over all rows runs in C.
         decodes = bisect_left(plan.rows, True, key=lambda row: not row.flags & DECODE)
         drafted = sum(map(_DRAFT, plan.rows)) if lookahead else 0
         accepted = sum(max(len(row.tokens) - 1, 0) for row in result.rows[:decodes]) if drafted else 0
@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 
 class Observers(dict[str, Observer]):
-    """By name."""
+    """Observers by name. One that raises is logged and removed."""
 
     def step(self, record: StepRecord) -> None:
         for name, observer in list(self.items()):

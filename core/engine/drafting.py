@@ -1,9 +1,9 @@
-"""Whether a step verifies drafts: where they are expected to bring more tokens a second than they cost.
+"""Decides in which steps drafts are verified: those in which they should yield more tokens per second than they cost.
 
-What they bring is counted, over the rows of the latest steps that had some. What they cost the cost model says,
-corrected by the time that steps with drafts and steps without have really taken. So whichever is not the rule is tried
-now and then, ever less often. After SmartSpec (Liu et al. 2024); here a step has all drafts or none, since steps of
-either kind have CUDA graphs of their own.
+The yield is the acceptance measured over the latest rows with drafts. The cost comes from the cost model, corrected by
+the measured times of steps with and without drafts. Both kinds need measurements, so the one that is not in use is
+tried from time to time, at growing intervals. After SmartSpec (Liu et al. 2024), except that all rows of a step have
+drafts or none: each kind has its own CUDA graphs.
 """
 
 from __future__ import annotations
@@ -14,139 +14,137 @@ from dataclasses import dataclass, field
 from dovetail.core.interfaces import CostModel, RowWork, StepPlan, StepResult
 from dovetail.core.interfaces.plan import DECODE
 
-MEMORY = 64
-"""Rows after which what was counted before weighs half."""
-SOON, SELDOM = 16, 1024
-"""Steps between two trials, at first and at last."""
-TRIED = 32
-"""Rows of a trial of drafts, in as many steps as it takes."""
-SMOOTH = 0.3
-"""Weight of the newest time."""
-BLOCK = 512
-"""Keys of a row by which predictions are told apart."""
+HALF_LIFE_ROWS = 64
+"""Rows with drafts after which the weight of older acceptance counts has halved."""
+MIN_INTERVAL, MAX_INTERVAL = 16, 1024
+"""Steps between two trials, at first and at most."""
+TRIAL_ROWS = 32
+"""Rows of one trial with drafts, over as many steps as that takes."""
+SMOOTHING = 0.3
+"""Weight of the newest measured time."""
+LENGTH_BUCKET = 512
+"""Sequence lengths are rounded to multiples of this for predictions."""
 
 
 @dataclass(slots=True)
-class _Time:
-    """Seconds that steps of a kind take, over those predicted. One that took far longer compiled a kernel, or waited
-    for somebody: it counts as twice as long, and the first is not believed alone."""
+class _TimeRatio:
+    """Smoothed ratio of measured to predicted step time. Outliers (kernel compilation, another process) are clamped to
+    twice the ratio. A lower second sample replaces the first, which may itself be an outlier."""
 
-    ratio: float = 1.0
-    seen: int = 0
+    value: float = 1.0
+    samples: int = 0
 
     def add(self, ratio: float) -> None:
-        self.seen += 1
-        if self.seen == 1 or (self.seen == 2 and ratio < self.ratio):
-            self.ratio = ratio
+        self.samples += 1
+        if self.samples == 1 or (self.samples == 2 and ratio < self.value):
+            self.value = ratio
         else:
-            self.ratio += SMOOTH * (min(ratio, 2 * self.ratio) - self.ratio)
+            self.value += SMOOTHING * (min(ratio, 2 * self.value) - self.value)
 
 
 @dataclass(slots=True)
-class _Size:
-    """What is known of steps of about so many rows."""
+class _Bucket:
+    """Measurements and trials of steps with a similar number of rows."""
 
-    rule: bool = True
-    """Whether they have drafts."""
-    wait: int = SOON
+    drafts: bool = True
+    """Whether these steps have drafts, trials aside."""
+    interval: int = MIN_INTERVAL
     """Steps between two trials."""
-    left: int = SOON
-    """Steps to the next one."""
+    left: int = MIN_INTERVAL
+    """Steps until the next trial."""
     trials: int = 0
-    without: _Time = field(default_factory=_Time)
-    drafted: _Time = field(default_factory=_Time)
+    plain_time: _TimeRatio = field(default_factory=_TimeRatio)
+    draft_time: _TimeRatio = field(default_factory=_TimeRatio)
 
     @property
-    def known(self) -> bool:
-        return self.without.seen > 1 and self.drafted.seen > 1
-
-
-Asked = tuple[int, int]
-"""Decode rows of a step, and the mean of their lengths."""
+    def measured(self) -> bool:
+        return self.plain_time.samples > 1 and self.draft_time.samples > 1
 
 
 class Drafting:
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
-        # Before anything is known a row is expected to accept one draft.
+        # Prior: a row accepts one draft.
         self._accepted = self._rows = 1.0
-        self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
-        """By the bits of their number of rows."""
-        self._trial = 0
-        """Rows that the trial has still to run."""
-        self._tries = False
-        """Whether it has drafts."""
-        self._asked: Asked | None = None
-        """For the plan in the making."""
-        self._launched: deque[Asked | None] = deque()
+        self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
+        """Buckets by bit length of the number of rows."""
+        self._trial_rows = 0
+        """Rows left in the current trial."""
+        self._trial_drafts = False
+        """Whether the current trial has drafts."""
+        self._chosen: tuple[int, int] | None = None
+        """(decode rows, mean length) of the plan that the scheduler is building."""
+        self._launched: deque[tuple[int, int] | None] = deque()
+        """The same of each plan in flight."""
         self._predicted: dict[tuple[int, int, bool], float] = {}
         self._cost: CostModel | None = None
 
     @property
     def accepted(self) -> float:
-        """Drafts that a row is expected to accept."""
+        """Expected number of accepted drafts per row."""
         return self._accepted / self._rows
 
     def choose(self, rows: int, length: int, cost: CostModel) -> int:
-        """Drafts of each decode row of the next step. `length`: mean keys of one."""
-        self._cost, self._asked = cost, (rows, length)
-        if self._trial > 0:
-            self._trial -= rows
-            return self._lookahead * self._tries
-        size = self._sizes[rows.bit_length()]
-        if (rule := self._gain(rows, length, cost, size) > 1) is not size.rule:
-            size.rule, size.wait, size.left = rule, SOON, SOON
-        size.left -= 1
-        if not size.left:
-            size.trials += 1
-            # The first alone is not believed.
-            size.left = size.wait = SOON if size.trials == 1 else min(2 * size.wait, SELDOM)
-            self._tries = not rule
-            # Of a step without drafts the time alone is asked.
-            self._trial = TRIED if self._tries else 1
-        return self._lookahead * rule
+        """Return the number of drafts of each decode row in the next step. `length`: mean number of keys per row."""
+        self._cost, self._chosen = cost, (rows, length)
+        if self._trial_rows > 0:
+            self._trial_rows -= rows
+            return self._lookahead * self._trial_drafts
+        bucket = self._buckets[rows.bit_length()]
+        if (drafts := self._gain(rows, length, cost, bucket) > 1) is not bucket.drafts:
+            bucket.drafts, bucket.interval, bucket.left = drafts, MIN_INTERVAL, MIN_INTERVAL
+        bucket.left -= 1
+        if not bucket.left:
+            bucket.trials += 1
+            # One trial alone is too little evidence: repeat it soon.
+            bucket.interval = MIN_INTERVAL if bucket.trials == 1 else min(2 * bucket.interval, MAX_INTERVAL)
+            bucket.left = bucket.interval
+            self._trial_drafts = not drafts
+            # A trial without drafts measures only the step time, for which one step is enough.
+            self._trial_rows = TRIAL_ROWS if self._trial_drafts else 1
+        return self._lookahead * drafts
 
     def launched(self, plan: StepPlan | None) -> None:
-        """What became of the choice; None = there was nothing to run."""
+        """Take the plan that the last choice was made for; None = nothing could run."""
         if plan is not None:
-            self._launched.append(self._asked)
-        self._asked = None
+            self._launched.append(self._chosen)
+        self._chosen = None
 
-    def _gain(self, rows: int, length: int, cost: CostModel, size: _Size) -> float:
-        """Tokens a second with drafts, over those without."""
-        without, drafted = (self._seconds(rows, length, drafts, cost) for drafts in (False, True))
-        if size.known:
-            without *= size.without.ratio
-            drafted *= size.drafted.ratio
-        return (1 + self.accepted) * without / drafted if drafted else float("inf")
+    def _gain(self, rows: int, length: int, cost: CostModel, bucket: _Bucket) -> float:
+        """Return tokens per second with drafts, relative to those without."""
+        plain, drafted = (self._seconds(rows, length, drafts, cost) for drafts in (False, True))
+        if bucket.measured:
+            plain *= bucket.plain_time.value
+            drafted *= bucket.draft_time.value
+        return (1 + self.accepted) * plain / drafted if drafted else float("inf")
 
     def _seconds(self, rows: int, length: int, drafts: bool, cost: CostModel) -> float:
-        """Predicted."""
-        key = rows, length // BLOCK, drafts
+        """Return the predicted step time."""
+        key = rows, length // LENGTH_BUCKET, drafts
         if (found := self._predicted.get(key)) is None:
             if len(self._predicted) > 1 << 14:
                 self._predicted.clear()
             tokens = 1 + drafts * self._lookahead
-            work = RowWork(tokens, (length // BLOCK + 1) * BLOCK, tokens, rows)
+            work = RowWork(tokens, (length // LENGTH_BUCKET + 1) * LENGTH_BUCKET, tokens, rows)
             found = self._predicted[key] = cost.step_seconds([work])
         return found
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
-        """Of every plan that was launched, in order."""
-        asked = self._launched.popleft()
+        """Take the result of the oldest launched plan."""
+        launched = self._launched.popleft()
         drafts = any(row.draft for row in plan.rows)
         if drafts:
-            # Rows without any, of a grammar or near their end, are in the step all the same.
-            decodes = [came.tokens for row, came in zip(plan.rows, result.rows, strict=True) if row.flags & DECODE]
-            kept = 0.5 ** (len(decodes) / MEMORY)
-            self._rows = kept * self._rows + len(decodes)
-            self._accepted = kept * self._accepted + sum(max(len(tokens) - 1, 0) for tokens in decodes)
-        # What a step with prompts took says nothing of its decode rows.
-        if asked is None or self._cost is None or not result.device_seconds or not plan.rows[-1].flags & DECODE:
+            # The yield is that of the whole step: rows without drafts (grammar, near the limit) count as well.
+            decodes = [out.tokens for row, out in zip(plan.rows, result.rows, strict=True) if row.flags & DECODE]
+            weight = 0.5 ** (len(decodes) / HALF_LIFE_ROWS)
+            self._rows = weight * self._rows + len(decodes)
+            self._accepted = weight * self._accepted + sum(max(len(tokens) - 1, 0) for tokens in decodes)
+        # The time of a step with prefill chunks is not that of its decode rows.
+        if launched is None or self._cost is None or not result.device_seconds or not plan.rows[-1].flags & DECODE:
             return
-        rows, length = asked
+        rows, length = launched
         if (predicted := self._seconds(rows, length, drafts, self._cost)) > 0:
-            size = self._sizes[rows.bit_length()]
-            # All rows ran before: what the device waited for was the host, which may make the drafts.
-            took = result.device_seconds + result.idle_seconds
-            (size.drafted if drafts else size.without).add(took / predicted)
+            bucket = self._buckets[rows.bit_length()]
+            # All rows ran before this step, so idle time before it was host time: drafting on the host, for one.
+            measured = result.device_seconds + result.idle_seconds
+            (bucket.draft_time if drafts else bucket.plain_time).add(measured / predicted)

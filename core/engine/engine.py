@@ -18,12 +18,12 @@ from dovetail.core.engine.adapters import AdapterTable
 from dovetail.core.engine.checks import check_fit, exact_lengths
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.counters import Counters, Observers
-from dovetail.core.engine.grammars import GrammarState, build_grammars
+from dovetail.core.engine.grammars import build_grammars
 from dovetail.core.engine.launch_timer import LaunchTimer
 from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.requests import RequestBuilder
 from dovetail.core.engine.results import Results, SequenceEvent, ended_event
-from dovetail.core.engine.tracked import Tracked
+from dovetail.core.engine.tracked import GrammarState, Tracked
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
@@ -60,13 +60,13 @@ class _Launched:
     plan: StepPlan
     schedule_seconds: float
     late: dict[int, int] = field(default_factory=dict)
-    """uid -> row, of rows that need a mask."""
+    """uid -> index of its row, for rows that need a mask."""
     waits: bool = False
-    """The plan's late inputs have not been given."""
+    """Whether the plan still waits for its late inputs."""
     follows: bool = False
     """The engine had work since the previous launch, so device idle time before this step was caused by the host."""
     delayed: bool = False
-    """The launch was delayed (Engine.launch_delay)."""
+    """Whether the launch was delayed (Engine.launch_delay)."""
 
 
 class Engine:
@@ -98,21 +98,21 @@ class Engine:
         parts = composition.many("observer") if "observer" in composition.parts else {}
         self.observers = Observers({name: part.build() for name, part in parts.items()})
         self._tracked: dict[int, Tracked] = {}
-        """By uid."""
+        """Unfinished sequences by uid."""
         self._embeddings = 0
         """Number of tracked sequences that are embedded."""
         self._launched: deque[_Launched] = deque()
         self._launch_timer = LaunchTimer() if engine.late_launch else None
         self._steps = 0
         self._had_work = False
-        """The engine had work since the last launch."""
+        """Whether the engine had work since the last launch."""
         # A row that skips a step is shorter than plans in flight assume, which backends with exact lengths cannot take.
         patient = engine.depth > 1 and exact_lengths(composition)
         self._grammars = build_grammars(composition, info.spec, patient=patient)
         self._results = Results(self._tracked, self._grammars)
 
     def interrupt(self) -> None:
-        """End a step that hangs. Call it from another thread than the one that steps; only `shutdown` may follow."""
+        """Interrupt a step that hangs. Call it from another thread than `step`; only `shutdown` may follow."""
         self.executor.interrupt()
 
     def shutdown(self) -> None:
@@ -138,7 +138,7 @@ class Engine:
         `number` identifies the request; by default numbers rise from 0. Random draws depend on it, so a caller that
         spreads requests over several engines numbers them all.
 
-        Raises RequestError for what can never run, PluginError where a logits processor fails on it."""
+        Raises RequestError for what can never run, PluginError if a logits processor fails on the request."""
         key = self._adapters.key(options.adapter) if options.adapter else ""
         options = replace(options, adapter=key, cache_salt=_salt(options.cache_salt, key))
         sequences = self._requests.sequences(prompt_ids, params, options, number=number)
@@ -156,24 +156,25 @@ class Engine:
         return sequences
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
-        """End a sequence now and keep its first keep_len tokens, where a stop string ended. Ignores unknown uids."""
+        """End a sequence now and keep its first keep_len tokens, such as those up to a stop string. Ignores unknown
+        uids."""
         if self._forget(uid):
             self.scheduler.finish(uid, keep_len, reason)
 
     def abort(self, uid: int) -> None:
-        """Drop a sequence whose output nothing reads any more. Ignores unknown uids."""
+        """Drop a cancelled sequence. Ignores unknown uids."""
         if self._forget(uid):
             self.scheduler.abort(uid)
 
     def _forget(self, uid: int) -> bool:
-        """Drop what the engine keeps for a sequence. Return whether the scheduler has the sequence, too."""
+        """Drop the engine's record of a sequence. Return whether the scheduler also has the sequence."""
         tracked = self._tracked.pop(uid, None)
         if tracked is None:
             return False
         if tracked.seq.request.pooling is not None:
             self._embeddings -= 1
-        if self._adapters.leaving:
-            self._adapters.sweep(self._used_adapters())
+        if self._adapters.unloading:
+            self._adapters.unload_unused(self._used_adapters())
         if self._grammars is None:
             return True
         self._grammars.leave(tracked)
@@ -184,7 +185,7 @@ class Engine:
         return bool(self._tracked) or bool(self._launched)
 
     def reset_cache(self) -> bool:
-        """Forget cached prefixes. False = this allocator cannot."""
+        """Drop cached prefixes. False = this allocator cannot."""
         if not self.kv.stats().cached:
             return True
         try:
@@ -205,7 +206,7 @@ class Engine:
         return self._adapters.load(name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """New requests cannot choose the adapter; those that use it run to their end. Raises RequestError for an
+        """Make the adapter unavailable to new requests; those that use it run to their end. Raises RequestError for an
         unknown name."""
         self._adapters.unload(name, self._used_adapters())
 
@@ -227,7 +228,7 @@ class Engine:
         return self._grammars is not None and self._grammars.running > 0
 
     def step(self) -> list[SequenceEvent]:
-        """Launch one plan, or take one result: when `depth` plans are in flight, when nothing can be launched, or when
+        """Launch one plan. Take one result instead if `depth` plans are in flight, if nothing can be launched, or if
         the newest plan waits for tokens of an older one."""
         events = list(self._enter_compiled())
         if len(self._launched) < self.composition.engine.depth and not (self._launched and self._launched[-1].waits):
@@ -283,7 +284,7 @@ class Engine:
         return True
 
     def _join_blobs(self, plan: StepPlan) -> Blobs:
-        """What the ranks need of sequences that join."""
+        """Return the data that the ranks need for the plan's joins."""
         blobs = {}
         for join in plan.joins:
             seq = self._tracked[join.uid].seq
@@ -298,17 +299,17 @@ class Engine:
         slot = self._adapters.slots.slot(seq.uid)
         if slot < 0:
             name = type(self.scheduler).__name__
-            raise RuntimeError(f"{name} let sequence {seq.uid} join, and it has not acquired its adapter's slot")
+            raise RuntimeError(f"{name} let sequence {seq.uid} join without acquiring its adapter's slot")
         return slot
 
     def _mark_late(self, plan: StepPlan) -> dict[int, int]:
-        """Flag the rows that need a mask; return uid -> row."""
+        """Flag the rows that need a mask. Return uid -> index of its row."""
         late = {}
         for i, row in enumerate(plan.rows):
             if row.flags & SAMPLE and (one := self._tracked.get(row.uid)) is not None and one.grammar is not None:
                 if row.draft:
                     name = type(self.scheduler).__name__
-                    raise RuntimeError(f"{name} gave sequence {row.uid} {row.draft} drafts, and it has a grammar: 0")
+                    raise RuntimeError(f"{name} planned {row.draft} drafts for sequence {row.uid}, which has a grammar")
                 plan.rows[i] = row._replace(flags=row.flags | LATE)
                 late[row.uid] = i
         return late
@@ -339,15 +340,15 @@ class Engine:
         return [ended_event(ended) for ended in over]
 
     def _grammar_states(self, uids: Iterable[int]) -> dict[int, GrammarState]:
-        """Those of sequences that have not ended."""
+        """Return the states of those sequences that have not ended."""
         tracked = ((uid, self._tracked.get(uid)) for uid in uids)
         return {uid: one.grammar for uid, one in tracked if one is not None and one.grammar is not None}
 
     def _take(self) -> list[SequenceEvent]:
         began = time.perf_counter()
         result = self.executor.collect()
-        came = time.perf_counter()
-        self.counters.wait_seconds += came - began
+        arrived = time.perf_counter()
+        self.counters.wait_seconds += arrived - began
         launched = self._launched.popleft()
         events, ended = self._results.take(launched.plan, result)
         self.scheduler.update(result)
@@ -355,10 +356,10 @@ class Engine:
             self.finish(uid, keep_len, reason)
         self._record(launched, result)
         if self._launch_timer is not None:
-            left = self._launched[0].plan if self._launched else None
+            running = self._launched[0].plan if self._launched else None
             delayed = launched.delayed and launched.follows
-            self._launch_timer.observe(launched.plan, result, delayed, came - began, came, left)
-        self.counters.update_seconds += time.perf_counter() - came
+            self._launch_timer.observe(launched.plan, result, delayed, arrived - began, arrived, running)
+        self.counters.update_seconds += time.perf_counter() - arrived
         return events
 
     def _record(self, launched: _Launched, result: StepResult) -> None:
@@ -387,7 +388,7 @@ class Engine:
         self.observers.step(record)
 
     def _wait_for_grammars(self) -> None:
-        """The engine has nothing else to do."""
+        """Wait briefly for a grammar to compile: the engine has nothing else to do."""
         if self._grammars is None or not self._grammars.compiling:
             stats = self.scheduler.stats()
             raise RuntimeError(
@@ -398,12 +399,12 @@ class Engine:
 
 
 def _salt(given: str, adapter: str) -> str:
-    """Salt of the prefix cache. An adapter's pages are its own, whatever salt a client gives."""
+    """Return the salt of the prefix cache. Adapters never share pages, whatever salt a client gives."""
     return f"{adapter}\0{given}" if adapter or "\0" in given else given
 
 
 def start_engine(composition: Composition, progress: Progress = lambda phase, share: None) -> Engine:
-    """Check that the parts fit each other, then load everything. Errors are raised here, and nothing is left behind."""
+    """Check that the parts fit each other, then load everything. Releases everything if that fails."""
     check_fit(composition)
     executor: Executor = composition.build("executor", composition=composition)
     try:

@@ -12,19 +12,18 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.engine.tracked import Tracked
+from dovetail.core.engine.tracked import CompiledGrammar, CompilingGrammar, GrammarState, Tracked
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     FinishReason,
     Grammar,
     GrammarCompiler,
-    Matcher,
     ModelSpec,
     Sequence,
     Status,
@@ -50,49 +49,9 @@ _IDLE_SECONDS = 0.01
 """How long to wait when the engine has nothing else to do; new requests wait as long."""
 
 
-@dataclass(slots=True, eq=False)
-class _Compiled:
-    """A matcher at the start of its grammar, and its mask. Sequences get copies; these never change."""
-
-    matcher: Matcher
-    mask_W: NDArray[np.uint32]
-
-
-@dataclass(slots=True, eq=False)
-class GrammarState:
-    """Place of one sequence's output in its grammar. The engine's thread advances the matcher while `ready` is set; a
-    mask thread reads it while `ready` is clear."""
-
-    matcher: Matcher
-    mask_W: NDArray[np.uint32]
-    """Written by a mask thread."""
-    stops_W: NDArray[np.uint32]
-    """The tokens that end the request."""
-    ready: threading.Event = field(default_factory=threading.Event)
-    """Set by a mask thread once the mask fits the matcher's state, cleared by the engine's thread."""
-    asked: float = 0.0
-    """time.perf_counter() when `ready` was cleared."""
-    slow: float = 0.0
-    """Seconds that slow advances took. Written by the engine's thread."""
-    empty: bool = False
-    """No token may follow, and none may end the output. Written by a mask thread."""
-    error: str = ""
-    """Why there is no mask. Written by a mask thread."""
-
-
-@dataclass(slots=True, eq=False)
-class CompilingGrammar:
-    """A request that waits for its grammar."""
-
-    future: Future[_Compiled]
-    sequences: dict[int, Tracked]
-    """The request's sequences that were not aborted, by uid."""
-    deadline: float
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A sequence that its grammar ends without another token."""
+    """A sequence that its grammar ends."""
 
     uid: int
     reason: FinishReason
@@ -107,7 +66,7 @@ class Grammars:
         self._compiler, self._patience = compiler, patience
         self._words = ceil_div(vocabulary.size, 32)
         self._not_eos_W = ~self._bits(vocabulary.eos_ids)
-        self._compiled: OrderedDict[Grammar, Future[_Compiled]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._compiling: list[CompilingGrammar] = []
         self.running = 0
         """Number of sequences whose output follows a grammar."""
@@ -133,20 +92,20 @@ class Grammars:
             tracked.compiling = compiling
         self._compiling.append(compiling)
 
-    def _compile(self, grammar: Grammar) -> _Compiled:
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
         matcher = self._compiler.compile(grammar)
         if matcher.finished:
-            raise RequestError("grammar: it allows the empty output alone")
-        compiled = _Compiled(matcher, np.zeros(self._words, np.uint32))
+            raise RequestError("grammar: it allows only the empty output")
+        compiled = CompiledGrammar(matcher, np.zeros(self._words, np.uint32))
         # The first mask is the most expensive one.
         matcher.mask(compiled.mask_W)
         compiled.mask_W &= self._not_eos_W
         if not compiled.mask_W.any():
-            raise RequestError("grammar: no output fits it that this model's tokens can write")
+            raise RequestError("grammar: no sequence of this model's tokens fits it")
         return compiled
 
     def compiled(self) -> tuple[list[Sequence], list[Ended]]:
-        """Return sequences that may run since the last call, and those that never will."""
+        """Return the sequences whose grammar was compiled since the last call, and those whose grammar failed."""
         ready: list[Sequence] = []
         refused: list[Ended] = []
         for waiting in list(self._compiling):
@@ -164,7 +123,7 @@ class Grammars:
                     ready.append(tracked.seq)
                 else:
                     tracked.seq.status = Status.FINISHED
-                    refused.append(Ended(uid, FinishReason.REJECTED, _words(error)))
+                    refused.append(Ended(uid, FinishReason.REJECTED, _detail(error)))
         return ready, refused
 
     @property
@@ -178,7 +137,7 @@ class Grammars:
 
     # Following outputs.
 
-    def _start(self, tracked: Tracked, compiled: _Compiled) -> None:
+    def _start(self, tracked: Tracked, compiled: CompiledGrammar) -> None:
         stops_W = self._bits(tracked.seq.request.stop_ids)
         matcher, mask_W = compiled.matcher.fork(), compiled.mask_W.copy()
         if matcher.accepting:
@@ -188,7 +147,7 @@ class Grammars:
         self.running += 1
 
     def leave(self, tracked: Tracked) -> None:
-        """The sequence is over."""
+        """Drop a sequence that has ended."""
         if tracked.grammar is not None:
             self.running -= 1
         if tracked.compiling is not None:
@@ -202,12 +161,12 @@ class Grammars:
         began = time.perf_counter()
         try:
             state.matcher.advance(token)
-        except Exception as error:  # a plugin's method may raise anything; it concerns this request alone
-            return Ended(uid, FinishReason.REJECTED, _words(error))
+        except Exception as error:  # a plugin's method may raise anything; only this request fails
+            return Ended(uid, FinishReason.REJECTED, _detail(error))
         if (taken := time.perf_counter() - began) > _SLOW_SECONDS:
             state.slow += taken
             if state.slow > _SLOW_TOTAL_SECONDS:
-                detail = f"grammar: following the output held everybody up for {state.slow:.1f} s: is it ambiguous?"
+                detail = f"grammar: following the output delayed all requests by {state.slow:.1f} s: is it ambiguous?"
                 return Ended(uid, FinishReason.REJECTED, detail)
         if state.matcher.finished:
             return Ended(uid, FinishReason.STOP)
@@ -242,7 +201,7 @@ class Grammars:
             elif state.matcher.accepting:
                 ended.append(Ended(uid, FinishReason.STOP))
             else:
-                detail = "grammar: its output has come to a point where no token may follow"
+                detail = "grammar: no token may follow the output so far, which is not complete"
                 ended.append(Ended(uid, FinishReason.REJECTED, detail))
         return masks, ended
 
@@ -261,7 +220,7 @@ class Grammars:
                     state.mask_W |= state.stops_W
                 state.empty = not state.mask_W.any()
             except Exception as error:  # as in advance
-                state.error = _words(error)
+                state.error = _detail(error)
             state.ready.set()
 
     def _bits(self, tokens: Iterable[int]) -> NDArray[np.uint32]:
@@ -278,7 +237,7 @@ class Grammars:
 
 
 def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool) -> Grammars | None:
-    """None = the app has no such part. `patient`: every row waits for its mask, however late that is."""
+    """Return None if the app has no such part. `patient`: every row waits for its mask without a time limit."""
     if "grammar" not in composition.parts:
         return None
     model = composition.part("model")
@@ -291,7 +250,7 @@ def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool) 
     return Grammars(compiler, vocabulary, threading.TIMEOUT_MAX if patient else composition.engine.mask_wait)
 
 
-def _words(error: BaseException) -> str:
+def _detail(error: BaseException) -> str:
     if isinstance(error, RequestError):
         return str(error)
     log.error("a grammar component failed", exc_info=error)

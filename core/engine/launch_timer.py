@@ -1,8 +1,8 @@
-"""How long the next launch may wait without the device running dry: requests that come meanwhile are in that step.
+"""Decides how long the next launch can be delayed without the device becoming idle (engine.late_launch).
 
-A plan that is made as early as possible knows nothing of a request that comes a moment later: that one waits for the
-step that runs and for the one enqueued behind it. Made just before the device needs it, the plan has the request, and
-what it costs is one wait less.
+A plan made as early as possible misses a request that arrives a moment later: that one waits for the step that runs and
+for the one queued behind it. A plan made just before the device needs it includes the request, which then waits for one
+step less.
 """
 
 from __future__ import annotations
@@ -13,78 +13,79 @@ from operator import itemgetter
 from dovetail.core.interfaces import Row, StepPlan, StepResult
 from dovetail.core.interfaces.plan import DECODE
 
-SEEN = 16
-"""Steps whose time is remembered."""
-SHORTEST = 2e-4
-"""Seconds that it is worth to wait."""
-ANCHOR = 50e-6
-"""Seconds for which a result must have been waited for: one that was there already may be any time old."""
-LEAST_SLACK, MOST_SLACK = 200e-6, 2e-3
-"""Seconds before the device's end at which a plan is there."""
-EASING = 0.97
-"""Of the slack and of what a launch takes, from one step to the next."""
+HISTORY = 16
+"""Number of measured steps that predict the next one."""
+MIN_DELAY = 2e-4
+"""Seconds; a shorter delay is not worth a wait."""
+MIN_WAIT = 50e-6
+"""Seconds that the host must have waited for a result. Otherwise it is unknown how long ago the step ended."""
+MIN_SLACK, MAX_SLACK = 200e-6, 2e-3
+"""Seconds between a launch and the predicted end of the device's work."""
+DECAY = 0.97
+"""Factor per step for the slack and the launch time."""
 _BOUND, _COUNT = itemgetter(Row._fields.index("bound")), itemgetter(Row._fields.index("count"))
 
 
 class LaunchTimer:
-    """Of one engine with two plans in flight. Told of every launch and every result; clocks are time.perf_counter's."""
+    """Timer of one engine with two plans in flight, which reports every launch and result. Times are
+    time.perf_counter's."""
 
     def __init__(self) -> None:
-        self._decodes: deque[tuple[int, int, float]] = deque(maxlen=SEEN)
-        """(tokens, keys, seconds on the device) of steps that fed no prompt."""
-        self._free_at = 0.0
-        """When the device will have ended all that it was given, at the earliest; 0 = unknown."""
-        self._launch = 0.0
-        """Seconds that a launch takes the host: the most of late."""
-        self._slack = LEAST_SLACK
-        self._waited = False
-        """The next launch was put off."""
+        self._history: deque[tuple[int, int, float]] = deque(maxlen=HISTORY)
+        """(tokens, keys, seconds on the device) of steps without prefill."""
+        self._idle_at = 0.0
+        """Earliest time at which the device finishes its work; 0 = unknown."""
+        self._launch_seconds = 0.0
+        """Host time of a launch: decaying maximum."""
+        self._slack = MIN_SLACK
+        self._delayed = False
+        """Whether the next launch was delayed."""
 
     def delay(self, now: float) -> float:
-        """Seconds for which a launch is to wait; 0 = launch now."""
-        seconds = self._free_at - now - self._launch - self._slack
-        if seconds < SHORTEST:
+        """Return the seconds by which to delay a launch; 0 = launch now."""
+        seconds = self._idle_at - now - self._launch_seconds - self._slack
+        if seconds < MIN_DELAY:
             return 0.0
-        self._waited = True
+        self._delayed = True
         return seconds
 
     def launched(self, plan: StepPlan, seconds: float) -> bool:
-        """Whether the launch, which took so long, was put off."""
-        if _decodes(plan):
-            self._launch = max(seconds, self._launch * EASING)
-        self._free_at = 0.0
-        waited, self._waited = self._waited, False
-        return waited
+        """Take a launch that took `seconds`. Return whether it was delayed."""
+        if _decodes_only(plan):
+            self._launch_seconds = max(seconds, self._launch_seconds * DECAY)
+        self._idle_at = 0.0
+        delayed, self._delayed = self._delayed, False
+        return delayed
 
     def observe(
-        self, plan: StepPlan, result: StepResult, put_off: bool, waited: float, now: float, left: StepPlan | None
+        self, plan: StepPlan, result: StepResult, delayed: bool, waited: float, now: float, running: StepPlan | None
     ) -> None:
-        """A result that was waited for so many seconds, until now; `left`: the plan that the device still has.
-        `put_off`: what `launched` said of this one, where the device had work before it."""
-        if _decodes(plan) and result.device_seconds:
-            self._decodes.append((_tokens(plan), _keys(plan), result.device_seconds))
-        self._waited = False
-        # Where the device had nothing to do before it, launches are to come earlier by as much, and twice that.
-        late = result.idle_seconds if put_off else 0.0
-        self._slack = min(max(self._slack * EASING, LEAST_SLACK) + 2.0 * late, MOST_SLACK)
-        # The device ends steps in order: it begins the next one as this one's result is there.
-        seconds = 0.0 if left is None or waited < ANCHOR else self._at_least(left)
-        self._free_at = now + seconds if seconds else 0.0
+        """Take a result that arrived `now`, after the host waited for it for `waited` seconds.
 
-    def _at_least(self, plan: StepPlan) -> float:
-        """Seconds: the quickest of the steps seen last that had no more tokens and keys; 0 = unknown."""
-        count, length = _tokens(plan), _keys(plan)
-        seen = self._decodes
-        return min((seconds for tokens, keys, seconds in seen if tokens <= count and keys <= length), default=0.0)
+        `delayed`: `launched` returned True for this plan and the device had work before it. `running`: the plan that
+        the device runs now."""
+        if _decodes_only(plan) and result.device_seconds:
+            self._history.append((_tokens(plan), _keys(plan), result.device_seconds))
+        self._delayed = False
+        # If the delay made the device idle, later launches come earlier by twice the idle time.
+        missed = result.idle_seconds if delayed else 0.0
+        self._slack = min(max(self._slack * DECAY, MIN_SLACK) + 2.0 * missed, MAX_SLACK)
+        # The device runs steps in order: it began the next one when it finished this one.
+        seconds = 0.0 if running is None or waited < MIN_WAIT else self._min_seconds(running)
+        self._idle_at = now + seconds if seconds else 0.0
+
+    def _min_seconds(self, plan: StepPlan) -> float:
+        """Return the time of the fastest measured step with no more tokens and keys than `plan`; 0 = unknown."""
+        most_tokens, most_keys = _tokens(plan), _keys(plan)
+        return min((s for tokens, keys, s in self._history if tokens <= most_tokens and keys <= most_keys), default=0.0)
 
 
-def _decodes(plan: StepPlan) -> bool:
-    """Whether it feeds no prompt: decode rows come first."""
+def _decodes_only(plan: StepPlan) -> bool:
+    """Whether the plan feeds no prompt: decode rows come first."""
     return bool(plan.rows) and bool(plan.rows[-1].flags & DECODE)
 
 
 def _tokens(plan: StepPlan) -> int:
-    """One a row, and its drafts, which some steps have and others not."""
     return sum(map(_COUNT, plan.rows))
 
 

@@ -1,8 +1,8 @@
-"""PolicyScheduler: the mechanics every scheduler shares, with the policy left open.
+"""PolicyScheduler: the mechanics that every scheduler shares. Subclasses supply the policy.
 
-Here: slots, pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and results that
-come depth - 1 steps late. A policy overrides order or rank, admit, reject, entered, chunk, victim, gives_way or
-draft_tokens, and nothing else.
+The mechanics are slots, pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and
+results that arrive depth - 1 steps after their plan. A policy overrides only order or rank, admit, reject, entered,
+chunk, victim, gives_way and draft_tokens.
 """
 
 from __future__ import annotations
@@ -41,47 +41,49 @@ _SLOT, _TOKENS = itemgetter(Row._fields.index("slot")), itemgetter(RowResult._fi
 
 
 class PolicyScheduler(Scheduler):
-    """First come, first served unless a policy method says otherwise. Running sequences come before waiting ones."""
+    """First come, first served unless a policy method decides otherwise. Running sequences go before waiting ones."""
 
     def __init__(self, config: object, limits: SchedulerLimits, kv: KVAllocator) -> None:
         super().__init__(config, limits, kv)
         self.waiting: dict[int, Sequence] = {}
-        """Never on the device yet, in order of arrival."""
+        """Sequences that have never run, in order of arrival."""
         self.resuming: dict[int, Sequence] = {}
-        """Preempted, in order of preemption; they may re-enter at inflight == 0."""
+        """Preempted sequences, in order of preemption. One may re-enter at inflight == 0."""
         self.running: dict[int, Sequence] = {}
-        """In order of admission."""
+        """Running sequences, in order of admission."""
         self._sequences: dict[int, Sequence] = {}
         self._launched: deque[StepPlan] = deque()
         self._free_slots = list(range(limits.max_seqs))
         self._leaves: list[int] = []
         self._ops: list[PageOp] = []
-        """For the next plan, in the order in which the allocator gave them: it counts on them whoever they were for."""
+        """Page operations for the next plan, in the allocator's order. The allocator relies on all of them, even if the
+        sequence that caused one has left."""
         self._rejected: list[tuple[int, str]] = []
         self._preemptions = 0
         self._ranked: list[tuple[Any, int, int, Sequence]] = []
-        """Heap of (rank, uid, epoch, sequence) where the policy has ranks; entries of who left are dropped when met."""
+        """Heap of (rank, uid, epoch, sequence) if the policy ranks. Stale entries are dropped when they are popped."""
         self._departures = 0
-        """How often somebody gave pages back."""
-        self._no_room: tuple[int, int, int] | None = None
-        """Whoever found no room last: uid, cached tokens, departures. While these stay, trying again costs a prompt's
-        pages a step, and to the cache each try would look like a use."""
-        self._displaces = type(self).gives_way is not PolicyScheduler.gives_way
+        """Number of times that a sequence left the device and returned its pages."""
+        self._failed_entry: tuple[int, int, int] | None = None
+        """(uid, cached tokens, departures) of the last sequence that found no room. It is not tried again while these
+        are unchanged: each attempt would visit all pages of the prompt and count as a use of its cached pages."""
+        self._may_displace = type(self).gives_way is not PolicyScheduler.gives_way
         self._drafting = Drafting(limits.lookahead) if limits.lookahead and limits.weighs_drafts else None
         self._drafts = limits.lookahead
-        """Of a decode row in this step."""
+        """Drafts per decode row in this step."""
 
     # Policy: override these.
 
     def order(self, waiting: Iterable[Sequence], ctx: SchedulerContext) -> Iterable[Sequence]:
-        """Waiting sequences in the order they should enter. Default: as given (by `rank` where there is one, else
-        preempted ones first, then by arrival). Be lazy where the queue may be long: only as many are taken as may
-        enter, and those whose results or parent are still on the way are passed over."""
+        """Return the waiting sequences in the order in which they should enter. Default: as given, which is by `rank`
+        if there is one, otherwise preempted ones first, then by arrival. Return a lazy iterable if the queue may be
+        long: only as many are taken as may enter. Sequences with results in flight or an unfinished parent are
+        skipped."""
         return waiting
 
     def rank(self, seq: Sequence) -> Any:
-        """A fixed key, lower enters first, ties by arrival; asked once each time the sequence starts to wait. None = no
-        ranks. With ranks a queue of any length costs a heap operation a sequence, where `order` would have to sort."""
+        """Return a fixed key: lower enters first, ties by arrival. Called once each time the sequence starts to wait.
+        None = no ranks. A rank costs one heap operation per sequence, where `order` would sort the whole queue."""
         return None
 
     def admit(self, seq: Sequence, ctx: SchedulerContext) -> bool:
@@ -89,28 +91,29 @@ class PolicyScheduler(Scheduler):
         return True
 
     def reject(self, seq: Sequence, ctx: SchedulerContext) -> str | None:
-        """A reason never to run this waiting sequence, or None."""
+        """Return a reason never to run this waiting sequence, or None."""
         return None
 
     def entered(self, seq: Sequence, ctx: SchedulerContext) -> None:
-        """The sequence has just got a slot and its pages (again, where seq.preemptions > 0)."""
+        """Called when the sequence has received a slot and its pages (again, if seq.preemptions > 0)."""
 
     def chunk(self, seq: Sequence, budget: int, ctx: SchedulerContext) -> int:
-        """Tokens to prefill now, at most `budget`. 0 = not in this step."""
+        """Return the number of tokens to prefill now, at most `budget`. 0 = not in this step."""
         return min(seq.remaining, budget)
 
     def victim(self, candidates: list[Sequence], ctx: SchedulerContext) -> Sequence:
-        """Whom to preempt when pages run out. Candidates are running, not in this plan yet, in order of admission."""
+        """Return the sequence to preempt when pages run out. Candidates are the running sequences that are not yet in
+        this plan, in order of admission."""
         return candidates[-1]
 
     def gives_way(self, seq: Sequence, candidates: list[Sequence], ctx: SchedulerContext) -> Sequence | None:
-        """Who of the running is outranked by the first waiting sequence and preempted if that cannot enter otherwise;
-        None = it waits. Candidates as for victim. Must not be mutual: nobody may displace who displaced him."""
+        """Return a running sequence to preempt if the first waiting sequence `seq` cannot enter otherwise; None = `seq`
+        waits. Candidates as for victim. Must be asymmetric: a displaced sequence may not displace `seq` in turn."""
         return None
 
     def draft_tokens(self, seq: Sequence, ctx: SchedulerContext) -> int:
-        """Drafts to verify for a decode row, at most limits.lookahead. Default: with a cost model and
-        limits.weighs_drafts all, in steps in which they are expected to pay, and none in the others; else all."""
+        """Return the number of drafts to verify in a decode row, at most limits.lookahead. Default: all, but with a
+        cost model and limits.weighs_drafts none in steps in which drafts are not expected to pay."""
         return self._drafts
 
     # Contract.
@@ -123,22 +126,22 @@ class PolicyScheduler(Scheduler):
         if reason:
             self._rejected.append((seq.uid, reason))
         else:
-            self._wait(seq, self.waiting)
+            self._enqueue(seq, self.waiting)
 
     def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
-        step = _Step(ctx.step, self.limits.token_budget)
-        if self._displaces:
-            self._make_way(step, ctx)
-        self._schedule_running(step, ctx)
-        self._schedule_waiting(step, ctx)
-        # Leaves and page operations stay until a plan carries them.
-        plan = step.plan(self._leaves, self._ops) if step.decodes or step.chunks else None
+        builder = PlanBuilder(ctx.step, self.limits.token_budget)
+        if self._may_displace:
+            self._displace(builder, ctx)
+        self._schedule_running(builder, ctx)
+        self._schedule_waiting(builder, ctx)
+        # Leaves and page operations are kept until there is a plan.
+        plan = builder.build(self._leaves, self._ops) if builder.decodes or builder.chunks else None
         if self._drafting is not None:
             self._drafting.launched(plan)
         if plan is None:
             return None
         self._leaves, self._ops = [], []
-        for row in step.chunks:
+        for row in builder.chunks:
             seq = self._sequences[row.uid]
             self.kv.publish(seq, min(seq.computed, seq.known_len))
         self._launched.append(plan)
@@ -146,25 +149,25 @@ class PolicyScheduler(Scheduler):
 
     def update(self, result: StepResult) -> None:
         plan = self._launched.popleft()
-        assert plan.step == result.step, f"result of step {result.step} came, step {plan.step} is the oldest in flight"
+        assert plan.step == result.step, f"got the result of step {result.step}; the oldest in flight is {plan.step}"
         if self._drafting is not None:
             self._drafting.update(plan, result)
         known, publish = self._sequences.get, self.kv.publish
         tokens = map(_TOKENS, result.rows)
-        for (_, uid, epoch, _, _, draft, flags), came in zip(plan.rows, tokens, strict=True):
+        for (_, uid, epoch, _, _, draft, flags), sampled in zip(plan.rows, tokens, strict=True):
             seq = known(uid)
             if seq is None:
                 continue
             seq.inflight -= 1
             if not flags & SAMPLE:
                 continue
-            # More than the drafts where a row without its mask sat the step out: its last token is fed again.
-            surplus = draft + 1 - len(came)
-            here = epoch == seq.epoch
+            # Rejected drafts. A LATE row without its mask yields no token, and its last token is fed again.
+            surplus = draft + 1 - len(sampled)
+            current = epoch == seq.epoch
             if surplus:
                 seq.max_len -= surplus
-                seq.computed -= surplus if here else 0
-            if here:
+                seq.computed -= surplus if current else 0
+            if current:
                 publish(seq, len(seq.tokens) - 1)
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
@@ -199,132 +202,133 @@ class PolicyScheduler(Scheduler):
                 )
         return None
 
-    def _schedule_running(self, step: _Step, ctx: SchedulerContext) -> None:
-        """Decode rows first: they are cheap and somebody reads along."""
+    def _schedule_running(self, builder: PlanBuilder, ctx: SchedulerContext) -> None:
+        """Plan decode rows first: they are cheap, and clients stream their tokens."""
         running = list(self.running.values())
-        # Whoever has just joined has its pages already and gets its first chunk, be it a single token.
-        joined = {join.uid for join in step.joins}
+        # A sequence that has just joined already has pages. It gets its first chunk, even of one token, as prefill.
+        joined = {join.uid for join in builder.joins}
         feeding = [seq for seq in running if seq.max_len - seq.computed != 1 or seq.uid in joined]
         if feeding:
             fed = {seq.uid for seq in feeding}
             running = [seq for seq in running if seq.uid not in fed]
-        self._decode(running, step, ctx)
+        self._decode(running, builder, ctx)
         for seq in feeding:
-            if step.budget and seq.status is Status.RUNNING:
-                self._feed(seq, step, ctx)
+            if builder.budget and seq.status is Status.RUNNING:
+                self._feed(seq, builder, ctx)
 
-    def _decode(self, decoding: list[Sequence], step: _Step, ctx: SchedulerContext) -> None:
-        """A row each. The hottest loop of the host, hence its local names."""
+    def _decode(self, decoding: list[Sequence], builder: PlanBuilder, ctx: SchedulerContext) -> None:
+        """Plan one decode row per sequence. This is the hottest loop on the host, hence the local names."""
         reserve, lookahead, running = self.kv.reserve, self.limits.lookahead, Status.RUNNING
-        budget, append = step.budget, step.decodes.append
+        budget, append = builder.budget, builder.decodes.append
         if self._drafting is not None and ctx.cost is not None and decoding:
             length = sum(map(_COMPUTED, decoding)) // len(decoding)
             self._drafts = self._drafting.choose(len(decoding), length, ctx.cost)
         for seq in decoding:
             room = seq.limit - seq.max_len
-            # Without room the plans in flight may complete it.
+            # Without room, the plans in flight may already complete the sequence.
             if room <= 0 or not budget or seq.status is not running:
                 continue
             draft = 0
             if lookahead and seq.request.params.grammar is None:
                 draft = min(self.draft_tokens(seq, ctx), room - 1, budget - 1)
             count = 1 + draft
-            upto = seq.computed + count
-            made = reserve(seq, upto)
-            if made is None and (made := self._reserve(seq, upto, step, ctx)) is None:
+            bound = seq.computed + count
+            reserved = reserve(seq, bound)
+            if reserved is None and (reserved := self._reserve(seq, bound, builder, ctx)) is None:
                 continue
-            if made.entries or made.ops:
-                self._take(seq, made, step)
-            seq.computed = upto
+            if reserved.entries or reserved.ops:
+                self._add_pages(seq, reserved, builder)
+            seq.computed = bound
             seq.max_len += count
             seq.inflight += 1
             # tuple.__new__ skips the Python frame that NamedTuple's constructor costs for each row.
-            append(_new(Row, (seq.slot, seq.uid, seq.epoch, count, upto, draft, DECODE_AND_SAMPLE)))
+            append(_new(Row, (seq.slot, seq.uid, seq.epoch, count, bound, draft, DECODE_AND_SAMPLE)))
             budget -= count
-        step.budget = budget
+        builder.budget = budget
 
-    def _feed(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> None:
-        """The next chunk. Only window groups may need pages: the others took theirs when the sequence entered."""
-        count = min(self.chunk(seq, step.budget, ctx), seq.remaining, step.budget)
-        if count > 0 and (made := self._reserve(seq, seq.computed + count, step, ctx)) is not None:
-            self._take(seq, made, step)
-            self._chunk(seq, count, step)
+    def _feed(self, seq: Sequence, builder: PlanBuilder, ctx: SchedulerContext) -> None:
+        """Plan the next chunk. Only window groups may need pages: the others reserved all when the sequence entered."""
+        count = min(self.chunk(seq, builder.budget, ctx), seq.remaining, builder.budget)
+        if count > 0 and (reserved := self._reserve(seq, seq.computed + count, builder, ctx)) is not None:
+            self._add_pages(seq, reserved, builder)
+            self._chunk(seq, count, builder)
 
-    def _chunk(self, seq: Sequence, count: int, step: _Step) -> None:
-        """Its pages are reserved."""
-        count = min(count, seq.remaining, step.budget)
+    def _chunk(self, seq: Sequence, count: int, builder: PlanBuilder) -> None:
+        """Add a prefill row. Its pages are already reserved."""
+        count = min(count, seq.remaining, builder.budget)
         if count <= 0:
             return
         seq.computed += count
         seq.inflight += 1
         last = seq.computed == seq.max_len
         seq.max_len += last
-        step.chunks.append(Row(seq.slot, seq.uid, seq.epoch, count, seq.computed, 0, SAMPLE if last else 0))
-        step.budget -= count
+        builder.chunks.append(Row(seq.slot, seq.uid, seq.epoch, count, seq.computed, 0, SAMPLE if last else 0))
+        builder.budget -= count
 
-    def _reserve(self, seq: Sequence, upto: int, step: _Step, ctx: SchedulerContext) -> Reservation | None:
-        """Make room, preempting others not yet in this plan; the sequence itself goes when it is the victim."""
-        while (made := self.kv.reserve(seq, upto)) is None:
-            candidates = self._preemptible(step)
+    def _reserve(self, seq: Sequence, bound: int, builder: PlanBuilder, ctx: SchedulerContext) -> Reservation | None:
+        """Reserve pages, preempting sequences that are not yet in this plan. The victim may be `seq` itself."""
+        while (reserved := self.kv.reserve(seq, bound)) is None:
+            candidates = self._preemptible(builder)
             if not candidates:
-                return None  # It has joined in this plan, and gets its first chunk in the next one.
+                return None  # The sequence joined in this plan and gets its first chunk in the next one.
             chosen = self.victim(candidates, ctx)
             self._preempt(chosen)
             if chosen is seq:
                 return None
-        return made
+        return reserved
 
-    def _take(self, seq: Sequence, given: Hit | Reservation, step: _Step) -> None:
-        """Pages of a sequence that has a slot become part of the plan."""
-        self._ops += given.ops
-        step.pages += _deltas(seq, given)
+    def _add_pages(self, seq: Sequence, pages: Hit | Reservation, builder: PlanBuilder) -> None:
+        """Add pages of a sequence that has a slot to the plan."""
+        self._ops += pages.ops
+        builder.pages += _deltas(seq, pages)
 
-    def _preemptible(self, step: _Step) -> list[Sequence]:
-        """Who has no row yet and has not just joined."""
-        planned = {entry.uid for entries in (step.decodes, step.chunks, step.joins) for entry in entries}
+    def _preemptible(self, builder: PlanBuilder) -> list[Sequence]:
+        """Return the running sequences that have neither a row nor a join in this plan."""
+        planned = {entry.uid for entries in (builder.decodes, builder.chunks, builder.joins) for entry in entries}
         return [seq for seq in self.running.values() if seq.uid not in planned]
 
-    def _schedule_waiting(self, step: _Step, ctx: SchedulerContext) -> None:
-        if not step.budget or not self._free_slots:
+    def _schedule_waiting(self, builder: PlanBuilder, ctx: SchedulerContext) -> None:
+        if not builder.budget or not self._free_slots:
             return
-        candidates = self._candidates(step, ctx)
+        candidates = self._candidates(builder, ctx)
         if self.resources:
             first = {resource.first for resource in self.resources}
             candidates.sort(key=lambda seq: seq.uid not in first)
         for seq in candidates:
-            if not step.budget or not self._free_slots:
+            if not builder.budget or not self._free_slots:
                 return
-            if self._turned_away(seq, ctx):
+            if self._try_reject(seq, ctx):
                 continue
             if not self.admit(seq, ctx):
                 return
             if not self._acquire(seq):
-                continue  # Its turn comes when others leave; who is behind it may need nothing of that.
-            entered = self._enter(seq, step, ctx)
+                continue  # The sequence enters when others leave. Sequences after it may not need the resource.
+            entered = self._enter(seq, builder, ctx)
             if seq.status is not Status.RUNNING:
                 self._release(seq)
             if not entered:
                 return
 
-    def _make_way(self, step: _Step, ctx: SchedulerContext) -> None:
-        """Before the running ones are fed: while the first in the queue outranks one of them, it enters, if need be in
-        place of that one. Where the others leave no budget it joins this plan without a row."""
-        while (seq := next(iter(self._candidates(step, ctx, 1)), None)) is not None:
-            if self._turned_away(seq, ctx):
+    def _displace(self, builder: PlanBuilder, ctx: SchedulerContext) -> None:
+        """While the first sequence of the queue outranks a running one, let it enter, and preempt that one if needed.
+        Runs before running sequences are planned; if those leave no budget, it joins this plan without a row."""
+        while (seq := next(iter(self._candidates(builder, ctx, 1)), None)) is not None:
+            if self._try_reject(seq, ctx):
                 continue
-            count = self.chunk(seq, step.budget, ctx)
+            count = self.chunk(seq, builder.budget, ctx)
             if count <= 0 or not self.admit(seq, ctx) or not self._acquire(seq):
                 return
             while seq.status is not Status.RUNNING:
-                candidates = self._preemptible(step)
+                candidates = self._preemptible(builder)
                 chosen = self.gives_way(seq, candidates, ctx) if candidates else None
                 if chosen is None:
                     self._release(seq)
                     return
-                if not self._free_slots or not self._join(seq, count, step, ctx):
+                if not self._free_slots or not self._join(seq, count, builder, ctx):
                     self._preempt(chosen)
 
-    def _turned_away(self, seq: Sequence, ctx: SchedulerContext) -> bool:
+    def _try_reject(self, seq: Sequence, ctx: SchedulerContext) -> bool:
+        """Reject the sequence if the policy does. Return whether it was rejected."""
         if (reason := self.reject(seq, ctx)) is None:
             return False
         self._rejected.append((seq.uid, reason))
@@ -334,7 +338,7 @@ class PolicyScheduler(Scheduler):
         return True
 
     def _acquire(self, seq: Sequence) -> bool:
-        """All resources or none."""
+        """Acquire all resources or none."""
         for i, resource in enumerate(self.resources):
             if not resource.try_acquire(seq):
                 for held in self.resources[:i]:
@@ -346,15 +350,15 @@ class PolicyScheduler(Scheduler):
         for resource in self.resources:
             resource.release(seq)
 
-    def _candidates(self, step: _Step, ctx: SchedulerContext, most: int | None = None) -> list[Sequence]:
-        """The first of the queue that may enter a plan now; with a long queue and a lazy order, others are not looked
-        at. By default as many as have a chance: admission ends at the first that finds no room."""
+    def _candidates(self, builder: PlanBuilder, ctx: SchedulerContext, most: int | None = None) -> list[Sequence]:
+        """Return the first `most` sequences of the queue that may enter this plan, by default about as many as there
+        are free slots. With a lazy order the rest of the queue is not visited."""
         if most is None:
             most = len(self._free_slots) + 64
         queue = self._queue()
         found = []
         for seq in self.order(queue, ctx):
-            if seq.inflight == 0 and not self._awaits_parent(seq, step):
+            if seq.inflight == 0 and not self._awaits_parent(seq, builder):
                 found.append(seq)
                 if len(found) == most:
                     break
@@ -362,7 +366,7 @@ class PolicyScheduler(Scheduler):
         return found
 
     def _queue(self) -> Generator[Sequence, None, None]:
-        """Everybody who waits, by rank or else by arrival. Close it: whom it gave by rank goes back to the heap."""
+        """Yield every waiting sequence, by rank or else by arrival. Close the generator: it then restores the heap."""
         if not self._ranked:
             yield from self.resuming.values()
             yield from self.waiting.values()
@@ -371,47 +375,48 @@ class PolicyScheduler(Scheduler):
         try:
             while self._ranked:
                 entry = heapq.heappop(self._ranked)
-                if self._still_waits(entry):
+                if self._is_waiting(entry):
                     taken.append(entry)
                     yield entry[-1]
         finally:
             for entry in taken:
                 heapq.heappush(self._ranked, entry)
 
-    def _still_waits(self, entry: tuple[Any, int, int, Sequence]) -> bool:
+    def _is_waiting(self, entry: tuple[Any, int, int, Sequence]) -> bool:
         _, uid, epoch, seq = entry
         return seq.epoch == epoch and (uid in self.waiting or uid in self.resuming)
 
-    def _wait(self, seq: Sequence, queue: dict[int, Sequence]) -> None:
+    def _enqueue(self, seq: Sequence, queue: dict[int, Sequence]) -> None:
         queue[seq.uid] = seq
         if (rank := self.rank(seq)) is None:
             return
         heapq.heappush(self._ranked, (rank, seq.uid, seq.epoch, seq))
         if len(self._ranked) > 2 * (len(self.waiting) + len(self.resuming)) + 64:
-            self._ranked = [entry for entry in self._ranked if self._still_waits(entry)]
+            self._ranked = [entry for entry in self._ranked if self._is_waiting(entry)]
             heapq.heapify(self._ranked)
 
-    def _awaits_parent(self, seq: Sequence, step: _Step) -> bool:
-        """Forked pages are copied before a plan's forward, so the plan that fills them must be an earlier one."""
+    def _awaits_parent(self, seq: Sequence, builder: PlanBuilder) -> bool:
+        """Whether the parent's prompt is not yet computed by an earlier plan. Forked pages are copied before a plan's
+        forward, so the same plan cannot fill them."""
         parent = seq.parent
         if parent is None or parent.status is Status.FINISHED:
             return False
-        return parent.computed < parent.prompt_len or any(row.uid == parent.uid for row in step.chunks)
+        return parent.computed < parent.prompt_len or any(row.uid == parent.uid for row in builder.chunks)
 
-    def _enter(self, seq: Sequence, step: _Step, ctx: SchedulerContext) -> bool:
-        """Join, and the first chunk. False = no room."""
-        count = self.chunk(seq, step.budget, ctx)
+    def _enter(self, seq: Sequence, builder: PlanBuilder, ctx: SchedulerContext) -> bool:
+        """Let the sequence join and plan its first chunk. False = no room."""
+        count = self.chunk(seq, builder.budget, ctx)
         if count > 0:
-            if not self._join(seq, count, step, ctx):
+            if not self._join(seq, count, builder, ctx):
                 return False
-            self._chunk(seq, count, step)
+            self._chunk(seq, count, builder)
         return True
 
-    def _join(self, seq: Sequence, count: int, step: _Step, ctx: SchedulerContext) -> bool:
-        """Give the sequence a slot, its cached prefix and room for every known token; in window groups for its first
-        `count` alone."""
+    def _join(self, seq: Sequence, count: int, builder: PlanBuilder, ctx: SchedulerContext) -> bool:
+        """Give the sequence a slot, its cached prefix and pages for every known token, in window groups only for the
+        first `count`. False = no room."""
         attempt = seq.uid, self.kv.peek(seq), self._departures
-        if attempt == self._no_room:
+        if attempt == self._failed_entry:
             return False
         parent = seq.parent
         if parent is not None and parent.status is Status.RUNNING and seq.known_len == seq.prompt_len:
@@ -419,11 +424,11 @@ class PolicyScheduler(Scheduler):
         else:
             hit = self.kv.acquire(seq, reuse=not seq.request.feeds_all)
         self._ops += hit.ops
-        made = self.kv.reserve(seq, min(hit.tokens + count, seq.known_len), ahead=seq.known_len)
-        if made is None:
+        reserved = self.kv.reserve(seq, min(hit.tokens + count, seq.known_len), ahead=seq.known_len)
+        if reserved is None:
             self.kv.release(seq)
-            # Windows that slide give pages back though nobody leaves.
-            self._no_room = None if any(group.window for group in self.kv.groups) else attempt
+            # Sliding windows return pages without a departure.
+            self._failed_entry = None if any(group.window for group in self.kv.groups) else attempt
             return False
         if seq.preemptions == 0:
             seq.cached = hit.tokens
@@ -431,9 +436,9 @@ class PolicyScheduler(Scheduler):
         self.resuming.pop(seq.uid, None)
         self.running[seq.uid] = seq
         seq.status, seq.slot, seq.computed = Status.RUNNING, heapq.heappop(self._free_slots), hit.tokens
-        step.joins.append(Join(seq.slot, seq.uid, seq.epoch, hit.tokens))
-        step.pages += _deltas(seq, hit)
-        self._take(seq, made, step)
+        builder.joins.append(Join(seq.slot, seq.uid, seq.epoch, hit.tokens))
+        builder.pages += _deltas(seq, hit)
+        self._add_pages(seq, reserved, builder)
         self.entered(seq, ctx)
         return True
 
@@ -443,11 +448,11 @@ class PolicyScheduler(Scheduler):
         seq.epoch += 1
         seq.preemptions += 1
         self._preemptions += 1
-        self._wait(seq, self.resuming)
+        self._enqueue(seq, self.resuming)
 
     def _leave(self, seq: Sequence) -> None:
-        """Slot and pages may be given away at once: plans run in order, so whoever gets them writes after the last
-        read."""
+        """Free the slot and the pages. Both can be reused at once: plans run in order, so the next owner writes after
+        the last read."""
         if self.running.pop(seq.uid, None) is not None:
             heapq.heappush(self._free_slots, seq.slot)
             self._leaves.append(seq.slot)
@@ -457,8 +462,8 @@ class PolicyScheduler(Scheduler):
         self._release(seq)
 
 
-class _Step:
-    """A plan in the making."""
+class PlanBuilder:
+    """The step that `schedule` is building. `budget` is the number of tokens left."""
 
     def __init__(self, step: int, budget: int) -> None:
         self.step, self.budget = step, budget
@@ -467,12 +472,12 @@ class _Step:
         self.joins: list[Join] = []
         self.pages: list[PageDelta] = []
 
-    def plan(self, leaves: list[int], ops: list[PageOp]) -> StepPlan:
+    def build(self, leaves: list[int], ops: list[PageOp]) -> StepPlan:
         self.decodes.sort(key=_SLOT)
         self.chunks.sort(key=_SLOT)
         return StepPlan(self.step, self.decodes + self.chunks, self.joins, leaves, self.pages, ops)
 
 
-def _deltas(seq: Sequence, given: Hit | Reservation) -> list[PageDelta]:
+def _deltas(seq: Sequence, pages: Hit | Reservation) -> list[PageDelta]:
     slot = seq.slot
-    return [_new(PageDelta, (group, slot, index, page)) for group, index, page in given.entries]
+    return [_new(PageDelta, (group, slot, index, page)) for group, index, page in pages.entries]

@@ -1,4 +1,4 @@
-"""Embeddings on the host: chunks of a prompt are summed up to one vector."""
+"""Embeddings on the host: sums the pooled states of a prompt's chunks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def clear_sample_flags(plan: StepPlan, tracked: Mapping[int, Tracked]) -> None:
-    """Rows of prompts that are embedded sample nothing."""
+    """Clear the SAMPLE flag of rows whose prompt is embedded."""
     for i, row in enumerate(plan.rows):
         if (one := tracked.get(row.uid)) is not None and one.seq.request.pooling is not None:
             plan.rows[i] = row._replace(flags=row.flags & ~SAMPLE)
 
 
 def add_chunk(tracked: Tracked, row: Row, result: RowResult) -> NDArray[np.float32] | None:
-    """Add what `row` brought. Return the embedding, not normalized, if the row was the prompt's last."""
+    """Add the pooled states of a row. Return the embedding, not normalized, if the row was the prompt's last."""
     pooled_C, seq = result.pooled_C, tracked.seq
     assert pooled_C is not None
     before = tracked.embedding
-    # A preempted prompt begins again.
+    # After a preemption the prompt starts again.
     if before is not None and before[0] == result.epoch:
         pooled_C = before[1] + pooled_C
     if row.bound < seq.prompt_len:

@@ -1,4 +1,4 @@
-"""What a caller asks for becomes a request's sequences, or a RequestError says why it cannot run."""
+"""Validates what a caller asks for and builds the request's sequences."""
 
 from __future__ import annotations
 
@@ -28,16 +28,13 @@ from dovetail.core.interfaces import (
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
-_EMBED = SamplingParams(max_tokens=1, temperature=0.0)
-"""Of a prompt that is embedded: to the scheduler it ends with its first token, which is never drawn."""
-
+_EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+"""Parameters of a prompt that is embedded. To the scheduler it ends with its first token, which is never sampled."""
 
 _OPTIONS = tuple(field.name for field in fields(RequestOptions))
 
 
 class RequestBuilder:
-    """Turns what a caller asks for into sequences, or refuses it."""
-
     def __init__(self, composition: Composition, spec: ModelSpec, max_len: int) -> None:
         self._composition, self._spec, self._max_len = composition, spec, max_len
         processors = composition.many("logits") if "logits" in composition.parts else {}
@@ -52,9 +49,9 @@ class RequestBuilder:
         *,
         number: int | None = None,
     ) -> list[Sequence]:
-        """Build the sequences of a new request, one per sample. `number` identifies it; None = the next one.
+        """Build the sequences of a new request, one per sample. `number` identifies the request; None = the next one.
 
-        Raises RequestError for what can never run, PluginError where a logits processor fails on it."""
+        Raises RequestError for what can never run, PluginError if a logits processor fails on the request."""
         request = self.request(prompt_ids, params, options, number=number)
         self._next = max(self._next, request.uid + 1)
         limit, params = self._max_len, request.params
@@ -73,7 +70,7 @@ class RequestBuilder:
         if options.pooling is not None:
             if options.pooling not in get_args(Pooling):
                 raise RequestError(f"pooling={options.pooling!r}: there are {', '.join(get_args(Pooling))}")
-            params = _EMBED
+            params = _EMBEDDING_PARAMS
         self._validate(prompt_ids, params, options.pooling)
         _check_hints(options.hints)
         request = Request(
@@ -108,7 +105,7 @@ class RequestBuilder:
 
 
 def _check_hints(hints: object) -> None:
-    """They come from clients, and plugins compute with them: a wrong one must end here, not in a step."""
+    """Raise RequestError for wrong hints. Clients send them and plugins compute with them during a step."""
     if not isinstance(hints, Mapping):
         raise RequestError(f"hints: {hints!r} is not a mapping of names to numbers")
     for name, value in hints.items():
@@ -118,11 +115,11 @@ def _check_hints(hints: object) -> None:
 
 
 PROCESSED = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"}
-"""Fields of SamplingParams that logits processors carry out."""
+"""Fields of SamplingParams that logits processors implement."""
 
 
 class ProcessorTable:
-    """The chosen logits processors, asked about each new request."""
+    """The chosen logits processors. Checks each new request against them."""
 
     def __init__(self, parts: Mapping[str, Selected], vocab: int) -> None:
         self._parts, self._vocab = parts, vocab
@@ -134,7 +131,7 @@ class ProcessorTable:
                 processor.allocate(1, vocab, torch.device("cpu"))
 
     def _parameter_owners(self) -> dict[str, str]:
-        """Name of a parameter in SamplingParams.extra -> the processor that has it."""
+        """Return (parameter in SamplingParams.extra -> name of the processor that declares it)."""
         owners: dict[str, str] = {}
         for name, processor in self._processors.items():
             if processor.params is None:
@@ -154,7 +151,7 @@ class ProcessorTable:
     def select(self, request: Request) -> Request:
         """Return the request with the processors that it uses.
 
-        Raises RequestError where it asks for what they cannot do, PluginError where one of them fails on it."""
+        Raises RequestError for parameters that no processor serves or accepts, PluginError if a processor fails."""
         self._check_served(request.params)
         self._check_names(request.params)
         wanted = []
@@ -163,7 +160,7 @@ class ProcessorTable:
                 self._check_values(processor, request)
                 processor.validate(request, self._vocab)
                 if processor.wants(request):
-                    processor.join(0, request)  # rehearsed: every rank does the same when the request enters
+                    processor.join(0, request)  # a rehearsal: every rank does the same when the request enters
                     wanted.append(name)
         return replace(request, processors=tuple(wanted))
 

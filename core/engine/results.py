@@ -1,4 +1,4 @@
-"""A step's result becomes events of its sequences: new tokens, and where and why an output ends."""
+"""Turns the result of a step into events of its sequences: new tokens, and where and why an output ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _new = tuple.__new__
 
 
 class SequenceEvent(NamedTuple):
-    """What a step brought for one sequence."""
+    """New tokens of one sequence after a step, or its end."""
 
     uid: int
     tokens: tuple[int, ...]
@@ -39,7 +39,7 @@ def ended_event(ended: Ended) -> SequenceEvent:
 
 
 class Results:
-    """Appends results to the engine's sequences and tells the engine which of them have ended."""
+    """Appends results to the engine's sequences and reports which of them have ended."""
 
     def __init__(self, tracked: Mapping[int, Tracked], grammars: Grammars | None) -> None:
         """`tracked`: the engine's sequences by uid, as they come and go."""
@@ -51,7 +51,7 @@ class Results:
         """Append the tokens of a step. Return its events, and (uid, tokens to keep, reason) of sequences that ended."""
         events: list[SequenceEvent] = []
         ended: list[tuple[int, int, FinishReason]] = []
-        find = self._tracked.get
+        find, no_grammars = self._tracked.get, self._grammars is None or not self._grammars.running
         for row in result.rows:
             _, uid, _, tokens, logprobs, prompt_logprobs, _ = row
             tracked = find(uid)
@@ -62,7 +62,7 @@ class Results:
             if (
                 tokens
                 and not prompt_logprobs
-                and tracked.grammar is None
+                and (no_grammars or tracked.grammar is None)
                 and seq.request.stop_ids.isdisjoint(tokens)
                 and len(known) + len(tokens) < seq.limit
             ):
@@ -108,7 +108,7 @@ class Results:
 
     @staticmethod
     def _new_prompt_logprobs(tracked: Tracked, row: RowResult) -> tuple[TokenLogprobs, ...]:
-        """Those of positions that no earlier event has reported."""
+        """Return the logprobs of positions that no earlier event has reported."""
         epoch, position, reported = tracked.prompt_logprobs or (row.epoch, 0, 0)
         if epoch != row.epoch:
             position = 0

@@ -1,9 +1,11 @@
-"""The engine in a process of its own, and a client of it for asyncio. A front-end of any protocol builds on it.
+"""Front-ends of engines: open requests, their text, and the threads and processes in which engines run.
 
-    front-end process                                        engine process
-    EngineClient.submit ─ Add, Abort, Finish, Control ─ zmq ─► step loop (one thread: engine, sockets)
-    Stream ◄─ text, stop strings ◄─ output thread ◄─── zmq ── StepMessage: one message a step
+    caller ── submit ──► RequestTable ── Add, Abort, Finish, Control ──► EngineLoop: steps one engine
+    caller ◄─ deltas ─── text, stop strings ◄──── StepMessage, Reply ───┘
 
-The step loop handles tokens only. Text is made in the front-end's process, in a thread beside its event loop. Several
-front-ends may use the same engines, each over links of its own; one process owns them: see `sharing`.
+    LLM, benchmarks: Engines    LocalEngine: the loop in a thread of this process, over a queue (engine.dp=1)
+                                EngineProcess: a process per engine, over sockets (zmq_link)
+    server: Fleet, EngineClient EngineProcess; an asyncio front, with restarts (supervised) or shared (attached)
+
+The loop handles tokens only. Text is made in the front-end process, in the thread that receives from the engine.
 """

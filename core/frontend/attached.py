@@ -1,12 +1,11 @@
-"""Engines that several processes use: their owner, and those that it lends them to.
+"""Engines that several processes use: their owner shares them, and other processes attach to them.
 
-    owner: OwnedFleet, Sharing          ─ Peer ─    AttachedFleet: a process that uses the engines
-           starts, restarts, adapters               requests, text
-                 │ child                                  │ Link, one to each engine
-                 └──────────────── engine ────────────────┘
+    owner: SupervisedFleet, EngineSharing ─ ProcessRPC ─ AttachedFleet: a process that uses the engines
+           starts, restarts, adapters                    requests, text
+                 │ child                                       │ Link, one per engine
+                 └───────────────── engine ────────────────────┘
 
-Requests and tokens go over the links alone. What the owner says is the whole state of its engines, each time anything
-of it has changed.
+Requests and tokens pass only over the links. The owner sends the whole state of its engines after every change.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from dovetail.core.errors import EngineDown
 from dovetail.core.frontend.client import EngineClient, State, tokenizer_of
 from dovetail.core.frontend.fleet import Fleet, Reports
 from dovetail.core.frontend.messages import EngineInfo, Reply, StepMessage
-from dovetail.core.frontend.process_rpc import Peer
-from dovetail.core.frontend.shared_counters import Board
-from dovetail.core.frontend.supervised import OwnedFleet
+from dovetail.core.frontend.process_rpc import ProcessRPC
+from dovetail.core.frontend.shared_counters import SharedCounters
+from dovetail.core.frontend.supervised import SupervisedFleet
 from dovetail.core.frontend.zmq_link import Link
 from dovetail.core.tokenizer import Tokenizer
 
@@ -34,15 +33,15 @@ if TYPE_CHECKING:
 
 
 class EngineState(msgspec.Struct):
-    """Of one replica."""
+    """State of one replica."""
 
     state: State
     phase: str
     failure: str
-    life: int
-    """Which of the processes that its owner started."""
+    incarnation: int
+    """See SupervisedEngine."""
     info: EngineInfo | None
-    """Of one that is ready."""
+    """None = the replica is not ready."""
 
 
 class FleetState(msgspec.Struct):
@@ -53,48 +52,49 @@ class FleetState(msgspec.Struct):
     replicas: list[EngineState]
 
 
-class Sharing:
-    """Lends a fleet's engines to other processes. Each has a number, which is its place on the fleet's board and the
-    number of its links; 0 is the owner's. Belongs to the event loop."""
+class EngineSharing:
+    """Shares a fleet's engines with other processes. The number of a process is its row in the shared counters and the
+    number of its links; 0 is the owner. Used only in the event loop."""
 
-    def __init__(self, fleet: OwnedFleet) -> None:
+    def __init__(self, fleet: SupervisedFleet) -> None:
         self._fleet = fleet
-        self._users: dict[int, Peer] = {}
+        self._users: dict[int, ProcessRPC] = {}
 
-    def join(self, number: int, user: Peer) -> None:
+    def join(self, number: int, user: ProcessRPC) -> None:
+        clients = self._fleet.clients
         user.handlers |= {
-            "attach": lambda replica, life, **link: self._fleet.clients[replica].attach(number, life, link),
-            "hangs": lambda replica, life, seconds: self._fleet.clients[replica].hangs(life, seconds),
+            "attach": lambda replica, incarnation, **link: clients[replica].attach(number, incarnation, link),
+            "hangs": lambda replica, incarnation, seconds: clients[replica].end_hung(incarnation, seconds),
             "load_adapter": self._load_adapter,
             "unload_adapter": self._unload_adapter,
         }
         self._users[number] = user
-        user.tell("engines", state=self._state())
+        user.notify("engines", state=self._state())
 
     def leave(self, number: int) -> None:
-        """It is gone: its requests are aborted."""
+        """Abort the requests of a process that has ended."""
         if self._users.pop(number, None) is not None:
             for client in self._fleet.clients:
                 client.detach(number)
-            self._fleet.board.clear(number)
+            self._fleet.counters.clear(number)
 
     def publish(self) -> None:
-        """Something of the fleet has changed."""
+        """Send the state of the fleet, which has changed, to all processes."""
         for user in self._users.values():
-            user.tell("engines", state=self._state())
+            user.notify("engines", state=self._state())
 
     async def _load_adapter(self, name: str, folder: str) -> None:
         await self._fleet.load_adapter(name, folder)
-        await self._all_know()
+        await self._synchronize()
 
     async def _unload_adapter(self, name: str) -> None:
         await self._fleet.unload_adapter(name)
-        await self._all_know()
+        await self._synchronize()
 
-    async def _all_know(self) -> None:
-        """Waits until every process has the state of now, or is gone."""
-        asks = [user.ask("engines", state=self._state()) for user in self._users.values()]
-        await asyncio.gather(*asks, return_exceptions=True)
+    async def _synchronize(self) -> None:
+        """Wait until every process has the current state or has ended."""
+        calls = [user.call("engines", state=self._state()) for user in self._users.values()]
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def _state(self) -> Any:
         fleet = self._fleet
@@ -103,7 +103,7 @@ class Sharing:
                 client.state,
                 client.phase,
                 client.failure,
-                client.life,
+                client.incarnation,
                 client.info if client.state == "ready" else None,
             )
             for client in fleet.clients
@@ -112,48 +112,54 @@ class Sharing:
 
 
 class AttachedFleet(Fleet):
-    """Of a process that does not own the engines."""
+    """Fleet of a process that does not own the engines."""
 
     def __init__(
-        self, composition: Composition, owner: Peer, board: Board, *, timeout: float = math.inf, reports: Reports
+        self,
+        composition: Composition,
+        owner: ProcessRPC,
+        counters: SharedCounters,
+        *,
+        timeout: float = math.inf,
+        reports: Reports,
     ) -> None:
-        """`timeout`: as OwnedEngine's."""
-        super().__init__(composition, board=board, reports=reports)
+        """`timeout`: see SupervisedEngine."""
+        super().__init__(composition, counters=counters, reports=reports)
         self._owner = owner
-        owner.handlers["engines"] = self._told
+        owner.handlers["engines"] = self._update
         self.clients: list[AttachedEngine] = [
             AttachedEngine(owner, timeout=timeout, **self._client_options(replica))
             for replica in range(composition.engine.dp)
         ]
 
-    def _told(self, state: Any) -> None:
+    def _update(self, state: Any) -> None:
         found = msgspec.convert(state, FleetState, str_keys=True)
         self.complete, self.failure, self._adapters = found.complete, found.failure, found.adapters
         for client, one in zip(self.clients, found.replicas, strict=True):
-            client.told(one)
+            client.update(one)
 
     def _changed(self, replica: int) -> None:
         if self.clients[replica].state != "ready":
-            self._router.forget(replica)
+            self._table.forget(replica)
         elif self.state == "ready":
             self._all_ready.set()
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """As the owner's; when it returns, every process knows."""
-        await self._owner.ask("load_adapter", name=name, folder=folder)
+        """Load an adapter through the owner. On return, requests of every process can choose it."""
+        await self._owner.call("load_adapter", name=name, folder=folder)
 
     async def unload_adapter(self, name: str) -> None:
-        await self._owner.ask("unload_adapter", name=name)
+        await self._owner.call("unload_adapter", name=name)
 
 
 class AttachedEngine(EngineClient):
-    """An engine that another process owns. Its state is what the owner says, but that it is ready only once the link
-    is open."""
+    """Client of an engine that another process owns. It follows the state that the owner sends, but is ready only once
+    its link is open."""
 
-    def __init__(self, owner: Peer, *, timeout: float, **client: Any) -> None:
+    def __init__(self, owner: ProcessRPC, *, timeout: float, **client: Any) -> None:
         super().__init__(**client)
         self._owner, self._timeout = owner, timeout
-        self._joint: _Joint | None = None
+        self._link: _AttachedLink | None = None
 
     def start(self) -> None:
         super().start()
@@ -162,68 +168,69 @@ class AttachedEngine(EngineClient):
     async def close(self) -> None:
         self.state = "stopped"
         self._fail_all(EngineDown("the server stops"))
-        if (joint := self._joint) is not None:
-            self._joint = None
-            await asyncio.to_thread(joint.end)
+        if (link := self._link) is not None:
+            self._link = None
+            await asyncio.to_thread(link.close)
 
-    def told(self, found: EngineState) -> None:
-        """By the owner."""
+    def update(self, found: EngineState) -> None:
+        """Follow the state of the engine at its owner."""
         if self.state == "stopped":
             return
         self.phase = found.phase
-        joint, before = self._joint, self.state
-        if joint is not None and (found.state, found.life) != ("ready", joint.life):
-            # The thread ends by itself.
-            joint.let_go()
-            self._joint, self.state = None, "starting"
+        link, before = self._link, self.state
+        if link is not None and (found.state, found.incarnation) != ("ready", link.incarnation):
+            link.release()
+            self._link, self.state = None, "starting"
             self._lost(found.failure or "is gone")
         if found.info is None:
             self.state, self.failure = found.state, found.failure
-        elif self._joint is None:
-            self._joint = _Joint(self, found.info, found.life, self._timeout)
-            self._owner.tell("attach", replica=self.replica, life=found.life, **self._joint.link.addresses)
+        elif self._link is None:
+            link = self._link = _AttachedLink(self, found.info, found.incarnation, self._timeout)
+            self._owner.notify("attach", replica=self.replica, incarnation=link.incarnation, **link.link.addresses)
         if self.state != before:
             self._on_state()
 
-    def joined(self, joint: _Joint, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
-        if joint is self._joint:
-            self._opened(joint.link, info, tokenizer)
+    def link_opened(self, link: _AttachedLink, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+        if link is self._link:
+            self._opened(link.link, info, tokenizer)
 
-    def hangs(self, joint: _Joint, seconds: float) -> None:
-        if joint is self._joint:
-            self._owner.tell("hangs", replica=self.replica, life=joint.life, seconds=seconds)
+    def report_hang(self, link: _AttachedLink, seconds: float) -> None:
+        if link is self._link:
+            self._owner.notify("hangs", replica=self.replica, incarnation=link.incarnation, seconds=seconds)
 
 
-class _Joint:
-    """A link to one life of an engine, and the thread that listens to it."""
+class _AttachedLink:
+    """Link to one incarnation of an engine, with the thread that receives from it."""
 
-    def __init__(self, engine: AttachedEngine, info: EngineInfo, life: int, timeout: float) -> None:
-        self._engine, self._info, self.life = engine, info, life
-        self.link = Link(self._hear, timeout=timeout)
+    def __init__(self, engine: AttachedEngine, info: EngineInfo, incarnation: int, timeout: float) -> None:
+        self._engine, self._info, self.incarnation = engine, info, incarnation
+        self.link = Link(self._receive, timeout=timeout)
         self._open = False
-        self._ours, self._theirs = socket.socketpair()
+        self._released, self._release_seen = socket.socketpair()
+        """The thread ends when the first socket is closed."""
         self._thread = threading.Thread(target=self._run, name="dovetail-output", daemon=True)
         self._thread.start()
 
-    def let_go(self) -> None:
-        self._ours.close()
+    def release(self) -> None:
+        """Let the thread end, which closes the link."""
+        self._released.close()
 
-    def end(self) -> None:
-        """Blocks until the thread is done."""
-        self.let_go()
+    def close(self) -> None:
+        """Release the link. Blocks until the thread has ended."""
+        self.release()
         self._thread.join()
 
     def _run(self) -> None:
-        with self._theirs:
-            if silent := self.link.listen(self._theirs.fileno(), lambda: False):
-                self._engine._call(self._engine.hangs, self, silent)
-                self._theirs.recv(1)
+        with self._release_seen:
+            if silent := self.link.listen(self._release_seen.fileno(), lambda: False):
+                self._engine._call_soon(self._engine.report_hang, self, silent)
+                self._release_seen.recv(1)
             self.link.close()
 
-    def _hear(self, message: StepMessage | Reply) -> None:
+    def _receive(self, message: StepMessage | Reply) -> None:
         if not self._open:
-            # The first word says that the engine has bound its end.
+            # The engine sends its first message once its end is bound.
             self._open = True
             self.link.open()
-            self._engine._call(self._engine.joined, self, self._info, tokenizer_of(self._info))
+            self._engine._call_soon(self._engine.link_opened, self, self._info, tokenizer_of(self._info))
         self._engine._receive(message)

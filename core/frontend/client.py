@@ -1,4 +1,4 @@
-"""EngineClient: one engine behind an asyncio front. It follows the engine's life; requests are the table's."""
+"""EngineClient: one engine of an asyncio front. It follows the engine's state; the table has the requests."""
 
 from __future__ import annotations
 
@@ -10,35 +10,31 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.core.errors import EngineDown, RequestError
 from dovetail.core.frontend.messages import EngineInfo, EngineStats, Reply, StepMessage
 from dovetail.core.frontend.outputs import Delta, Timing
-from dovetail.core.frontend.request_table import OpenRequest, RequestTable, Transport
+from dovetail.core.frontend.request_table import Delivery, OpenRequest, RequestTable, Transport
 from dovetail.core.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "failed", "stopped"]
 
-Delivery = tuple["Stream", list[Delta], Exception | None, bool]
-"""What one message brought for a stream: deltas, the error that ended it, and whether it is complete."""
-
 
 class Stream:
-    """One request's output, for asyncio. Deltas gather until one `take` fetches them all. Belongs to the event loop."""
+    """One request's output, for asyncio. Deltas accumulate until `take` fetches them. Used only in the event loop."""
 
     request: OpenRequest
-    """Set by whoever submits the request."""
+    """Set by Fleet.submit."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.ended = False
-        """All output has come, or the request failed or was aborted."""
+        """The output is complete, or the request failed."""
         self.latest: dict[int, float] = {}
-        """Sample -> time.perf_counter() when it got tokens last."""
+        """Sample -> time.perf_counter() of its latest tokens."""
         self._loop = loop
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
@@ -58,7 +54,7 @@ class Stream:
         return self.request.replica
 
     async def take(self) -> list[Delta]:
-        """Return what came since the last call; wait if that is nothing. An empty list means that the output is
+        """Return the deltas since the last call, waiting for at least one. An empty list means that the output is
         complete. Raises RequestError and EngineDown."""
         while not self._deltas and self._error is None and not self.ended:
             self._waiter = self._loop.create_future()
@@ -84,8 +80,8 @@ class Stream:
 
 
 class EngineClient(ABC):
-    """Belongs to one event loop, where every method is called except those of the thread that receives from the engine.
-    Subclasses know how the engine starts and ends."""
+    """Used only in one event loop, except for the methods of the thread that receives from the engine. Subclasses
+    implement how the engine starts and ends."""
 
     def __init__(
         self,
@@ -94,41 +90,42 @@ class EngineClient(ABC):
         *,
         name: str = "the engine",
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
-        on_more: Callable[[Sequence[float]], None] = lambda seconds: None,
+        on_inter_token: Callable[[Sequence[float]], None] = lambda seconds: None,
         on_state: Callable[[], None] = lambda: None,
         on_phase: Callable[[], None] = lambda: None,
     ) -> None:
         """`name` begins sentences about the engine. `on_stats` is called a few times a second while the engine works,
-        `on_more` with the times between tokens of samples that got some, except for their first; `on_state` when the
-        state has changed, `on_phase` when a starting engine enters another phase."""
+        `on_inter_token` with the inter-token latencies of each message, `on_state` after a change of the state, and
+        `on_phase` when a starting engine enters another phase."""
         self.replica, self.name, self._table = replica, name, table
-        self._on_stats, self._on_more, self._on_state, self._on_phase = on_stats, on_more, on_state, on_phase
+        self._on_stats, self._on_inter_token = on_stats, on_inter_token
+        self._on_state, self._on_phase = on_state, on_phase
         self.state: State = "stopped"
         self.failure = ""
-        """Why the engine died last."""
+        """Cause of the engine's latest death."""
         self.phase = ""
-        """What a starting engine is doing."""
+        """Phase of a starting engine."""
         self._info: EngineInfo | None = None
         self._tokenizer: Tokenizer | None = None
-        self._outbox: deque[Delivery] = deque()
-        """Filled by the thread that receives, emptied in the event loop."""
+        self._outbox: deque[tuple[Stream, Delivery]] = deque()
+        """Filled by the receiving thread, emptied in the event loop."""
 
     def start(self) -> None:
-        """Returns at once."""
+        """Start the engine without waiting for it."""
         self._loop = asyncio.get_running_loop()
 
     @abstractmethod
     async def close(self) -> None:
-        """Fail what runs and let go of the engine. Idempotent."""
+        """Fail open requests and disconnect from the engine. Idempotent."""
 
     @property
     def samples(self) -> int:
-        """Number of samples that run or wait, over all requests of all processes that use the engine."""
+        """Samples that run or wait, over all processes that use the engine."""
         return self._table.load(self.replica).samples
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens of requests without output, likewise."""
+        """Prompt tokens of requests without output, over all processes that use the engine."""
         return self._table.load(self.replica).prompt_tokens
 
     @property
@@ -153,10 +150,7 @@ class EngineClient(ABC):
         (forget cached prefixes), `load_adapter` (name, folder), `unload_adapter` (name). Raises RequestError."""
         if self.state != "ready":
             raise EngineDown(f"{self.name} is {self.state}")
-        answer: asyncio.Future[Any] = self._loop.create_future()
-        asked = self._table.control(self.replica, op, **arguments)
-        asked.add_done_callback(lambda done: self._call(_answer, answer, done))
-        return await answer
+        return await asyncio.wrap_future(self._table.control(self.replica, op, **arguments))
 
     # In the event loop.
 
@@ -168,7 +162,7 @@ class EngineClient(ABC):
         self._on_state()
 
     def _lost(self, cause: str) -> None:
-        """The engine died. `cause` ends a sentence that begins with the engine."""
+        """Handle the death of the engine. `cause` is a phrase that follows the engine's name."""
         self.failure = cause
         self._fail_all(EngineDown(f"{self.name} {cause.splitlines()[0]}"))
 
@@ -179,7 +173,7 @@ class EngineClient(ABC):
     def _empty_outbox(self) -> None:
         now, gaps = time.perf_counter(), []
         while self._outbox:
-            stream, deltas, error, last = self._outbox.popleft()
+            stream, (deltas, error, last) = self._outbox.popleft()
             if stream.ended:
                 continue
             if error is not None:
@@ -192,7 +186,7 @@ class EngineClient(ABC):
                     stream.latest[delta.sample] = now
             stream.put(deltas, last=last)
         if gaps:
-            self._on_more(gaps)
+            self._on_inter_token(gaps)
 
     def _on_progress(self, phase: str) -> None:
         if phase != self.phase:
@@ -201,39 +195,30 @@ class EngineClient(ABC):
 
     # In the thread that receives from the engine.
 
-    def deliver(self, stream: Stream, request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
-        """For the table: what a message brought for a request of this engine."""
-        self._outbox.append((stream, deltas, error, request.ended))
+    def deliver(self, stream: Stream, delivery: Delivery) -> None:
+        """Pass on a delivery of the table for a request of this engine."""
+        self._outbox.append((stream, delivery))
 
     def _receive(self, message: StepMessage | Reply) -> None:
         self._table.receive(self.replica, message)
         if isinstance(message, StepMessage) and message.stats is not None:
-            self._call(self._on_stats, message.stats)
+            self._call_soon(self._on_stats, message.stats)
         if self._outbox:
             # One wake-up of the event loop for all requests of the message.
-            self._call(self._empty_outbox)
+            self._call_soon(self._empty_outbox)
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+    def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            log.debug("the event loop is closed: %s came too late", function)
-
-
-def _answer(answer: asyncio.Future[Any], done: Future[Any]) -> None:
-    if answer.done():
-        return
-    if (error := done.exception()) is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(done.result())
+            log.debug("the event loop is closed: %s is not called", function)
 
 
 _reading_tokenizer = threading.Lock()
 
 
 def tokenizer_of(info: EngineInfo) -> Tokenizer | None:
-    """Of the engine's model, where it has one. Engines of one model share it. Blocks while it is read."""
+    """Return the tokenizer of the engine's model, shared by its engines; None = it has none. Blocks while reading."""
     with _reading_tokenizer:
         return None if info.folder is None else _tokenizer(Path(info.folder))
 

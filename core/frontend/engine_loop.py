@@ -1,14 +1,14 @@
-"""The loop around one engine: it takes commands between two steps and sends what each step brought.
+"""The loop around one engine: it takes commands between two steps and sends the output of each step.
 
-The same loop runs in an engine's own process, over sockets, and in a thread of the user's process, over a queue. One
-thread runs it and alone uses the engine.
+The same loop runs in an engine process, over sockets, and in a thread of the user's process, over a queue. Only its
+thread uses the engine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,81 +39,80 @@ if TYPE_CHECKING:
 
 _STATS_SECONDS = 0.25
 _LOADING_SECONDS = 0.02
-"""How long an idle loop sleeps while adapters are being read."""
+"""Interval at which an idle loop checks whether adapters have been read."""
 
 
 class Port(Protocol):
     """The engine's end of the connection to one user."""
 
     updates: list[SampleUpdate]
-    """Sent by the next `tell`."""
+    """Updates that the next `send_step` sends."""
 
     @property
     def up_to_date(self) -> bool:
-        """The user knows of every command that was carried out."""
+        """Whether the user has been sent the count of all executed commands."""
 
-    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+    def send_step(self, stats: EngineStats | None, *, idle: bool = False) -> None:
         """Send the updates as one StepMessage."""
 
     def send(self, reply: Reply) -> None: ...
 
 
-class Mailbox(Protocol):
-    """Brings the commands of all users."""
+class CommandSource(Protocol):
+    """Source of the commands of all users."""
 
     stopped: bool
-    """The loop is to end."""
+    """Whether the loop must end."""
     delays_launches: bool
-    """Commands may come at any time, so that a launch may wait for them (engine.late_launch)."""
+    """Whether a launch may wait for commands (engine.late_launch)."""
 
     @property
     def ports(self) -> Collection[Port]: ...
 
     def receive(self, seconds: float | None) -> Iterator[tuple[Port, Command | Attach | Detach]]:
-        """Yield what has arrived, waiting at most this long for the first; None = without limit. A command counts as
-        carried out when the next one is asked for."""
+        """Yield commands that have arrived, waiting at most this long for the first; None = without limit. A command
+        counts as executed when the next one is requested."""
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
-        self._engine, self._mailbox = engine, mailbox
+    def __init__(self, engine: Engine, commands: CommandSource) -> None:
+        self._engine, self._commands = engine, commands
         self._requests = EngineRequests(engine)
         self._stats_due = 0.0
         self._loading: list[tuple[Port, int, Future[None]]] = []
-        """Controls that are answered when their future is done."""
+        """Controls to be answered when their future is done."""
 
     def run(self) -> None:
-        """Run until the mailbox has stopped."""
+        """Run until `commands` has stopped."""
         engine, requests = self._engine, self._requests
         while self._take_commands():
             if engine.has_work:
-                for event in engine.step():
-                    requests.note(event)
+                requests.note(engine.step())
             self._publish()
 
     def _take_commands(self) -> bool:
-        """Carry out what has arrived. Sleeps while the engine has nothing to do, or while its next launch may wait.
+        """Execute the commands that have arrived; wait for some if the engine has no work or its launch may be delayed.
         False = the loop ends."""
-        engine, mailbox = self._engine, self._mailbox
+        engine, commands = self._engine, self._commands
         idle = not engine.has_work
-        if idle and (self._stats_due or not all(port.up_to_date for port in mailbox.ports)):
-            # The last message before silence, so that gauges do not stay where they were.
+        if idle and (self._stats_due or not all(port.up_to_date for port in commands.ports)):
+            # The last message of a busy period, so that gauges do not keep old values.
             stats, self._stats_due = engine_stats(engine), 0.0
-            for port in mailbox.ports:
-                port.tell(stats, idle=True)
-        patience = (_LOADING_SECONDS if self._loading else None) if idle else 0.0
+            for port in commands.ports:
+                port.send_step(stats, idle=True)
+        timeout = (_LOADING_SECONDS if self._loading else None) if idle else 0.0
         while True:
-            for port, command in mailbox.receive(patience):
-                self._carry_out(port, command)
-            if mailbox.stopped:
+            for port, command in commands.receive(timeout):
+                self._execute(port, command)
+            if commands.stopped:
                 return False
             if self._loading:
                 self._answer_loaded()
-            patience = engine.launch_delay() if mailbox.delays_launches else 0.0
-            if not patience:
+            timeout = engine.launch_delay() if commands.delays_launches else 0.0
+            if not timeout:
                 return True
 
-    def _carry_out(self, port: Port, command: Command | Attach | Detach) -> None:
+    def _execute(self, port: Port, command: Command | Attach | Detach) -> None:
         match command:
             case Add():
                 self._requests.add(port, command)
@@ -128,8 +127,8 @@ class EngineLoop:
                 else:
                     port.send(reply)
             case Attach():
-                # The first message says that commands may come.
-                port.tell(engine_stats(self._engine), idle=not self._engine.has_work)
+                # The first message shows that the port is bound.
+                port.send_step(engine_stats(self._engine), idle=not self._engine.has_work)
             case Detach():
                 self._requests.abort_all(port)
                 self._loading = [entry for entry in self._loading if entry[0] is not port]
@@ -144,32 +143,32 @@ class EngineLoop:
         now = time.perf_counter()
         stats = None
         if now >= self._stats_due:
-            # Also without updates: a long prompt has none for many steps, and silence would look like death.
+            # Also without updates: a long prompt has none for many steps, and the engine would seem to hang.
             stats, self._stats_due = engine_stats(self._engine), now + _STATS_SECONDS
-        for port in self._mailbox.ports:
+        for port in self._commands.ports:
             if stats is not None or port.updates:
-                port.tell(stats)
+                port.send_step(stats)
 
 
 @dataclass(slots=True)
 class _EngineRequest:
-    """One request of a user in the engine."""
+    """One request of a user."""
 
     port: Port
     id: int
     sequences: list[Sequence]
     left: int
-    """Samples that still run."""
+    """Number of samples that run."""
 
 
 class EngineRequests:
-    """Requests of all users in one engine: commands become sequences, and events of steps become updates, which gather
-    on the port of the request."""
+    """Requests of all users in one engine. Commands become sequences; events of steps become updates on the port of
+    their request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._requests: dict[int, _EngineRequest] = {}
-        """By number."""
+        """Number -> request."""
         self._by_uid: dict[int, _EngineRequest] = {}
 
     def add(self, port: Port, command: Add) -> None:
@@ -184,12 +183,12 @@ class EngineRequests:
             self._by_uid[seq.uid] = request
 
     def abort(self, id: int) -> None:
-        """The user has dropped the request."""
+        """Drop a request; no effect if it has ended."""
         if request := self._requests.pop(id, None):
             self._drop(request)
 
     def finish(self, command: Finish) -> None:
-        """A stop string ended a sample."""
+        """End a sample at a stop string."""
         if (request := self._requests.get(command.id)) is not None:
             seq = request.sequences[command.sample]
             self._engine.finish(seq.uid, seq.prompt_len + command.tokens, FinishReason.STOP)
@@ -199,31 +198,28 @@ class EngineRequests:
         for request in [request for request in self._requests.values() if request.port is port]:
             self.abort(request.id)
 
-    def note(self, event: SequenceEvent) -> None:
-        """Turn an event of a step into an update of its user."""
-        request = self._by_uid.get(event.uid)
-        if request is None:
-            return
-        if event.reason is FinishReason.REJECTED:
-            del self._requests[request.id]
-            self._drop(request)
-            self._reject(request.port, request.id, event.detail, 400)
-            return
-        request.port.updates.append(
-            SampleUpdate(
-                request.id,
-                event.uid & 0xFF,
-                event.tokens,
-                REASONS[event.reason] if event.reason else None,
-                event.hidden,
-                event.logprobs,
-                event.prompt_logprobs,
-                request.sequences[0].cached,
-                pooled=event.pooled_C,
+    def note(self, events: Iterable[SequenceEvent]) -> None:
+        """Turn the events of a step into updates for their users."""
+        find = self._by_uid.get
+        for event in events:
+            uid, tokens, logprobs, prompt_logprobs, reason, detail, pooled_C, hidden = event
+            request = find(uid)
+            if request is None:
+                continue
+            if reason is FinishReason.REJECTED:
+                del self._requests[request.id]
+                self._drop(request)
+                self._reject(request.port, request.id, detail, 400)
+                continue
+            text = None if reason is None else REASONS[reason]
+            cached = request.sequences[0].cached
+            request.port.updates.append(
+                SampleUpdate(
+                    request.id, uid & 0xFF, tokens, text, hidden, logprobs, prompt_logprobs, cached, "", 0, pooled_C
+                )
             )
-        )
-        if event.reason is not None:
-            self._ended(request, event.uid)
+            if reason is not None:
+                self._ended(request, uid)
 
     def _reject(self, port: Port, id: int, detail: str, status: int) -> None:
         port.updates.append(SampleUpdate(id, 0, (), REASONS[FinishReason.REJECTED], detail=detail, status=status))
@@ -265,7 +261,7 @@ def engine_stats(engine: Engine) -> EngineStats:
 
 
 def perform(engine: Engine, command: Control) -> Reply:
-    """The value is a Future where it takes longer: `answer` with its result when it is done."""
+    """Run an operation. If the reply's value is a Future, the final reply is `answer(id, future.result)`, once done."""
     operation = _OPERATIONS.get(command.op)
     if operation is None:
         return Reply(command.id, error=f"no operation {command.op!r}; there are {', '.join(_OPERATIONS)}")
@@ -273,7 +269,7 @@ def perform(engine: Engine, command: Control) -> Reply:
 
 
 def answer(id: int, call: Callable[[], Any]) -> Reply:
-    """What it returns, or why it fails."""
+    """Return a Reply with the result of the call, or with its error."""
     try:
         return Reply(id, call())
     except RequestError as error:
@@ -291,20 +287,12 @@ def _figures(engine: Engine) -> dict[str, Any]:
     return {"counters": dataclasses.asdict(engine.counters), "stats": msgspec.structs.asdict(engine_stats(engine))}
 
 
-def _load_adapter(engine: Engine, name: str, folder: str) -> Future[None]:
-    return engine.load_adapter(name, folder)
-
-
-def _unload_adapter(engine: Engine, name: str) -> None:
-    engine.unload_adapter(name)
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "check": _check,
     "reset_cache": Engine.reset_cache,
     "figures": _figures,
-    "load_adapter": _load_adapter,
-    "unload_adapter": _unload_adapter,
+    "load_adapter": Engine.load_adapter,
+    "unload_adapter": Engine.unload_adapter,
 }
 
 

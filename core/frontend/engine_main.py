@@ -1,4 +1,4 @@
-"""The engine's process, from its start to its end."""
+"""Entry point of the engine process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,19 +15,16 @@ from dovetail.core.engine.counters import Counters
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import RequestError
 from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
-from dovetail.core.frontend.zmq_link import ZmqMailbox
+from dovetail.core.frontend.zmq_link import ZmqCommands
 from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.process import enter, recompose, report
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
 
 def main(control_fd: int, parent: int) -> None:
-    """Entry of the process, which runs until it is told to stop, or the front-end is gone."""
+    """Run an engine until the front-end sends "stop" or ends."""
     control = enter(control_fd, parent, signal.SIGINT, signal.SIGTERM)
     engine = None
     try:
@@ -44,15 +40,15 @@ def main(control_fd: int, parent: int) -> None:
             _restore_adapters(engine, order["adapters"])
         progress("warm up")
         _warm_up(engine)
-        loop = EngineLoop(engine, ZmqMailbox(control, **order["link"]))
+        loop = EngineLoop(engine, ZmqCommands(control, **order["link"]))
         info = describe_engine(composition, engine, time.perf_counter() - began)
         control.send({"op": "ready", "info": msgspec.to_builtins(info)})
-        # What was loaded stays: the collector need not walk it again and again.
+        # Loaded objects live as long as the process, so the collector need not traverse them repeatedly.
         gc.collect()
         gc.freeze()
         loop.run()
     except ChannelClosed:
-        # The front-end is gone: nobody is left to tell.
+        # The front-end has ended, so the error cannot be reported.
         _end(engine, 1)
     except BaseException as error:
         report(control, error)
@@ -66,13 +62,12 @@ def _end(engine: Engine | None, status: int) -> None:
             engine.shutdown()
         sys.stdout.flush()
     finally:
-        # Threads of collectives and allocators have nothing left to do, and some of them take seconds to say so.
+        # Skip waiting for the idle threads of collectives and allocators, some of which take seconds to end.
         os._exit(status)
 
 
 def _restore_adapters(engine: Engine, wanted: dict[str, str]) -> None:
-    """What was loaded and unloaded while the engine before this one ran. A folder that is gone ends nothing but its own
-    adapter."""
+    """Load and unload adapters until the engine has those of its predecessor. One that cannot be loaded is skipped."""
     for name, folder in dict(engine.adapters).items():
         if wanted.get(name) != folder:
             engine.unload_adapter(name)
@@ -85,7 +80,7 @@ def _restore_adapters(engine: Engine, wanted: dict[str, str]) -> None:
 
 
 def _warm_up(engine: Engine) -> None:
-    """A request of our own before the first user's: kernels and libraries load when they are first used."""
+    """Run a short request, since kernels and libraries are loaded at their first use."""
     spec = engine.info.spec
     token = next(iter(spec.eos_ids), 0)
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)

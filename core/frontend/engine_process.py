@@ -1,4 +1,4 @@
-"""One life of an engine's process: a thread starts it, hears it and sees it die."""
+"""EngineProcess: one engine process, with the thread that starts it, receives from it and waits for its end."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 _MAIN = "dovetail.core.frontend.engine_main:main"
 _STOP_SECONDS = 4.0
-"""A step that does not end by then hangs: Ctrl-C ends everything within 5 s."""
+"""Grace period for the step in flight on `stop`; then the process is killed, so that Ctrl-C ends all within 5 s."""
 _RANKS_FIRST_SECONDS = 5.0
-"""Longer than they wait themselves: where a rank hangs, the others can say which."""
+"""Added to the time limit, so that ranks that wait for a hung one reach theirs first and report which one it is."""
 
 
-class Listener(Protocol):
-    """Whoever uses the engine. Each is called in the process's own thread, in the order in which it said so."""
+class ProcessListener(Protocol):
+    """User of an engine process. Called in its thread, in the order of events."""
 
     def on_progress(self, process: EngineProcess, phase: str) -> None: ...
 
@@ -39,23 +39,22 @@ class Listener(Protocol):
     def on_message(self, process: EngineProcess, message: StepMessage | Reply) -> None: ...
 
     def on_death(self, process: EngineProcess, cause: str) -> None:
-        """The last call. `cause` ends a sentence that begins with the engine."""
+        """The last call. `cause` is a phrase that follows the engine's name."""
 
 
 class EngineProcess:
     def __init__(
         self,
         composition: Composition,
-        listener: Listener,
+        listener: ProcessListener,
         *,
         timeout: float = math.inf,
         environment: Mapping[str, str] | None = None,
         adapters: Mapping[str, str] | None = None,
     ) -> None:
-        """adapters: name -> folder of those to begin with, in place of what the composition says.
-        timeout: seconds without a sign of life, while it has work, after which it counts as hung and is killed; while
-        it starts, that is engine.start_timeout.
-        environment: of the process; that of this one by default."""
+        """`timeout`: seconds without a message after which an engine that has work is killed as hung; while it starts,
+        the limit is engine.start_timeout. `environment`: None = that of this process. `adapters`: name -> folder of
+        the initial adapters; None = those of the composition."""
         self._composition, self._listener = composition, listener
         self._environment, self._adapters = environment, adapters
         engine = composition.engine
@@ -68,14 +67,14 @@ class EngineProcess:
         self._popen: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._stopping = False
-        self._doing = "starting"
-        self._said = ""
-        """Its last words."""
+        self._stage = "starting"
+        self._failure = ""
+        """Why the process ends, if known before its exit."""
         self._phase = ""
-        """Of starting."""
+        """Phase of the start."""
         self.hung_at_start = False
         """Final when `on_death` is called."""
-        # Linux ends a child with the thread that started it: this one lives as long as the process.
+        # The child ends with the thread that started it (PR_SET_PDEATHSIG), so this thread lives as long as the child.
         self._thread = threading.Thread(target=self._run, name="dovetail-output", daemon=True)
 
     @property
@@ -83,47 +82,44 @@ class EngineProcess:
         return None if self._popen is None else self._popen.pid
 
     def start(self) -> None:
-        """Returns at once."""
+        """Start the process without waiting for it."""
         self._thread.start()
 
     def send(self, *commands: Command) -> None:
-        """Send from any thread. Nothing is sent to a dead process, whose death `on_death` reports."""
+        """Send commands; callable from any thread. Commands to a dead process are dropped; `on_death` reports it."""
         self._link.send(*commands)
 
-    def order(self, message: Mapping[str, Any]) -> None:
-        """To the engine's process itself, which carries it out between two steps. To a dead one nothing is said."""
+    def send_order(self, message: Mapping[str, Any]) -> None:
+        """Send an order for the process, which executes it between two steps. Orders to a dead process are dropped."""
         try:
             if self._channel is not None:
                 self._channel.send(message)
         except (ChannelClosed, OSError):
-            pass  # Its death is on the way.
+            pass  # `on_death` will report it.
 
     def stop(self) -> None:
-        """Blocks until the process is gone."""
+        """End the process. Blocks."""
         self._stopping = True
-        self._tell_to_stop()
+        self._request_stop()
         self._thread.join(_STOP_SECONDS)
         if self._thread.is_alive() and self._popen is not None:
             log.warning("the engine did not end within %g s and is killed", _STOP_SECONDS)
             self._popen.kill()
             self._thread.join()
 
-    def _tell_to_stop(self) -> None:
-        """Who still loads cannot hear, and has nothing to finish: it is killed."""
-        try:
-            if self._doing == "starting" and self._popen is not None:
-                self._popen.kill()
-            elif self._channel is not None:
-                self._channel.send({"op": "stop"})
-        except (ChannelClosed, OSError):
-            pass  # It is dead already.
+    def _request_stop(self) -> None:
+        """Order the process to stop. One that is starting reads no orders and is killed."""
+        if self._stage == "starting" and self._popen is not None:
+            self._popen.kill()
+        else:
+            self.send_order({"op": "stop"})
 
     def _run(self) -> None:
         try:
             cause = self._serve()
         except Exception as error:
-            log.exception("the thread that listens to the engine failed")
-            cause = f"cannot be heard any more: {error!r}"
+            log.exception("the thread that receives from the engine failed")
+            cause = f"cannot be reached any more: {error!r}"
         finally:
             if self._popen is not None and self._popen.poll() is None:
                 self._popen.kill()
@@ -137,48 +133,49 @@ class EngineProcess:
             order = {**order_for(self._composition), "link": self._link.addresses, "adapters": wanted}
             self._channel.send(order)
             if self._stopping:
-                self._tell_to_stop()
-            if silent := self._link.listen(self._channel.fileno(), self._heard):
+                self._request_stop()
+            if silent := self._link.listen(self._channel.fileno(), self._on_control):
                 self.end_hung(silent)
-            return self._cause(self._popen)
+            return self._exit_cause(self._popen)
         finally:
             self._link.close()
             if self._channel is not None:
                 self._channel.close()
 
-    def _cause(self, popen: subprocess.Popen[bytes]) -> str:
+    def _exit_cause(self, popen: subprocess.Popen[bytes]) -> str:
         try:
             status = popen.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             popen.kill()
             status = popen.wait()
-        return self._said or describe_exit(status, self._doing)
+        return self._failure or describe_exit(status, self._stage)
 
     def end_hung(self, seconds: float) -> None:
-        """It was silent for so long: it says where it is, and is killed. From any thread, and at once."""
-        if self._popen is None or self._said:
+        """Log the stacks of a process that was silent for `seconds`, and kill it, without blocking. Callable from any
+        thread."""
+        if self._popen is None or self._failure:
             return
-        if self._doing == "starting":
+        if self._stage == "starting":
             self.hung_at_start = True
             phase = f" in phase {self._phase!r}" if self._phase else ", before any phase"
-            self._said = f"hangs: no progress for {seconds:g} s while starting{phase} (engine.start_timeout)"
+            self._failure = f"hangs: no progress for {seconds:g} s while starting{phase} (engine.start_timeout)"
         else:
-            self._said = f"hangs: it had work and said nothing for {seconds:g} s, so it was killed"
+            self._failure = f"hangs: it had work and sent nothing for {seconds:g} s, so it was killed"
         end_hung(self._popen)
 
-    def _heard(self) -> bool:
-        """Something on the channel; False: its end."""
+    def _on_control(self) -> bool:
+        """Handle a message on the control channel; False = the channel is closed."""
         assert self._channel is not None
         try:
             message, _ = self._channel.recv()
         except ChannelClosed:
             return False
         if message["op"] == "ready":
-            self._doing = "serving"
+            self._stage = "serving"
             self._link.open()
             self._listener.on_ready(self, msgspec.convert(message["info"], EngineInfo, str_keys=True))
         elif message["op"] == "error":
-            self._said = f"failed: {message['text']}"
+            self._failure = f"failed: {message['text']}"
             self.hung_at_start = message["type"] == StartHung.__name__
         elif message["op"] == "progress":
             self._phase = message["phase"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,26 +29,26 @@ if TYPE_CHECKING:
 
 
 class ReplicaError(DovetailError):
-    """A replica died or refused what it was asked, and so the run is over."""
+    """A replica died or refused an operation, which ends the run."""
 
 
 class ReplicaFigures(NamedTuple):
-    """What one replica has counted since it was ready."""
+    """Figures of one replica since it was ready."""
 
     counters: Counters
     stats: EngineStats
 
 
 class Engines(ABC):
-    """Engines that live and end together: when one fails, `failure` is set and every request fails. Thread-safe."""
+    """Engines that start and end together: when one fails, `failure` is set and every request fails. Thread-safe."""
 
     info: EngineInfo
-    """Of all engines together: the slowest phase, the fewest pages, every note. Set by `start`."""
+    """Info of all engines together: the slowest phase, the fewest pages, every note. Set by `start`."""
     spec: ModelSpec
     """Set by `start`."""
 
     def __init__(self, composition: Composition) -> None:
-        """Loads nothing: `start_engines` does."""
+        """Load nothing yet; `start` does."""
         self.composition = composition
         self.failure: BaseException | None = None
         self.closed = False
@@ -55,6 +56,7 @@ class Engines(ABC):
         self.table = RequestTable(self._router, validate=self._validate)
         self.adapters: dict[str, str] = {}
         """Adapters that every engine has: name -> folder."""
+        self._adapting = threading.Lock()
 
     def start(self, progress: Progress) -> None:
         """Load every engine."""
@@ -67,7 +69,7 @@ class Engines(ABC):
             raise
 
     def close(self) -> None:
-        """End every engine and free its memory; requests that still run fail. Idempotent."""
+        """End every engine and free its memory; open requests fail. Idempotent."""
         if not self.closed:
             self.closed = True
             self._stop()
@@ -86,7 +88,7 @@ class Engines(ABC):
         self._requests.request(new.prompt_ids, new.params, new.options)
 
     def check_alive(self) -> None:
-        """Raises EngineStopped, or RuntimeError where the cause is an error of no kind of ours."""
+        """Raise EngineStopped if an engine has failed, or RuntimeError if the cause is not a DovetailError."""
         if self.failure is not None:
             raise stopped(self.failure)
 
@@ -96,38 +98,40 @@ class Engines(ABC):
         for replica in range(self._router.replicas):
             self.table.fail(replica, stopped(self.failure))
 
-    # Rare operations, which every engine carries out between two of its steps.
+    # Rare operations, which every engine executes between two of its steps.
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Read an adapter on every engine, or on none, while requests run. Raises RequestError."""
-        answers = self._ask("load_adapter", name=name, folder=folder)
-        if refused := [error for answer in answers if (error := answer.exception()) is not None]:
-            if len(refused) < len(answers):
-                self._ask("unload_adapter", name=name)
-            raise refused[0]
-        self.adapters = {**self.adapters, name: folder}
+        with self._adapting:
+            answers = self._control_all("load_adapter", name=name, folder=folder)
+            if refused := [error for answer in answers if (error := answer.exception()) is not None]:
+                if len(refused) < len(answers):
+                    self._control_all("unload_adapter", name=name)
+                raise refused[0]
+            self.adapters = {**self.adapters, name: folder}
 
     def unload_adapter(self, name: str) -> None:
-        """Requests that run with it go on to their end. Raises RequestError."""
-        for answer in self._ask("unload_adapter", name=name):
-            answer.result()
-        self.adapters = {known: folder for known, folder in self.adapters.items() if known != name}
+        """Unload an adapter; requests that use it run to their end. Raises RequestError."""
+        with self._adapting:
+            for answer in self._control_all("unload_adapter", name=name):
+                answer.result()
+            self.adapters = {known: folder for known, folder in self.adapters.items() if known != name}
 
     def figures(self) -> list[ReplicaFigures]:
-        """The figures of each replica."""
+        """Return the figures of each replica."""
         answers = self._values("figures")
         return [ReplicaFigures(Counters(**answer["counters"]), EngineStats(**answer["stats"])) for answer in answers]
 
     @property
     def counters(self) -> Counters:
-        """The sums over all replicas."""
+        """Sums over all replicas."""
         found = [figures.counters for figures in self.figures()]
         return Counters(*map(sum, zip(*map(dataclasses.astuple, found), strict=True)))
 
     def reset_cache(self) -> bool:
-        """Forget cached prefixes; False where an allocator cannot."""
+        """Forget cached prefixes; False if an allocator cannot."""
         for replica in range(self._router.replicas):
-            self._router.forget(replica)
+            self.table.forget(replica)
         return all(self._values("reset_cache"))
 
     def check(self) -> list[Mapping[str, Any]]:
@@ -136,15 +140,15 @@ class Engines(ABC):
 
     def _values(self, op: str) -> list[Any]:
         values = []
-        for replica, answer in enumerate(self._ask(op)):
+        for replica, answer in enumerate(self._control_all(op)):
             try:
                 values.append(answer.result())
             except RequestError as error:
                 raise ReplicaError(f"replica {replica}: {op}: {error}") from None
         return values
 
-    def _ask(self, op: str, **arguments: Any) -> list[Future[Any]]:
-        """The answers of all engines, once all have come."""
+    def _control_all(self, op: str, **arguments: Any) -> list[Future[Any]]:
+        """Run an operation on all engines; return the finished futures."""
         self.check_alive()
         answers = [self.table.control(replica, op, **arguments) for replica in range(self._router.replicas)]
         for answer in answers:
@@ -172,7 +176,7 @@ class OneLocalEngine(Engines):
 
 
 class EngineProcesses(Engines):
-    """engine.dp engines in processes of their own. Which of them runs a request is the router's choice."""
+    """engine.dp engines in separate processes. The router chooses the engine of each request."""
 
     def __init__(self, composition: Composition) -> None:
         super().__init__(composition)
@@ -207,7 +211,7 @@ class EngineProcesses(Engines):
 
 
 class _ProcessListener:
-    """Follows one engine's process; called in that process's own thread."""
+    """Listener of one engine process."""
 
     def __init__(
         self, replica: int, engines: EngineProcesses, starting: Callable[[tuple[int, str, Any]], None]
@@ -231,15 +235,15 @@ class _ProcessListener:
 
 
 def start_engines(composition: Composition, progress: Progress = lambda phase, share: None) -> Engines:
-    """Load the engines of a composition: one in this process, or engine.dp in processes of their own. Errors are raised
-    here, and nothing is left behind."""
+    """Load the engines of a composition: one in this process, or engine.dp > 1 in separate processes. Raises the errors
+    of loading, after it has freed everything."""
     engines = OneLocalEngine(composition) if composition.engine.dp == 1 else EngineProcesses(composition)
     engines.start(progress)
     return engines
 
 
 def stopped(failure: BaseException) -> RuntimeError:
-    """The error with which requests of an engine that has failed end."""
+    """Return the error for requests of an engine that has failed."""
     text = f"the engine stopped: {type(failure).__name__}: {failure}"
     error = EngineStopped(text) if isinstance(failure, DovetailError) else RuntimeError(text)
     error.__cause__ = failure

@@ -1,12 +1,13 @@
-"""LLM: the Python API. Callers submit from threads or from asyncio; engines deliver from threads of their own."""
+"""LLM: the Python API. Callers submit from threads or asyncio; engines deliver from their own threads."""
 
 from __future__ import annotations
 
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from dovetail.core.errors import RequestError
 from dovetail.core.frontend.client import tokenizer_of
 from dovetail.core.frontend.engines import OneLocalEngine, start_engines
 from dovetail.core.frontend.outputs import Completion, Delta, Generation, Timing, truncate_and_normalize
-from dovetail.core.frontend.request_table import Deliver, NewRequest, OpenRequest
+from dovetail.core.frontend.request_table import Delivery, NewRequest, OpenRequest
 from dovetail.core.interfaces import EmbeddingSpec, Pooling, Progress, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,25 +35,42 @@ Prompt = str | Seq[int]
 
 
 class _Inbox:
-    """Hands what a request brings to the thread that waits for it."""
+    """Passes the deliveries of one request to the thread that waits for them."""
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
-        self._queue: queue.SimpleQueue[tuple[list[Delta], Exception | None, bool]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self._on_done = on_done
 
-    def deliver(self, request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
-        if request.ended and error is None:
-            self._on_done()
-        self._queue.put((deltas, error, request.ended))
+    def deliver(self, request: OpenRequest, delivery: Delivery) -> None:
+        if delivery.last and delivery.error is None:
+            try:
+                self._on_done()
+            except Exception as error:
+                # Raised for the caller: in this thread it would end the engine.
+                delivery = delivery._replace(error=error)
+        self._queue.put(delivery)
 
     def deltas(self) -> Iterator[Delta]:
-        """Yield deltas until the request is complete. Raises what ended it."""
-        ended = False
-        while not ended:
-            deltas, error, ended = self._queue.get()
+        """Yield deltas until the request is complete. Raises the error that ended it."""
+        last = False
+        while not last:
+            deltas, error, last = self._queue.get()
             if error is not None:
                 raise error
             yield from deltas
+
+
+class _WholeInbox(_Inbox):
+    """Wakes the waiting thread once, when the request has ended, for callers that need only the whole output."""
+
+    def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
+        super().__init__(on_done)
+        self._deltas: list[Delta] = []
+
+    def deliver(self, request: OpenRequest, delivery: Delivery) -> None:
+        self._deltas += delivery.deltas
+        if delivery.last:
+            super().deliver(request, Delivery(self._deltas, delivery.error, True))
 
 
 class LLM:
@@ -87,12 +105,12 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What has started: device, phases and notes of the start-up, sizes."""
+        """Device, sizes, and the phases and notes of the start-up."""
         return self._engines.info
 
     @property
     def engine(self) -> Engine:
-        """The engine in this process. With `engine.dp` > 1 there is none: engines run in processes of their own."""
+        """The engine in this process. With `engine.dp` > 1 there is none: the engines run in separate processes."""
         if not isinstance(self._engines, OneLocalEngine) or self._engines.local is None:
             raise AttributeError(f"engine.dp={self.composition.engine.dp}: no engine runs in this process")
         return self._engines.local.engine
@@ -111,30 +129,20 @@ class LLM:
         on_done: Callable[[], None] = lambda: None,
         **request: Any,
     ) -> list[Generation]:
-        """Complete one prompt or many; results in the order of prompts. `on_done` is called as each one completes,
-        from the engine's thread. `request`: priority, user, cache_salt, hints, adapter."""
+        """Complete one prompt or many; results are in the order of the prompts. `on_done` is called in the engine's
+        thread as each request completes. `request`: priority, user, cache_salt, hints, adapter."""
         pairs = self._pairs(prompts, params)
         generations = [
             _blank(prompt if isinstance(prompt, str) else None, self._encode(prompt), p.n) for prompt, p in pairs
         ]
-        inboxes = [_Inbox(on_done) for _ in pairs]
-        options = RequestOptions(**request)
-        # Every prompt is checked before the first one runs.
-        opened = self._submit(
-            [
-                NewRequest(generation.prompt_ids, p, options, inbox.deliver)
-                for generation, (_, p), inbox in zip(generations, pairs, inboxes, strict=True)
-            ]
-        )
-        try:
-            for generation, inbox, one in zip(generations, inboxes, opened, strict=True):
-                for delta in inbox.deltas():
-                    _merge(generation, delta)
-                generation.timing, generation.cached_tokens = one.timing, one.cached
-            return generations
-        except BaseException:
-            self._abort(opened)
-            raise
+        prompts = [generation.prompt_ids for generation in generations]
+        inboxes = [_WholeInbox(on_done) for _ in pairs]
+        with closing(self._run(prompts, [p for _, p in pairs], RequestOptions(**request), inboxes)) as found:
+            for index, opened, delta in found:
+                generation = generations[index]
+                _merge(generation, delta)
+                generation.timing, generation.cached_tokens = opened.timing, opened.cached
+        return generations
 
     def embed(
         self,
@@ -145,9 +153,9 @@ class LLM:
         dimensions: int | None = None,
         **request: Any,
     ) -> NDArray[np.float32]:
-        """One vector a prompt, of the final hidden states: [prompts, dimensions]. What is None is as the checkpoint
-        states it; one that states nothing needs a `pooling`, "last" or "mean". `dimensions` cuts the vectors. `request`
-        as for generate."""
+        """Return one vector per prompt, pooled from the final hidden states: [prompts, dimensions]. None = the
+        checkpoint's setting; if it has none, give `pooling`, "last" or "mean". `dimensions` truncates the vectors.
+        `request`: as in generate."""
         stated = self.info.embedding or EmbeddingSpec("last")
         if pooling is None and self.info.embedding is None:
             raise RequestError('this checkpoint does not say how it embeds: give pooling="last" or pooling="mean"')
@@ -155,29 +163,35 @@ class LLM:
         if dimensions is not None and not 1 <= dimensions <= size:
             raise ValueError(f"dimensions={dimensions}: this model's embeddings have {size}")
         pairs = self._pairs(prompts, None)
-        inboxes = [_Inbox() for _ in pairs]
         options = RequestOptions(**request, pooling=pooling or stated.pooling)
-        opened = self._submit(
-            [
-                NewRequest(self._encode(prompt), params, options, inbox.deliver)
-                for (prompt, params), inbox in zip(pairs, inboxes, strict=True)
-            ]
-        )
-        try:
-            found = [delta.pooled_C for inbox in inboxes for delta in inbox.deltas()]
-        except BaseException:
-            self._abort(opened)
-            raise
-        vectors = np.array(found, np.float32).reshape(len(pairs), size)
+        encoded, params = [self._encode(prompt) for prompt, _ in pairs], [p for _, p in pairs]
+        with closing(self._run(encoded, params, options, [_WholeInbox() for _ in pairs])) as found:
+            vectors = np.array([delta.pooled_C for _, _, delta in found], np.float32).reshape(len(pairs), size)
         normalize = stated.normalize if normalize is None else normalize
         return truncate_and_normalize(vectors, normalize=normalize, dimensions=dimensions)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[Delta]:
-        """Yield deltas as they come. Leaving the iteration early aborts the request."""
-        inbox = _Inbox()
-        opened = self._submit([self._new(prompt, params, request, inbox.deliver)])
+        """Yield deltas as they arrive. Leaving the iteration early aborts the request."""
+        prompts, options = [self._encode(prompt)], RequestOptions(**request)
+        with closing(self._run(prompts, [params or SamplingParams()], options, [_Inbox()])) as found:
+            for _, _, delta in found:
+                yield delta
+
+    def _run(
+        self,
+        prompts: Seq[Seq[int]],
+        params: Seq[SamplingParams],
+        options: RequestOptions,
+        inboxes: Seq[_Inbox],
+    ) -> Generator[tuple[int, OpenRequest, Delta]]:
+        """Submit all requests, or none; yield (index, request, delta) in the order of the prompts. Closing the
+        generator aborts the requests."""
+        jobs = zip(prompts, params, inboxes, strict=True)
+        opened = self._submit([NewRequest(ids, p, options, inbox.deliver) for ids, p, inbox in jobs])
         try:
-            yield from inbox.deltas()
+            for index, (request, inbox) in enumerate(zip(opened, inboxes, strict=True)):
+                for delta in inbox.deltas():
+                    yield index, request, delta
         finally:
             self._abort(opened)
 
@@ -186,22 +200,34 @@ class LLM:
     ) -> AsyncIterator[Delta]:
         """The asyncio form of `stream`."""
         loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[tuple[list[Delta], Exception | None, bool]] = asyncio.Queue()
+        inbox: asyncio.Queue[Delivery] = asyncio.Queue()
+        opened: list[OpenRequest] = []
+        left = False
 
-        def deliver(one: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, (deltas, error, one.ended))
+        def deliver(one: OpenRequest, delivery: Delivery) -> None:
+            try:
+                loop.call_soon_threadsafe(inbox.put_nowait, delivery)
+            except RuntimeError:
+                self._table.abort(one)  # The event loop was closed.
 
-        new = self._new(prompt, params, request, deliver)
-        opened = await asyncio.to_thread(self._submit, [new])
+        def submit() -> None:
+            opened.extend(self._submit([new]))
+            if left:
+                self._abort(opened)
+
+        new = NewRequest(self._encode(prompt), params or SamplingParams(), RequestOptions(**request), deliver)
         try:
-            ended = False
-            while not ended:
-                deltas, error, ended = await inbox.get()
+            # In a thread, since submitting waits while another thread submits many requests.
+            await asyncio.to_thread(submit)
+            last = False
+            while not last:
+                deltas, error, last = await inbox.get()
                 if error is not None:
                     raise error
                 for delta in deltas:
                     yield delta
         finally:
+            left = True
             self._abort(opened)
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Generation:
@@ -215,11 +241,11 @@ class LLM:
         return generation
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Read an adapter that requests can then choose (`adapter=name`), while others run. Raises RequestError."""
+        """Load an adapter, which requests can then choose (`adapter=name`), while others run. Raises RequestError."""
         self._engines.load_adapter(name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Requests that run with it go on to their end. Raises RequestError."""
+        """Unload an adapter; requests that use it run to their end. Raises RequestError."""
         self._engines.unload_adapter(name)
 
     @property
@@ -233,7 +259,7 @@ class LLM:
         return self._engines.counters
 
     def close(self) -> None:
-        """Abort what runs, stop the engine, free its memory. Idempotent."""
+        """Abort requests, stop the engine and free its memory. Idempotent."""
         self._engines.close()
 
     def __enter__(self) -> LLM:
@@ -244,11 +270,6 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-
-    def _new(
-        self, prompt: Prompt, params: SamplingParams | None, request: Mapping[str, Any], deliver: Deliver
-    ) -> NewRequest:
-        return NewRequest(self._encode(prompt), params or SamplingParams(), RequestOptions(**request), deliver)
 
     def _pairs(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
@@ -297,7 +318,7 @@ def _merge(generation: Generation, delta: Delta) -> None:
 
 
 def _model_overrides(model: str) -> list[str]:
-    """A folder becomes a path of the llama component; anything else is the name of a `model` option."""
+    """Return the overrides for a folder, which model=llama reads, or for the name of a `model` option."""
     from pathlib import Path
 
     if Path(model).expanduser().is_dir() or "/" in model:

@@ -1,4 +1,4 @@
-"""LocalEngine: an engine and its loop in a thread of this process. Records pass as they are, without encoding."""
+"""LocalEngine: an engine and its loop in a thread of this process. Messages are passed without encoding."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class LocalEngine:
     ) -> None:
         self.composition = composition
         self._on_death = on_death
-        self._mailbox = _QueueMailbox(on_message)
+        self._commands = _LocalCommands(on_message)
         self._ended = threading.Event()
         self._engine: Engine | None = None
 
     def start(self, progress: Progress) -> EngineInfo:
-        """Load the engine in the calling thread, then start its loop. Errors of loading are raised here."""
+        """Load the engine in the calling thread, then start its loop. Raises the errors of loading."""
         began = time.perf_counter()
         engine = self._engine = start_engine(self.composition, progress)
         info = describe_engine(self.composition, engine, time.perf_counter() - began)
@@ -45,19 +45,19 @@ class LocalEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine, which its own thread uses."""
+        """The engine. Only its thread may step it."""
         assert self._engine is not None, "the engine has not started"
         return self._engine
 
     def send(self, *commands: Command) -> None:
-        self._mailbox.put(commands)
+        self._commands.put(commands)
 
     def stop(self) -> None:
-        """End the loop, drop what runs and free the engine's memory. Blocks."""
+        """End the loop, drop all requests and free the engine's memory. Blocks."""
         if self._engine is None:
             return
-        self._mailbox.put(None)
-        # Not joined: a join that Ctrl-C breaks off marks the thread as ended (Python 3.11).
+        self._commands.put(None)
+        # Not joined: a join that Ctrl-C interrupts marks the thread as ended (Python 3.11).
         if not self._ended.wait(STEP_SECONDS):
             self.engine.interrupt()
             self._ended.wait()
@@ -66,7 +66,7 @@ class LocalEngine:
     def _run(self, engine: Engine) -> None:
         failure: BaseException = RuntimeError("closed while requests ran")
         try:
-            EngineLoop(engine, self._mailbox).run()
+            EngineLoop(engine, self._commands).run()
         except BaseException as error:
             failure = error
         try:
@@ -75,8 +75,8 @@ class LocalEngine:
             self._ended.set()
 
 
-class _QueueMailbox:
-    """Mailbox and only port of a loop in this process."""
+class _LocalCommands:
+    """The command source and only port of a loop in this process."""
 
     delays_launches = False
 
@@ -84,15 +84,15 @@ class _QueueMailbox:
         self.stopped = False
         self.updates: list[SampleUpdate] = []
         self.up_to_date = True
-        self.ports: Collection[_QueueMailbox] = (self,)
+        self.ports: Collection[_LocalCommands] = (self,)
         self._on_message = on_message
         self._queue: queue.SimpleQueue[tuple[Command, ...] | None] = queue.SimpleQueue()
 
     def put(self, commands: tuple[Command, ...] | None) -> None:
-        """None = stop."""
+        """Enqueue commands; None = stop."""
         self._queue.put(commands)
 
-    def receive(self, seconds: float | None) -> Iterator[tuple[_QueueMailbox, Command]]:
+    def receive(self, seconds: float | None) -> Iterator[tuple[_LocalCommands, Command]]:
         try:
             commands = self._queue.get(block=seconds != 0.0, timeout=seconds)
             while commands is not None:
@@ -103,7 +103,7 @@ class _QueueMailbox:
         except queue.Empty:
             pass
 
-    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+    def send_step(self, stats: EngineStats | None, *, idle: bool = False) -> None:
         updates, self.updates = self.updates, []
         self._on_message(StepMessage(updates, stats))
 

@@ -1,6 +1,6 @@
-"""What the front-end and the engine process say to each other: msgpack, typed, without pickle.
+"""Messages between the front-end and the engine: typed, msgpack on the wire, without pickle.
 
-Both ends come from one installation and are compared before they speak (`identity`), so the messages carry no version.
+Both ends come from one installation, which is checked first (`identity`), so the messages carry no version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Add(msgspec.Struct, array_like=True, tag=0):
     """Queue a request."""
 
     id: int
-    """Number of the request. Numbers of all requests of an engine rise with their order."""
+    """Number of the request. The numbers that an engine receives rise."""
     prompt_ids: Sequence[int]
     params: Any
     """SamplingParams; on the wire a dict of the fields that were set."""
@@ -31,13 +31,13 @@ class Add(msgspec.Struct, array_like=True, tag=0):
 
 
 class Abort(msgspec.Struct, array_like=True, tag=1):
-    """The client is gone."""
+    """Drop a request."""
 
     id: int
 
 
 class Finish(msgspec.Struct, array_like=True, tag=2):
-    """A stop string ended one sample after so many output tokens."""
+    """End a sample after `tokens` output tokens, with which a stop string was complete."""
 
     id: int
     sample: int
@@ -45,7 +45,7 @@ class Finish(msgspec.Struct, array_like=True, tag=2):
 
 
 class Control(msgspec.Struct, array_like=True, tag=3):
-    """Anything rare; answered by a Reply."""
+    """Run a rare operation; answered by a Reply."""
 
     id: int
     op: str
@@ -56,15 +56,15 @@ Command = Add | Abort | Finish | Control
 
 
 class Attach:
-    """Not sent: a user has connected, and its port brings this first."""
+    """Never sent: a CommandSource yields it when a user has connected."""
 
 
 class Detach:
-    """Not sent: the user of a port is gone."""
+    """Never sent: a CommandSource yields it when a user has disconnected."""
 
 
 class SampleUpdate(msgspec.Struct, array_like=True):
-    """What one step brought for one sample."""
+    """Output of one step for one sample."""
 
     id: int
     """Number of the request."""
@@ -87,7 +87,7 @@ class SampleUpdate(msgspec.Struct, array_like=True):
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """Counters since the engine started, and the state of the moment."""
+    """Counters since the engine started, and its current state."""
 
     running: int = 0
     waiting: int = 0
@@ -100,17 +100,17 @@ class EngineStats(msgspec.Struct, array_like=True):
     decode_rows: int = 0
     pages: int = 0
     pages_owned: int = 0
-    """By running sequences."""
+    """Pages that running sequences own."""
     pages_cached: int = 0
     prefix_queries: int = 0
-    """Prompt tokens of requests that entered."""
+    """Prompt tokens of admitted requests."""
     prefix_hits: int = 0
-    """Of those, found in the prefix cache."""
+    """The part of `prefix_queries` that was found in the prefix cache."""
     evictions: int = 0
     tokens_owned: int = 0
     """Slots of the pages that running sequences own."""
     tokens_used: int = 0
-    """Of those slots, the ones that hold a key and a value."""
+    """The part of `tokens_owned` that holds a key and a value."""
 
     @property
     def kv_usage(self) -> float:
@@ -119,19 +119,19 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 
 def total(stats: Iterable[EngineStats]) -> EngineStats:
-    """Of several engines together."""
+    """Return the sums over several engines."""
     return EngineStats(*map(sum, zip(*map(msgspec.structs.astuple, (EngineStats(), *stats)), strict=True)))
 
 
 class StepMessage(msgspec.Struct, array_like=True, tag=0):
-    """The updates of one step. `stats` comes along a few times a second, also with a step that has no updates."""
+    """The updates of one step. `stats` is sent a few times a second, even if a step has no updates."""
 
     updates: list[SampleUpdate]
     stats: EngineStats | None = None
     taken: int = 0
-    """Commands of this link that have been carried out."""
+    """Commands of this link that have been executed."""
     idle: bool = False
-    """The engine has nothing left to do; silence may follow."""
+    """The engine has no work, so that no message need follow."""
 
 
 class Reply(msgspec.Struct, array_like=True, tag=1):
@@ -146,13 +146,13 @@ Output = StepMessage | Reply
 
 
 def encode_command(command: Command) -> bytes:
-    """Raises RequestError for values that no message can hold."""
+    """Raises RequestError for values that msgpack cannot represent."""
     if isinstance(command, Add) and command.options.deadline is not None:
         command = Add(command.id, command.prompt_ids, command.params, _shifted(command.options, -time.perf_counter()))
     try:
         return _encoder.encode(command)
     except (OverflowError, TypeError, ValueError, RecursionError) as error:
-        # Integers past 64 bits, half of a surrogate pair or deep nesting: JSON has them, a message does not.
+        # JSON, unlike msgpack, allows integers above 64 bits, lone surrogates and deep nesting.
         raise RequestError(f"a value cannot be sent to the engine: {error}") from None
 
 
@@ -185,7 +185,7 @@ def _to_wire(value: object) -> object:
 
 
 def _from_wire(kind: type, value: Any) -> object:
-    # The only type of a message that msgspec does not know is the embedding.
+    # The embedding is the only field of a type that msgspec does not support.
     return np.frombuffer(value, "<f4")
 
 
@@ -195,28 +195,28 @@ _output_decoder = msgspec.msgpack.Decoder(Output, dec_hook=_from_wire)
 
 
 class EngineInfo(msgspec.Struct):
-    """What a front-end needs to know of an engine that is ready to serve."""
+    """Description of an engine that is ready, for a front-end."""
 
     model: str
-    """The name of the model's folder, or of its component where it has none."""
+    """Name of the model's folder, or of its component if it has none."""
     folder: str | None
-    """Where tokenizer and chat template lie."""
+    """Folder with the tokenizer and the chat template."""
     vocab: int
     max_len: int
-    """Tokens of a sequence, prompt and output."""
+    """Maximum tokens of a sequence, prompt and output."""
     max_seqs: int
     device: str
     start_seconds: float
     embedding: EmbeddingSpec | None
-    """What the checkpoint says of its embeddings."""
+    """Embedding settings of the checkpoint."""
     hidden: int
-    """Numbers in one."""
+    """Size of an embedding."""
     head: bool
-    """It can generate."""
+    """Whether the model can generate."""
     notes: list[str]
-    """Slower paths that were chosen."""
+    """Notes of the start-up, such as slower paths that were chosen."""
     adapters: dict[str, str] = {}
-    """Loaded at start-up: name -> folder."""
+    """Adapters loaded at start-up: name -> folder."""
     num_pages: dict[int, int] = {}
     """KV pages by group."""
     lookahead: int = 0

@@ -1,4 +1,4 @@
-"""What users get back, and how tokens become text: incremental detokenization and stop strings."""
+"""Results for users, and how tokens become text: incremental detokenization and stop strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Delta(NamedTuple):
-    """SampleUpdate of one sample."""
+    """New output of one sample."""
 
     sample: int
     text: str
@@ -24,9 +24,9 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
-    """"stop", "length" or "abort"; None while it runs."""
+    """"stop", "length" or "abort"; None while the sample runs."""
     pooled_C: NDArray[np.float32] | None = None
-    """Of a prompt that is embedded, not yet of length 1."""
+    """Embedding of the prompt, not normalized."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds on time.perf_counter's clock."""
+    """Times from time.perf_counter(), in seconds."""
 
     arrival: float
     first_token: float = 0.0
@@ -49,26 +49,26 @@ class Timing:
 
     @property
     def ttft(self) -> float:
-        """Arrival to first token."""
+        """Seconds from arrival to first token."""
         return self.first_token - self.arrival
 
 
 @dataclass(slots=True)
 class Generation:
-    """One request's result: n completions of one prompt."""
+    """Result of one request: n completions of one prompt."""
 
     prompt: str | None
     prompt_ids: tuple[int, ...]
     completions: list[Completion]
     timing: Timing
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of prompt tokens 1, 2, ... (the first has none)."""
+    """Log-probabilities of the prompt tokens from the second on."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
 
     @property
     def text(self) -> str:
-        """Of the first completion."""
+        """Text of the first completion."""
         return self.completions[0].text
 
     @property
@@ -77,10 +77,10 @@ class Generation:
 
 
 class StopStringMatcher:
-    """One sample's text so far. Finds stop strings and holds back text that may become one."""
+    """Decodes one sample. Finds stop strings, and holds back text that may be the beginning of one."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None, keep: Collection[str] = ()) -> None:
-        """keep: special tokens whose text is part of the output."""
+        """`keep`: special tokens whose text is part of the output."""
         self.stop, self.include = params.stop, params.include_stop
         self._detokenizer: Detokenizer | None = tokenizer.stream(keep) if tokenizer else None
         self._held = ""
@@ -88,19 +88,19 @@ class StopStringMatcher:
         """Output tokens pushed."""
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        """New text that may be shown, and whether a stop string came; `tokens` then counts up to the token that
-        completed it."""
+        """Return (new text without what is held back, whether a stop string was found). `tokens` then counts up to the
+        token that completed the stop string."""
         if self._detokenizer is None:
             self.tokens += len(tokens)
             return "", False
+        if not self.stop:
+            self.tokens += len(tokens)
+            push = self._detokenizer.push
+            return push(tokens[0]) if len(tokens) == 1 else "".join(map(push, tokens)), False
         shown = ""
         for token in tokens:
             self.tokens += 1
-            piece = self._detokenizer.push(token)
-            if not self.stop:
-                shown += piece
-                continue
-            self._held += piece
+            self._held += self._detokenizer.push(token)
             found = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
             if found:
                 at, stop = min(found)
@@ -110,12 +110,12 @@ class StopStringMatcher:
         return shown, False
 
     def _tail(self) -> int:
-        """Length of the longest ending of the held text that begins some stop string."""
+        """Return the length of the longest suffix of the held text with which a stop string begins."""
         longest = min(len(self._held), max(len(s) for s in self.stop) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self.stop)), 0)
 
     def flush(self) -> str:
-        """Text still held, when the output ended otherwise."""
+        """Return the held text, once the output has ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -131,7 +131,7 @@ REASONS = {
 def truncate_and_normalize(
     vectors: NDArray[np.float32], *, normalize: bool, dimensions: int | None
 ) -> NDArray[np.float32]:
-    """The first `dimensions` of each (Matryoshka, Kusupati et al. 2022), then scaled to length 1."""
+    """Keep the first `dimensions` (Matryoshka, Kusupati et al. 2022), then scale each vector to length 1."""
     vectors = vectors[..., :dimensions]
     if not normalize:
         return vectors

@@ -1,4 +1,4 @@
-"""Peer: the event loops of two processes tell and ask each other things, over a Channel."""
+"""ProcessRPC: notifications and calls between the event loops of two processes, over a Channel."""
 
 from __future__ import annotations
 
@@ -16,65 +16,65 @@ log = logging.getLogger(__name__)
 _UNAVAILABLE = 503
 
 
-class Peer:
-    """The other process. Belongs to the event loop, but for `listen`."""
+class ProcessRPC:
+    """Connection to another process. Used only in the event loop, except `listen`."""
 
     def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
         self._channel, self._loop = channel, loop
         self.handlers: dict[str, Callable[..., Any]] = {}
-        """What is done with a message of that name, with its arguments, in the order in which they came. Where it was
-        asked, what it returns is the answer, or what comes of it where that can be awaited."""
-        self.last_words = ""
-        """Why it ends. Written by the thread that listens."""
+        """Message name -> function of its arguments. Messages are handled in the order of arrival. For a call, the
+        returned value is the answer; an awaitable is awaited first."""
+        self.exit_reason = ""
+        """Error that the other process reported before it ended. Written by the thread in `listen`."""
         self._ids = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[Any]] = {}
         self._answering: set[asyncio.Future[None]] = set()
 
-    def tell(self, op: str, **arguments: Any) -> None:
-        """To one that is gone nothing is said: its end is noticed elsewhere."""
+    def notify(self, op: str, **arguments: Any) -> None:
+        """Send a message without an answer. It is dropped if the other process has ended."""
         self._send({"op": op, "arguments": arguments})
 
-    async def ask(self, op: str, **arguments: Any) -> Any:
-        """Its answer. Raises RequestError, and EngineDown, also where it is gone."""
+    async def call(self, op: str, **arguments: Any) -> Any:
+        """Return the answer of the other process. Raises its RequestError; EngineDown, also if it has ended."""
         id = next(self._ids)
-        answer = self._asked[id] = self._loop.create_future()
+        answer = self._pending[id] = self._loop.create_future()
         self._send({"op": op, "arguments": arguments, "ask": id})
         try:
             return await answer
         finally:
-            self._asked.pop(id, None)
+            self._pending.pop(id, None)
 
     def listen(self) -> None:
-        """Until it is gone; in a thread."""
+        """Receive messages until the other process ends. Runs in a separate thread."""
         try:
             self._listen()
         except RuntimeError:
-            log.debug("the event loop is closed: the other process spoke too late")
+            log.debug("the event loop is closed: a message of the other process is dropped")
 
     def _listen(self) -> None:
         try:
             while True:
                 message, _ = self._channel.recv()
                 if message["op"] == "error":
-                    self.last_words = message["text"]
+                    self.exit_reason = message["text"]
                     continue
-                self._loop.call_soon_threadsafe(self._take, message)
+                self._loop.call_soon_threadsafe(self._handle, message)
         except ChannelClosed:
-            self._loop.call_soon_threadsafe(self._gone)
+            self._loop.call_soon_threadsafe(self._fail_pending)
 
     # In the event loop.
 
-    def _take(self, message: dict[str, Any]) -> None:
-        asked = message.get("ask")
+    def _handle(self, message: dict[str, Any]) -> None:
+        call = message.get("ask")
         if message["op"] == "answer":
-            self._answered(message)
-        elif asked is None:
+            self._resolve(message)
+        elif call is None:
             self.handlers[message["op"]](**message["arguments"])
         else:
-            self._do(asked, self.handlers[message["op"]], message["arguments"])
+            self._execute(call, self.handlers[message["op"]], message["arguments"])
 
-    def _answered(self, message: dict[str, Any]) -> None:
-        answer = self._asked.pop(message["ask"], None)
+    def _resolve(self, message: dict[str, Any]) -> None:
+        answer = self._pending.pop(message["ask"], None)
         if answer is None or answer.done():
             return
         if not message["error"]:
@@ -84,29 +84,29 @@ class Peer:
         else:
             answer.set_exception(RequestError(message["error"], status=message["status"]))
 
-    def _do(self, asked: int, handler: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def _execute(self, call: int, handler: Callable[..., Any], arguments: dict[str, Any]) -> None:
         try:
             value = handler(**arguments)
         except Exception as error:
-            self._refuse(asked, error)
+            self._refuse(call, error)
             return
         if isinstance(value, Awaitable):
-            task = asyncio.ensure_future(self._answer_later(asked, value))
+            task = asyncio.ensure_future(self._answer_later(call, value))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
         else:
-            self._answer(asked, value)
+            self._answer(call, value)
 
-    async def _answer_later(self, asked: int, value: Awaitable[Any]) -> None:
+    async def _answer_later(self, call: int, value: Awaitable[Any]) -> None:
         try:
-            self._answer(asked, await value)
+            self._answer(call, await value)
         except Exception as error:
-            self._refuse(asked, error)
+            self._refuse(call, error)
 
-    def _answer(self, asked: int, value: Any) -> None:
-        self._send({"op": "answer", "ask": asked, "value": value, "error": ""})
+    def _answer(self, call: int, value: Any) -> None:
+        self._send({"op": "answer", "ask": call, "value": value, "error": ""})
 
-    def _refuse(self, asked: int, error: Exception) -> None:
+    def _refuse(self, call: int, error: Exception) -> None:
         if isinstance(error, EngineDown):
             status = _UNAVAILABLE
         elif isinstance(error, RequestError):
@@ -114,16 +114,16 @@ class Peer:
         else:
             log.error("an answer to another process failed", exc_info=error)
             status = 500
-        self._send({"op": "answer", "ask": asked, "value": None, "error": str(error) or repr(error), "status": status})
+        self._send({"op": "answer", "ask": call, "value": None, "error": str(error) or repr(error), "status": status})
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
             self._channel.send(message)
         except (ChannelClosed, OSError):
-            self._gone()
+            self._fail_pending()
 
-    def _gone(self) -> None:
-        asked, self._asked = self._asked, {}
-        for answer in asked.values():
+    def _fail_pending(self) -> None:
+        pending, self._pending = self._pending, {}
+        for answer in pending.values():
             if not answer.done():
-                answer.set_exception(EngineDown("the process that was asked is gone"))
+                answer.set_exception(EngineDown("the process that was called has ended"))

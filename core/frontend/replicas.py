@@ -1,5 +1,4 @@
-"""Data parallel: a composition with engine.dp replicas becomes as many compositions of one, and a router is asked which
-of them runs a request."""
+"""Data parallelism: one composition per replica, and the router that chooses the replica of each request."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def replica_compositions(composition: Composition) -> list[Composition]:
-    """That of each replica: the same parts on GPUs of its own, which follow one another."""
+    """Return the composition of each replica: the same parts on consecutive GPUs."""
     engine = composition.engine
     if engine.dp == 1:
         return [composition]
@@ -33,7 +32,7 @@ def replica_compositions(composition: Composition) -> list[Composition]:
 
 
 def replica_environment(composition: Composition) -> Mapping[str, str] | None:
-    """Replicas on a CPU share its cores; each would otherwise start a thread for every one of them."""
+    """Return the environment of replica processes, in which replicas on a CPU share its cores. None = unchanged."""
     if composition.engine.dp == 1:
         return None
     cores = (os.cpu_count() or 1) // (composition.engine.dp * composition.engine.tp)
@@ -41,7 +40,7 @@ def replica_environment(composition: Composition) -> Mapping[str, str] | None:
 
 
 class CheckedRouter:
-    """The chosen router, held to its contract."""
+    """The chosen router, with a check of its results."""
 
     def __init__(self, composition: Composition) -> None:
         self.replicas = composition.engine.dp
@@ -51,8 +50,7 @@ class CheckedRouter:
     def choose(
         self, prompt_ids: Sequence[int], samples: int, options: RequestOptions, loads: Sequence[ReplicaLoad]
     ) -> int:
-        """Return the replica that runs a request. Raises PluginError where the router fails: that request fails
-        alone."""
+        """Return the replica for a request. Raises PluginError if the router fails; other requests are not affected."""
         if self._part is None or self._router is None:
             return 0
         with self._part.registered.blamed("failed to route a request"):
@@ -65,15 +63,14 @@ class CheckedRouter:
         return chosen
 
     def forget(self, replica: int) -> None:
-        """The replica's prefix cache is empty."""
+        """Notify the router that the replica's prefix cache is empty."""
         if self._part is not None and self._router is not None:
             with self._part.registered.blamed("failed to forget a replica"):
                 self._router.forget(replica)
 
 
 def _arrival(prompt_ids: Sequence[int], samples: int, options: RequestOptions) -> Arrival:
-    """What a router sees of a request. A replica that runs the request's adapter need not load it, so the adapter is
-    part of the salt."""
+    """Describe a request for a router. Its adapter is part of the salt, since some replicas have it loaded."""
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     if options.adapter:
         given["cache_salt"] = f"{options.adapter}\0{options.cache_salt}"

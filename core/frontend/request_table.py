@@ -1,15 +1,15 @@
 """RequestTable: the open requests of one front, over any number of engines.
 
-A front is whatever users talk to: `LLM`, a server process, a benchmark. It submits a request with a callback. The
-table validates the request, chooses an engine, numbers it and sends it. Each message of an engine goes to `receive`,
-which turns the tokens of a request into text and hands the callback everything that the message brought for it.
+A front (`LLM`, a server process, a benchmark) submits a request with a callback. The table validates the request, asks
+the router for an engine, numbers the request and sends it. Each message of an engine goes to `receive`, which turns
+tokens into text and calls the callback once with all the output of the request in that message.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
@@ -29,22 +29,37 @@ from dovetail.core.frontend.messages import (
 )
 from dovetail.core.frontend.outputs import Delta, StopStringMatcher, Timing
 from dovetail.core.frontend.replicas import CheckedRouter
-from dovetail.core.frontend.shared_counters import Board, Load
+from dovetail.core.frontend.shared_counters import Load, SharedCounters
 from dovetail.core.interfaces import ReplicaLoad, RequestOptions, SamplingParams
 from dovetail.core.tokenizer import Tokenizer
 
 
 class Transport(Protocol):
-    """The way to one engine."""
+    """Connection to one engine."""
 
     def send(self, *commands: Command) -> None:
-        """Send from any thread. The engine carries out the commands of one call between the same two steps where it
-        can. Raises RequestError, before anything is sent, for a value that cannot be sent."""
+        """Send commands; callable from any thread. The engine executes those of one call between the same two steps if
+        it can. Commands to a dead engine are dropped. Raises RequestError, before anything is sent, for a value that
+        cannot be encoded."""
 
 
-Deliver = Callable[["OpenRequest", list[Delta], Exception | None], None]
-"""Called with what one message brought for a request, and the error that ended it. `OpenRequest.ended` is already up to
-date. It is called in the thread that called `receive` or `fail`, never twice at once for one request."""
+_new = tuple.__new__
+"""Creates a named tuple in a third of the time of a call of its class."""
+
+
+class Delivery(NamedTuple):
+    """Output of one request from one message."""
+
+    deltas: list[Delta]
+    error: Exception | None = None
+    """Error that ended the request."""
+    last: bool = False
+    """The request is complete or has failed: no delivery follows."""
+
+
+Deliver = Callable[["OpenRequest", Delivery], None]
+"""Takes the output of a request, in the thread that called `receive` or `fail`. Calls for one request never overlap. It
+must not block or raise, since that thread serves all requests of the engine."""
 
 
 class NewRequest(NamedTuple):
@@ -58,8 +73,8 @@ class NewRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """One request between `submit` and its end. The thread that receives from its engine writes it, except where a
-    field says otherwise."""
+    """One request from `submit` to its end. Written by the thread that calls `receive`, `unread` and `ended` under the
+    table's lock."""
 
     id: int
     replica: int
@@ -69,13 +84,15 @@ class OpenRequest:
     """One for each sample."""
     timing: Timing = field(default_factory=lambda: Timing(time.perf_counter()))
     open: set[int] = field(default_factory=set)
-    """Samples that still run."""
+    """Samples without a finish reason."""
     unread: int = 0
-    """Prompt tokens while there is no output yet, else 0."""
+    """Prompt tokens, as long as there is no output; then 0."""
     cached: int = 0
     """Prompt tokens found in the prefix cache."""
     ended: bool = False
-    """The request is complete, failed or aborted. Written under the table's lock."""
+    """The request is complete, failed or aborted."""
+    undelivered: list[Delta] = field(default_factory=list)
+    """Output from the part of the current message that has been processed."""
 
 
 @dataclass(slots=True)
@@ -84,69 +101,78 @@ class _Replica:
     transport: Transport | None = None
     """None = the engine takes no requests."""
     stats: EngineStats = field(default_factory=EngineStats)
+    delivering: threading.RLock = field(default_factory=threading.RLock)
+    """Held while callbacks are called, so that `fail` cannot overtake a delivery of `receive`."""
 
 
 class RequestTable:
-    """Thread-safe. It knows no event loop and no engine's life: `connect` and `fail` report when one can be reached.
+    """Thread-safe. `connect` and `fail` report which engines can be reached.
 
-    Each engine's messages must reach `receive` from one thread at a time; engines do not wait for one another.
+    Messages of one engine must reach `receive` from one thread at a time; engines do not wait for each other. Callbacks
+    may call `submit` and `abort`: only `receive` and `fail` take `delivering`, and only as their first lock.
     """
 
     def __init__(
         self,
         router: CheckedRouter,
         *,
-        board: Board | None = None,
+        counters: SharedCounters | None = None,
         validate: Callable[[NewRequest], None] = lambda new: None,
     ) -> None:
-        """`board` holds the loads and request numbers that several processes share; None = there is one process.
+        """`counters` has the loads and request numbers of all processes that use the engines; None = only this one.
         `validate` raises RequestError for a request that can never run; without it, engines refuse such requests."""
-        self.router = router
+        self._router = router
         self.tokenizer: Tokenizer | None = None
-        """Turns tokens into text; None = deltas carry tokens only."""
+        """None = deltas have tokens and no text."""
         self.on_stats: Callable[[int, EngineStats], None] = lambda replica, stats: None
         """Called from `receive`, a few times a second while a replica works."""
-        board = board or Board(1, router.replicas)
-        self._numbers: Iterator[int] = board.numbers()
+        self._counters = counters or SharedCounters(1, router.replicas)
         self._validate = validate
-        self._replicas = [_Replica(board.load(replica)) for replica in range(router.replicas)]
+        self._replicas = [_Replica(self._counters.load(replica)) for replica in range(router.replicas)]
         self._requests: dict[int, OpenRequest] = {}
         self._controls = count()
         self._replies: dict[int, tuple[int, Future[Any]]] = {}
         """Number of a control -> (replica, its answer)."""
-        self._lock = threading.Lock()
-        """Guards what opens and closes requests. Text is made outside it."""
+        self._lock = threading.RLock()
+        """Held while requests and controls are opened and closed, not while text is made. Reentrant: the garbage
+        collector may close an abandoned `LLM.stream`, which aborts its request, in a thread that holds the lock."""
         self._submitting = threading.Lock()
-        """Held from validation to sending: numbers rise in the order in which requests reach an engine."""
+        """Held from numbering to sending, so that request numbers rise in the order in which an engine gets them."""
 
     # Engines.
 
     def connect(self, replica: int, transport: Transport) -> None:
-        """The replica takes requests from now on."""
+        """Send requests to the replica from now on."""
         self._replicas[replica].transport = transport
 
     def fail(self, replica: int, error: Exception) -> None:
-        """The replica is gone: fail its requests and what it was asked."""
+        """Disconnect a dead replica; its requests and controls fail with `error`."""
         state = self._replicas[replica]
-        with self._lock:
-            state.transport, state.stats = None, EngineStats()
-            failed = [request for request in self._requests.values() if request.replica == replica]
+        with state.delivering:
+            with self._lock:
+                state.transport, state.stats = None, EngineStats()
+                failed = [request for request in list(self._requests.values()) if request.replica == replica]
+                for request in failed:
+                    del self._requests[request.id]
+                    request.ended = True
+                state.load.clear()
+                unanswered = [number for number, (at, _) in self._replies.items() if at == replica]
+                answers = [self._replies.pop(number)[1] for number in unanswered]
             for request in failed:
-                del self._requests[request.id]
-                request.ended = True
-            state.load.clear()
-            unanswered = [number for number, (asked, _) in self._replies.items() if asked == replica]
-            answers = [self._replies.pop(number)[1] for number in unanswered]
-        for request in failed:
-            request.deliver(request, [], error)
+                request.deliver(request, Delivery([], error, True))
         for answer in answers:
             answer.set_exception(error)
+
+    def forget(self, replica: int) -> None:
+        """Notify the router that the replica's prefix cache is empty."""
+        with self._lock:
+            self._router.forget(replica)
 
     def load(self, replica: int) -> Load:
         return self._replicas[replica].load
 
     def stats(self, replica: int) -> EngineStats:
-        """The newest figures of a replica."""
+        """Return the latest figures of a replica."""
         return self._replicas[replica].stats
 
     @property
@@ -159,16 +185,16 @@ class RequestTable:
     def submit(self, *new: NewRequest) -> list[OpenRequest]:
         """Queue all of these requests, or none.
 
-        Raises RequestError for one that cannot run, EngineDown where no engine takes requests, PluginError where the
+        Raises RequestError for a request that cannot run, EngineDown if no engine is connected, PluginError if the
         router fails."""
         opened: list[OpenRequest] = []
         commands: dict[int, list[Command]] = {}
-        with self._submitting:
-            numbers = []
-            for one in new:
-                self._validate(one)
-                numbers.append(next(self._numbers))
-            try:
+        numbers: list[int] = []
+        try:
+            with self._submitting:
+                for one in new:
+                    self._validate(one)
+                    numbers.append(self._counters.next_number())
                 for number, one in zip(numbers, new, strict=True):
                     request = self._open(number, one)
                     opened.append(request)
@@ -176,10 +202,12 @@ class RequestTable:
                     commands.setdefault(request.replica, []).append(add)
                 for replica, adds in commands.items():
                     self._send(replica, *adds)
-            except BaseException:
-                for request in opened:
-                    self.abort(request)
-                raise
+        except BaseException:
+            # By number: Ctrl-C may have come after a request was opened, but before it was in `opened`.
+            for number in numbers:
+                if (left := self._requests.get(number)) is not None:
+                    self.abort(left)
+            raise
         return opened
 
     def _open(self, number: int, new: NewRequest) -> OpenRequest:
@@ -193,16 +221,17 @@ class RequestTable:
             ]
             if not loads:
                 raise EngineDown("no engine takes requests")
-            replica = self.router.choose(new.prompt_ids, samples, new.options, loads)
+            replica = self._router.choose(new.prompt_ids, samples, new.options, loads)
             request = OpenRequest(number, replica, len(new.prompt_ids), new.deliver, matchers)
             request.open.update(range(samples))
             request.unread = len(new.prompt_ids)
-            self._requests[number] = request
             self._replicas[replica].load.add(samples, request.unread)
+            self._requests[number] = request
         return request
 
     def abort(self, request: OpenRequest) -> None:
-        """Drop a request; its callback is not called any more. Idempotent."""
+        """Drop a request. Its callback is not called again, but a call in another thread may still be running.
+        Idempotent."""
         if self._close(request):
             self._send(request.replica, Abort(request.id))
 
@@ -212,7 +241,7 @@ class RequestTable:
             transport.send(*commands)
 
     def _close(self, request: OpenRequest) -> bool:
-        """Whether the request was open until now."""
+        """Close a request; return whether it was open."""
         with self._lock:
             if self._requests.pop(request.id, None) is None:
                 return False
@@ -224,58 +253,69 @@ class RequestTable:
     # Rare operations.
 
     def control(self, replica: int, op: str, **arguments: Any) -> Future[Any]:
-        """Ask one engine for an operation of core.frontend.engine_loop, which it carries out between two steps. The
-        future raises RequestError, or the error with which the replica fails."""
+        """Run an operation of core.frontend.engine_loop between two steps of an engine. The future raises RequestError,
+        or the error with which the replica fails."""
         number = next(self._controls)
         answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # A caller that leaves must not cancel what `receive` resolves.
         with self._lock:
             if self._replicas[replica].transport is None:
                 raise EngineDown(f"replica {replica} takes no requests")
             self._replies[number] = replica, answer
-        self._send(replica, Control(number, op, arguments))
+        try:
+            self._send(replica, Control(number, op, arguments))
+        except RequestError as error:
+            self._answer(Reply(number, error=str(error), status=error.status))
         return answer
 
     # Messages of engines.
 
     def receive(self, replica: int, message: StepMessage | Reply) -> None:
-        """Take a message of a replica: deliver its updates, or answer a control."""
+        """Handle a message of a replica: deliver its updates, or resolve a control."""
         if isinstance(message, Reply):
             self._answer(message)
             return
+        state = self._replicas[replica]
         if message.stats is not None:
-            self._replicas[replica].stats = message.stats
+            state.stats = message.stats
             self.on_stats(replica, message.stats)
         if not message.updates:
             return
         now = time.perf_counter()
-        brought: dict[int, tuple[OpenRequest, list[Delta]]] = {}
+        find, touched = self._requests.get, []
         for update in message.updates:
-            request = self._requests.get(update.id)
+            request = find(update.id)
             if request is None:
                 continue
             if update.reason == "rejected":
-                self._reject(request, update)
+                with state.delivering:
+                    if self._close(request):
+                        error = RequestError(update.detail, status=update.status)
+                        request.deliver(request, Delivery([], error, True))
             elif update.sample in request.open:
-                delta = self._delta(request, update, now)
-                if request.id in brought:
-                    brought[request.id][1].append(delta)
-                else:
-                    brought[request.id] = request, [delta]
-        for request, deltas in brought.values():
-            alive = not request.ended
-            if not request.open:
-                request.timing.finished = now
-                alive = self._close(request)
-            if alive:
-                request.deliver(request, deltas, None)
-
-    def _reject(self, request: OpenRequest, update: SampleUpdate) -> None:
-        if self._close(request):
-            request.deliver(request, [], RequestError(update.detail, status=update.status))
+                if not request.undelivered:
+                    touched.append(request)
+                request.undelivered.append(self._delta(request, update, now))
+        with state.delivering:
+            for request in touched:
+                deltas, request.undelivered = request.undelivered, []
+                last = not request.open
+                if last:
+                    request.timing.finished = now
+                # The request may have been aborted or have failed since its text was made.
+                if self._close(request) if last else not request.ended:
+                    request.deliver(request, _new(Delivery, (deltas, None, last)))
 
     def _delta(self, request: OpenRequest, update: SampleUpdate, now: float) -> Delta:
         sample, tokens, reason = update.sample, update.tokens, update.reason
         matcher = request.matchers[sample]
+        request.cached = update.cached
+        if tokens and request.unread:
+            self._note_first_tokens(request, now)
+        if reason is None and not matcher.stop:
+            # Nearly every update takes this path.
+            text, _ = matcher.push(tokens)
+            return _new(Delta, (sample, text, tokens, update.logprobs, update.prompt_logprobs, None, None))
         before = matcher.tokens
         text, stopped = matcher.push(tokens[:-1] if update.hidden else tokens)
         if stopped:
@@ -287,15 +327,15 @@ class RequestTable:
             text += matcher.flush()
         if reason is not None:
             request.open.discard(sample)
-        request.cached = update.cached
-        if tokens and request.unread:
-            request.timing.first_token = now
-            with self._lock:
-                if not request.ended:
-                    self._replicas[request.replica].load.add(0, -request.unread)
-                    request.unread = 0
         logprobs = update.logprobs[: len(tokens)]
         return Delta(sample, text, tokens, logprobs, update.prompt_logprobs, reason, update.pooled)
+
+    def _note_first_tokens(self, request: OpenRequest, now: float) -> None:
+        request.timing.first_token = now
+        with self._lock:
+            if not request.ended:
+                self._replicas[request.replica].load.add(0, -request.unread)
+                request.unread = 0
 
     def _answer(self, reply: Reply) -> None:
         with self._lock:

@@ -1,28 +1,27 @@
-"""What processes that send requests to the same engines know of one another: counts in shared memory, without locks.
+"""Counters in shared memory, without locks, for the processes that send requests to the same engines.
 
-The memory is an anonymous file whose descriptor they inherit: none is left behind, whatever way a process ends.
+The memory is an anonymous file whose descriptor the processes inherit, so nothing is left behind however they end. It
+holds int64 words, one row per process, which only that process writes while it runs:
 
-    int64 words, a row for each process, which alone writes it while it lives: 0 number of its next request; 1 how
-    often its event loop has said that it turns; then, for each replica, its samples and its prompt tokens there
+    0 number of its next request; 1 heartbeats of its event loop; then, per replica, its samples and prompt tokens
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.parallel.ring import anonymous_file
 
 _LINE = 8
-"""Words of 64 bytes: no two processes write to the same cache line."""
-_TURNS, _LOADS = 1, 2
+"""Words per cache line. Rows are multiples of it, so that no two processes write to the same line."""
+_HEARTBEATS, _LOADS = 1, 2
 
 
-class Board:
+class SharedCounters:
     def __init__(self, processes: int, replicas: int, *, own: int = 0, fd: int | None = None) -> None:
-        """`own`: which of the processes this one is. `fd`: of the board that another process made; else it is new."""
+        """`own`: number of this process. `fd`: file with the counters of another process; None = create it."""
         self.processes, self.replicas, self.own = processes, replicas, own
         self._row = ceil_div(_LOADS + 2 * replicas, _LINE) * _LINE
         size = 8 * self._row * processes
@@ -31,41 +30,40 @@ class Board:
             self._words = memoryview(bytearray(size)).cast("q")
         else:
             if fd is None:
-                self.fd = anonymous_file("dovetail-board")
+                self.fd = anonymous_file("dovetail-counters")
                 os.ftruncate(self.fd, size)
             self._words = memoryview(mmap.mmap(self.fd, size)).cast("q")
         if fd is None:
             for process in range(processes):
                 self._words[process * self._row] = process
 
-    def numbers(self) -> Iterator[int]:
-        """Of this process's requests, rising. No other process has them, nor had a process in this one's place."""
+    def next_number(self) -> int:
+        """Return a number for a request. Numbers rise and are unique over all processes and their restarts."""
         at = self.own * self._row
-        while True:
-            number = self._words[at]
-            self._words[at] = number + self.processes
-            yield number
+        number = self._words[at]
+        self._words[at] = number + self.processes
+        return number
 
     def load(self, replica: int) -> Load:
         return Load(self._words[_LOADS + 2 * replica :], self._row, self.own)
 
-    def turn(self) -> None:
-        """This process's event loop turns."""
-        self._words[self.own * self._row + _TURNS] += 1
+    def heartbeat(self) -> None:
+        """Count one heartbeat of this process."""
+        self._words[self.own * self._row + _HEARTBEATS] += 1
 
-    def turns(self, process: int) -> int:
-        """0: it has not begun."""
-        return self._words[process * self._row + _TURNS]
+    def heartbeats(self, process: int) -> int:
+        """Return the heartbeats of a process; 0 = it is still starting."""
+        return self._words[process * self._row + _HEARTBEATS]
 
     def clear(self, process: int) -> None:
-        """It is gone, and so are its requests."""
-        self._words[process * self._row + _TURNS] = 0
+        """Reset the heartbeats and loads of a process that has ended. Its request numbers continue."""
+        self._words[process * self._row + _HEARTBEATS] = 0
         for replica in range(self.replicas):
             Load(self._words[_LOADS + 2 * replica :], self._row, process).clear()
 
 
 class Load:
-    """What runs or waits on one replica."""
+    """Samples and prompt tokens that run or wait on one replica."""
 
     def __init__(self, words: memoryview, row: int, own: int) -> None:
         self._samples, self._prompt_tokens = words[::row], words[1::row]
@@ -73,19 +71,19 @@ class Load:
 
     @property
     def samples(self) -> int:
-        """Of all processes."""
+        """Sum over all processes."""
         return sum(self._samples)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of requests that have no output yet; of all processes."""
+        """Prompt tokens of requests without output; sum over all processes."""
         return sum(self._prompt_tokens)
 
     def add(self, samples: int, prompt_tokens: int) -> None:
-        """To what this process has there."""
+        """Add to the counts of this process."""
         self._samples[self._own] += samples
         self._prompt_tokens[self._own] += prompt_tokens
 
     def clear(self) -> None:
-        """This process has nothing there any more."""
+        """Set the counts of this process to 0."""
         self._samples[self._own] = self._prompt_tokens[self._own] = 0

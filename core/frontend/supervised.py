@@ -1,4 +1,4 @@
-"""Engines whose processes are children of this one: it starts them, hears their deaths, and starts them again."""
+"""Engines whose processes are children of this one, which starts, restarts and ends them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class OwnedEngine(EngineClient):
+class SupervisedEngine(EngineClient):
+    """Client of an engine in a child process, which it restarts after a death. It is the Listener of that process."""
+
     def __init__(
         self,
         composition: Composition,
@@ -35,28 +37,23 @@ class OwnedEngine(EngineClient):
         environment: Mapping[str, str] | None = None,
         **client: Any,
     ) -> None:
-        """`max_restarts`: how often within an hour a dead engine is replaced; then the state is "failed". `timeout`:
-        seconds of silence after which an engine that has work counts as dead. `adapters` says, each time an engine
-        starts, which it shall begin with: name -> folder; None = as composed. `client`: see EngineClient."""
+        """`max_restarts`: restarts within an hour; after them the state is "failed". `timeout`: seconds without a
+        message after which an engine that has work counts as hung. `adapters` returns the adapters with which an engine
+        starts (name -> folder; None = those of the composition). `client`: see EngineClient."""
         super().__init__(**client)
         self.composition = composition
         self._timeout, self._environment, self._adapters = timeout, environment, adapters
-        self.life = 0
-        """Counts the processes that were started."""
+        self.incarnation = 0
+        """Number of processes started so far."""
         self._restarts = Restarts(max_restarts)
         self._process: EngineProcess | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Of the engine's process."""
-        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         super().start()
         self._launch()
 
     async def close(self) -> None:
-        """Abort what runs and end the engine's process. Idempotent."""
+        """Abort requests and end the engine process. Idempotent."""
         if self.state != "failed":
             self.state = "stopped"
         self._fail_all(EngineDown("the server stops"))
@@ -65,28 +62,28 @@ class OwnedEngine(EngineClient):
         if process is not None:
             await asyncio.to_thread(process.stop)
 
-    # Other processes that use it.
+    # For other processes that use the engine.
 
-    def attach(self, link: int, life: int, addresses: Mapping[str, str]) -> None:
-        """A process has bound its end of a link to that life of the engine."""
-        if self._process is not None and life == self.life:
-            self._process.order({"op": "attach", "link": link, **addresses})
+    def attach(self, link: int, incarnation: int, addresses: Mapping[str, str]) -> None:
+        """Connect a process, which has bound its end of a link to that incarnation of the engine."""
+        if self._process is not None and incarnation == self.incarnation:
+            self._process.send_order({"op": "attach", "link": link, **addresses})
 
     def detach(self, link: int) -> None:
-        """It is gone: its requests are aborted."""
+        """Abort the requests of a process that has ended."""
         if self._process is not None:
-            self._process.order({"op": "detach", "link": link})
+            self._process.send_order({"op": "detach", "link": link})
 
-    def hangs(self, life: int, seconds: float) -> None:
-        """A process that uses it heard nothing for so long."""
-        if self._process is not None and life == self.life:
+    def end_hung(self, incarnation: int, seconds: float) -> None:
+        """Kill an engine from which another process received nothing for `seconds` while it had work."""
+        if self._process is not None and incarnation == self.incarnation:
             self._process.end_hung(seconds)
 
     # In the event loop.
 
     def _launch(self) -> None:
         self.state, self.phase = "starting", ""
-        self.life += 1
+        self.incarnation += 1
         self._process = EngineProcess(
             self.composition,
             self,
@@ -105,7 +102,7 @@ class OwnedEngine(EngineClient):
             return
         was, self._process = self.state, None
         allowed = self._restarts.died()
-        # An engine that could not start will not start next time either, except one that hung.
+        # An engine that could not start would fail again, except one that hung.
         again = allowed and (was == "ready" or process.hung_at_start)
         log.error("%s %s%s", self.name, cause, "; it is started again" if again else "")
         self._lost(cause)
@@ -115,33 +112,33 @@ class OwnedEngine(EngineClient):
             self.state = "failed"
         self._on_state()
 
-    # From the engine's process, in the thread that hears it.
+    # In the thread that receives from the engine process.
 
     def on_progress(self, process: EngineProcess, phase: str) -> None:
-        self._call(self._on_progress, phase)
+        self._call_soon(self._on_progress, phase)
 
     def on_ready(self, process: EngineProcess, info: EngineInfo) -> None:
-        self._call(self._on_ready, process, info, tokenizer_of(info))
+        self._call_soon(self._on_ready, process, info, tokenizer_of(info))
 
     def on_message(self, process: EngineProcess, message: StepMessage | Reply) -> None:
         self._receive(message)
 
     def on_death(self, process: EngineProcess, cause: str) -> None:
-        self._call(self._on_death, process, cause)
+        self._call_soon(self._on_death, process, cause)
 
 
-class OwnedFleet(Fleet):
+class SupervisedFleet(Fleet):
     def __init__(
         self, composition: Composition, *, max_restarts: int = 0, timeout: float = math.inf, **fleet: Any
     ) -> None:
-        """`max_restarts` within an hour and `timeout` are those of each replica: see `OwnedEngine`. One that fails for
-        good leaves its work to the others; with max_restarts=0, or before all were ready once, or when it was the last,
-        the fleet has failed with it. `fleet`: see Fleet."""
+        """`max_restarts` and `timeout` apply to each replica: see SupervisedEngine. If a replica fails for good, the
+        others go on; the fleet fails with it if max_restarts=0, if not all replicas were ready once, or if it was the
+        last one. `fleet`: see Fleet."""
         super().__init__(composition, **fleet)
         self._max_restarts = max_restarts
         self._adapting = asyncio.Lock()
-        self.clients: list[OwnedEngine] = [
-            OwnedEngine(
+        self.clients: list[SupervisedEngine] = [
+            SupervisedEngine(
                 one,
                 max_restarts=max_restarts,
                 timeout=timeout,
@@ -163,7 +160,7 @@ class OwnedFleet(Fleet):
                 self._all_ready.set()
         elif client.state != "stopped":
             self.failure = f"{client.name} {client.failure}"
-            self._router.forget(replica)
+            self._table.forget(replica)
             alive = any(one.state in ("ready", "starting") for one in self.clients)
             if client.state == "failed" and not (alive and self.complete and self._max_restarts):
                 self.failed.set()
@@ -174,7 +171,7 @@ class OwnedFleet(Fleet):
     async def load_adapter(self, name: str, folder: str) -> None:
         async with self._adapting:
             self._check_settled()
-            loads = [client.control("load_adapter", name=name, folder=folder) for client in self._open()]
+            loads = [client.control("load_adapter", name=name, folder=folder) for client in self._ready_clients()]
             answers = await asyncio.gather(*loads, return_exceptions=True)
             failed = [answer for answer in answers if isinstance(answer, BaseException)]
             if failed:
@@ -196,15 +193,15 @@ class OwnedFleet(Fleet):
             self._reports.changed()
 
     def _check_settled(self) -> None:
-        """An engine that starts has been told already what to begin with."""
+        """Raise EngineDown while an engine starts: it has already received its list of adapters."""
         self._check_ready()
         for client in self.clients:
             if client.state == "starting":
                 raise EngineDown(f"{client.name} is starting: adapters can be loaded and unloaded when it is ready")
 
     async def _unload(self, name: str) -> None:
-        """Where it is."""
-        unloads = [client.control("unload_adapter", name=name) for client in self._open()]
+        """Unload an adapter wherever it is loaded."""
+        unloads = [client.control("unload_adapter", name=name) for client in self._ready_clients()]
         await asyncio.gather(*unloads, return_exceptions=True)
 
 
@@ -212,13 +209,14 @@ _HOUR = 3600.0
 
 
 class Restarts:
+    """Limits the restarts of a process to `most` within an hour."""
+
     def __init__(self, most: int) -> None:
-        """Within an hour."""
         self._most = most
         self._deaths: deque[float] = deque()
 
     def died(self) -> bool:
-        """Just now; whether it may be started again."""
+        """Count a death at this moment; return whether the process may be restarted."""
         now = time.monotonic()
         self._deaths.append(now)
         while self._deaths[0] < now - _HOUR:

@@ -1,7 +1,6 @@
-"""A link: two one-way sockets between one engine's process and one that uses it.
+"""Link: two one-way sockets between an engine process and a process that uses it.
 
-Whoever receives binds, and is bound before the other end connects: so nothing that is sent has to wait, and nobody
-tries again to reach an end that is gone.
+The receiver binds before the sender connects, so sends never block, and there is no reconnecting to a dead end.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from dovetail.core.frontend.messages import (
 from dovetail.core.parallel.channel import Channel
 
 _NAP = 2e-4
-"""Seconds between two looks for commands where less than a millisecond, the poller's unit, is left."""
+"""Seconds between polls if less than a millisecond, the unit of zmq's poll, is left."""
 
 
 class Link:
-    """The user's end."""
+    """The user's end of a link."""
 
     def __init__(
         self,
@@ -48,29 +47,30 @@ class Link:
         timeout: float = math.inf,
         start_timeout: float = math.inf,
     ) -> None:
-        """`on_message` is called in the thread that listens. `timeout`: seconds without a sign of life, while the
-        engine has work, after which it counts as hung; `start_timeout`: the same until the link is open."""
+        """`on_message` is called in the thread in `listen`. `timeout`: seconds without a message after which an engine
+        that has work counts as hung; `start_timeout`: the same until the link is open."""
         self._on_message, self._timeout, self._start_timeout = on_message, timeout, start_timeout
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if sys.platform == "linux":
-            # A name without a file: nothing is left behind, whatever way the processes end.
+            # An abstract address has no file, so nothing is left behind however the processes end.
             base = f"@dovetail-{secrets.token_hex(16)}"
         else:
-            # mkdtemp's mode is 0700: nobody else can connect.
+            # The folder's mode is 0700, so other users cannot connect.
             self._folder = tempfile.TemporaryDirectory(prefix="dovetail-")
             base = self._folder.name
         self.addresses = {"commands": f"ipc://{base}/commands", "outputs": f"ipc://{base}/outputs"}
-        """For the engine, which binds the first and connects to the second."""
+        """The engine binds the first and connects to the second."""
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._outputs = self._context.socket(zmq.PULL)
         _bind(self._outputs, self.addresses["outputs"])
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
+        """Reentrant for the reason of RequestTable's lock."""
         self._commands: zmq.Socket[bytes] | None = None
         self._sent = 0
-        """Commands."""
+        """Number of commands."""
 
     def open(self) -> None:
-        """The engine has bound its end: commands may be sent."""
+        """Allow commands, once the engine has bound its end."""
         commands = self._context.socket(zmq.PUSH)
         commands.linger = 0
         _connect(commands, self.addresses["commands"])
@@ -78,8 +78,8 @@ class Link:
             self._commands = commands
 
     def send(self, *commands: Command) -> None:
-        """Send from any thread. Nothing is sent before the link is open, nor once it is closed. Raises RequestError for
-        a value that cannot be encoded."""
+        """Send commands; callable from any thread. They are dropped unless the link is open. Raises RequestError for a
+        value that cannot be encoded."""
         encoded = [encode_command(command) for command in commands]
         with self._sending:
             if self._commands is not None:
@@ -87,14 +87,14 @@ class Link:
                     _send(self._commands, data)
                 self._sent += len(encoded)
 
-    def listen(self, fd: int, heard: Callable[[], bool]) -> float:
-        """Hand over what the engine says, until `heard`, which is called when there is something to read from `fd`,
-        says False. Returns how many seconds the engine was silent where it hangs, else 0."""
+    def listen(self, fd: int, on_readable: Callable[[], bool]) -> float:
+        """Receive messages until `on_readable`, which is called when `fd` is readable, returns False; then return 0. If
+        the engine hangs, return the seconds since its last message."""
         poller = zmq.Poller()
         poller.register(self._outputs, zmq.POLLIN)
         poller.register(fd, zmq.POLLIN)
         tick = max(0.001, min(1.0, self._timeout / 4, self._start_timeout / 4))
-        # Only time in which this thread listened counts: all of the server may have been stopped and gone on.
+        # Only time spent polling counts: the whole server may have been suspended and resumed.
         silent, taken, idle = 0.0, 0, True
         while True:
             sources = poller.poll(int(tick * 1e3))
@@ -110,11 +110,11 @@ class Link:
                     if isinstance(message, StepMessage):
                         taken, idle = message.taken, message.idle
                     self._on_message(message)
-                elif not heard():
+                elif not on_readable():
                     return 0.0
 
     def close(self) -> None:
-        """By the thread that listened."""
+        """Close the sockets. Called by the thread that was in `listen`."""
         with self._sending:
             commands, self._commands = self._commands, None
         if commands is not None:
@@ -126,21 +126,20 @@ class Link:
 
 
 class EngineEnd:
-    """In the engine's process, where its step loop alone uses it."""
+    """The engine's end of a link. Only the engine loop uses it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, commands: str, outputs: str) -> None:
-        """The addresses are the other end's."""
+        """`commands` and `outputs`: Link.addresses of the other end."""
         self.commands, self._outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._outputs.linger = 1000
         _bind(self.commands, commands)
         _connect(self._outputs, outputs)
-        self._taken = self._told = 0
-        """Commands carried out, and how many of them the other end knows of."""
+        self._taken = self._reported = 0
+        """Commands executed, and the count of them that was last sent."""
         self.updates: list[SampleUpdate] = []
-        """For the next `tell`."""
 
     def receive(self) -> Iterator[Command]:
-        """What has arrived. A command counts as carried out when the next one is asked for."""
+        """Yield the commands that have arrived. A command counts as executed when the next one is requested."""
         while True:
             try:
                 data = self.commands.recv(zmq.NOBLOCK)
@@ -151,12 +150,11 @@ class EngineEnd:
 
     @property
     def up_to_date(self) -> bool:
-        """The other end knows of every command that was carried out."""
-        return self._told == self._taken
+        return self._reported == self._taken
 
-    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+    def send_step(self, stats: EngineStats | None, *, idle: bool = False) -> None:
         self.send(StepMessage(self.updates, stats, self._taken, idle))
-        self.updates, self._told = [], self._taken
+        self.updates, self._reported = [], self._taken
 
     def send(self, message: Output) -> None:
         _send(self._outputs, encode_output(message))
@@ -166,20 +164,20 @@ class EngineEnd:
         self._outputs.close(linger=0)
 
 
-class ZmqMailbox:
-    """Commands of all users, over one link each, and the orders of the process that started this one."""
+class ZmqCommands:
+    """CommandSource with one link per user, and the orders of the process that started this one."""
 
     delays_launches = True
 
     def __init__(self, control: Channel, *, commands: str, outputs: str) -> None:
-        """The addresses are those of the first link, whose number is 0."""
+        """`commands` and `outputs`: addresses of the first link, which has the number 0."""
         self.stopped = False
         self._control = control
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._poller = zmq.Poller()
         self._poller.register(control.fileno(), zmq.POLLIN)
         self._links: dict[int, EngineEnd] = {}
-        """By number."""
+        """Number -> link."""
         self._by_socket: dict[zmq.Socket[bytes], EngineEnd] = {}
         self._attach(0, commands, outputs)
 
@@ -190,11 +188,11 @@ class ZmqMailbox:
     def receive(self, seconds: float | None) -> Iterator[tuple[EngineEnd, Command | Attach | Detach]]:
         for source, _ in self._poll(seconds):
             if source == self._control.fileno():
-                yield from self._ordered()
+                yield from self._take_order()
                 if self.stopped:
                     return
             elif (link := self._by_socket.get(source)) is not None:
-                # None where the link was detached since the poll, with commands unread.
+                # None if an order detached the link after the poll.
                 for command in link.receive():
                     yield link, command
 
@@ -204,7 +202,7 @@ class ZmqMailbox:
             seconds = 0.0
         return self._poller.poll(None if seconds is None else int(seconds * 1e3))
 
-    def _ordered(self) -> Iterator[tuple[EngineEnd, Attach | Detach]]:
+    def _take_order(self) -> Iterator[tuple[EngineEnd, Attach | Detach]]:
         message, _ = self._control.recv()
         match message["op"]:
             case "attach":
@@ -218,7 +216,7 @@ class ZmqMailbox:
             case "stop":
                 self.stopped = True
             case other:
-                raise ValueError(f"the engine's process was sent {other!r}")
+                raise ValueError(f"the engine process has no operation {other!r}")
 
     def _attach(self, number: int, commands: str, outputs: str) -> EngineEnd:
         link = EngineEnd(self._context, commands=commands, outputs=outputs)
@@ -227,12 +225,12 @@ class ZmqMailbox:
         return link
 
     def close(self) -> None:
-        """Close all sockets; what was not sent yet is dropped."""
+        """Close all sockets; unsent messages are dropped."""
         self._context.destroy(linger=0)
 
 
 def _bind(sock: zmq.Socket[bytes], address: str) -> None:
-    """Other users of this machine are turned away."""
+    """Bind an address to which only the same user of the machine can connect."""
     sock.set_hwm(0)
     if sys.platform == "linux":
         sock.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
@@ -240,14 +238,14 @@ def _bind(sock: zmq.Socket[bytes], address: str) -> None:
 
 
 def _connect(sock: zmq.Socket[bytes], address: str) -> None:
-    """To an end that is bound."""
+    """Connect to a bound address, without reconnecting later."""
     sock.set_hwm(0)
     sock.setsockopt(zmq.RECONNECT_IVL, -1)
     sock.connect(address)
 
 
 def _send(sock: zmq.Socket[bytes], message: bytes) -> None:
-    """Never waits. What is sent to an end that is gone goes nowhere: word of that is on its way."""
+    """Send without blocking. Messages to a dead end are dropped; its death is noticed elsewhere."""
     try:
         sock.send(message, zmq.NOBLOCK)
     except zmq.Again:

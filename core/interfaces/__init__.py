@@ -1,5 +1,4 @@
-"""The contracts, one file per component kind, and the records that they share. Importing this package loads no
-torch."""
+"""The contracts, one file per component kind, and the records that they share. Importing them loads no torch."""
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle, Partial
 from dovetail.core.interfaces.adapter import AdapterFacts, Adapters, LayerAdapters, LinearSite

@@ -1,5 +1,4 @@
-"""Activation formats: how a linear layer needs its input, so that the preceding operation can write that format
-directly.
+"""Activation formats: how a linear layer needs its input, so that the preceding operation can write it that way.
 
 A producer (norm, SiLU-and-multiply, attention, all-reduce + norm) gets `emit`, the formats that its consumers need, and
 returns a Bundle with one Activation per format. A router, for example, may need bf16 in addition to a quantized copy.
@@ -29,8 +28,7 @@ class ActFormat:
     dtype: torch.dtype | None = None
     """Dtype of the values; None = the model's."""
     group: Literal["none", "tensor", "token"] | int = "none"
-    """Values that share one scale: the whole tensor, one token's row, or (an integer) that many consecutive columns of
-    a row."""
+    """Values that share one scale: the whole tensor, one token's row, or (int) that many columns of a row."""
     scale_layout: Literal["none", "row", "column"] = "none"
     """Memory order of the scales [T, groups]: row-major or column-major."""
     static_scale: torch.Tensor | None = None

@@ -1,5 +1,4 @@
-"""Adapter contract: small changes to a model's linear layers that each request selects by name, such as LoRA (Hu et al.
-2021).
+"""Adapter contract: changes to linear layers that each request selects by name, such as LoRA (Hu et al. 2021).
 
 An adapter is a folder. Every rank reads its share into host memory (`read`) and copies it into a device slot when a
 sequence that uses it joins (`place`). Slots are allocated once, so captured CUDA graphs stay valid for any contents.
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """Per-device memory of a component, available without building it. `Component.facts` names the function that
-    computes this record from the config."""
+    """Per-device memory of a component, computed from its config by the function that `Component.facts` names."""
 
     slots: int
     numbers: Callable[[int, int], int]
@@ -44,8 +42,7 @@ class LinearSite(Protocol):
         """(outputs, inputs) of each part's unsharded matrix."""
 
     def output_share(self, part: int, tensor: Any) -> torch.Tensor:
-        """Return this rank's rows, in the layer's order, of a lazily sliced tensor with one row per output of the
-        part's unsharded matrix."""
+        """Return this rank's rows, in the layer's order, of a lazily sliced tensor with a row per unsharded output."""
 
     def input_share(self, tensor: Any) -> torch.Tensor:
         """Return this rank's columns of a lazily sliced tensor with one column per input."""
@@ -65,8 +62,7 @@ class LayerAdapters(ABC):
 
 
 class Adapters(ABC):
-    """Adapters of one rank. Lifecycle: attach (once per layer, while the model is built) -> allocate -> other calls in
-    any order."""
+    """Adapters of one rank. Lifecycle: attach (once per layer, as the model is built) -> allocate -> other calls."""
 
     slots_T: torch.Tensor | None = None
     """int32: adapter slot of each token, -1 = none; None = no row of this step has an adapter, and layers skip `apply`.
@@ -96,12 +92,9 @@ class Adapters(ABC):
 
     @abstractmethod
     def read(self, key: str, folder: Path) -> None:
-        """Read this rank's share of an adapter into host memory, under a key not used before.
-
-        Called from a separate thread while steps run. The folder is untrusted: execute nothing from it, and check
-        shapes before reading. Raises RequestError naming what does not fit, equally on every rank; nothing of the
-        adapter is kept then.
-        """
+        """Read this rank's share of an adapter into host memory, under a key not used before. Called from a separate
+        thread while steps run. The folder is untrusted: execute nothing from it, and check shapes before reading.
+        Raises RequestError naming what does not fit, equally on every rank, and then keeps nothing of the adapter."""
 
     @abstractmethod
     def place(self, slot: int, key: str) -> None:

@@ -11,19 +11,14 @@ if TYPE_CHECKING:
 
 
 class App(ABC):
-    """Built as `Class(config)`, then run once.
-
-    Its config class derives from `AppConfig` and lists in `needs` the nodes that the app reads; other parts of the
-    composition are not validated. Its options are addressed by its own name: `generate.max_tokens`.
-    """
+    """Built as `Class(config)`, then run once. Its config class derives from `AppConfig` and lists in `needs` the nodes
+    that the app reads; other parts of the composition are not validated. Its options are addressed by its own name:
+    `generate.max_tokens`."""
 
     def __init__(self, config: AppConfig) -> None:
         self.config = config
 
     @abstractmethod
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
-        """Do the work and return the exit code of the process.
-
-        `prompts` are the unparsed words after `--`; they are empty unless the config sets `takes_prompts`. A user's
-        mistake must be raised as a `DovetailError`, which the caller prints as one message with exit code 2.
-        """
+        """Return the exit code. `prompts` are the unparsed words after `--`, empty unless config.takes_prompts.
+        A user's mistake must be raised as a `DovetailError`, which the caller prints; the exit code is then 2."""

@@ -1,7 +1,6 @@
 """Attention contract: write a step's K and V into pages and attend over them.
 
-Shape suffixes: T tokens of the step, B rows, H query heads, K kv heads, D head dim, P pages per table, W tree-mask
-width.
+Shapes: T tokens of the step, B rows, H query heads, K kv heads, D head dim, P pages per table, W tree-mask width.
 """
 
 from __future__ import annotations
@@ -60,11 +59,8 @@ class HostBounds:
 
 @dataclass(slots=True)
 class BatchMeta:
-    """Device metadata of one step for one KV group. The tensors have a fixed capacity, so that one CUDA graph serves
-    every batch of its size.
-
-    Written by the runner before `plan_device`; read-only for backends.
-    """
+    """Device metadata of one step for one KV group. Written by the runner before `plan_device`; read-only for backends.
+    The tensors have a fixed capacity, so that one CUDA graph serves every batch of its size."""
 
     row_start_B1: torch.Tensor
     """int32 [B+1]: first token of each row, then T."""
@@ -128,8 +124,7 @@ class AttentionBackend(ABC):
     """Built once per rank. Between steps it keeps no state except what `bind` gives it."""
 
     exact_lengths: Literal["device", "host"] = "device"
-    """"host" = plan_host needs exact KV lengths. Speculation then cannot overlap steps, which the capability check
-    reports."""
+    """"host" = plan_host needs exact KV lengths. The capability check then refuses to overlap speculation."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -151,8 +146,7 @@ class AttentionBackend(ABC):
     def write(
         self, layer: AttentionLayer, ctx: AttnCtx, qkv: torch.Tensor, rope: Rope | None, qk_norm: QKNorm | None = None
     ) -> torch.Tensor:
-        """Split qkv [T, (H+2K)*D], norm and rotate q and k, write k and v to their pages, and return q_THD. The default
-        is the core's op."""
+        """Split qkv [T, (H+2K)*D], norm and rotate q and k, write k and v to their pages, and return q_THD."""
         from dovetail.core.ops.kv_write import rope_kv_write
 
         return rope_kv_write(layer, ctx.meta, self.pools[layer.group], qkv, rope, qk_norm)
@@ -161,8 +155,7 @@ class AttentionBackend(ABC):
     def attend(
         self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
     ) -> Bundle:
-        """Causal attention of q_THD over each row's pages: a token sees positions up to its own. Returns [T, H*D] in
-        the formats of `emit`."""
+        """Causal attention of q_THD over each row's pages. Returns [T, H*D] in the formats of `emit`."""
 
     def write_and_attend(
         self,
@@ -189,6 +182,5 @@ class AttentionBackend(ABC):
         q_rope: torch.Tensor,
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> Bundle:
-        """Attention over a compressed latent (DeepSeek-V2, 2024). Optional; a backend that implements it names "mla" in
-        its capability `kinds`."""
+        """Attention over a compressed latent (DeepSeek-V2, 2024). Optional; implied by "mla" in capability `kinds`."""
         raise NotImplementedError(f"{type(self).__name__} has no MLA; its capability `kinds` must not name it")

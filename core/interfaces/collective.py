@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     Norm = Callable[..., tuple[Bundle, torch.Tensor]]
     """norm(x, residual, emit) -> (bundle of norm(x + residual), x + residual). A norm that follows a layer which defers
-    its scales also takes scale=Partial.scale. Each row is normed independently, so a component may call it on a subset
-    of the rows."""
+    its scales also takes scale=Partial.scale. Rows are independent, so a component may norm a subset of them."""
 
 Residual = Any
 """Sum of all blocks so far, in the component's own form or as all rows [T, C]. Models pass it on unchanged and read it
@@ -41,8 +40,7 @@ class Collective(ABC):
 
     @abstractmethod
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
-        """Join the group. `address` is "host:port" of rank 0. Raises CapabilityError if the transport does not support
-        the device."""
+        """Join the group. `address` is "host:port" of rank 0. Raises CapabilityError for an unsupported device."""
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,9 +73,8 @@ class Collective(ABC):
         """Block the host until every rank has called this."""
 
     def abort(self) -> None:
-        """Unblock all pending calls, `connect` included, because a rank died. Called from another thread, possibly
-        several times. The results of the unblocked calls are discarded. A transport whose calls fail by themselves need
-        not implement it."""
+        """Unblock all pending calls, `connect` included, because a rank died; their results are discarded. Called from
+        another thread, possibly several times. A transport whose calls fail by themselves need not implement it."""
         return None
 
     @abstractmethod
@@ -102,8 +99,7 @@ class Collective(ABC):
         return norm(self.reduce(x), residual, emit)
 
     def whole(self, residual: Residual) -> torch.Tensor:
-        """Return all rows [T, C] of a residual that `boundary` returned, bit-identical on every rank. Does not change
-        it."""
+        """Return all rows [T, C] of a residual from `boundary`, bit-identical on every rank. Does not change it."""
         rows: torch.Tensor = residual
         return rows
 

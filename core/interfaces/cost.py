@@ -1,5 +1,4 @@
-"""Cost contract: predicts how long a step takes. Scheduler, simulator, planner and adaptive drafting share one
-component."""
+"""Cost contract: predicts how long a step takes, for scheduler, simulator, planner and adaptive drafting."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class CostModel(ABC):
         self.config = config
 
     def bind(self, spec: ModelSpec, engine: EngineConfig, formats: Formats) -> None:
-        """Take the model and its parallel layout. Called once. Raises ConfigError for a model that it cannot
-        predict."""
+        """Take the model and its parallel layout. Called once. Raises ConfigError for a model it cannot predict."""
         self.spec, self.engine, self.formats = spec, engine, formats
 
     @abstractmethod

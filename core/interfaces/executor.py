@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.records import Request, StepResult
 
 Progress = Callable[[str, float | None], None]
-"""progress(phase, fraction done in 0..1 or None) reports start-up phases. Each call is a sign of progress,
-may repeat the previous one and may come from any thread."""
+"""progress(phase, fraction done or None): reports start-up phases. Calls may repeat and come from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,8 @@ class Executor(ABC):
         """Number of plans submitted and not collected."""
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
-        """Make every rank read an adapter while steps continue. The future completes when all ranks have it, and joins
-        may then refer to the key. It raises RequestError if the folder does not fit the model. Only valid if
-        adapter_slots > 0."""
+        """Make every rank read an adapter while steps continue. Joins may use the key once the future completes; it
+        raises RequestError for a folder that does not fit the model. Only valid if adapter_slots > 0."""
         raise NotImplementedError(f"{type(self).__name__} loads no adapters")
 
     def unload_adapter(self, key: str) -> None:
@@ -93,9 +91,8 @@ class Executor(ABC):
         raise NotImplementedError(f"{type(self).__name__} loads no adapters")
 
     def interrupt(self) -> None:
-        """Abort a call that waits for a step which does not end, with the error that a dead rank would cause. Called
-        from any other thread; afterwards only `shutdown` is valid. An executor that never blocks on a step need not
-        implement it."""
+        """Abort a call that waits for a step which does not end, with the error of a dead rank. Called from any other
+        thread; afterwards only `shutdown` is valid. Optional for an executor that never blocks on a step."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -33,8 +33,7 @@ class Grammar(BaseModel):
     matches; choice: one of the strings in `value`; lark: a grammar in the Lark dialect of llguidance; ebnf: a grammar
     in GBNF, the notation of llama.cpp."""
     value: str | tuple[str, ...] = ""
-    """The schema (an object or its JSON text), the regular expression, the list of strings, or the grammar. Empty for
-    json_object."""
+    """The schema (object or JSON text), regular expression, list of strings, or grammar. Empty for json_object."""
 
     @model_validator(mode="before")
     @classmethod

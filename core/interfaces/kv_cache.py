@@ -43,8 +43,7 @@ class KVGroup:
     planes: tuple[Plane, ...] = field(default=())
     kind: Literal["full", "window", "mla"] = "full"
     window: int = 0
-    """Tokens that a window group looks back, the current one included. Pages that have left the window are given
-    back."""
+    """Tokens that a window group looks back, the current one included. Pages that left the window are given back."""
     page_tokens: int = 16
 
     @property
@@ -57,8 +56,7 @@ class KVGroup:
         return max(position - self.window + 1, 0) // self.page_tokens if self.window else 0
 
     def tokens_held(self, tokens: int, ahead: int) -> int:
-        """Maximum number of token slots in the pages that a sequence of `tokens` tokens holds at one time, if plans
-        write up to `ahead` tokens past the published ones."""
+        """Most token slots that a sequence of `tokens` tokens holds, if plans write up to `ahead` unpublished ones."""
         return min(tokens, self.window + ahead + self.page_tokens - 1) if self.window else tokens
 
 
@@ -134,19 +132,16 @@ class KVStats:
 
 
 class KVAllocator(ABC):
-    """Owns the pages 1 .. num_pages[g] of each group g. Page 0 belongs to the core, for padding, and is never handed
-    out.
+    """Owns the pages 1 .. num_pages[g] of each group g. Page 0 belongs to the core, for padding.
 
     A sequence is known from its first acquire, fork or reserve until release. publish, trim and fork raise ValueError
-    if the sequence (for fork: the parent) is not known. Every call is atomic over all groups: it succeeds in all of
-    them or changes nothing. Calls cost O(pages touched), never O(pages cached). seq.tokens only grows, except past the
-    length given to trim.
+    if the sequence (for fork: the parent) is not known. Every call succeeds in all groups or changes nothing. Calls
+    cost O(pages touched), never O(pages cached). seq.tokens only grows, except past the length given to trim.
 
     In a window group a sequence owns no page that is outside the window of every token still to be fed: publish(upto)
     gives back the first group.pages_behind(upto - 1) pages of its table, and a hit of n tokens has entries only from
     group.pages_behind(n) on. Plans in flight may still read these pages; their next owner writes to them in a later
-    plan. An allocator that has to keep them may treat a window group like any other, and pages_needed must then count
-    them.
+    plan. An allocator may keep them and treat a window group like any other; pages_needed must then count them.
     """
 
     def __init__(self, config: object, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
@@ -158,16 +153,13 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def acquire(self, seq: KVSequence, *, reuse: bool = True) -> Hit:
-        """Register the sequence and pin its longest cached prefix (no prefix if reuse is False).
-
-        The hit has at most len(seq.tokens) - 1 tokens, because the last one must be fed to get logits. Raises
-        ValueError if the sequence is already known.
-        """
+        """Register the sequence and pin its longest cached prefix (no prefix if reuse is False): at most
+        len(seq.tokens) - 1 tokens, because the last one must be fed to get logits. Raises ValueError if the sequence is
+        already known."""
 
     @abstractmethod
     def reserve(self, seq: KVSequence, upto: int, ahead: int = 0) -> Reservation | None:
-        """Make room for tokens [0, upto), an absolute and idempotent bound. Returns None, and changes nothing, if pages
-        are short.
+        """Make room for tokens [0, upto), an absolute and idempotent bound. Returns None if pages are short.
 
         Groups without a window also reserve [0, ahead), so that a prompt fed in chunks does not run out of pages
         half-way. Window groups need not, since they give pages back.
@@ -196,8 +188,7 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def fork(self, parent: KVSequence, child: KVSequence, upto: int) -> Hit:
-        """Register the child, which shares the parent's pages of tokens [0, upto). The last of them may be partly
-        filled.
+        """Register the child, which shares the parent's pages of tokens [0, upto), the last perhaps partly filled.
 
         Nothing is copied yet: reserve copies a shared page when either sequence writes to it. A copy runs before its
         plan's forward, so the plan that writes [0, upto) must be launched before the plan that the child joins. These
@@ -220,10 +211,8 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Verify that every page is exactly one of free, cached and owned, and that reference counts add up.
-
-        Raises AssertionError with the numbers. May be slow; tests and idle integrity checks call it.
-        """
+        """Verify that every page is exactly one of free, cached and owned, and that reference counts add up. Raises
+        AssertionError with the numbers. May be slow; tests and idle integrity checks call it."""
 
     @classmethod
     def host_pages(cls, config: object, groups: Sequence[KVGroup]) -> dict[int, int]:

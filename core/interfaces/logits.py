@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LogitsContext:
-    """History of each row of logits. Shapes: N rows, one per sampled position (draft positions included), S slots, L
-    tokens."""
+    """History of each row of logits. Shapes: N sampled positions (draft positions included), S slots, L tokens."""
 
     slots_N: torch.Tensor
     """int64"""
@@ -40,8 +39,7 @@ class LogitsProcessor(ABC):
     """
 
     serves: tuple[str, ...] = ()
-    """Fields of SamplingParams that this processor implements. A request that sets a field which no selected processor
-    serves is rejected."""
+    """Fields of SamplingParams that it implements. A request for a field that no selected one serves is rejected."""
     params: type[BaseModel] | None = None
     """Additional request parameters: a pydantic model whose fields all have defaults and names that are unique among
     the selected processors. Requests set them in `SamplingParams.extra`; `parameters` reads them."""
@@ -77,5 +75,4 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Return the changed logits; changing them in place is allowed. Rows whose request does not want the processor
-        must be unchanged."""
+        """Return the logits, changed in place or not. Rows whose request does not want the processor stay unchanged."""

@@ -201,8 +201,7 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Output of forward: hidden states_TC after the final norm, and the hidden states after each tapped layer, by
-    layer."""
+    """Output of forward: hidden states_TC after the final norm, and those after each tapped layer, by layer."""
 
     states: torch.Tensor
     taps: Mapping[int, torch.Tensor]
@@ -221,14 +220,12 @@ class Model(ABC):
     @classmethod
     @abstractmethod
     def spec(cls, config: Any) -> ModelSpec:
-        """Read the model folder's config.json, without torch or weights. Raises ConfigError naming the file and the
-        key."""
+        """Read config.json of the model's folder, without torch or weights. Raises ConfigError naming file and key."""
 
     @classmethod
     @abstractmethod
     def source(cls, config: Any) -> ModelSource:
-        """Return the location of weights and tokenizer, without torch. Raises ConfigError if the folder does not
-        exist."""
+        """Return the location of weights and tokenizer, without torch. Raises ConfigError for a missing folder."""
 
     @property
     @abstractmethod
@@ -242,8 +239,7 @@ class Model(ABC):
 
     @abstractmethod
     def init_dummy(self, seed: int) -> None:
-        """Fill in random weights of a sensible scale (model.load=dummy), equal for every rank layout as far as the
-        device allows."""
+        """Fill in random weights of a sensible scale, equal for every rank layout as far as the device allows."""
 
     @abstractmethod
     def embed(
@@ -258,17 +254,14 @@ class Model(ABC):
     def layers(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Layers:
         """Like `forward`, as a generator that yields each collective call as a function without arguments and receives
         its result. The number of calls must not depend on the tokens, and the model must keep no state between two
-        calls. Optional: large steps can then run as two interleaved halves, with the collective calls on a dedicated
-        stream (`engine.overlap_tokens`)."""
+        calls. Optional: large steps can then run as two interleaved halves (`engine.overlap_tokens`)."""
         raise NotImplementedError(f"{type(self).__name__} has no `layers`: engine.overlap_tokens must be 0")
 
     @abstractmethod
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
-        """Return logits_BV over the full vocabulary, equal on every rank: float32, or the model's dtype, which sampling
-        then widens."""
+        """Return logits_BV over the full vocabulary, equal on every rank, in float32 or the model's dtype."""
 
     def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the `logits` columns that this rank computes (at least one), and the token id of the first. With the
-        default, all columns, every rank gathers the whole vocabulary; with a share, sampling exchanges one candidate
-        per rank."""
+        default every rank gathers the whole vocabulary; with a share, sampling exchanges one candidate per rank."""
         return self.logits(states_BC), 0

@@ -32,8 +32,7 @@ class StepRecord:
 
 
 class Observer(ABC):
-    """Consumer of step records. An observer that raises is reported once, by name, and removed; it never stops the
-    engine."""
+    """Consumer of step records. One that raises is reported once, by name, and removed; it never stops the engine."""
 
     def __init__(self, config: object) -> None:
         self.config = config

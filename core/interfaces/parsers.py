@@ -75,8 +75,7 @@ class ParserStream(ABC):
 
     @abstractmethod
     def feed(self, text: str) -> list[ParserEvent]:
-        """Return the events that are certain after this piece of text. Only text that may become a mark is held
-        back."""
+        """Return the events that are certain after this piece of text. Only a possible start of a mark is held back."""
 
     @abstractmethod
     def finish(self) -> list[ParserEvent]:
@@ -84,8 +83,7 @@ class ParserStream(ABC):
 
 
 class ToolParser(ABC):
-    """One tool-call format. Built once as `Class(config)` and used concurrently by many requests, so it is
-    immutable."""
+    """One tool-call format. Built once as `Class(config)`, immutable, and used concurrently by many requests."""
 
     special: tuple[str, ...] = ()
     """Special tokens of the format. The front end keeps their text in the output; other special tokens are dropped."""
@@ -99,18 +97,12 @@ class ToolParser(ABC):
 
     @abstractmethod
     def stream(self, tools: Sequence[Tool], *, forced: bool = False) -> ParserStream:
-        """Return the stream of one output. A call of any other tool is content. `forced`: the output is constrained by
-        `grammar`.
-
-        Events: Content, ToolCallBegin, ToolCallArguments, ToolCallEnd. Calls do not overlap.
-        """
+        """Return the stream of an output: Content, ToolCallBegin, ToolCallArguments, ToolCallEnd. Calls do not overlap.
+        A call of any other tool is content. `forced`: the output is constrained by `grammar`."""
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar:
-        """Return the grammar of outputs that consist of calls of these tools only: exactly one, or with `parallel` one
-        or more.
-
-        A request with a required tool call samples under it. Raises RequestError for a format that cannot be forced.
-        """
+        """Return the grammar of outputs that are calls of these tools: one, or with `parallel` one or more. A request
+        with a required tool call samples under it. Raises RequestError for a format that cannot be forced."""
         raise RequestError(
             f"{type(self).__name__} cannot force a tool call: set tool_choice to auto, or choose another tool parser"
         )
@@ -127,12 +119,8 @@ class ReasoningParser(ABC):
 
     @abstractmethod
     def fits(self, chat_template: str) -> bool:
-        """Whether a model with this chat template marks reasoning this way. Selects the parser if none is
-        configured."""
+        """Whether a model with this chat template marks reasoning this way. Selects the parser by default."""
 
     @abstractmethod
     def stream(self, prompt: str) -> ParserStream:
-        """Return the stream of one output. `prompt` is the rendered prompt: some templates already open the reasoning.
-
-        Events: Reasoning, then Content.
-        """
+        """Return the stream of one output: Reasoning, then Content. The rendered `prompt` may open the reasoning."""

@@ -53,8 +53,7 @@ _FLAGS = itemgetter(Row._fields.index("flags"))
 
 
 class Join(NamedTuple):
-    """A sequence takes a slot. Its token ids and sampling parameters travel outside the plan, as the JoinBlob (uid,
-    epoch)."""
+    """A sequence takes a slot. Its tokens and sampling parameters travel outside the plan, as JoinBlob (uid, epoch)."""
 
     slot: int
     uid: int
@@ -100,10 +99,7 @@ class HostDraft(NamedTuple):
 @dataclass(slots=True)
 class StepPlan:
     """One step. The scheduler builds it, core.parallel.encoding encodes it, and every rank applies plans in `step`
-    order.
-
-    It has at least one row. Row order is canonical: decode rows by slot, then prefill chunks by slot.
-    """
+    order. It has at least one row. Row order is canonical: decode rows by slot, then prefill chunks by slot."""
 
     step: int
     rows: list[Row]

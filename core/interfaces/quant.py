@@ -33,12 +33,9 @@ class LinearShape:
     """ModelSpec.shares() of the model."""
 
     def check_multiple(self, multiple: int, quant: str, path: str, skip: Sequence[str] | None) -> None:
-        """Raise CapabilityError if a side of this share is not a multiple of `multiple`; the message lists
-        alternatives.
-
-        `quant` names the choice ("quant=int8") and `path` the layer. `skip` holds the patterns of layers already left
-        unquantized; None = the quantizer has no such option.
-        """
+        """Raise CapabilityError, with alternatives, if a side of this share is not a multiple of `multiple`. `quant` is
+        the choice ("quant=int8") and `path` the layer. `skip` holds the patterns of layers already left unquantized;
+        None = the quantizer has no such option."""
         if self.inp % multiple == 0 and self.out % multiple == 0:
             return
         works = [f"engine.tp={ranks}" for ranks, divisor in self.shares.items() if divisor % multiple == 0]
@@ -57,9 +54,7 @@ class LinearShape:
 
 class LinearMethod(ABC):
     """Weight format and matmul of one layer.
-
-    Lifecycle: create -> load (in any order, once per part and tensor name) -> finish -> apply.
-    """
+    Lifecycle: create -> load (in any order, once per part and tensor name) -> finish -> apply."""
 
     input: ActFormat = PLAIN
     """Input format of apply. Producers emit it."""
@@ -68,8 +63,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
-        """Allocate this rank's tensors, uninitialized, by name. The layer owns them and passes them back as
-        `params`."""
+        """Allocate this rank's uninitialized tensors by name. The layer owns them and passes them back as `params`."""
 
     @abstractmethod
     def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
@@ -84,8 +78,7 @@ class LinearMethod(ABC):
         """Return y_TO = x_TI @ weight_OI^T (+ bias_O) in the model's dtype. Capturable; no host sync."""
 
     def partial(self, params: dict[str, torch.Tensor], x: Activation) -> Partial:
-        """Like apply without a bias, for a consumer that can apply the scales itself: they may be left to it
-        (Partial.scale)."""
+        """Like apply without a bias, for a consumer that can apply scales left to it (Partial.scale)."""
         return Partial(self.apply(params, x))
 
 

@@ -1,8 +1,5 @@
 """Records shared by several contracts: what a request asks for, and one sequence as scheduler, allocator and engine see
-it.
-
-Importing this module loads no torch. Each mutable field names its writer.
-"""
+it. Importing this module loads no torch. Each mutable field names its writer."""
 
 from __future__ import annotations
 
@@ -39,8 +36,7 @@ MOST_EXTRA_BYTES = 1 << 16
 
 
 class SamplingParams(BaseModel):
-    """How to sample tokens from logits, and when to stop. Names and meanings follow the OpenAI API where it has
-    them."""
+    """How to sample tokens from logits, and when to stop. Names and meanings follow the OpenAI API if it has them."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=False
@@ -149,8 +145,7 @@ class Request(RequestOptions):
     arrival: float = 0.0
     """Engine clock in seconds."""
     processors: tuple[str, ...] = ()
-    """Names of the logits processors that it uses. Written by the engine, which asks each processor when the request
-    arrives."""
+    """Names of the logits processors that want the request. Written by the engine when it arrives."""
 
     @property
     def feeds_all(self) -> bool:
@@ -275,5 +270,4 @@ class StepResult:
     device_seconds: float = 0.0
     """Device time of the plan; 0 = the executor cannot measure it."""
     idle_seconds: float = 0.0
-    """Time for which the device was idle before this plan, since the end of the previous one; 0 if device_seconds is
-    0."""
+    """Idle time of the device between the previous plan and this one; 0 if device_seconds is 0."""

@@ -1,5 +1,4 @@
-"""Router contract: which data-parallel replica runs a request. It runs on the host, before a request reaches an
-engine."""
+"""Router contract: which data-parallel replica runs a request, chosen on the host before it reaches an engine."""
 
 from __future__ import annotations
 

@@ -65,15 +65,12 @@ class SchedulerStats:
 
 
 class Resource(ABC):
-    """A scarce device resource that sequences may need in addition to a slot and pages: adapter slots.
-
-    Owned by the engine. A scheduler acquires it before a sequence joins and releases it whenever one leaves.
-    """
+    """A scarce device resource that sequences may need in addition to a slot and pages: adapter slots. Owned by the
+    engine. A scheduler acquires it before a sequence joins and releases it whenever one leaves."""
 
     @abstractmethod
     def try_acquire(self, seq: Sequence) -> bool:
-        """Whether the sequence holds what it needs of this resource from now on (possibly nothing). True again for a
-        holder.
+        """Whether the sequence holds what it needs of this resource from now on (possibly nothing). True for a holder.
 
         False: the sequence has to wait, and others may go first. Ask again in later steps, in the policy's order. A
         refused sequence is served once the current holders have ended, regardless of later arrivals.
@@ -134,8 +131,7 @@ class Scheduler(ABC):
         self.finish(uid, 0, FinishReason.ABORT)
 
     def take_rejected(self) -> list[tuple[int, str]]:
-        """Return (uid, reason) of each sequence that the policy rejected since the last call. The engine fails their
-        requests."""
+        """Return (uid, reason) of each sequence rejected since the last call. The engine fails their requests."""
         return []
 
     @abstractmethod

@@ -1,5 +1,4 @@
-"""Drafter contract: propose tokens so that one target step can accept several (Leviathan et al. 2023, Chen et al.
-2023)."""
+"""Drafter contract: tokens of which one target step can accept several (Leviathan et al. 2023, Chen et al. 2023)."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class TargetView:
 
 @dataclass(slots=True)
 class DraftContext:
-    """Device state after a step's verification. Shapes: B rows that sampled, S slots, L tokens of a slot, T tokens of
-    the step."""
+    """Device state after verification. Shapes: B rows that sampled, S slots, L tokens a slot, T tokens of the step."""
 
     slots_B: torch.Tensor
     """int64"""
@@ -62,16 +60,14 @@ class Draft:
     probs_BKV: torch.Tensor | None = None
     """float32: probabilities q(token) from which the tokens were drawn; None = point masses (deterministic drafts)."""
     parents_BK: torch.Tensor | None = None
-    """int32: index of each node's parent, -1 = the last accepted token; None = chain. This version verifies only chains
-    and refuses trees."""
+    """int32: index of each node's parent, -1 = the last accepted token; None = chain. Trees are refused so far."""
 
 
 class Drafter(ABC):
     """Proposes draft tokens. Built once per rank; all ranks must propose the same tokens."""
 
     needs_host_tokens: bool = False
-    """True = drafts come from propose_host instead of propose. That requires every token on the host, so depth must be
-    1."""
+    """True = drafts come from propose_host, which needs every token on the host, so depth must be 1."""
     taps: tuple[int, ...] = ()
     """Target layers whose hidden states are passed to `observe`."""
 
@@ -92,8 +88,7 @@ class Drafter(ABC):
         return ()
 
     def observe(self, ctx: DraftContext, hidden_TC: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> None:
-        """Receive the hidden states of every step, even if no draft was requested or no row sampled (ctx then has no
-        rows)."""
+        """Receive the hidden states of every step, even if no draft was requested or ctx has no rows."""
 
     @abstractmethod
     def propose(self, ctx: DraftContext) -> Draft:

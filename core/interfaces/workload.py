@@ -19,8 +19,7 @@ class SLO:
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """One request of a benchmark. It ignores end-of-sequence tokens, so the work does not depend on the model's
-    answer."""
+    """One request of a benchmark. It ignores EOS tokens, so the work does not depend on the model's answer."""
 
     prompt_ids: tuple[int, ...]
     output_tokens: int
@@ -71,5 +70,4 @@ class Workload(ABC):
     @abstractmethod
     def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
         """Return the requests of one run, at least one, in order of arrival. All random draws derive from ctx.seed.
-        Raises ConfigError if requests cannot be made, for instance too long for ctx.max_len or from an unreadable
-        file."""
+        Raises ConfigError if requests cannot be made: too long for ctx.max_len, or from an unreadable file."""

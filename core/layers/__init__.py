@@ -1,4 +1,4 @@
-"""Parallel layers as plain objects: each owns its tensors, lists the checkpoint tensors it takes, and is called."""
+"""Tensor-parallel layers. Each is a callable that owns its tensors and lists the checkpoint tensors it loads."""
 
 from dovetail.core.layers.embedding import LMHead, VocabParallelEmbedding, VocabTable
 from dovetail.core.layers.kv_scales import KVScales

@@ -19,7 +19,7 @@ from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
 
 class VocabTable:
-    """This rank's rows of a [vocab, channels] table, padded with zeros to equal size on every rank."""
+    """This rank's rows of a [vocab, channels] table, zero-padded to the same size on every rank."""
 
     def __init__(self, name: str, build: BuildContext, vocab: int, channels: int) -> None:
         self.name, self.vocab, self.collective = name, vocab, build.collective
@@ -36,7 +36,7 @@ class VocabTable:
 
 
 class VocabParallelEmbedding:
-    """Every rank looks up the tokens it holds; the sum over ranks has them all."""
+    """Token embedding. Each rank looks up the tokens it holds, and an all-reduce combines the ranks."""
 
     def __init__(self, table: VocabTable) -> None:
         self.table = table
@@ -51,10 +51,10 @@ class VocabParallelEmbedding:
 
 
 class LMHead:
-    """Logits over the vocabulary on every rank, in the model's dtype. A tied model gives it its embedding table."""
+    """Logits over the vocabulary on every rank, in the model's dtype. Tied models pass their embedding table."""
 
     def __init__(self, table: VocabTable, bias: str | None = None) -> None:
-        """`bias` is its checkpoint name, for models whose head has one."""
+        """`bias`: checkpoint name of the bias, for models whose head has one."""
         self.table, self.bias_name = table, bias
         self.bias_V = None if bias is None else torch.zeros_like(table.weight_VC[:, 0])
         self.counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=table.weight_VC.device)
@@ -68,7 +68,7 @@ class LMHead:
     def local(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Model.local_logits."""
         table = self.table
-        if len(table.weight_VC) * (table.collective.size - 1) >= table.vocab:  # Of one rank, or the last one has none.
+        if len(table.weight_VC) * (table.collective.size - 1) >= table.vocab:  # one rank, or an empty last rank
             return self(states_BC), 0
         return self._product(states_BC)[:, : table.stop - table.start], table.start
 
@@ -76,7 +76,7 @@ class LMHead:
         return matmul(states_BC, self.table.weight_VC, self.bias_V, self.counts)
 
     def weights(self) -> Iterator[Weight]:
-        """The bias alone: the table lists its own."""
+        """Only the bias; the table lists its own weight."""
         if self.bias_name is not None:
             yield Weight(self.bias_name, self._take_bias, (self.table.vocab,), "zeros")
 

@@ -1,4 +1,4 @@
-"""Scales of K and V in an 8-bit cache: numbers that the quantizer gives, or what the checkpoint has."""
+"""Scales of K and V in an 8-bit cache, from the quantizer or from the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dovetail.core.ops.kv_write import FLOAT8
 
 
 class KVScales:
-    """`k` and `v` of one attention layer, as AttentionLayer takes them. Caches of other formats have none, so 1."""
+    """Scales `k` and `v` of one attention layer, as AttentionLayer takes them; 1 for unscaled cache formats."""
 
     k: float | torch.Tensor
     v: float | torch.Tensor
 
     def __init__(self, prefix: str, index: int, build: BuildContext, kv_heads: int, local: int) -> None:
-        """`prefix`: the attention layer's in the checkpoint; `local`: this rank's kv heads of `kv_heads`."""
+        """`prefix`: checkpoint prefix of the attention layer. `local`: number of this rank's kv heads of `kv_heads`."""
         self.prefix, self.kv_heads = prefix, kv_heads
         self.start = build.collective.rank * kv_heads // build.collective.size
         self.names = build.quantizer.kv_scale_tensors
@@ -35,7 +35,7 @@ class KVScales:
             yield Weight(f"{self.prefix}.{name}", partial(self._take, f"{self.prefix}.{name}", scale_K))
 
     def _take(self, name: str, scale_K: float | torch.Tensor, lazy: LazyTensor) -> None:
-        """One number for all heads, or one each."""
+        """Load one scale for all heads, or one per head."""
         found = lazy[...].float().flatten()
         if len(found) not in (1, self.kv_heads) or not (found.isfinite() & (found > 0)).all():
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Linear layers under tensor parallelism (Megatron-LM, Shoeybi et al. 2019).
 
-A column-parallel layer holds some output rows of each of its parts, a row-parallel one some input columns. How the
-weight is stored and multiplied is the quantizer's LinearMethod.
+A column-parallel layer holds some output rows of each of its parts, a row-parallel one some input columns. The
+quantizer's LinearMethod stores and multiplies the weight.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Part:
     """This rank's output rows of one checkpoint matrix, as one part of a merged layer."""
 
     name: str
-    """Checkpoint prefix, for instance "model.layers.0.self_attn.q_proj"; parts may share one."""
+    """Checkpoint prefix, for instance "model.layers.0.self_attn.q_proj". Several parts may have the same one."""
     rows: int
-    """Of the whole matrix."""
+    """Rows of the whole matrix."""
     start: int
     stop: int
     order: torch.Tensor | None = None
-    """The layer's rows, counted from start; None = all up to stop, as they stand."""
+    """The layer's rows in order, relative to start; None = all rows up to stop in checkpoint order."""
 
     @property
     def size(self) -> int:
@@ -39,7 +39,7 @@ class Part:
 
     @classmethod
     def of(cls, name: str, rows: int, wanted: torch.Tensor) -> Part:
-        """These rows of the matrix, in this order."""
+        """Part with the given rows of the matrix, in the given order."""
         start, stop = int(wanted.min()), int(wanted.max()) + 1
         whole = len(wanted) == stop - start and bool((wanted.diff() == 1).all())
         return cls(name, rows, start, stop, None if whole else wanted - start)
@@ -58,7 +58,7 @@ class Linear:
         shard: Literal["column", "row", "none"] = "none",
         bias: bool = False,
     ) -> None:
-        """`inp` is the whole input width, `columns` this rank's share of it (None = all)."""
+        """`inp`: whole input width. `columns`: this rank's input columns (None = all)."""
         self.path, self.parts, self.inp, self.columns = path, parts, inp, columns or slice(0, inp)
         self.shape = LinearShape(
             inp=self.columns.stop - self.columns.start,
@@ -78,18 +78,18 @@ class Linear:
 
     @property
     def input(self) -> ActFormat:
-        """The format in which the product wants its input."""
+        """Input format of the matmul."""
         return self.method.input
 
     @property
     def inputs(self) -> tuple[ActFormat, ...]:
-        """Every format in which the layer wants its input, for `emit` of the producer: adapters read the plain one, in
-        steps that have some."""
+        """All input formats of the layer, for the producer's `emit`. Adapters read the plain one in steps that have
+        adapters."""
         return (self.input, PLAIN) if self._adapting and self.input is not PLAIN else (self.input,)
 
     @property
     def _adapting(self) -> bool:
-        """Some row of the step has an adapter."""
+        """Whether some row of the step has an adapter."""
         return self.adapters is not None and self.adapters.slots_T is not None
 
     def __call__(self, x: Bundle) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Linear:
     def finish(self) -> None:
         self.method.finish(self.params)
 
-    # As LinearSite.
+    # LinearSite.
 
     @property
     def whole(self) -> tuple[tuple[int, int], ...]:
@@ -120,16 +120,16 @@ class Linear:
         return tuple((part.rows, self.inp) for part in self.parts)
 
     def output_share(self, part: int, tensor: LazyTensor) -> torch.Tensor:
-        """Of a tensor with a row for each output of the part's whole matrix: this rank's rows, in the layer's order."""
+        """This rank's rows, in the layer's order, of a tensor with one row per output of the part's whole matrix."""
         rows = self.parts[part]
         return _ordered(tensor[rows.start : rows.stop], tensor.get_shape(), rows)
 
     def input_share(self, tensor: LazyTensor) -> torch.Tensor:
-        """Of one with a column for each input: this rank's columns."""
+        """This rank's columns of a tensor with one column per input."""
         return tensor[:, self.columns]
 
     def _of(self, source: str) -> Iterator[tuple[Part, slice]]:
-        """The parts that one checkpoint matrix fills, and their rows in this layer."""
+        """Yield the parts that one checkpoint matrix fills, with their rows in this layer."""
         at = 0
         for part in self.parts:
             if part.name == source:
@@ -137,13 +137,14 @@ class Linear:
             at += part.size
 
     def _take(self, source: str, name: str, lazy: LazyTensor) -> None:
-        """This rank's share of a matrix, of scales by row or by block, or of one scale for all."""
+        """Load this rank's part of a matrix, of scales per row or per block, or of a single scale."""
         shape = lazy.get_shape()
         for part, to in self._of(source):
             wanted = ((part.start, part.stop, part.rows), (self.columns.start, self.columns.stop, self.inp))
             whose = f"{source}.{name}"
             index = tuple(
-                _share(whose, self.shape.shares, entries, *want) for entries, want in zip(shape, wanted, strict=False)
+                _rank_slice(whose, self.shape.shares, entries, *want)
+                for entries, want in zip(shape, wanted, strict=False)
             )
             self.method.load(self.params, name, to, _ordered(lazy[index or ...], shape, part))
 
@@ -153,7 +154,7 @@ class Linear:
 
 
 class ColumnParallel(Linear):
-    """Output rows split over ranks; several matrices of one input are stacked into one product."""
+    """Linear layer with output rows split over ranks. Several matrices with one input are merged into one matmul."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class ColumnParallel(Linear):
 
 
 class QKVParallel(Linear):
-    """q|k|v of attention, split by heads. With fewer kv heads than ranks, neighbouring ranks hold the same kv head."""
+    """q|k|v of attention, split by heads. With fewer kv heads than ranks, adjacent ranks hold the same kv head."""
 
     def __init__(
         self,
@@ -185,8 +186,8 @@ class QKVParallel(Linear):
     ) -> None:
         """`names`: three matrices, or one that holds each kv head's queries, then its key, then its value (Falcon).
 
-        The first `interleaved` dimensions of a head are rotated as neighbouring pairs in the checkpoint. Their rows are
-        reordered to halves, for q and k alike, which leaves every q.k as it was: kernels know one layout.
+        `interleaved`: number of leading dimensions of a head that the checkpoint rotates as adjacent pairs. Their rows
+        are reordered to halves in q and k, the only layout that kernels support. This changes no q.k.
         """
         rank, size = build.collective.rank, build.collective.size
         self.heads, self.kv_heads = local_heads(heads, kv_heads, size)
@@ -195,9 +196,9 @@ class QKVParallel(Linear):
         dims_D = torch.arange(head_dim)
         pairs_D = torch.cat((dims_D[0:interleaved:2], dims_D[1:interleaved:2], dims_D[interleaved:]))
         if len(names) == 1:
-            share = heads // kv_heads
-            group = share + 2
-            places = (q_H // share * group + q_H % share, kv_K * group + share, kv_K * group + share + 1)
+            queries = heads // kv_heads
+            group = queries + 2
+            places = (q_H // queries * group + q_H % queries, kv_K * group + queries, kv_K * group + queries + 1)
             names, counts = names * 3, (kv_heads * group,) * 3
         else:
             places, counts = (q_H, kv_K, kv_K), (heads, kv_heads, kv_heads)
@@ -209,7 +210,7 @@ class QKVParallel(Linear):
 
 
 class RowParallel(Linear):
-    """Input columns split over ranks: the product is a Partial, summed at the next boundary."""
+    """Linear layer with input columns split over ranks. Its output is a Partial, summed at the next boundary."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class RowParallel(Linear):
         bias: bool = False,
         defers: bool = False,
     ) -> None:
-        """`defers`: the norm at the next boundary takes the product's scales (Partial.scale)."""
+        """`defers`: the norm at the next boundary applies the matmul's scales (Partial.scale)."""
         rank, size = build.collective.rank, build.collective.size
         columns = slice(*_split(name, inp, build))
         super().__init__(path, build, (Part(name, out, 0, out),), inp, columns, shard="row", bias=bias)
@@ -229,14 +230,14 @@ class RowParallel(Linear):
         self.defers = defers and size == 1 and not bias
 
     def __call__(self, x: Bundle) -> Partial:  # type: ignore[override]
-        """The bias is one rank's to add: the sum over ranks would count it once for each."""
+        """Multiply. Only rank 0 adds the bias, since the sum over ranks would otherwise count it once per rank."""
         if self.defers and not self._adapting:
             return self.method.partial(self.params, x[self.input])
         return Partial(self._product(x, self.bias if self.adds_bias else None))
 
 
 def local_heads(heads: int, kv_heads: int, size: int) -> tuple[int, int]:
-    """Query and kv heads of one rank. Raises ConfigError when they do not divide."""
+    """Return the number of query and kv heads of one rank. Raise ConfigError if they do not divide."""
     if not can_share_heads(heads, kv_heads, size):
         options = [n for n in range(1, heads + 1) if can_share_heads(heads, kv_heads, n)]
         raise ConfigError(
@@ -259,23 +260,27 @@ def _split(name: str, total: int, build: BuildContext) -> tuple[int, int]:
 
 
 def _ordered(tensor: torch.Tensor, shape: list[int], part: Part) -> torch.Tensor:
-    """Rows in the layer's order; what has one entry for all rows has no order."""
+    """Return rows in the layer's order. A tensor with one entry for all rows is returned unchanged."""
     if part.order is None or not shape or shape[0] == 1:
         return tensor
     if shape[0] != part.rows:
-        raise ConfigError(f"{part.name} has its rows in blocks of {part.rows // shape[0]}, and the layer reorders rows")
+        raise ConfigError(
+            f"{part.name} has one entry per block of {part.rows // shape[0]} rows, but the layer reorders rows"
+        )
     return tensor[part.order]
 
 
-def _share(name: str, ranks: Iterable[int], entries: int, start: int, stop: int, total: int) -> slice:
-    """Channels [start, stop) of `total`; the tensor has an entry per channel, per block of channels, or one for all.
-    Raises ConfigError where a block is cut, naming which of `ranks` would not."""
+def _rank_slice(name: str, ranks: Iterable[int], entries: int, start: int, stop: int, total: int) -> slice:
+    """Slice for channels [start, stop) of `total` in a tensor with one entry per channel, per block, or for all.
+
+    Raise ConfigError if the range cuts through a block; the message lists those of `ranks` that do not.
+    """
     if entries == 1:
         return slice(0, 1)
     if start * entries % total or stop * entries % total:
         options = [n for n in ranks if total // n * entries % total == 0]
         raise ConfigError(
-            f"{name} has an entry for each block of {total // entries} channels, and this rank's, {start} to {stop} of "
-            f"{total}, cut through a block. {_set_to(options)}"
+            f"{name} has one entry per block of {total // entries} channels, but this rank's channels, {start} to "
+            f"{stop} of {total}, cut through a block. {_set_to(options)}"
         )
     return slice(start * entries // total, stop * entries // total)

@@ -1,4 +1,4 @@
-"""Norms as layers; each is also the `norm` that Collective.boundary takes."""
+"""Norm layers. Each can be passed as `norm` to Collective.boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unquantized linear layer: what quant=none gives to every layer and other quantizers to the ones they skip.
+"""The unquantized linear layer, used by quant=none for every layer and by other quantizers for layers they skip.
 
 Shapes: T tokens, I input, O output.
 """
@@ -13,7 +13,7 @@ from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
 
 class PlainLinear(LinearMethod):
-    """Weight and product in the model's dtype."""
+    """Weight and matmul in the model's dtype."""
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         return {

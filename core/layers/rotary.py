@@ -1,4 +1,4 @@
-"""The rotary table: cos and sin of every position, with the scalings that stretch a model's context.
+"""Rotary table: cos and sin of every position, with the scalings that extend a model's context.
 
 Shapes: L positions, R rotary dim.
 """
@@ -15,7 +15,7 @@ from dovetail.core.rope import RopeConfig
 
 
 def build_rope(rope: RopeConfig, max_len: int, device: torch.device) -> Rope:
-    """cos | sin of positions [0, max_len)."""
+    """Return cos | sin of positions [0, max_len)."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device) / rope.dim
     frequencies = SCALINGS[rope.kind](1.0 / rope.theta**exponents, rope)
     angles = torch.arange(max_len, dtype=torch.float32, device=device)[:, None] * frequencies
@@ -28,19 +28,19 @@ def _linear(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Llama 3.1: slow frequencies are divided by factor, fast ones kept, those between blended by their turns."""
+    """Llama 3.1: divide low frequencies by the factor, keep high ones, and blend by wavelength in between."""
     wavelengths = 2 * math.pi / frequencies
     keep = ((rope.trained_len / wavelengths - rope.low) / (rope.high - rope.low)).clamp(0.0, 1.0)
-    # In transformers' order of operations: a rounding here grows with the position.
+    # Same order of operations as transformers, since a rounding difference here grows with the position.
     return (1 - keep) * frequencies / rope.factor + keep * frequencies
 
 
 def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """YaRN (Peng et al. 2023): as Llama 3.1, but blended by the dimension's index."""
+    """YaRN (Peng et al. 2023): like Llama 3.1, but blended by the dimension's index."""
 
-    def dimension(turns: float) -> float:
-        """Which has so many turns within the trained length."""
-        return rope.dim * math.log(rope.trained_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def dimension(rotations: float) -> float:
+        """Dimension that makes this many rotations within the trained length."""
+        return rope.dim * math.log(rope.trained_len / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = dimension(rope.high), dimension(rope.low)
     if rope.truncate:

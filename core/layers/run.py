@@ -1,4 +1,4 @@
-"""The layers of a step run one after another, each collective call where the model hands it out."""
+"""Run the layers of a step in order, making each collective call where the model yields it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dovetail.core.interfaces import Hidden, Layers
 
 
 def run_layers(layers: Layers) -> Hidden:
-    """All of a step at once: each call is made where it is handed out."""
+    """Run all layers for the whole step and make each collective call immediately."""
     given = None
     try:
         while True:

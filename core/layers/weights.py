@@ -1,4 +1,4 @@
-"""How checkpoint tensors find their layers: each layer lists the ones it takes, a source hands them out by name."""
+"""Weight loading: each layer lists the checkpoint tensors it takes, and a source supplies tensors by name."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Weight:
 
     name: str
     take: Callable[[LazyTensor], object]
-    """Copies this rank's share."""
+    """Copies this rank's part of the tensor."""
     shape: tuple[int, ...] | None = None
-    """Of the whole tensor; None = the quantizer's own affair."""
+    """Shape of the whole tensor; None = known only to the quantizer."""
     init: Literal["normal", "ones", "zeros"] = "normal"
-    """What dummy weights hold."""
+    """Values of dummy weights."""
 
 
 def load_weights(
     weights: Iterable[Weight], source: Iterable[tuple[str, Callable[[], Any]]], ignore: tuple[str, ...] = ()
 ) -> None:
-    """Hand each tensor of the source to the layer that takes it; names that end in one of `ignore` may be left over."""
+    """Pass each tensor of the source to its layer. Unexpected names that end in one of `ignore` are skipped."""
     wanted = {weight.name: weight for weight in weights}
     missing, unexpected = dict.fromkeys(wanted), []
     for name, opener in source:
@@ -51,7 +51,7 @@ def load_weights(
 def dummy_weights(
     weights: Iterable[Weight], seed: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], LazyTensor]]]:
-    """Random tensors made on the device. Each depends on seed and name alone, so every rank layout holds one model."""
+    """Random tensors, made on the device. Each depends only on seed and name, so the model is the same for every tp."""
     for weight in weights:
         if weight.shape is None:
             raise ConfigError(
@@ -61,7 +61,7 @@ def dummy_weights(
 
 
 class DummyTensor:
-    """A LazyTensor without a file: makes the whole tensor each time it is sliced."""
+    """LazyTensor without a file. It makes the whole tensor each time it is sliced."""
 
     def __init__(self, weight: Weight, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self.weight, self.seed, self.dtype, self.device = weight, seed, dtype, device
@@ -72,7 +72,7 @@ class DummyTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.device)
         if self.weight.init == "normal":
-            # Uniform of the same deviation: several times quicker to draw than a normal one.
+            # Uniform with the same standard deviation: several times faster to draw than normal.
             whole.uniform_(-DUMMY_STD * 3**0.5, DUMMY_STD * 3**0.5, generator=self._generator())
         else:
             whole.fill_(1.0 if self.weight.init == "ones" else 0.0)

@@ -1,4 +1,4 @@
-"""Pages that outlive their owners, on the device and then on the host: what allocators that reuse prefixes share."""
+"""Pages that are kept for reuse on the device and then on the host. Base of allocators that reuse prefixes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from dovetail.core.memory.page_tables import PageTables, State
 
 
 class CachedPages(PageList):
-    """Each page is free, owned, or unowned and evictable. A subclass says how published pages are found, and forgets
-    them when `_withdraw` says so. What is evicted goes to the host under its key; `host.load` brings it back."""
+    """Page list with a cache: each page is free, owned, or unowned and evictable.
+
+    A subclass defines how published pages are looked up and removes them in `_withdraw`. Evicted contents are stored on
+    the host under their key; `host.load` restores them.
+    """
 
     __slots__ = ("_evictable", "_published", "evictions", "host", "policy")
 
@@ -27,26 +30,28 @@ class CachedPages(PageList):
         self.evictions = 0
         self._evictable = 0
         self._published = bytearray(total + 1)
-        """1 where a page can be found."""
+        """1 for each page that can be found."""
 
     # For subclasses.
 
     def _offer(self, page: int, depth: int, parent: int) -> None:
-        """An owned page can be found from now on: number `depth` of a prefix, behind the page `parent`."""
+        """Make an owned page findable. It has index `depth` in its prefix and follows the page `parent`."""
         self._published[page] = 1
         self.policy.on_publish(page, depth, parent)
 
     def _withdraw(self, page: int) -> None:
-        """A published page's contents go: nobody may find it any more. `_unpublish` it, and others that go along."""
+        """Remove a published page from the lookup. Call `_unpublish` for it and for all pages removed with it."""
         raise NotImplementedError
 
     def _leaving(self, page: int) -> Iterable[tuple[Hashable, int]]:
-        """An evictable page is about to be withdrawn: it and the unowned ones that go along, with what names their
-        contents. Those worth least come first. Asked only where there are host pages."""
+        """Return (key, page) of an evictable page about to be withdrawn and of the unowned pages removed with it.
+
+        The least valuable pages come first. Called only if there are host pages.
+        """
         raise NotImplementedError
 
     def _unpublish(self, page: int) -> None:
-        """The page cannot be found any more; without an owner it is free."""
+        """Mark the page as not findable; free it if it has no owner."""
         self._published[page] = 0
         if not self.refs[page]:
             self._evictable -= 1
@@ -72,13 +77,13 @@ class CachedPages(PageList):
     def take(self) -> int:
         if not self.free:
             self._evict()
-        # As PageList.take, without its frame: once a page that decode rows fill.
+        # Inlined PageList.take, since this runs for every page that a decode row fills.
         page = self.free.pop()
         self.refs[page] = 1
         return page
 
     def hit(self, page: int) -> None:
-        """One more sequence owns a published page: it was found."""
+        """Add an owner to a published page that a lookup found."""
         self.policy.on_hit(page)
         if not self.refs[page]:
             self._evictable -= 1
@@ -99,7 +104,7 @@ class CachedPages(PageList):
             self._withdraw(page)
 
     def reset(self) -> None:
-        """Forget every evictable page. No eviction: nobody needed the room."""
+        """Drop every evictable page without counting evictions."""
         evictions = self.evictions
         while self._evictable:
             self._withdraw(self._victim())
@@ -134,7 +139,7 @@ class CachedPages(PageList):
 
 
 class CacheConfig(Protocol):
-    """The options that CachedTables reads."""
+    """Config fields that CachedTables reads."""
 
     @property
     def eviction(self) -> str: ...
@@ -148,9 +153,9 @@ Pages = TypeVar("Pages", bound=CachedPages)
 
 
 class CachedTables(PageTables[Pages, State]):
-    """PageTables over CachedPages: makes each group's policy and host tier, and hands out what the tiers move.
+    """PageTables over CachedPages. Creates each group's eviction policy and host tier, and returns the tiers' ops.
 
-    A subclass builds its pages by `_cached_pages`, and gives `_moves()` as the ops of a Hit that loads.
+    A subclass creates its pages in `_cached_pages` and returns `_moves()` as the ops of a Hit that loads.
     """
 
     config: CacheConfig

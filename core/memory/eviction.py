@@ -1,4 +1,4 @@
-"""Which cached page goes first when pages run out. A policy is a value, not a component: a class with these methods."""
+"""Eviction policies for cached pages. A policy is not a component but a class, chosen by a config value."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ from dovetail.core.errors import ConfigError, PluginError
 
 
 class EvictionPolicy(Protocol):
-    """Orders one group's evictable pages: those cached and owned by nobody. Built without arguments, one a group.
+    """Order of one group's evictable pages: those that are cached and have no owner.
 
-    Subclassing is optional and brings the default of on_publish. Policies must be deterministic, and each method cheap:
-    it runs between two steps. Without a page nothing behind it can be found, so a policy that lets the end of a prefix
-    go before its start wastes least; the order of on_release is such an order.
+    Each group has its own instance, constructed without arguments. Subclassing is optional and provides the default
+    on_publish. Policies must be deterministic, and methods must be cheap, since they run between steps. If a page is
+    evicted, the pages after it in its prefix cannot be found, so evict the end of a prefix before its start. Calls of
+    on_release come in that order.
     """
 
     def on_publish(self, page: int, depth: int, parent: int) -> None:
-        """An owned page gets contents that others may find: the page number `depth` of its prefix, counted from 0,
-        behind the page `parent` (0 = none). What was known of this page is no longer true."""
+        """An owned page gets new contents that can be found. Discard earlier state of this page id.
+
+        `depth`: index of the page in its prefix, from 0. `parent`: the page before it in the prefix (0 = none).
+        """
 
     def on_release(self, page: int) -> None:
-        """The page becomes evictable. Of a sequence the last page comes first."""
+        """The page becomes evictable. A sequence releases its last page first."""
         ...
 
     def on_hit(self, page: int) -> None:
-        """A sequence found the page, evictable or owned by others too; or it goes together with one before it. Either
-        way it is not evictable now."""
+        """The page is no longer evictable. Either a sequence found it, which may happen while others own it, or it is
+        evicted together with a page before it in the prefix."""
         ...
 
     def victim(self) -> int:
-        """Choose an evictable page and forget it. Only called when there is one."""
+        """Choose and remove an evictable page. Only called if there is one."""
         ...
 
 
 class LRU(EvictionPolicy):
-    """Least recently owned first. O(1) a call."""
+    """Evict the least recently owned page first. O(1) per call."""
 
     def __init__(self) -> None:
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -56,27 +59,27 @@ class LRU(EvictionPolicy):
 
 
 class Ranked(EvictionPolicy):
-    """Lowest rank first, equals in order of release. O(log pages) a call, amortised.
+    """Evict the page of lowest rank first, and equal ranks in order of release. O(log pages) per call, amortised.
 
-    A page never ranks below what was released behind it, so of a prefix the end goes first whatever the ranks say.
+    A page never ranks below pages after it that were released, so the end of a prefix is evicted before its start.
     """
 
     def __init__(self) -> None:
         self._published = 0
         self._birth: dict[int, int] = {}
-        """Page -> number of its last publish."""
+        """Page -> sequence number of its last publish."""
         self._parent: dict[int, tuple[int, int]] = {}
-        """Page -> the page before it, and that one's birth then: its id may serve another prefix by now."""
+        """Page -> (page before it, that page's birth at the time, since its id may have been reused)."""
         self._floor: dict[int, float] = {}
-        """Page -> highest rank released behind it."""
+        """Page -> highest rank of released pages after it in its prefix."""
         self._released = 0
         self._heap: list[tuple[float, int, int]] = []
-        """(rank, number of the release, page); those not in `_entry` are dead and skipped."""
+        """(rank, release number, page). Entries not in `_entry` are stale and skipped."""
         self._entry: dict[int, tuple[float, int, int]] = {}
-        """Evictable page -> its live heap entry."""
+        """Evictable page -> its valid heap entry."""
 
     def rank(self, page: int) -> float:
-        """Asked when the page becomes evictable; its rank stays until it is found again."""
+        """Return the page's rank. Called when it becomes evictable; the rank is fixed until the page is found again."""
         raise NotImplementedError
 
     def on_publish(self, page: int, depth: int, parent: int) -> None:
@@ -110,14 +113,14 @@ class Ranked(EvictionPolicy):
 
 
 class FIFO(Ranked):
-    """Longest published first, however often it was used since."""
+    """Evict the page that was published first, regardless of later use."""
 
     def rank(self, page: int) -> float:
         return self._birth[page]
 
 
 class LFU(Ranked):
-    """Least often found first. Counts never age: what was popular once stays long."""
+    """Evict the page that was found least often. Counts do not decay, so once-popular pages stay long."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,15 +139,16 @@ class LFU(Ranked):
 
 
 ATTENTION_PAGES = 1600
-"""Pages before a page at which attending to them costs as much as its linear layers: 26 000 tokens for a model of 8B
-parameters and pages of 16 tokens (436 MFLOP against 16 kFLOP a token before it, per layer)."""
+"""Depth in pages at which attention to preceding tokens costs as much as a page's linear layers. It is 26 000 tokens
+for an 8B model with pages of 16 tokens (436 MFLOP against 16 kFLOP per preceding token, per layer)."""
 
 
 class CostAware(LFU):
-    """Cheapest to recompute first: GreedyDual (Cao and Irani 1997), with use counts as in GDSF (Cherkasova 1998).
+    """Evict the page that is cheapest to recompute: GreedyDual (Cao and Irani 1997), with use counts as in GDSF
+    (Cherkasova 1998).
 
-    A page ranks by its uses times the cost of recomputing it, which grows with its depth, above a level: the rank of
-    the last victim. So what is not found any more sinks in comparison and goes at last.
+    The rank is a base level plus uses times recompute cost, which grows with depth. The level is the rank of the last
+    victim, so pages that are no longer found fall behind and are eventually evicted.
     """
 
     def __init__(self) -> None:
@@ -176,9 +180,9 @@ METHODS = {
 
 
 def load_policy(name: str) -> Callable[[], EvictionPolicy]:
-    """The policy's class: a built-in name, or "package.module:Class".
+    """Return the policy's class for a built-in name or "package.module:Class".
 
-    ConfigError when there is none or it lacks a method, PluginError when its own code fails.
+    Raise ConfigError if it does not exist or lacks a method, PluginError if its own code fails.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -191,7 +195,7 @@ def load_policy(name: str) -> Callable[[], EvictionPolicy]:
         policy = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"eviction={name!r}: {error}; {options}") from error
-    except Exception as error:  # somebody's module may raise anything; it is reported, never swallowed
+    except Exception as error:  # a third-party module may raise anything; it is reported, never swallowed
         raise PluginError(package, f"eviction={name!r} does not load: {type(error).__name__}: {error}") from error
     if lacks := [method for method in METHODS if not callable(getattr(policy, method, None))]:
         raise ConfigError(f"eviction={name!r} lacks {', '.join(lacks)}: see dovetail.EvictionPolicy")

@@ -1,4 +1,4 @@
-"""KV pages in host memory: what the device forgets is kept a while longer and comes back on a hit."""
+"""KV pages in host memory. They keep contents that were evicted from the device and are loaded back on a hit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dovetail.core.memory.page_list import expect
 
 
 def page_key(parent: bytes, tokens: bytes) -> bytes:
-    """Names a page's contents: its token ids as bytes, behind the key of the page before (a first page: the salt)."""
+    """Key of a page's contents: hash of the preceding page's key (for a first page, the salt) and its token bytes."""
     return blake2b(parent + tokens, digest_size=16).digest()
 
 
 class HostTier:
-    """One group's host pages 1 .. total, each with the contents of one key. Least recently used goes first.
+    """One group's host pages 1 .. total, each with the contents of one key, replaced in LRU order.
 
-    A key names contents: tokens, everything before them, and the salt. So a page found here is never out of date, and a
-    page that was loaded stays: evicted again, it need not be stored again. Operations gather in `ops` and must run in
-    that order, whatever becomes of the sequence that they were made for.
+    A key identifies tokens, all tokens before them, and the salt. So a page is never stale, and it is kept after a
+    load: if the device evicts it again, it need not be stored again. Operations accumulate in `ops` and must run in
+    that order, even if the sequence that caused them is gone.
     """
 
     __slots__ = ("_free", "_pages", "_pinned", "group", "loads", "ops", "stores", "total")
@@ -28,7 +28,7 @@ class HostTier:
     def __init__(self, group: int, total: int) -> None:
         self.group, self.total = group, total
         self.ops: list[PageOp] = []
-        """Not taken yet."""
+        """Operations not yet returned by take_ops."""
         self.loads = self.stores = 0
         """Pages moved since start."""
         self._free = list(range(total, 0, -1))
@@ -42,11 +42,11 @@ class HostTier:
         return len(self._pages)
 
     def pin(self, keys: Iterable[Hashable]) -> None:
-        """These are about to be loaded: until the next `pin`, no store takes their pages."""
+        """Protect pages that are about to be loaded: until the next `pin`, no store replaces them."""
         self._pinned = frozenset(keys)
 
     def store(self, key: Hashable, page: int) -> None:
-        """A device page goes. Its contents stay here, unless every page here is about to be loaded."""
+        """Keep the contents of a device page that is evicted. Does nothing if all host pages are pinned."""
         if key in self._pages:
             self._pages.move_to_end(key)
             return
@@ -60,7 +60,7 @@ class HostTier:
         self.ops.append(PageOp(PageOpKind.STORE, self.group, page, host))
 
     def load(self, key: Hashable, page: int) -> None:
-        """Bring the contents of a key that is here into a device page."""
+        """Load the contents of a stored key into a device page."""
         self._pages.move_to_end(key)
         self.loads += 1
         self.ops.append(PageOp(PageOpKind.LOAD, self.group, self._pages[key], page))

@@ -1,4 +1,4 @@
-"""One group's pages: which are free, and how many sequences own each of the others."""
+"""Free list and reference counts of one group's pages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dovetail.core.interfaces import KVGroup
 
 
 class PageList:
-    """The pages 1 .. total of one group. Every method costs O(1).
+    """Pages 1 .. total of one group. Every method but check takes O(1) time.
 
-    Free pages are a stack, lowest id on top at first, so that equal calls hand out equal pages.
+    Free pages form a stack, initially with the lowest id on top, so equal calls return equal pages.
     """
 
     __slots__ = ("behind", "free", "group", "page_tokens", "refs", "total", "window")
@@ -21,26 +21,26 @@ class PageList:
         self.page_tokens, self.window, self.behind = group.page_tokens, group.window, group.pages_behind
         self.total = total
         self.refs = [0] * (total + 1)
-        """Sequences that own each page. Read by PageTables, written here."""
+        """Number of sequences that own each page. Read by PageTables, written here."""
         self.free = list(range(total, 0, -1))
 
     @property
     def num_free(self) -> int:
-        """Pages that hold nothing."""
+        """Number of free pages."""
         return len(self.free)
 
     def free_pages(self) -> list[int]:
-        """Those pages, for `check`."""
+        """List the free pages, for `check`."""
         return self.free
 
     @property
     def cached(self) -> int:
-        """Pages that nobody owns and that are kept for reuse."""
+        """Number of pages without an owner that are kept for reuse."""
         return 0
 
     @property
     def available(self) -> int:
-        """Pages that `take` can give."""
+        """Number of pages that `take` can return."""
         return self.num_free
 
     @property
@@ -48,34 +48,34 @@ class PageList:
         return self.total - self.num_free - self.cached
 
     def count(self, tokens: int) -> int:
-        """Pages that so many tokens fill, the last one perhaps partly."""
+        """Number of pages for `tokens` tokens, rounded up."""
         return ceil_div(tokens, self.page_tokens)
 
     def private(self, page: int) -> bool:
-        """Whether its one owner may write to it."""
+        """Whether the page has a single owner, which may write to it."""
         return self.refs[page] == 1
 
     def take(self) -> int:
-        """A page for one owner. Only valid while `available` > 0."""
+        """Return a page with one owner. Only valid while `available` > 0."""
         page = self.free.pop()
         self.refs[page] = 1
         return page
 
-    def share(self, page: int) -> None:
-        """One more sequence owns the page."""
+    def add_owner(self, page: int) -> None:
+        """Increment the page's reference count."""
         self.refs[page] += 1
 
     def drop(self, page: int) -> None:
-        """One owner less; without any the page is free."""
+        """Decrement the page's reference count and free it at 0."""
         self.refs[page] -= 1
         if not self.refs[page]:
             self.free.append(page)
 
     def overwrite(self, page: int) -> None:
-        """The only owner is about to write where tokens already were: nobody may find them here any more."""
+        """Withdraw a published page that its only owner is about to overwrite."""
 
     def check(self, owners: Iterable[int]) -> None:
-        """`owners` names each page once for each sequence that owns it."""
+        """Check integrity. `owners` contains each page once per sequence that owns it."""
         counted = [0] * (self.total + 1)
         for page in owners:
             counted[page] += 1
@@ -97,6 +97,6 @@ class PageList:
 
 
 def expect(condition: bool, message: str) -> None:
-    """An assertion that also holds under `python -O`: integrity checks are asked for by name."""
+    """Assertion that also runs under `python -O`, since integrity checks are called explicitly."""
     if not condition:
         raise AssertionError(message)

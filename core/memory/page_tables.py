@@ -1,10 +1,10 @@
-"""PageTables: what allocators with one page table per sequence share. Tables, forks, copy-on-write; no reuse.
+"""PageTables: base of allocators with one page table per sequence. Tables, forks and copy-on-write, without reuse.
 
-A subclass says what becomes of pages (its PageList) and what acquire and publish find.
+A subclass defines the handling of pages (its PageList) and what acquire and publish find.
 
 Legend: a table is the list of page ids of one sequence in one group. Pages at and past ceil(written / page_tokens) are
-private, and so is the page that `written` lies inside once reserve has let the sequence write there. In a window group
-the first `behind` entries are 0: those pages were given back, or never needed.
+private. So is the page that contains position `written` once reserve has allowed a write there. In a window group the
+first `behind` entries are 0: those pages were released or never needed.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ UNCHANGED = Reservation()
 
 @dataclass(slots=True)
 class SequencePages:
-    """What one sequence owns. Written by its PageTables alone."""
+    """Pages of one sequence. Written only by its PageTables."""
 
     tables: list[list[int]]
-    """One per group, of as many pages as `length` fills, without a window as max(length, ahead) fills; or more if the
-    allocator takes ahead of that."""
+    """One table per group, with pages for `length` tokens, or for max(length, ahead) in a group without a window.
+    Longer if the allocator sets takes_ahead."""
     length: int = 0
     """Tokens reserved."""
     ahead: int = 0
     """Tokens reserved in groups without a window, if more than length."""
     written: int = 0
-    """Tokens known to be written: by publish, acquire or fork; lowered by trim."""
+    """Tokens known to be written, set by publish, acquire or fork and lowered by trim."""
     room: int = 0
-    """reserve(upto <= room) changes nothing but length."""
+    """reserve(upto <= room) changes only `length`."""
     behind: list[int] = field(default_factory=list)
-    """Leading entries that are 0, one number per group."""
+    """Number of leading entries that are 0, per group."""
     next_full: int = sys.maxsize
     """publish(upto < next_full) completes no page that others may find."""
     slides_at: int = 0
-    """publish(upto <= slides_at) gives no page back."""
+    """publish(upto <= slides_at) releases no page."""
 
     def __post_init__(self) -> None:
         self.behind = [0] * len(self.tables)
@@ -62,9 +62,9 @@ State = TypeVar("State", bound=SequencePages)
 
 class PageTables(KVAllocator, Generic[Pages, State]):
     takes_ahead = False
-    """Whether tables may be longer than reserve asked for."""
+    """Whether tables may be longer than reserve requested."""
     slides = True
-    """Whether pages behind a window are given back. False: a window group is treated like one without a window."""
+    """Whether pages behind a window are released. If false, window groups are treated like groups without a window."""
 
     def __init__(self, config: object, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> None:
         if not self.slides:
@@ -82,7 +82,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         raise NotImplementedError
 
     def _new_state(self, seq: KVSequence) -> State:
-        """A state with empty tables."""
+        """Return a state with empty tables."""
         raise NotImplementedError
 
     def _register(self, seq: KVSequence) -> State:
@@ -98,11 +98,11 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         return state
 
     def _offer_full(self, seq: KVSequence, state: State, upto: int) -> None:
-        """Pages are full that nobody was offered yet: asked once `upto` has come to state.next_full."""
+        """Publish full pages that are not published yet. Called once `upto` reaches state.next_full."""
         raise NotImplementedError
 
     def _moves(self) -> tuple[PageOp, ...]:
-        """LOADs and STOREs since the last call, in order."""
+        """Return the LOADs and STOREs since the last call, in order."""
         return ()
 
     # Contract.
@@ -156,11 +156,11 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         self._states[seq.uid] = state
         state.length, state.ahead = max(state.length, upto), max(state.ahead, ahead)
         state.room = self._capacity(state)
-        # A page is stored before anything is copied over it.
+        # Stores come first: a page must be stored before a copy overwrites it.
         return Reservation(tuple(entries), (*self._moves(), *copies)) if entries else UNCHANGED
 
     def publish(self, seq: KVSequence, upto: int) -> None:
-        # Once a row and step, hence in one frame.
+        # Called once per row and step, so `_known` is inlined.
         state = self._states.get(seq.uid) or self._known(seq)
         if upto > state.length or upto > len(seq.tokens):
             have = f"{state.length} are reserved and {len(seq.tokens)} known"
@@ -173,7 +173,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             self._slide(state, upto - 1)
 
     def _slide(self, state: State, position: int) -> None:
-        """Give back the pages that no token from `position` on looks back at."""
+        """Release the pages that no token from `position` on attends to."""
         state.slides_at = sys.maxsize
         for number, (pages, table) in enumerate(self._by_group(state)):
             if not pages.window:
@@ -200,7 +200,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             del table[keep:]
         state.length, state.ahead = min(state.length, length), min(state.ahead, length)
         if length < state.written:
-            # The page it lies in may be shared, so the next reserve has to look.
+            # The page that contains it may be shared, so the next reserve must check.
             state.written = state.room = length
         else:
             state.room = min(state.room, self._capacity(state))
@@ -219,10 +219,10 @@ class PageTables(KVAllocator, Generic[Pages, State]):
             own.extend([0] * first)
             for index in range(first, pages.count(upto)):
                 own.append(table[index])
-                pages.share(table[index])
+                pages.add_owner(table[index])
                 entries.append((pages.group, index, table[index]))
         state.length = state.written = state.room = upto
-        # Forked tokens are written, whether or not the parent has published them; its last page may be shared now.
+        # Forked tokens are written even if the parent has not published them. Its last page may now be shared.
         source.written = max(source.written, upto)
         source.room = min(source.room, source.written)
         return Hit(upto, tuple(entries))
@@ -232,7 +232,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         if state is None:
             return
         for (pages, table), behind in zip(self._by_group(state), state.behind, strict=True):
-            # Last page first: the start of a prefix is of use to more sequences, so it should be evicted later.
+            # Last page first: the start of a prefix is useful to more sequences, so it should be evicted later.
             for page in reversed(table[behind:]):
                 pages.drop(page)
 
@@ -241,7 +241,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         return {pages.group: pages.count(slots) for pages, slots in zip(self._pages, held, strict=True)}
 
     def stats(self) -> KVStats:
-        """O(sequences)."""
+        """Takes O(sequences) time."""
         owned_tokens = sum(pages.owned * pages.page_tokens for pages in self._pages)
         unused = sum(self._unused_slots(pages, position) for position, pages in enumerate(self._pages))
         return KVStats(
@@ -276,7 +276,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
                 expect(not shared, f"{where}: pages {shared[:8]} past {state.written} written tokens are shared")
 
     def reset(self) -> None:
-        """Nothing is cached."""
+        """Do nothing, since no pages are cached."""
 
     # Helpers.
 
@@ -291,13 +291,13 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         return min([len(table) * pages.page_tokens for pages, table in self._by_group(state)])
 
     def _shared_index(self, pages: Pages, table: list[int], written: int, upto: int) -> int | None:
-        """Where the page is that `written` lies inside, if it must be copied before a write up to `upto`: somebody else
-        owns it too."""
+        """Index of the page that contains position `written`, if it has other owners and must be copied before a write
+        up to `upto`."""
         index, inside = divmod(written, pages.page_tokens)
         return index if inside and pages.refs[table[index]] > 1 else None
 
     def _unused_slots(self, pages: PageList, position: int) -> int:
-        """Slots past the reserved length. Of a last page that is shared the longest owner counts."""
+        """Number of slots past the reserved lengths. For a shared last page, the longest owner counts."""
         unused = 0
         shared: dict[int, int] = {}
         for state in self._states.values():

@@ -1,4 +1,4 @@
-"""The tensors behind KV pages, and the copies that a plan asks for."""
+"""Tensors that hold KV pages, and the page copies that a plan requests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dovetail.core.interfaces import KVGroup, KVPool, PageOp, PageOpKind
 
 
 def make_pools(groups: Iterable[KVGroup], num_pages: Mapping[int, int], device: torch.device) -> dict[int, KVPool]:
-    """Pools by group id, with num_pages[id] usable pages and scratch page 0 each.
+    """Return pools by group id, each with num_pages[id] usable pages and scratch page 0.
 
-    Zeroed: stale memory may hold NaN, which no attention mask takes out of a sum.
+    They are zeroed, since stale memory may hold NaN, which an attention mask cannot remove from a sum.
     """
     groups = tuple(groups)
     try:
@@ -27,7 +27,7 @@ def make_pools(groups: Iterable[KVGroup], num_pages: Mapping[int, int], device: 
             raise
         needed = pool_bytes(groups, num_pages)
         raise CapacityError(
-            f"the KV cache needs {needed} bytes and {device} refused them",
+            f"the KV cache needs {needed} bytes, which could not be allocated on {device}",
             missing_bytes=needed,
             settings=(
                 f"engine.kv_pages={max(1, min(num_pages.values()) // 2)}",
@@ -38,20 +38,20 @@ def make_pools(groups: Iterable[KVGroup], num_pages: Mapping[int, int], device: 
 
 
 def pool_bytes(groups: Iterable[KVGroup], num_pages: Mapping[int, int]) -> int:
-    """What make_pools would allocate, scratch pages included."""
+    """Bytes that make_pools allocates, including scratch pages."""
     return sum(group.bytes_per_page * (num_pages[group.id] + 1) for group in groups)
 
 
 HostPool = Mapping[str, torch.Tensor]
-"""One group's pages in host memory by plane: [page, layer, token, ...], so that a page is one run of bytes."""
+"""One group's pages in host memory by plane: [page, layer, token, ...], so that a page is contiguous."""
 
 
 def make_host_pools(
     groups: Iterable[KVGroup], num_pages: Mapping[int, int], device: torch.device
 ) -> dict[int, HostPool]:
-    """Pinned where the device is a GPU, so that copies need not wait for the host. Groups without pages have no pool.
+    """Allocate host pools; groups without pages have none. Memory is pinned for a GPU, so copies are asynchronous.
 
-    CapacityError when they exceed half of the memory that is free now.
+    Raise CapacityError if they exceed half of the memory that is free now.
     """
     groups = tuple(group for group in groups if num_pages.get(group.id))
     needed, free = pool_bytes(groups, num_pages), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -81,12 +81,12 @@ def make_host_pools(
 def apply_page_ops(
     pools: Mapping[int, KVPool], ops: Sequence[PageOp], host: Mapping[int, HostPool] | None = None
 ) -> None:
-    """Run the ops as if one after another. Enqueued on the device's stream, before the step's forward."""
+    """Run the ops in order, batched where possible. They are enqueued on the device's stream before the forward."""
     host = host or {}
     for op in ops:
         if op.kind != PageOpKind.COPY and op.group not in host:
             raise CapabilityError(
-                [f"a plan asks for {PageOpKind(op.kind).name} of KV page {op.src}, and there is no host tier"]
+                [f"a plan requests {PageOpKind(op.kind).name} of KV page {op.src}, but there is no host tier"]
             )
     for (group, kind), alike in groupby(ops, key=lambda op: (op.group, op.kind)):
         if kind == PageOpKind.COPY:
@@ -106,12 +106,12 @@ def _make_pool(group: KVGroup, pages: int, device: torch.device) -> KVPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy's zeros are pages that nobody has touched: no seconds at start for what most runs never fill.
+    # NumPy's zeros are untouched pages of the operating system, which saves seconds at start-up.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _independent(ops: Iterable[PageOp]) -> Iterator[list[PageOp]]:
-    """Cut the list wherever an op reads or rewrites what one before it in the same batch wrote."""
+    """Split the list before each op that reads or overwrites a page written earlier in the same batch."""
     batch: list[PageOp] = []
     written: set[int] = set()
     for op in ops:
@@ -125,7 +125,7 @@ def _independent(ops: Iterable[PageOp]) -> Iterator[list[PageOp]]:
 
 
 def _copy(pool: KVPool, batch: list[PageOp]) -> None:
-    """All reads come before the writes, so a page may be read and then overwritten in one batch."""
+    """Copy pages. All reads precede the writes, so a page may be read and then overwritten in one batch."""
     for plane in pool.planes.values():
         index = torch.tensor([[op.src for op in batch], [op.dst for op in batch]]).to(plane.device, non_blocking=True)
         plane[:, index[1]] = plane[:, index[0]]

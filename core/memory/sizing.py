@@ -1,4 +1,4 @@
-"""How many KV pages fit: what the device has, less weights, activations of the costliest step, and others' memory."""
+"""Number of KV pages that fit: device memory less weights, peak activations, and memory of other processes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,43 @@ import torch
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import CapacityError
-from dovetail.core.interfaces import KVGroup
+from dovetail.core.interfaces import KVGroup, Plane
+
+
+def group_layers(windows: Sequence[int], planes: tuple[Plane, ...], page_tokens: int) -> tuple[KVGroup, ...]:
+    """Group layers by attention window (0 = full); the layers of a group share pages. `windows`: one per layer."""
+    layers_of: dict[int, list[int]] = {}
+    for index, window in enumerate(windows):
+        layers_of.setdefault(window, []).append(index)
+    return tuple(
+        KVGroup(id, tuple(layers), planes, "window" if window else "full", window, page_tokens)
+        for id, (window, layers) in enumerate(layers_of.items())
+    )
 
 
 def page_count(group: KVGroup, tokens: int) -> int:
-    """Pages of one sequence of so many tokens."""
+    """Number of pages of one sequence with `tokens` tokens."""
     return ceil_div(tokens, group.page_tokens)
 
 
 def wanted_tokens(
     groups: Sequence[KVGroup], *, sequences: int, max_len: int, ahead: int, budget: int
 ) -> dict[int, int]:
-    """Token slots per group that so many sequences of max_len tokens hold at once. `ahead`: tokens of one sequence that
-    decode steps write before they are published; `budget`: tokens of all sequences in one step."""
+    """Token slots per group that `sequences` sequences of max_len tokens hold at once.
+
+    `ahead`: tokens of one sequence that decode steps write before they are published. `budget`: tokens of all sequences
+    in one step.
+    """
     return {
         group.id: sequences * group.tokens_held(max_len, ahead) + (budget if group.window else 0) for group in groups
     }
 
 
-def share_tokens(groups: Sequence[KVGroup], budget: float, most: Mapping[int, int]) -> dict[int, int]:
-    """Token slots per group in so many bytes: equally many in each, but no more than `most` where it says; the bytes
-    that such a group leaves go to the others."""
+def split_tokens(groups: Sequence[KVGroup], budget: float, most: Mapping[int, int]) -> dict[int, int]:
+    """Divide `budget` bytes into equally many token slots per group, limited by `most`.
+
+    The bytes that a limited group does not use go to the other groups.
+    """
     tokens: dict[int, int] = {}
     rest = sorted(groups, key=lambda group: most.get(group.id, math.inf))
     while rest:
@@ -49,9 +65,12 @@ def measure_pages(
     wanted: Mapping[int, int],
     rehearse: Callable[[], None],
 ) -> dict[int, int]:
-    """Pages per group. On CUDA `rehearse` runs the most expensive step and the rest of `fraction` goes to KV; on a CPU
-    the cache takes what the `wanted` tokens need, bounded by half of `fraction` of free memory, since other ranks live
-    there too. Beside groups without a window, window groups take no more than wanted."""
+    """Number of pages per group.
+
+    On CUDA `rehearse` runs the most expensive step and the rest of `fraction` goes to KV. On a CPU the cache gets what
+    the `wanted` tokens need, limited to half of `fraction` of free memory, since other ranks use the same memory. If
+    there are groups without a window, window groups get at most what they want.
+    """
     full = any(not group.window for group in groups)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -64,13 +83,13 @@ def measure_pages(
         budget = total * fraction - peak - foreign
         most = {group.id: wanted[group.id] for group in groups if group.window and full}
         gib = 2**30
-        where = f"{total / gib:.1f} GiB x engine.memory_fraction={fraction}, of it {peak / gib:.1f} GiB for the model"
+        where = f"{total / gib:.1f} GiB x engine.memory_fraction={fraction}, less {peak / gib:.1f} GiB for the model"
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = free * fraction / 2
         most = dict(wanted)
         where = f"half of {free / 2**30:.1f} GiB free memory x engine.memory_fraction={fraction}"
-    tokens = share_tokens(groups, budget, most)
+    tokens = split_tokens(groups, budget, most)
     pages = {group.id: tokens[group.id] // group.page_tokens for group in groups}
     if min(pages.values()) < 1:
         missing = int(max(group.bytes_per_page for group in groups) - budget)

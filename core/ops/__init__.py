@@ -1,6 +1,6 @@
-"""Fused operations between matrix products: one function each, with a torch reference and a Triton kernel.
+"""Fused operations between matmuls. Each is one function with a torch reference and a Triton kernel.
 
-CPU tensors take the reference, CUDA tensors the kernel. Start-up notes name what runs unfused.
+CPU tensors take the reference, CUDA tensors the kernel. Start-up notes list operations that run unfused.
 """
 
 from dovetail.core.ops.activations import gelu

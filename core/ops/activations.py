@@ -13,7 +13,7 @@ from dovetail.core.ops.formats import encode
 
 
 def gelu(x_TF: torch.Tensor, tanh: bool = False, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
-    """GELU in the formats asked for; `tanh` is the approximation that GPT-2 and GPT-J were trained with."""
+    """GELU in the requested formats. `tanh` selects the approximation that GPT-2 and GPT-J were trained with."""
     if x_TF.is_cuda:
         from dovetail.core.ops.kernels.activations import gelu_triton
 

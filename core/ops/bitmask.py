@@ -1,4 +1,4 @@
-"""Logits of tokens that may not come next.
+"""Mask out the logits of tokens that are not allowed next.
 
 Shapes: N rows of logits, V vocabulary, M rows that have a mask, W words of 32 tokens.
 """
@@ -9,9 +9,9 @@ import torch
 
 
 def apply_bitmask(logits_NV: torch.Tensor, bits_MW: torch.Tensor, rows_M: torch.Tensor) -> None:
-    """In place: -inf in row rows_M[m] for every token v whose bit v % 32 of bits_MW[m, v // 32] is 0.
+    """Write -inf, in place, to row rows_M[m] for every token v whose bit v % 32 of bits_MW[m, v // 32] is 0.
 
-    bits: int32 with W >= V / 32; rows: int64, each at most once.
+    bits_MW is int32 with W >= V / 32. rows_M is int64 and names each row at most once.
     """
     if not len(rows_M):
         return

@@ -1,4 +1,4 @@
-"""Activation formats in one place: what a kernel can fuse, and how to encode an activation after the fact.
+"""Activation formats: which of them a kernel can fuse, and how to encode an activation afterwards.
 
 Shapes: T tokens, C columns, G scale groups of a row.
 """
@@ -6,6 +6,8 @@ Shapes: T tokens, C columns, G scale groups of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
@@ -16,7 +18,7 @@ from dovetail.core.startup_notes import note
 
 @dataclass(frozen=True, slots=True)
 class EmitPlan:
-    """How a fused kernel serves `emit`: it writes plain and one encoded format; the rest is encoded from plain."""
+    """Division of `emit` between a fused kernel, which writes plain and one encoded format, and later encoding."""
 
     plain: bool
     fused: ActFormat | None
@@ -24,7 +26,7 @@ class EmitPlan:
 
 
 def why_unfused(fmt: ActFormat) -> str | None:
-    """Why a Triton kernel cannot encode this format in its own pass; None = it can."""
+    """Reason why a Triton kernel cannot encode this format in its own pass; None = it can."""
     if fmt.encode is None:
         return "it has no Triton `encode`"
     if fmt.perm is not None:
@@ -36,8 +38,18 @@ def why_unfused(fmt: ActFormat) -> str | None:
     return None
 
 
+def triton_encode(reference: str) -> Any:
+    """Return the @triton.jit function at "package.module:name"; None without Triton, so without CUDA."""
+    try:
+        return resolve_name(reference)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+
+
 def scales_of_row(fmt: ActFormat, columns: int) -> int:
-    """That its encoding finds; 0 = none, or one that is known before."""
+    """Number of scales that encoding computes for one row; 0 for unscaled formats and known scales."""
     return ceil_div(columns, fmt.group) if isinstance(fmt.group, int) else int(fmt.group == "token")
 
 
@@ -54,12 +66,12 @@ def plan_emit(emit: tuple[ActFormat, ...]) -> EmitPlan:
 
 
 def encode(x_TC: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
-    """A plain activation in every format asked for; for producers that do not encode by themselves."""
+    """Encode a plain activation in every requested format, for producers without fused encoding."""
     return Bundle(tuple(Activation(PLAIN, x_TC) if fmt is PLAIN else _encode_one(x_TC, fmt) for fmt in emit))
 
 
 def encode_reference(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
-    """Pre-scale and permute in float32, then the format's own reference."""
+    """Pre-scale and permute in float32, then apply the format's reference encoder."""
     x = x_TC.float()
     if fmt.pre_scale is not None:
         x = x * fmt.pre_scale

@@ -13,7 +13,7 @@ from dovetail.core.ops.formats import encode
 
 
 def silu_and_mul(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
-    """silu(gate) * up of [T, gate | up], T x F in the formats asked for."""
+    """silu(gate) * up of [T, gate | up]: [T, F] in the requested formats."""
     if gate_up_T2F.is_cuda:
         from dovetail.core.ops.kernels.gated import silu_and_mul_triton
 

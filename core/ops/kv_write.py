@@ -1,4 +1,4 @@
-"""From the merged q|k|v product to attention's inputs: norm and rotate q and k, write k and v into their pages.
+"""Turn the output of the merged q|k|v matmul into attention inputs: norm and rotate q and k, write k and v to pages.
 
 Shapes: T tokens, H query heads, K kv heads, D head dim, R rotary dim (R <= D).
 """
@@ -11,7 +11,7 @@ from dovetail.core.interfaces.attention import AttentionLayer, BatchMeta, KVPool
 from dovetail.core.ops.norm import normalize
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Cache formats that are scaled; the others hold K and V as they are."""
+"""Scaled cache formats. The other formats hold K and V unscaled."""
 
 
 def rope_kv_write(
@@ -22,9 +22,9 @@ def rope_kv_write(
     rope: Rope | None,
     qk_norm: QKNorm | None = None,
 ) -> torch.Tensor:
-    """q_THD of qkv [T, (H + 2K) * D]; k and v go to the slots meta.write_T of the planes "k" and "v".
+    """Return q_THD of qkv [T, (H + 2K) * D]; write k and v to the slots meta.write_T of the planes "k" and "v".
 
-    Padded tokens carry a slot of scratch page 0, so every token is written and none needs a test.
+    Padding tokens have a slot of scratch page 0, so every token is written without a check.
     """
     if qkv.is_cuda:
         from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton
@@ -51,7 +51,7 @@ def rope_kv_write_reference(
     for name, new, scale in (("k", k, layer.k_scale), ("v", v, layer.v_scale)):
         slots = pool.layer(layer.local, name).flatten(0, 1)
         if slots.dtype in FLOAT8:
-            # Indexing knows no 8-bit floats; their bytes it does.
+            # torch cannot index 8-bit floats, so their bytes are indexed instead.
             slots.view(torch.uint8)[meta.write_T] = to_float8(new, scale, slots.dtype).view(torch.uint8)
         else:
             slots[meta.write_T] = new.to(slots.dtype)
@@ -59,14 +59,14 @@ def rope_kv_write_reference(
 
 
 def to_float8(x_TKD: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x / scale, held within what the format can say; the scale is one number or one per head."""
+    """x / scale, clamped to the format's range. The scale is one number or one per head."""
     largest = torch.finfo(dtype).max
     per_head = scale[:, None] if isinstance(scale, torch.Tensor) else scale
     return (x_TKD.float() / per_head).clamp(-largest, largest).to(dtype)
 
 
 def rotate(x_THD: torch.Tensor, table_TR: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding (Su et al. 2021) of the first R dimensions, halves paired as in GPT-NeoX, in float32."""
+    """Rotary embedding (Su et al. 2021) of the first R dimensions in float32, with halves paired as in GPT-NeoX."""
     cos, sin = table_TR.unsqueeze(1).chunk(2, dim=-1)
     half = cos.shape[-1]
     x1, x2, rest = x_THD.float().split((half, half, x_THD.shape[-1] - 2 * half), dim=-1)

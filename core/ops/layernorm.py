@@ -1,4 +1,4 @@
-"""LayerNorm with the residual addition before it (Ba et al. 2016).
+"""LayerNorm (Ba et al. 2016) with the preceding residual addition.
 
 Shapes: T tokens, C channels.
 """
@@ -20,7 +20,7 @@ def layer_norm(
     eps: float,
     emit: tuple[ActFormat, ...] = (PLAIN,),
 ) -> tuple[Bundle, torch.Tensor]:
-    """(norm(x + residual) in the formats asked for, x + residual). Inputs are left as they are."""
+    """Return (norm(x + residual) in the requested formats, x + residual). Inputs are not modified."""
     if x_TC.is_cuda:
         from dovetail.core.ops.kernels.layernorm import layer_norm_triton
 

@@ -1,6 +1,6 @@
-"""The product of a linear layer, x @ weight^T, of plain or of scaled 8-bit numbers.
+"""Matmul of a linear layer, x @ weight^T, for plain and scaled 8-bit numbers.
 
-On a GPU, products of few rows go to the kernel where `choose` has a tile for them, the others to the library.
+On a GPU, a matmul with few rows runs in our kernel if `choose` has a tile for it. All others go to the library.
 
 Shapes: T tokens, I input, O output.
 """
@@ -20,12 +20,11 @@ log = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
 KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8"}
-"""Weights that the kernel is measured for."""
+"""Weight dtypes for which the kernel was tuned."""
 IMPRECISE = 128
-"""8-bit products that are summed in the matrix unit's own accumulator, of fewer bits, before they join the float32
-sum."""
+"""Number of 8-bit products that the tensor core sums in its accumulator of fewer bits before adding to float32."""
 MOST_UNSCALED = 256
-"""Rows up to which the library's product is quicker without scales, where it is not ours."""
+"""Number of rows up to which the library's matmul is faster without scales."""
 
 
 def matmul(
@@ -34,9 +33,9 @@ def matmul(
     bias_O: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight^T + bias in their dtype. `counts`: as scaled_matmul takes them; None = no program shares a tile."""
+    """x @ weight^T + bias in their dtype. `counts`: as in scaled_matmul; None = do not split tiles over programs."""
     tile = _tile(x_TI, weight_OI)
-    if tile is None or (counts is None and tile.shares(len(x_TI), *weight_OI.shape)):
+    if tile is None or (counts is None and tile.splits_tiles(len(x_TI), *weight_OI.shape)):
         return F.linear(x_TI, weight_OI, bias_O)
     from dovetail.core.ops.kernels.matmul import matmul_triton
 
@@ -55,8 +54,8 @@ def scaled_matmul(
 ) -> torch.Tensor:
     """(x @ weight^T) * x_scale * weight_scale + bias of FP8 x and weight, in `dtype`.
 
-    `counts`: zeros, int32, MOST_SHARED_TILES of them, and zeros again afterwards; products that may run at once need
-    each their own. `fast_accum`: whether the library may sum in the matrix unit's own accumulator throughout.
+    `counts`: MOST_SHARED_TILES int32 zeros, which are zero again afterwards. Matmuls that may run concurrently need
+    separate ones. `fast_accum`: whether the library may use the tensor core's reduced-precision accumulator throughout.
     """
     if not x_TI.is_cuda:
         return matmul_reference(x_TI, weight_OI, x_scale_T1, weight_scale_O, bias_O, dtype)
@@ -66,7 +65,7 @@ def scaled_matmul(
 
         imprecise = min(IMPRECISE, tile.inputs)
         return matmul_triton(x_TI, weight_OI, tile, counts, x_scale_T1, weight_scale_O, bias_O, dtype, imprecise)
-    # The library's row-wise product writes bfloat16 and nothing else.
+    # The library's matmul with per-row scales writes only bfloat16.
     fused = bias_O if dtype is torch.bfloat16 else None
     y_TO = torch._scaled_mm(
         x_TI,
@@ -83,9 +82,11 @@ def scaled_matmul(
 def unscaled_matmul(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, one: torch.Tensor, fast_accum: bool = True
 ) -> torch.Tensor | None:
-    """x @ weight^T of FP8 x and weight in bfloat16, by the library and without scales, where that is quicker than with
-    them: its row-wise product of a hundred rows spends a quarter of its time on them. Else None, as where the kernel
-    has a tile. `one`: float32 1."""
+    """x @ weight^T of FP8 x and weight in bfloat16, computed by the library without scales; `one` is float32 1.
+
+    Return None where this is not faster, and where the kernel has a tile. With per-row scales, the library spends a
+    quarter of the time of a hundred-row matmul on them.
+    """
     if not x_TI.is_cuda or not MOST_ROWS < len(x_TI) <= MOST_UNSCALED or _tile(x_TI, weight_OI) is not None:
         return None
     return torch._scaled_mm(x_TI, weight_OI.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
@@ -101,20 +102,20 @@ def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
 
 @cache
 def _device(device: torch.device) -> tuple[str, int, bool]:
-    """Name, multiprocessors, and whether it runs what begins early."""
+    """Name, number of SMs, and whether the prefetching kernel runs there."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.name, properties.multi_processor_count, _begins_early(properties.major, properties.minor)
+    return properties.name, properties.multi_processor_count, _has_prefetch_kernel(properties.major, properties.minor)
 
 
-def _begins_early(*capability: int) -> bool:
+def _has_prefetch_kernel(*capability: int) -> bool:
     if capability != HOPPER:
         return False
     try:
         from dovetail.core.ops.kernels import prefetch_matmul  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning(
-            "products of few rows go to the library or to the kernel for all GPUs, and a step takes up "
-            "to a seventh longer: this Triton has a Gluon that the kernel for Hopper is not written for (%s)",
+            "matmuls with few rows use the library or the kernel for all GPUs, and a step takes up to a seventh "
+            "longer: the kernel for Hopper does not support the Gluon version of this Triton (%s)",
             error,
         )
         return False
@@ -131,7 +132,7 @@ def matmul_reference(
 ) -> torch.Tensor:
     """(x @ weight^T) * x_scale * weight_scale + bias, summed in float32 and rounded once, to `dtype` (None = x's).
 
-    x_scale is [T, 1], weight_scale [O]; either may be one number for all.
+    x_scale is [T, 1] and weight_scale [O]; either may be a single number.
     """
     y_TO = x_TI.float() @ weight_OI.float().t()
     for scale in (x_scale, weight_scale):

@@ -1,4 +1,4 @@
-"""RMSNorm with the residual addition before it (Zhang and Sennrich 2019).
+"""RMSNorm (Zhang and Sennrich 2019) with the preceding residual addition.
 
 Shapes: T tokens, C channels.
 """
@@ -19,8 +19,10 @@ def rms_norm(
     emit: tuple[ActFormat, ...] = (PLAIN,),
     scale: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Bundle, torch.Tensor]:
-    """(norm(x + residual) in the formats asked for, x + residual). Inputs are left as they are. `scale`, of each row
-    [T, 1] and of each column [C]: what x is multiplied by, and rounded, first."""
+    """Return (norm(x + residual) in the requested formats, x + residual). Inputs are not modified.
+
+    `scale`: factors per row [T, 1] and per column [C]. x is first multiplied by them and rounded.
+    """
     if x_TC.is_cuda:
         from dovetail.core.ops.kernels.norm import rms_norm_triton
 
@@ -42,7 +44,7 @@ def rms_norm_reference(
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension. Rounds as Llama was trained: normalise in float32, cast, then multiply."""
+    """RMSNorm over the last dimension. It rounds as in Llama's training: normalise in float32, cast, then multiply."""
     x_fp32 = x.float()
     scaled = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
     return weight * scaled.to(x.dtype)

@@ -1,7 +1,7 @@
-"""Random numbers as a pure function of (key, position, purpose, index): no generator state, so neither batching nor
-speculation nor preemption changes a draw (counter-based generators: Salmon et al. 2011).
+"""Random numbers as a pure function of (key, position, purpose, index).
 
-N rows, V columns.
+There is no generator state, so batching, speculation and preemption do not change a draw (counter-based generators:
+Salmon et al. 2011). Shapes: N rows, V columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """Draws at one position that must be independent of each other."""
+    """Purposes whose draws at one position must be independent of each other."""
 
     SAMPLE = 1
     ACCEPT = 2
@@ -26,15 +26,14 @@ class Purpose(IntEnum):
 
 
 def sequence_key(engine_seed: int, request: Request, sample: int) -> int:
-    """63-bit key of one sample: of the request's own seed where it has one, else of engine.seed and the arrival
-    number."""
+    """63-bit key of one sample, from the request's seed if it has one, else from engine.seed and the arrival number."""
     seed = request.params.seed
     text = f"request:{seed}:{sample}" if seed is not None else f"engine:{engine_seed}:{request.uid}:{sample}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Murmur3's 32-bit finalizer on int64 tensors that hold 32-bit values."""
+    """Murmur3's 32-bit finalizer, on int64 tensors that hold 32-bit values."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & MASK
     x = x ^ (x >> 13)
@@ -45,7 +44,10 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def uniform(
     key_N: torch.Tensor, position_N: torch.Tensor, purpose: Purpose, columns: int, first: int = 0
 ) -> torch.Tensor:
-    """float32 [N, columns] in (0, 1), never 0 or 1: 23 random bits plus a half. Of the columns from `first` on."""
+    """Uniform float32 [N, columns] in the open interval (0, 1), for columns `first` and later.
+
+    Each value is 23 random bits plus a half, so it is never 0 or 1.
+    """
     low, high = key_N & MASK, key_N >> 32
     place = (position_N.long() * 0x9E3779B1 + int(purpose) * 0x7F4A7C15) & MASK
     a = _mix(_mix(low) ^ place)
@@ -58,5 +60,5 @@ def uniform(
 def gumbel(
     key_N: torch.Tensor, position_N: torch.Tensor, purpose: Purpose, columns: int, first: int = 0
 ) -> torch.Tensor:
-    """Standard Gumbel noise: argmax(log p + gumbel) is a draw from p (the Gumbel-max trick)."""
+    """Standard Gumbel noise. argmax(log p + noise) is a draw from p (the Gumbel-max trick)."""
     return -torch.log(-torch.log(uniform(key_N, position_N, purpose, columns, first)))

@@ -1,6 +1,6 @@
-"""What a step does between device state and model: lay out the tokens to feed, draw the next ones, move lengths.
+"""Bookkeeping of a step between device state and model: lay out the tokens to feed, draw new ones, update lengths.
 
-Each is one kernel on a GPU, so that a decode step's bookkeeping costs microseconds and can be captured.
+Each operation is one kernel on a GPU, so the bookkeeping of a decode step takes microseconds and can be captured.
 Shapes: T tokens, B rows, S slots, L token capacity, P pages of a table, N rows of logits, V vocabulary, R rows that
 sample, W sampled positions of a row.
 """
@@ -16,7 +16,7 @@ from dovetail.core.ops.random import Purpose, gumbel
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Which tokens a step feeds, and from where. Every tensor is int64 unless it says otherwise."""
+    """Tokens that a step feeds and their origin. Tensors are int64 unless stated otherwise."""
 
     ids_T: torch.Tensor
     """int32"""
@@ -24,17 +24,17 @@ class TokenLayout:
     rows_T: torch.Tensor
     slots_T: torch.Tensor
     kv_len_B: torch.Tensor
-    """int32: length of each row's cache after the step."""
+    """int32: KV length of each row after the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """One KV group's view of a step."""
+    """Page tables and write positions of one KV group for a step."""
 
     page_table_BP: torch.Tensor
     """int32"""
     write_T: torch.Tensor
-    """int64: flat token slot where each token's K and V go."""
+    """int64: flat token slot to which each token's K and V are written."""
 
 
 def lay_out_tokens(
@@ -45,9 +45,11 @@ def lay_out_tokens(
     total: int,
     longest: int,
 ) -> TokenLayout:
-    """`total` tokens: of each row as many as row_start_B1 (int32) says, from its computed length on. Lengths come from
-    the device, so rows may be laid out before the previous step has ended. Tokens past the last row are padding: id
-    and position 0 of the last slot. No row has more than `longest` tokens, and they are no more."""
+    """Lay out `total` tokens: each row has the count given by row_start_B1 (int32) and starts at its computed length.
+
+    Lengths are read on the device, so rows can be laid out before the previous step has ended. Tokens past the last row
+    are padding: id and position 0 of the last slot. `longest` bounds the tokens of a row and the padding.
+    """
     if slots_B.is_cuda:
         from dovetail.core.ops.kernels.step import lay_out_tokens_triton
 
@@ -77,7 +79,7 @@ def lay_out_tokens_reference(
 
 
 def lay_out_pages(slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, page_tokens: int) -> PageLayout:
-    """Each row's page table and the token slot that each token is written to."""
+    """Return each row's page table and the token slot to which each token is written."""
     if slots_B.is_cuda:
         from dovetail.core.ops.kernels.step import lay_out_pages_triton
 
@@ -94,18 +96,18 @@ def lay_out_pages_reference(
 
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
-    """What the sampling half of a step reads, for R rows of W positions: N = R * W. int64 unless it says otherwise."""
+    """Inputs of a step's sampling part, for R rows of W positions: N = R * W. int64 unless stated otherwise."""
 
     states_NC: torch.Tensor
     """Hidden states, in the model's dtype."""
     position_N: torch.Tensor
-    """Tokens before the one to be drawn."""
+    """Number of tokens before the one to be drawn."""
     slots_N: torch.Tensor
     slots_R: torch.Tensor
     base_R: torch.Tensor
-    """position_N of each row's first."""
+    """position_N of each row's first position."""
     limit_R: torch.Tensor
-    """Drafts to verify at most."""
+    """Maximum number of drafts to verify."""
 
     @classmethod
     def empty(cls, rows: int, width: int, channels: int, dtype: torch.dtype, device: torch.device) -> SampleInputs:
@@ -114,7 +116,7 @@ class SampleInputs:
         return cls(states_NC, *per_position, *torch.zeros(3, rows, dtype=torch.int64, device=device))
 
     def first(self, rows: int) -> SampleInputs:
-        """Views of the first rows."""
+        """Return views of the first rows."""
         many = rows * (len(self.slots_N) // len(self.slots_R))
         per_position = (self.states_NC, self.position_N, self.slots_N)
         return SampleInputs(
@@ -125,8 +127,10 @@ class SampleInputs:
 def gather_samples(
     states_TC: torch.Tensor, positions_T: torch.Tensor, samples_R3: torch.Tensor, into: SampleInputs
 ) -> None:
-    """Fill `into` for rows of (first token sampled, slot, most drafts). Positions past a row's drafts repeat the state
-    of its last; a token that does not exist counts as the step's last."""
+    """Fill `into` for rows of (first sampled token, slot, maximum number of drafts).
+
+    Positions past a row's drafts repeat the state of its last draft. Token indices are clamped to the step's tokens.
+    """
     if states_TC.is_cuda:
         from dovetail.core.ops.kernels.step import gather_samples_triton
 
@@ -158,11 +162,11 @@ def least_kept(
     top_p_N: torch.Tensor,
     min_p_N: torch.Tensor,
 ) -> torch.Tensor:
-    """float32 [N]: the least of each row's logits that top-k, top-p and min-p keep at its temperature; -inf = all.
+    """Return float32 [N]: the smallest logit of each row that top-k, top-p and min-p keep at its temperature.
 
-    In Hugging Face's order: the k largest, of these the fewest that hold top_p of their probability, and none less
-    likely than min_p times the first. Logits equal to the last one kept stay, too, so that no order among equals is
-    needed, and no sort: on a GPU the bound is found by narrowing. Rows of temperature 0 keep all.
+    The filters apply in Hugging Face's order: the k largest, of these the fewest that hold top_p of their probability,
+    and none less likely than min_p times the most likely. Logits equal to the smallest one kept are kept too, so ties
+    need no order and the GPU finds the bound by bisection without a sort. -inf = all; rows of temperature 0 keep all.
     """
     filters = temperature_N, top_k_N, top_p_N, min_p_N
     if logits_NV.is_cuda:
@@ -185,7 +189,7 @@ def least_kept_reference(
     k_N = torch.where(top_k_N > 0, top_k_N.clamp_max(vocab), vocab)
     least_N = ordered_NV.gather(1, k_N[:, None] - 1).squeeze(1)
     kept_NV = ordered_NV.masked_fill(ordered_NV < least_N[:, None], float("-inf"))
-    # The first place where what came so far reaches top_p.
+    # The first index at which the cumulative probability reaches top_p.
     reached_N = (scaled(kept_NV, temperature_N).softmax(-1).cumsum(-1) < top_p_N[:, None]).sum(-1).clamp_max(vocab - 1)
     by_p_N = ordered_NV.gather(1, reached_N[:, None]).squeeze(1)
     least_N = torch.where(top_p_N < 1, torch.maximum(least_N, by_p_N), least_N)
@@ -196,7 +200,7 @@ def least_kept_reference(
 
 
 def scaled(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
-    """float32 logits / temperature; rows of temperature 0 as they are."""
+    """float32 logits / temperature; rows of temperature 0 are not divided."""
     return logits_NV.float() / torch.where(temperature_N > 0, temperature_N, 1.0)[:, None]
 
 
@@ -208,11 +212,10 @@ def draw(
     random: bool,
     least_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token id of each row, int64 [N]: the arg-max where temperature is 0, else a draw by the Gumbel maximum from
-    those that are at least least_N.
+    """Return one token id per row, int64 [N]: the argmax at temperature 0, else a Gumbel-max draw.
 
-    `random` = some temperature is not 0. position_N counts the tokens before the one drawn. Of equal logits the first
-    wins. Logits may be of any float dtype and are compared in float32.
+    Only logits of at least least_N are drawn. `random` = some temperature is not 0. position_N is the number of tokens
+    before the drawn one. The first of equal logits wins. Logits of any float dtype are compared in float32.
     """
     return best(logits_NV, position_N, temperature_N, key_N, random, least_N)[1]
 
@@ -226,8 +229,10 @@ def best(
     least_N: torch.Tensor | None = None,
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `draw`, of the part of the vocabulary that begins with token `first`: also what the winner won with, float32
-    [N]. The part whose winner has the most has the token that `draw` takes of the whole."""
+    """Return (winning score, float32 [N], token) like `draw`, for the vocabulary part that begins at token `first`.
+
+    The part with the highest score has the token that `draw` would choose from the whole vocabulary.
+    """
     if logits_NV.is_cuda:
         from dovetail.core.ops.kernels.step import best_triton
 
@@ -257,12 +262,12 @@ def best_reference(
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Outcome of a step's rows."""
+    """Result of draft verification for the rows of a step."""
 
     accepted_R: torch.Tensor
-    """int64: drafts accepted, 0 .. W-1."""
+    """int64: number of accepted drafts, 0 .. W-1."""
     lengths_R: torch.Tensor
-    """int64: exact lengths, the new tokens included."""
+    """int64: exact lengths, including the new tokens."""
 
 
 def accept(
@@ -274,15 +279,14 @@ def accept(
     computed_S: torch.Tensor,
     drafts_S: torch.Tensor,
 ) -> Accepted:
-    """Accept each row's drafts as long as they equal the target's draws, then write the outcome into the device state.
+    """Accept each row's leading drafts that equal the target's draws, then write the result to the device state.
 
-    For greedy rows this is the usual rule. For random rows whose drafter is certain of its guess (q a point mass) it is
-    min(1, p/q) as well: the draw equals the guess with probability p(guess), and given that it does not, it is
-    distributed as the residual. The draws are those of plain sampling, so a seeded request gives the same text
-    with and without drafts.
+    For greedy rows this is the usual rule. For random rows whose drafter puts all probability on its draft, it is
+    equivalent to min(1, p/q): the draw equals the draft with probability p(draft), and otherwise follows the residual
+    distribution. Draws are those of plain sampling, so a seeded request gives the same text with and without drafts.
 
-    Position base_R + w of a row holds draft w (as int32) before and token w after. limit_R bounds the drafts verified.
-    Rows of the last slot are padding and change nothing.
+    Position base_R + w of a row holds draft w (as int32) before the call and token w after it. limit_R bounds the
+    verified drafts. Rows of the last slot are padding and change nothing.
     """
     if tokens_RW.is_cuda:
         from dovetail.core.ops.kernels.step import accept_triton
@@ -323,7 +327,7 @@ def commit(
     computed_S: torch.Tensor,
     drafts_S: torch.Tensor,
 ) -> None:
-    """Known tokens, computed KV and drafts move on, in torch; what lies past the accepted ones is not written."""
+    """Torch reference that updates known tokens, computed lengths and drafts; writes nothing past accepted tokens."""
     padding = len(computed_S) - 1
     step_W = torch.arange(tokens_RW.shape[1], device=tokens_RW.device)
     inside_RW = (step_W <= accepted_R[:, None]) & (slots_R != padding)[:, None]
@@ -331,4 +335,4 @@ def commit(
         torch.where(inside_RW, slots_R[:, None], padding), torch.where(inside_RW, base_R[:, None] + step_W, 0)
     ] = tokens_RW.int()
     computed_S[slots_R] = torch.where(slots_R != padding, base_R + accepted_R, computed_S[slots_R])
-    drafts_S.index_fill_(0, slots_R, 0)  # `= 0` would copy the 0 from the host and wait
+    drafts_S.index_fill_(0, slots_R, 0)  # `= 0` would copy the 0 from the host and synchronise

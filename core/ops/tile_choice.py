@@ -1,4 +1,4 @@
-"""Which products of few rows go to the kernel, and cut how. Light: imports no torch."""
+"""Choice of the matmul kernel's tile for few rows, or of the library. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from dovetail.core.ops.tiles import MatmulTile
 from dovetail.core.ops.tuned_tiles import MEASURED
 
 MOST_ROWS = 64
-"""More rows than this go to the library where nothing was measured."""
+"""Maximum number of rows for which the rule picks a tile; untuned shapes with more rows go to the library."""
 
 
 @lru_cache(maxsize=1 << 14)
 def choose(
-    rows: int, outputs: int, inputs: int, kind: str, device: str, processors: int, early: bool = True
+    rows: int, outputs: int, inputs: int, kind: str, device: str, processors: int, prefetch: bool = True
 ) -> MatmulTile | None:
-    """The kernel's tile for x [rows, inputs] @ weight [outputs, inputs]^T, or None: the library is quicker.
+    """Return the kernel's tile for x [rows, inputs] @ weight [outputs, inputs]^T, or None if the library is faster.
 
-    `kind` is "fp8" or "bf16", the weight's; `device` and `processors` are the GPU's name and multiprocessors. What was
-    measured with more rows, but not many more, holds for fewer. Where nothing was, fp8 follows a rule, since the
-    library's row-wise product of few rows is slow everywhere; bf16 is the library's. Without `early`, where the kernel
-    of such tiles does not run, the rule stands for them, too.
+    `kind` is the weight's: "fp8" or "bf16". `device` and `processors` are the GPU's name and number of SMs. The tuned
+    entry with the next higher number of rows applies. For untuned shapes, fp8 follows a rule, since the library is slow
+    for few rows with per-row scales, and bf16 uses the library. With `prefetch` false, the GPU cannot run prefetching
+    tiles, and the rule replaces them.
     """
     measured = MEASURED.get((device, kind, outputs, inputs))
     ruled = _by_rule(rows, outputs, processors) if kind == "fp8" else None
     tile = ruled if measured is None else next((tile for most, tile in measured.items() if rows <= most), None)
-    if tile is not None and tile.early and not early:
+    if tile is not None and tile.prefetch and not prefetch:
         tile = ruled
-    return tile if tile is not None and tile.counts(rows, outputs, inputs) else None
+    return tile if tile is not None and tile.fits_32_bits(rows, outputs, inputs) else None
 
 
 def _by_rule(rows: int, outputs: int, processors: int) -> MatmulTile | None:
-    """Tiles of 64 outputs, split in two where half the multiprocessors would do; fewer blocks on their way where
-    several programs stand on each."""
+    """Tiles of 64 outputs, split in two if they fill at most half of the SMs.
+
+    Where each SM runs several programs, fewer blocks are in flight.
+    """
     if rows > MOST_ROWS:
         return None
     tokens = 16 if rows <= 16 else 32 if rows <= 32 else 64

@@ -31,10 +31,9 @@ LAST_LOOK_SECONDS = 1.0
 """Time for a hung process to write its stacks before it is killed."""
 _PR_SET_PDEATHSIG = 1
 _BOOT = """
-import importlib, json, sys
+import json, pkgutil, sys
 sys.path[:] = json.loads(sys.argv[1])
-module, _, name = sys.argv[2].partition(":")
-getattr(importlib.import_module(module), name)(int(sys.argv[3]), int(sys.argv[4]))
+pkgutil.resolve_name(sys.argv[2])(int(sys.argv[3]), int(sys.argv[4]))
 """
 
 

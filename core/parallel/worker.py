@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
 import time
 from concurrent.futures import Future
+from pkgutil import resolve_name
 from typing import Any
 
 from dovetail.core.interfaces import JoinBlob
@@ -48,26 +48,26 @@ class _Worker:
         self.plans = RingReader(order["plan_fd"], self.rank - 1)
         self.blobs = RingReader(order["blob_fd"], self.rank - 1)
         self.composition = recompose(order)
-        runner_class = load_class(order["runner"])
-        self.runner = runner_class(self.composition, rank=self.rank, size=order["size"], address=order["address"])
+        self.load = resolve_name(order["loader"])
+        self.place = {"rank": self.rank, "size": order["size"], "address": order["address"]}
 
     def run(self) -> None:
-        control, runner = self.control, self.runner
+        control = self.control
         control.send({"op": "ready"})
         self._expect("load")
-        info = runner.load(self._progress)
-        control.send({"op": "loaded", "pages": sorted(info.num_pages.items())})
-        runner.bind({int(group): int(pages) for group, pages in self._expect("bind")["pages"]})
+        rank = self.load(self.composition, self._progress, **self.place)
+        control.send({"op": "loaded", "pages": sorted(rank.info.num_pages.items())})
+        runner = rank.bind({int(group): int(pages) for group, pages in self._expect("bind")["pages"]})
         control.send({"op": "bound"})
-        self._serve()
+        self._serve(runner)
         runner.close()
 
-    def _serve(self) -> None:
+    def _serve(self, runner: Any) -> None:
         ledger = SlotLedger()
         while True:
             message = self.plans.recv(self._idle)
             if message == CONTROL:
-                if not self._control():
+                if not self._control(runner):
                     return
                 continue
             plan, state = decode_plan(message)
@@ -82,13 +82,13 @@ class _Worker:
                         f"uid {uid}, epoch {epoch}"
                     )
                 blobs[uid, epoch] = blob
-            self.runner.execute(plan, blobs)
+            runner.execute(plan, blobs)
             if ledger.waiting is not None:
                 late = decode_late(self.blobs.recv(self._idle))
                 ledger.complete(late)
-                self.runner.complete(late)
+                runner.complete(late)
 
-    def _control(self) -> bool:
+    def _control(self, runner: Any) -> bool:
         """Execute the next control message. Returns False for shutdown."""
         message, _ = self.control.recv()
         match message["op"]:
@@ -96,10 +96,10 @@ class _Worker:
                 return False
             case "load_adapter":
                 key = message["key"]
-                read = self.runner.load_adapter(key, message["folder"])
+                read = runner.load_adapter(key, message["folder"])
                 read.add_done_callback(lambda done: self.control.send({"op": "answer", **answer(key, done)}))
             case "unload_adapter":
-                self.runner.unload_adapter(message["key"])
+                runner.unload_adapter(message["key"])
             case other:
                 raise ValueError(f"rank {self.rank} was sent {other!r} while serving")
         return True
@@ -129,9 +129,3 @@ def answer(key: str, done: Future[None]) -> dict[str, str]:
         return {"key": key, "error": "adapter: the rank is shutting down"}
     error = done.exception()
     return {"key": key, "error": "" if error is None else str(error)}
-
-
-def load_class(reference: str) -> Any:
-    """Import the class at "package.module:Class"."""
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The contract of Adapters and LayerAdapters as tests. Authors subclass:
+"""Contract suite for adapters (Adapters and LayerAdapters). Authors subclass:
 
 class TestMine(AdaptersContract):
     def make(self, device, dtype):
@@ -45,25 +45,25 @@ SPEC = ModelSpec("contract", 16, 1, HIDDEN, HEADS, KV_HEADS, DIM, FFN, 64, "floa
 
 
 class AdaptersContract:
-    """Every sentence of dovetail.core.interfaces.adapter, on the layers of one block."""
+    """Tests of the rules of dovetail.core.interfaces.adapter on the layers of one block."""
 
     device = "cpu"
-    """Where it runs, such as "cuda"."""
+    """Device to test on, for instance "cuda"."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    """Of the model, to try."""
+    """Model dtypes to test."""
     seed: int | None = None
-    """None = fresh random input each time; a failure names the seed to set here."""
+    """Random seed; None = a fresh one for each test. A failure names the seed to set here."""
 
     def make(self, device: torch.device, dtype: torch.dtype) -> Adapters:
-        """With two slots at least."""
+        """Return adapters with at least two slots."""
         raise NotImplementedError("return your adapters: MyAdapters(MyConfig(slots=2), device, dtype)")
 
     def save(self, folder: Path, matrices: Mapping[str, tuple[int, int]], seed: int) -> None:
-        """An adapter that changes each of these matrices, (outputs, inputs) by checkpoint prefix, strongly: about as
-        much as outputs are large. Equal seeds, equal changes of matrices of one name and shape."""
+        """Write an adapter that changes each of these matrices (checkpoint prefix -> (outputs, inputs)) by about the
+        magnitude of the outputs. Equal seeds must change matrices of equal name and shape equally."""
         raise NotImplementedError("write an adapter in your format to the folder")
 
-    # Slots.
+    # Slots
 
     def test_rows_without_an_adapter_stay_as_they_are(self) -> None:
         for dtype in self.dtypes:
@@ -74,17 +74,18 @@ class AdaptersContract:
                 before = block.product(name, x_TI, None)
                 after = block.product(name, x_TI, [-1, 0, -1, -1, 0])
                 kept = [0, 2, 3]
-                assert same_bits(after[kept], before[kept]), f"{name}: a row of slot -1 was changed"
-                assert not torch.equal(after[[1, 4]], before[[1, 4]]), f"{name}: an adapter changed nothing"
+                assert same_bits(after[kept], before[kept]), f"{name}: rows with slot -1 must not change"
+                assert not torch.equal(after[[1, 4]], before[[1, 4]]), f"{name}: the adapter in slot 0 has no effect"
 
-    def test_slots_are_without_effect_at_first(self) -> None:
+    def test_empty_slots_have_no_effect(self) -> None:
         block = self._block()
         for name, layer in block.layers.items():
             x_TI = self._input(layer, 3)
-            assert_near(block.product(name, x_TI, [0, 1, 0]), block.product(name, x_TI, None), 1e-6, f"{name}")
+            plain = block.product(name, x_TI, None)
+            assert_near(block.product(name, x_TI, [0, 1, 0]), plain, 1e-6, f"{name} with empty slots")
 
     def test_a_row_has_the_adapter_of_its_slot(self) -> None:
-        """Alone or beside others, whatever else they have."""
+        """A row's result does not depend on the other rows and their adapters."""
         for dtype in self.dtypes:
             block = self._block(dtype)
             block.load(0, "a", seed=1)
@@ -95,9 +96,9 @@ class AdaptersContract:
                 together = block.product(name, x_TI, slots)
                 for row, slot in enumerate(slots):
                     alone = block.product(name, x_TI[row : row + 1], [slot])
-                    assert_near(together[row : row + 1], alone, 2 * TOLERANCE[dtype], f"{name}, row {row}")
+                    assert_near(together[row : row + 1], alone, 2 * TOLERANCE[dtype], f"{name}, row {row} in a batch")
 
-    def test_any_slot_gives_the_same(self) -> None:
+    def test_all_slots_are_equivalent(self) -> None:
         block = self._block()
         block.load(0, "a", seed=1)
         x_TI = {name: self._input(layer, 4) for name, layer in block.layers.items()}
@@ -107,11 +108,11 @@ class AdaptersContract:
         block.adapters.place(1, "a")
         for name in x_TI:
             moved = block.product(name, x_TI[name], [1] * 4)
-            assert_near(moved, first[name], 1e-6, f"{name} in another slot")
+            assert_near(moved, first[name], 1e-6, f"{name} with the adapter in another slot")
             other = block.product(name, x_TI[name], [0] * 4)
-            assert not torch.allclose(other, first[name], rtol=0.05), f"{name}: slot 0 still holds the first adapter"
+            assert not torch.allclose(other, first[name], rtol=0.05), f"{name}: place did not replace slot 0's adapter"
 
-    def test_a_slot_keeps_what_was_dropped(self) -> None:
+    def test_a_slot_keeps_its_adapter_after_drop(self) -> None:
         block = self._block()
         block.load(0, "a", seed=1)
         x_TI = self._input(block.layers["o"], 4)
@@ -119,17 +120,17 @@ class AdaptersContract:
         block.adapters.drop("a")
         block.adapters.drop("a")
         block.adapters.drop("never read")
-        assert same_bits(block.product("o", x_TI, [0] * 4), before)
+        assert same_bits(block.product("o", x_TI, [0] * 4), before), "drop must not change a slot"
         block.load(0, "again", seed=1)
         assert_near(block.product("o", x_TI, [0] * 4), before, 1e-6, "an adapter that was read again")
 
-    def test_placing_what_is_there_does_nothing(self) -> None:
+    def test_placing_an_adapter_again_does_nothing(self) -> None:
         block = self._block()
         block.load(0, "a", seed=1)
         block.adapters.drop("a")
         block.adapters.place(0, "a")
 
-    def test_matrices_that_it_does_not_name_stay_as_they_are(self) -> None:
+    def test_matrices_that_an_adapter_lacks_do_not_change(self) -> None:
         block = self._block()
         block.load(0, "a", seed=1, only=("layer.k", "layer.down"))
         for name, layer in block.layers.items():
@@ -138,12 +139,13 @@ class AdaptersContract:
             sizes, at = layer.shape.parts, 0
             for prefix, size in zip(layer.shape.names, sizes, strict=True):
                 changed = bool(change[at : at + size].max() > 1e-4)
-                assert changed == (prefix in ("layer.k", "layer.down")), f"{prefix}: changed is {changed}"
+                expected = prefix in ("layer.k", "layer.down")
+                assert changed == expected, f"{prefix}: the adapter has this matrix: {expected}; changed: {changed}"
                 at += size
 
-    # Reading.
+    # Read
 
-    def test_what_does_not_fit_is_refused_and_harms_nobody(self) -> None:
+    def test_an_invalid_adapter_is_refused_without_side_effects(self) -> None:
         block = self._block()
         block.load(0, "a", seed=1)
         x_TI = self._input(block.layers["down"], 3)
@@ -159,27 +161,28 @@ class AdaptersContract:
                     self.save(Path(folder), matrices, 3)
                 with pytest.raises(RequestError) as refused:
                     block.adapters.read("wrong", Path(folder))
-                assert str(refused.value), f"{what} was refused without a word"
+                assert str(refused.value), f"the error for {what} must have a message"
         with pytest.raises(RequestError):
             block.adapters.read("wrong", Path(os.sep, "no", "such", "folder"))
-        assert same_bits(block.product("down", x_TI, [0] * 3), before)
+        assert same_bits(block.product("down", x_TI, [0] * 3), before), "a refused adapter changed another one"
 
-    def test_reading_in_a_thread_of_its_own(self) -> None:
+    def test_reading_in_a_separate_thread(self) -> None:
         block = self._block()
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder), MATRICES, 1)
             thread = threading.Thread(target=block.adapters.read, args=("a", Path(folder)))
             thread.start()
             thread.join()
-        # What was read does not need its files any more.
+        # After read the files are no longer needed.
         with torch.inference_mode():
             block.adapters.place(0, "a")
         x_TI = self._input(block.layers["o"], 4)
         other = self._block()
         other.load(0, "a", seed=1)
-        assert_near(block.product("o", x_TI, [0] * 4), other.product("o", x_TI, [0] * 4), 1e-6)
+        expected = other.product("o", x_TI, [0] * 4)
+        assert_near(block.product("o", x_TI, [0] * 4), expected, 1e-6, "an adapter that was read in another thread")
 
-    # The step.
+    # Apply
 
     def test_apply_waits_for_nothing(self) -> None:
         block = self._block()
@@ -192,10 +195,10 @@ class AdaptersContract:
     def test_no_token(self) -> None:
         block = self._block()
         for name, layer in block.layers.items():
-            assert len(block.product(name, self._input(layer, 0), [])) == 0
+            assert len(block.product(name, self._input(layer, 0), [])) == 0, f"{name}: no tokens must give no rows"
 
     def test_ranks_together_equal_one(self) -> None:
-        """Columns of a column-parallel layer side by side, shares of a row-parallel one summed."""
+        """Outputs of a column-parallel layer are concatenated, those of a row-parallel one are summed."""
         whole, size = self._block(), 2
         ranks = [self._block(rank=rank, size=size) for rank in range(size)]
         for block in (whole, *ranks):
@@ -214,7 +217,7 @@ class AdaptersContract:
             joined = torch.cat([torch.cat(part, 1) for part in zip(*parts, strict=True)], 1)
             assert_near(joined, expected, 1e-5, f"{name} over {size} ranks")
 
-    # Tools.
+    # Helpers
 
     def _input(self, layer: Linear, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         fresh(self)
@@ -226,12 +229,12 @@ class AdaptersContract:
 
 
 class _Block:
-    """The layers of one block with their weights, and the adapters that are attached to them."""
+    """Layers of one block with weights and adapters."""
 
     def __init__(self, suite: AdaptersContract, dtype: torch.dtype, rank: int, size: int) -> None:
         self.suite, self.device = suite, torch.device(suite.device)
         self.adapters = suite.make(self.device, dtype)
-        assert self.adapters.slots >= 2, "the suite needs adapters with two slots at least"
+        assert self.adapters.slots >= 2, f"make() must return adapters with at least 2 slots, got {self.adapters.slots}"
         collective: Collective = Alone(None)
         collective.rank, collective.size = rank, size
         build = build_context(SPEC, collective=collective, adapters=self.adapters, dtype=dtype, device=self.device)
@@ -258,7 +261,7 @@ class _Block:
 
     @torch.inference_mode()
     def product(self, name: str, x_TI: torch.Tensor, slots: list[int] | None) -> torch.Tensor:
-        """The layer's output; `slots` of the tokens, None = a step without adapters."""
+        """Return the layer's output; `slots` by token, None = a step without adapters."""
         x = Bundle((Activation(PLAIN, x_TI),))
         slots_T = None if slots is None else torch.tensor(slots, dtype=torch.int32, device=self.device)
         self.adapters.slots_T = slots_T

@@ -1,13 +1,12 @@
-"""The contract suite of apps. Subclass AppContract in a test module and override `make`.
+"""Contract suite for apps. Subclass AppContract in a test module and override `make`.
 
-It runs the app in this process, as the command line does, on what `make` composes: choose what is small.
+It runs the app in this process, as the command line does, on the composition of `make`; choose a small one.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,18 +17,19 @@ import pytest
 
 from dovetail.core.compose import AppConfig, Composition, compose
 from dovetail.core.interfaces import App
+from dovetail.core.testing.suite import assert_torch_free
 
 
 class AppContract:
-    """What dovetail.core.interfaces.App asks of an app. `make` is the only thing that must be overridden."""
+    """Tests of the rules of dovetail.core.interfaces.App. Only `make` must be overridden."""
 
     prompts: ClassVar[Sequence[str]] = ()
-    """Words after `--` of the run."""
+    """Arguments after `--`."""
     writes: ClassVar[bool] = True
-    """Whether the run prints something to stdout."""
+    """Whether a run prints to stdout."""
 
     def make(self) -> Composition:
-        """A small run: compose([...], app="mine")."""
+        """Return the composition of a small run: compose([...], app="mine")."""
         raise NotImplementedError('return a composition of a small run: compose(["model=tiny"], app="mine")')
 
     def run(self) -> int:
@@ -39,55 +39,53 @@ class AppContract:
     def _in_an_empty_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
 
-    # What it says of itself.
+    # Properties
 
     def test_its_class_and_config_are_an_app_s(self) -> None:
         part = self.make().app_part
-        assert issubclass(part.target(), App) and isinstance(part.config, AppConfig)
-        assert (type(part.config).__doc__ or "").strip(), "its config has no docstring: app=plugins shows it"
+        assert issubclass(part.target(), App), f"{part.target()} must be a subclass of App"
+        assert isinstance(part.config, AppConfig), f"{type(part.config)} must be a subclass of AppConfig"
+        assert (type(part.config).__doc__ or "").strip(), "the config needs a docstring, which app=plugins prints"
         undocumented = [name for name, field in type(part.config).model_fields.items() if not field.description]
-        assert undocumented == [], "options without a docstring"
+        assert undocumented == [], "each config field needs a docstring"
 
     def test_its_config_needs_no_torch(self) -> None:
-        """Listing and validating import it."""
-        module = type(self.make().app_part.config).__module__
-        code = f"import sys, {module}; raise SystemExit('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr or f"importing {module} loads torch"
+        """Listing and validating import the module of the config."""
+        assert_torch_free(type(self.make().app_part.config).__module__)
 
-    def test_what_was_asked_composes_again(self) -> None:
-        """So that ranks and recordings can."""
+    def test_its_overrides_compose_again(self) -> None:
+        """Ranks and recordings repeat the composition from its overrides."""
         first = self.make()
         again = compose(first.overrides, registry=first.registry)
-        assert again.to_yaml() == first.to_yaml()
+        assert again.to_yaml() == first.to_yaml(), "composing the overrides again must give an equal composition"
 
-    def test_it_takes_the_prompts_it_is_given(self) -> None:
+    def test_it_accepts_prompts(self) -> None:
         composition = self.make()
-        assert composition.takes_prompts or not self.prompts, "prompts are given, and takes_prompts is False"
+        assert composition.takes_prompts or not self.prompts, "`prompts` are set, but takes_prompts is False"
 
-    # What it does.
+    # Runs
 
     def test_it_runs(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """With the parts that it declares in `needs`: it finds no others."""
+        """A run has only the parts declared in `needs`."""
         code = self.run()
-        assert type(code) is int and code == 0, f"run returned {code!r}; an exit code is an int, 0 for success"
+        assert type(code) is int and code == 0, f"run must return the exit code 0, got {code!r}"
         out = capfd.readouterr().out
-        assert bool(out) == self.writes, "results go to stdout" if self.writes else f"it printed {out[:200]!r}"
+        assert bool(out) == self.writes, f"writes = {self.writes}, but stdout is {out[:200]!r}"
 
     def test_it_runs_again(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """A built app keeps nothing: one process may run it twice, on one composition or two."""
+        """One process may run an app several times, on one composition or two."""
         composition = self.make()
         codes = [composition.run(self.prompts), composition.run(self.prompts), self.run()]
-        assert codes == [0, 0, 0]
+        assert codes == [0, 0, 0], "each of three runs in one process must return 0"
 
     def test_it_leaves_the_process_as_it_was(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """No engine stays, no folder or environment changes, no logging is set up."""
-        self.run()  # what is loaded once may stay
+        """No engine remains, and working directory, environment and logging are unchanged."""
+        self.run()  # one-time loading is allowed
         before = _surroundings()
         self.run()
         after = _surroundings()
         changed = [f"{what}: {before[what]} became {after[what]}" for what in before if before[what] != after[what]]
-        assert changed == [], changed
+        assert changed == [], f"a run must leave the process as it was: {changed}"
 
 
 def _surroundings() -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""The contract of AttentionBackend as tests. Authors subclass:
+"""Contract suite for attention backends. Authors subclass:
 
 class TestMine(AttentionContract):
     def make(self):
         return MyBackend(MyConfig())
 
-Every test runs the backend over shuffled pages that are poison where nothing was written, and compares it with a
-float64 loop. Shapes: T tokens, H query heads, K kv heads, D head dim, W tokens of a tree.
+Tests run the backend over shuffled pages, poisoned where nothing was written, and compare it with a float64 loop.
+Shapes: T tokens, H query heads, K kv heads, D head dim, W tokens of a tree.
 """
 
 from __future__ import annotations
@@ -53,18 +53,23 @@ BATCHES: dict[str, Sequence[tuple[Rows, int]]] = {
         ([("c", 1), ("a", 5), ("b", 2), ("d", 8)], 3),
     ],
 }
-"""Steps one after another: rows (sequence, tokens), and how many of them are decode rows."""
+"""Consecutive steps: rows (sequence, tokens) and the number of decode rows among them."""
 
 each_batch = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 
 
 @dataclass(frozen=True)
 class WriteCase:
-    """What happens to q and k on the way to the pages."""
+    """How `write` transforms q and k."""
 
     rotary_dim: int | None
-    """Share of the head dim that is rotated, as a divisor of it; None = no rotation."""
+    """Divisor of the head dim that gives the rotated part; None = no rotation."""
     norm: bool
+
+    def build(self, arena: Arena) -> tuple[QKNorm | None, Rope | None]:
+        dim = arena.head_dim // self.rotary_dim if self.rotary_dim else 0
+        norm = QKNorm(arena.random(arena.head_dim), arena.random(arena.head_dim), 1e-5) if self.norm else None
+        return norm, Rope(torch.randn(MAX_LEN, dim, device=arena.device)) if dim else None
 
 
 WRITES = {
@@ -77,40 +82,40 @@ WRITES = {
 
 
 class AttentionContract:
-    """Every sentence of dovetail.core.interfaces.attention that a backend must keep."""
+    """Tests of the rules in dovetail.core.interfaces.attention that a backend must follow."""
 
     device = "cpu"
-    """Where it runs, such as "cuda"."""
+    """Device to test on, for instance "cuda"."""
     dtype = torch.float32
-    """Of q, k, v and the output."""
+    """Dtype of q, k, v and the output."""
     kv_dtypes: tuple[torch.dtype, ...] = ()
-    """KV dtypes it takes beside the model's own; those of 8 bits are scaled."""
+    """Supported KV dtypes other than `dtype`; 8-bit ones are scaled."""
     tolerance: float | None = None
-    """Greatest error of a token's output relative to its norm; None = by dtype."""
+    """Maximum error of a token's output relative to its norm; None = by dtype."""
     heads: tuple[tuple[int, int], ...] = ((4, 4), (6, 2), (4, 1))
-    """(query heads, kv heads) to try: multi-head, grouped, multi-query."""
+    """(query heads, kv heads) to test: multi-head, grouped, multi-query."""
     head_dims: tuple[int, ...] = (16, 24)
-    """To try."""
+    """Head dims to test."""
     page_tokens: tuple[int, ...] = (4, 8)
-    """Page sizes to try."""
+    """Page sizes to test."""
     windows = True
-    """Whether it has sliding windows (capability kinds: window)."""
+    """Whether it supports sliding windows (capability kinds: window)."""
     tree = True
-    """Whether it has tree masks (capability tree)."""
+    """Whether it supports tree masks (capability tree)."""
     mixed_graphs = False
     """Whether one captured graph serves mixed steps (capability graphs: "mixed")."""
     mla = False
-    """Whether it has attend_mla (capability kinds: mla)."""
+    """Whether it implements attend_mla (capability kinds: mla)."""
     poison = float("nan")
-    """What pages hold where nothing was written."""
+    """Content of page slots that nothing has written."""
     seed: int | None = None
-    """None = fresh random input each time; a failure names the seed to set here."""
+    """Random seed; None = a fresh one for each test. A failure names the seed to set here."""
 
     def make(self) -> AttentionBackend:
-        """A fresh backend. The one method to override."""
+        """Return a fresh backend. The only method to override."""
         raise NotImplementedError("return your backend: MyBackend(MyConfig())")
 
-    # What is seen.
+    # Visibility
 
     @each_batch
     def test_equals_the_loop(self, batch: Sequence[tuple[Rows, int]]) -> None:
@@ -120,7 +125,7 @@ class AttentionContract:
                 arena.run(arena.plan(rows, num_decode=num_decode))
 
     def test_random_batches(self) -> None:
-        """Whatever a scheduler may put together, with loose bounds, padding and rejected drafts."""
+        """Random batches such as a scheduler may plan, with loose bounds, padding and rejected drafts."""
         fresh(self)
         rng = fresh_random()
         for _ in range(3):
@@ -136,9 +141,9 @@ class AttentionContract:
                     arena.paging.rewind(name, rng.randint(0, count - 1))
 
     def test_host_bounds_may_be_loose(self) -> None:
-        """The host knows upper bounds; the device has the exact lengths."""
+        """The host has upper bounds of lengths; the device has the exact ones."""
         if self.make().exact_lengths == "host":
-            pytest.skip("exact_lengths is host: the engine gives it exact bounds")
+            pytest.skip('exact_lengths = "host": the engine gives exact bounds')
         for everywhere in (False, True):
             arena = self._arena()
             arena.run(arena.plan([("a", 9), ("b", 6)], slack=11, slack_everywhere=everywhere))
@@ -146,7 +151,7 @@ class AttentionContract:
             arena.run(arena.plan(rows, num_decode=2, slack=11, slack_everywhere=everywhere))
 
     def test_padded_draft_positions_do_not_reach_valid_ones(self) -> None:
-        """Decode rows are padded to the drafts of the longest: lengths count the padding, and it holds garbage."""
+        """Decode rows are padded to the longest draft. Lengths include the padding, which holds garbage."""
         arena = self._arena()
         arena.run(arena.plan([("a", 9), ("b", 6), ("c", 15)]))
         valid = {"a": 4, "b": 1, "c": 2}
@@ -169,8 +174,7 @@ class AttentionContract:
         arena.run(arena.plan([("b", 1), ("a", 1), ("c", 4)], num_decode=2, padding=2))
 
     def test_a_plan_of_capacity_serves_any_step(self) -> None:
-        """While a graph of mixed steps is captured the host's numbers are capacities, and the tensors alone say which
-        rows there are."""
+        """While a graph of mixed steps is captured, the host's numbers are capacities; only tensors define the rows."""
         if not self.mixed_graphs:
             pytest.skip("mixed_graphs = False")
         arena = self._arena(windows=self._windows(7))
@@ -195,7 +199,7 @@ class AttentionContract:
             arena.run(arena.plan(rows, num_decode=num_decode, slack=4))
 
     def test_pages_behind_the_window_may_be_gone(self) -> None:
-        """The allocator frees pages that lie wholly behind the window; their entries then name somebody else's page."""
+        """The allocator frees pages behind the window. Their table entries may then name another sequence's page."""
         self._needs_windows()
         arena = self._arena(windows=(6,))
         (group,) = arena.groups
@@ -208,7 +212,7 @@ class AttentionContract:
                 table[:behind] = [arena.paging.free[group.id][0]] * behind
             arena.run(arena.plan(rows, num_decode=num_decode, slack=3))
 
-    def test_tree_mask_says_which_drafts_are_seen(self) -> None:
+    def test_tree_mask_selects_visible_drafts(self) -> None:
         if not self.tree:
             pytest.skip("tree = False")
         fresh(self)
@@ -228,7 +232,7 @@ class AttentionContract:
             arena.run(arena.plan(rows, num_decode=len(rows), slack=4, change=change))
 
     def test_scores_may_be_large(self) -> None:
-        """Softmax must take out the greatest score before it exponentiates."""
+        """Softmax must subtract the maximum score before it exponentiates."""
         arena = self._arena()
         step = arena.plan([("a", 9), ("b", 5)])
         (layer, *_) = arena.layers
@@ -238,7 +242,7 @@ class AttentionContract:
         rows[:, arena.heads : arena.heads + arena.kv_heads] *= 30
         q_THD = arena.write(layer, step, qkv)
         got = arena.attend(layer, step, q_THD)[PLAIN].values
-        # Differences of scores lose as many digits as the scores are large.
+        # Large scores lose digits in their differences, so the tolerance is wider.
         assert_near(got, arena.expected(layer, step, q_THD), 1000 * arena.tolerance, "attention with large scores")
 
     def test_scale_is_the_layers_own(self) -> None:
@@ -251,23 +255,23 @@ class AttentionContract:
 
     def test_kv_dtypes(self) -> None:
         if not self.kv_dtypes:
-            pytest.skip("no KV dtype beside the model's own")
+            pytest.skip("kv_dtypes = ()")
         for kv_dtype in self.kv_dtypes:
             kv_heads = self.heads[-2 % len(self.heads)][1]
             per_head = torch.linspace(0.01, 0.03, 2 * kv_heads, device=self.device).view(2, kv_heads)
             scales: list[tuple[Any, Any]] = [(1.0, 1.0)]
             if kv_dtype.itemsize == 1:
-                # The last one is so small that the greatest magnitudes must be cut, not overflow.
+                # The last scales are so small that the largest values must saturate instead of overflowing.
                 scales = [(0.013, 0.021), (per_head[0], per_head[1]), (0.004, 0.003)]
             for kv_scales in scales:
                 arena = self._arena(kv_dtype=kv_dtype, kv_scales=kv_scales)
                 arena.run(arena.plan([("a", 9), ("b", 6)]))
                 arena.run(arena.plan([("b", 1), ("a", 1), ("c", 7)], num_decode=2))
 
-    # Contexts.
+    # Contexts
 
-    def test_groups_have_contexts_of_their_own(self) -> None:
-        """One plan_host serves every group; each has its own pages, page size, window and layers."""
+    def test_groups_have_separate_contexts(self) -> None:
+        """One plan_host result serves every group; each has its own pages, page size, window and layers."""
         arena = self._arena(windows=self._windows(0, 6, 0))
         rounds: Sequence[tuple[Rows, int]] = (
             ([("a", 9), ("b", 17)], 0),
@@ -303,10 +307,10 @@ class AttentionContract:
         arena.run(step)
         for id, meta in paged.metas.items():
             for name, value in tensors(meta):
-                assert same_bits(value, before[id][name]), f"the backend wrote to {name} of the metadata of group {id}"
+                assert same_bits(value, before[id][name]), f"BatchMeta is read-only; the backend wrote to {name}"
 
     def test_bind_takes_new_pools(self) -> None:
-        """Memory is measured over pools of trial size; those that the engine then keeps are others."""
+        """The engine binds trial pools to measure memory, and then the real ones."""
         backend = self.make()
         for number in range(2):
             arena = self._arena(backend=backend)
@@ -314,21 +318,22 @@ class AttentionContract:
             arena.run(arena.plan([("b", 1), ("a", 1), ("c", 7)], num_decode=2))
             for layer in arena.layers:
                 plane = arena.paging.pools[layer.group].layer(layer.local, "k")
-                assert not same_bits(plane, torch.full_like(plane, self.poison)), "K went to pools of an earlier bind"
+                empty = same_bits(plane, torch.full_like(plane, self.poison))
+                assert not empty, "`write` must use the pools of the latest bind, but left them empty"
             if number == 0:
                 backend.bind({})
 
     def test_plans_on_the_host_without_pools(self) -> None:
-        """plan_host runs ahead of the device, and knows nothing but bounds."""
+        """plan_host runs ahead of the device and must need nothing but the bounds."""
         self.make().plan_host(HostBounds((1, 1, 5), (9, 4, 5), 2))
 
     def test_nothing_waits_for_the_device(self) -> None:
         if torch.device(self.device).type != "cuda":
-            pytest.skip("only a CUDA device can tell")
+            pytest.skip("needs a CUDA device")
         arena = self._arena(windows=self._windows(0, 6))
         arena.run(arena.plan([("a", 9), ("b", 6)]))
         rows, num_decode = [("b", 1), ("a", 1), ("c", 7)], 2
-        arena.run(arena.plan(rows, num_decode=num_decode))  # compiles what it must
+        arena.run(arena.plan(rows, num_decode=num_decode))  # compiles kernels
         paged = arena.page([("b", 1), ("a", 1), ("d", 7)], num_decode=num_decode, slack=3)
         qkv = arena.random(9, (arena.heads + 2 * arena.kv_heads) * arena.head_dim)
         torch.cuda.synchronize()
@@ -342,20 +347,18 @@ class AttentionContract:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    # Pages.
+    # Pages
 
     @pytest.mark.parametrize("case", WRITES.values(), ids=WRITES)
     def test_write_norms_then_rotates(self, case: WriteCase) -> None:
-        """q comes back, k and v stand in the pages; v is neither normed nor rotated."""
+        """write returns q and stores k and v in the pages. v is neither normed nor rotated."""
         for heads in self.heads:
             arena = self._arena(heads=heads)
             arena.run(arena.plan([("a", 9), ("b", 6)]))
             step, layer = arena.plan([("b", 2), ("a", 1), ("c", 7)], num_decode=2), arena.layers[-1]
             qkv = arena.random_qkv(step)
             q, k, v = qkv.view(len(qkv), -1, arena.head_dim).split((heads[0], heads[1], heads[1]), dim=1)
-            norm = QKNorm(arena.random(arena.head_dim), arena.random(arena.head_dim), 1e-5) if case.norm else None
-            dim = arena.head_dim // case.rotary_dim if case.rotary_dim else 0
-            rope = Rope(torch.randn(MAX_LEN, dim, device=self.device)) if dim else None
+            norm, rope = case.build(arena)
             expected_q, expected_k = (
                 rotated(normed(x, norm, weight), rope, step.paged.positions_T)
                 for x, weight in ((q, "q_weight_D"), (k, "k_weight_D"))
@@ -365,23 +368,21 @@ class AttentionContract:
             written = step.paged.metas[layer.group].write_T
             stored = arena.paging.pools[layer.group]
             got_k, got_v = (stored.layer(layer.local, name).flatten(0, 1)[written] for name in ("k", "v"))
-            assert got_q.dtype == self.dtype, f"q is {got_q.dtype}, the model's dtype is {self.dtype}"
-            assert_near(got_q, expected_q, arena.tolerance, "q")
-            assert_near(got_k, expected_k, arena.tolerance, "k in its pages")
-            assert same_bits(got_v, v.to(arena.kv_dtype)), "v in its pages is not v"
+            assert got_q.dtype == self.dtype, f"q must have the model's dtype {self.dtype}, not {got_q.dtype}"
+            assert_near(got_q, expected_q, arena.tolerance, "q that `write` returned")
+            assert_near(got_k, expected_k, arena.tolerance, "k in the pages")
+            assert same_bits(got_v, v.to(arena.kv_dtype)), "`write` must store v unchanged"
 
     @pytest.mark.parametrize("case", WRITES.values(), ids=WRITES)
-    def test_write_and_attend_are_the_two(self, case: WriteCase) -> None:
-        """In one call, for decode rows alone, with drafts, and beside chunks."""
+    def test_write_and_attend_equals_both_calls(self, case: WriteCase) -> None:
+        """write_and_attend equals write, then attend: for decode rows with and without drafts, and with chunks."""
         for heads, rows in zip(self.heads, itertools.cycle(([3, 1, 2], [1, 1, 1], [1, 1, 7])), strict=False):
             arena = self._arena(heads=heads)
             arena.run(arena.plan([("a", 9), ("b", 6)]))
             counts = list(zip("bac", rows, strict=True))
             step, layer = arena.plan(counts, num_decode=3 if max(rows) < 7 else 2), arena.layers[-1]
             qkv, ctx = arena.random_qkv(step), step.ctxs[layer.group]
-            norm = QKNorm(arena.random(arena.head_dim), arena.random(arena.head_dim), 1e-5) if case.norm else None
-            dim = arena.head_dim // case.rotary_dim if case.rotary_dim else 0
-            rope = Rope(torch.randn(MAX_LEN, dim, device=self.device)) if dim else None
+            norm, rope = case.build(arena)
             written = step.paged.metas[layer.group].write_T
             pool = arena.paging.pools[layer.group]
             pages = [pool.layer(layer.local, name).flatten(0, 1) for name in ("k", "v")]
@@ -392,31 +393,28 @@ class AttentionContract:
                 page[written] = 7.0
             with poisoned_memory():
                 got = arena.backend.write_and_attend(layer, ctx, qkv.clone(), rope, norm)[PLAIN].values
-            assert_near(got, expected, arena.tolerance, "the output")
+            assert_near(got, expected, arena.tolerance, "the output of write_and_attend")
             for page, before, name in zip(pages, stored, "kv", strict=True):
-                assert_near(page[written], before, arena.tolerance, f"{name} in its pages")
+                assert_near(page[written], before, arena.tolerance, f"{name} that write_and_attend stored")
 
     def test_write_touches_nothing_else(self) -> None:
-        """Neither another token's slot, nor another layer, nor another group; padding goes to scratch page 0."""
+        """write changes no other token's slot, layer or group; padding goes to scratch page 0."""
         arena = self._arena(windows=self._windows(0, 6), poison=7.0)
         for padding in (0, 3):
             for layer in arena.layers:
                 step = arena.plan([("a", 5), ("b", 6)], padding=padding)
-                before = {
-                    (id, name): plane.clone()
-                    for id, pool in arena.paging.pools.items()
-                    for name, plane in pool.planes.items()
-                }
+                before = arena.planes()
                 arena.write(layer, step)
                 written = step.paged.metas[layer.group].write_T
                 for (id, name), expected in before.items():
                     plane = arena.paging.pools[id].planes[name]
                     if id == layer.group:
                         slots = expected[layer.local].flatten(0, 1)
-                        assert not same_bits(plane[layer.local].flatten(0, 1)[written], slots[written])
+                        unwritten = same_bits(plane[layer.local].flatten(0, 1)[written], slots[written])
+                        assert not unwritten, f"`write` left the slots of write_T in plane {name!r} unchanged"
                         slots[written] = plane[layer.local].flatten(0, 1)[written]
                     assert same_bits(plane, expected), (
-                        f"writing layer {layer.index} touched slots of plane {name!r} of group {id} that write_T "
+                        f"`write` of layer {layer.index} changed slots of plane {name!r} of group {id} that write_T "
                         f"does not name ({seed_note()})"
                     )
 
@@ -424,15 +422,13 @@ class AttentionContract:
         arena = self._arena(windows=self._windows(0, 6))
         step = arena.plan([("a", 9), ("b", 6)])
         asked = [(layer, arena.write(layer, step)) for layer in arena.layers]
-        before = {
-            (id, name): plane.clone() for id, pool in arena.paging.pools.items() for name, plane in pool.planes.items()
-        }
+        before = arena.planes()
         for layer, q_THD in asked:
             arena.attend(layer, step, q_THD)
-        for (id, name), expected in before.items():
-            assert same_bits(arena.paging.pools[id].planes[name], expected), f"attend wrote to plane {name!r} of {id}"
+        for (id, name), plane in arena.planes().items():
+            assert same_bits(plane, before[id, name]), f"attend changed plane {name!r} of group {id}; it must only read"
 
-    # Output.
+    # Output
 
     def test_emits_the_formats_asked_for(self) -> None:
         arena = self._arena()
@@ -443,21 +439,23 @@ class AttentionContract:
         for emit in ((PLAIN,), (SCALED_ROWS,), (PLAIN, SCALED_ROWS), (SCALED_ROWS, PLAIN)):
             bundle = arena.attend(layer, step, q_THD, emit)
             for fmt in emit:
-                got = bundle[fmt]  # raises KeyError when it was forgotten
-                assert got.format is fmt
+                got = bundle[fmt]  # KeyError if the format is missing
+                assert got.format is fmt, f"expected format {fmt.name}, got {got.format.name}"
                 if fmt is PLAIN:
-                    assert got.scale is None and got.values.dtype == self.dtype
+                    plain = got.scale is None and got.values.dtype == self.dtype
+                    assert plain, f"plain output must have dtype {self.dtype} and no scale, got {got.values.dtype}"
                     assert_near(got.values, expected, arena.tolerance, "plain output")
                     continue
                 like = encode_reference(expected.to(self.dtype), fmt)
-                assert got.values.dtype == like.values.dtype and got.scale is not None and like.scale is not None
-                assert got.scale.shape == like.scale.shape and got.scale.dtype == like.scale.dtype
-                assert_near(got.scale, like.scale, arena.tolerance, "scales")
+                assert got.scale is not None and like.scale is not None, f"output in {fmt.name} must have scales"
+                kinds = [(x.values.dtype, x.scale.dtype, x.scale.shape) for x in (got, like) if x.scale is not None]
+                assert kinds[0] == kinds[1], "dtype of values, dtype and shape of scales: got, expected"
+                assert_near(got.scale, like.scale, arena.tolerance, "scales of the output")
                 decoded = got.values.double() * got.scale.double()
                 assert_near(decoded, expected, arena.tolerance + TOLERANCE[torch.float16], "encoded output")
 
     def test_mla_is_refused_by_name(self) -> None:
-        """The capability `kinds` says who has MLA; the others say so when asked."""
+        """Without MLA (capability `kinds`), attend_mla raises NotImplementedError that names the backend."""
         if self.mla:
             pytest.skip("mla = True")
         backend = self.make()
@@ -465,34 +463,20 @@ class AttentionContract:
         with pytest.raises(NotImplementedError, match=type(backend).__name__):
             backend.attend_mla(None, None, nothing, nothing)
 
-    # Tools.
+    # Helpers
 
-    def _arena(
-        self,
-        *,
-        backend: AttentionBackend | None = None,
-        heads: tuple[int, int] | None = None,
-        head_dim: int | None = None,
-        kv_dtype: torch.dtype | None = None,
-        windows: Sequence[int] = (0,),
-        poison: float | None = None,
-        kv_scales: tuple[float | torch.Tensor, float | torch.Tensor] = (1.0, 1.0),
-    ) -> Arena:
+    def _arena(self, *, backend: AttentionBackend | None = None, **options: Any) -> Arena:
         fresh(self)
-        kv_dtype = kv_dtype or self.dtype
-        return Arena(
-            backend or self.make(),
-            device=torch.device(self.device),
-            dtype=self.dtype,
-            kv_dtype=kv_dtype,
-            tolerance=TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance,
-            heads=heads or self.heads[-2 % len(self.heads)],
-            head_dim=head_dim or self.head_dims[0],
-            page_tokens=self.page_tokens,
-            windows=windows,
-            poison=self.poison if poison is None else poison,
-            kv_scales=kv_scales,
-        )
+        defaults: dict[str, Any] = {
+            "kv_dtype": self.dtype,
+            "tolerance": TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance,
+            "heads": self.heads[-2 % len(self.heads)],
+            "head_dim": self.head_dims[0],
+            "page_tokens": self.page_tokens,
+            "poison": self.poison,
+        }
+        device = torch.device(self.device)
+        return Arena(backend or self.make(), device=device, dtype=self.dtype, **{**defaults, **options})
 
     def _windows(self, *windows: int) -> tuple[int, ...]:
         return windows if self.windows else (0,) * len(windows)
@@ -508,7 +492,7 @@ def tensors(meta: BatchMeta) -> list[tuple[str, torch.Tensor]]:
 
 
 def random_tree(count: int, width: int, rng: random.Random) -> tuple[torch.Tensor, list[int]]:
-    """(mask [count, width], depths): token 0 is the last accepted one, the others hang below one before them."""
+    """Return (mask [count, width], depths). Token 0 is the last accepted one; the others have an earlier parent."""
     mask = torch.zeros(count, width, dtype=torch.bool)
     mask[:, : width - count] = True
     depths: list[int] = []
@@ -530,7 +514,7 @@ def normed(x_THD: torch.Tensor, norm: QKNorm | None, weight: str) -> torch.Tenso
 
 
 def rotated(x_THD: torch.Tensor, rope: Rope | None, positions_T: torch.Tensor) -> torch.Tensor:
-    """Pairs (i, i + half) of the first dimensions turn by their angle; the rest stays."""
+    """Rotate pairs (i, i + half) of the first dimensions; the others stay."""
     if rope is None:
         return x_THD
     half = rope.table.shape[1] // 2

@@ -1,4 +1,4 @@
-"""Runs an attention backend over pages filled by hand, and keeps what it should have seen beside them.
+"""Driver that runs an attention backend over test pages and keeps the true keys and values for comparison.
 
 Shapes: T tokens, H query heads, K kv heads, D head dim, L KV length of a sequence, W tokens of a tree.
 """
@@ -26,12 +26,12 @@ from dovetail.core.testing.paging import PagedStep, Paging
 
 MAX_LEN = 128
 SCALE = 0.3
-"""Not 1/sqrt(D), so that a backend must take the layer's."""
+"""Differs from 1/sqrt(D), so that a backend must use the layer's scale."""
 
 
 @dataclass(slots=True)
 class Step:
-    """Rows that were planned: one context for each KV group."""
+    """Planned rows with one context for each KV group."""
 
     rows: tuple[tuple[str, int], ...]
     paged: PagedStep
@@ -39,11 +39,11 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Padding not counted."""
+        """Number of tokens without padding."""
         return sum(count for _, count in self.rows)
 
     def row_tokens(self) -> Iterable[tuple[int, int, str, int]]:
-        """(token of the step, row, sequence, index of the token's key in its sequence)"""
+        """Yield (token of the step, row, sequence, index of the token's key in its sequence)."""
         token = 0
         for row, ((name, count), start) in enumerate(zip(self.rows, self.paged.starts, strict=True)):
             for i in range(count):
@@ -52,7 +52,7 @@ class Step:
 
 
 class Arena:
-    """Groups of two layers each, one group for each window; the truth is float64 per layer and sequence."""
+    """One group of two layers for each window, with the true keys and values in float64 per layer and sequence."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Arena:
         self.groups = tuple(
             KVGroup(
                 id=id,
-                # Interleaved, so that neither a layer's index nor its group is its place in the pool.
+                # Interleaved, so that a layer's index in its pool differs from its model index and its group.
                 layers=(id, id + len(windows)),
                 planes=planes,
                 kind="window" if window else "full",
@@ -88,7 +88,7 @@ class Arena:
         self.paging = Paging(self.groups, device, poison=poison, rng=fresh_random())
         backend.bind(self.paging.pools)
         self.truth: dict[tuple[int, str], torch.Tensor] = {}
-        """(layer index, sequence) -> [MAX_LEN, 2, K, D]: keys and values as they were given."""
+        """(layer index, sequence) -> [MAX_LEN, 2, K, D]: keys and values as a cache of kv_dtype holds them."""
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
@@ -119,7 +119,7 @@ class Arena:
         spare: int = 0,
         change: Mapping[str, Any] | None = None,
     ) -> Step:
-        """What the engine does before a forward: plan_host once, plan_device for each group. `change` sets metadata."""
+        """Plan as the engine does: plan_host once, plan_device for each group. `change` replaces metadata fields."""
         paged = self.page(rows, num_decode=num_decode, slack=slack, padding=padding, spare=spare)
         if slack_everywhere:
             longer = tuple(self.paging.lengths[name] + slack for name, _ in rows)
@@ -129,7 +129,7 @@ class Arena:
         return Step(tuple(rows), paged, self.contexts(paged))
 
     def page(self, rows: Sequence[tuple[str, int]], *, slack: int = 0, **options: int) -> PagedStep:
-        """As Paging.step; who plans from exact lengths on the host gets them."""
+        """Call Paging.step, with exact bounds for a backend that needs exact lengths on the host."""
         slack = slack if self.backend.exact_lengths == "device" else 0
         return self.paging.step(rows, slack=slack, **options)
 
@@ -139,7 +139,7 @@ class Arena:
             return {id: self.backend.plan_device(meta, paged.host, planned) for id, meta in paged.metas.items()}
 
     def write(self, layer: AttentionLayer, step: Step, qkv: torch.Tensor | None = None) -> torch.Tensor:
-        """Random q, k and v unless given; returns q_THD."""
+        """Write qkv (default: random values) and return q_THD."""
         if qkv is None:
             qkv = self.random_qkv(step)
         with poisoned_memory():
@@ -152,6 +152,11 @@ class Arena:
             pairs = zip(kv, self.kv_scales, strict=True)
             truth[at] = torch.stack([stored(x[token], scale, self.kv_dtype).cpu() for x, scale in pairs])
         return q_THD
+
+    def planes(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Return copies of all planes by (group, name)."""
+        pools = self.paging.pools.items()
+        return {(id, name): plane.clone() for id, pool in pools for name, plane in pool.planes.items()}
 
     def random_qkv(self, step: Step) -> torch.Tensor:
         tokens = len(step.paged.positions_T)
@@ -167,7 +172,7 @@ class Arena:
             return self.backend.attend(layer, step.ctxs[layer.group], q_THD, emit)
 
     def run(self, step: Step) -> None:
-        """Write and attend in every layer, and compare."""
+        """Write and attend in every layer and check the output."""
         for layer in self.layers:
             q_THD = self.write(layer, step)
             self.check(layer, step, q_THD)
@@ -175,17 +180,16 @@ class Arena:
     def check(
         self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor, tokens: Sequence[int] | None = None
     ) -> None:
-        """Attend and compare with the loop; `tokens` names those that count (default: all but padding)."""
-        got = self.attend(layer, step, q_THD)[PLAIN].values
-        assert got.shape == (len(q_THD), self.heads * self.head_dim), f"attend gave {tuple(got.shape)}"
-        assert got.dtype == self.dtype, f"a plain activation has the model's dtype {self.dtype}, not {got.dtype}"
-        count = list(range(step.tokens)) if tokens is None else list(tokens)
-        assert_near(
-            got[count], self.expected(layer, step, q_THD)[count], self.tolerance, f"attention of layer {layer.index}"
-        )
+        """Attend and compare with the loop; `tokens` selects the tokens compared (default: all but padding)."""
+        got, shape = self.attend(layer, step, q_THD)[PLAIN].values, (len(q_THD), self.heads * self.head_dim)
+        assert got.shape == shape, f"attend must return shape {shape}, got {tuple(got.shape)}"
+        assert got.dtype == self.dtype, f"a plain activation must have the model's dtype {self.dtype}, not {got.dtype}"
+        chosen = list(range(step.tokens)) if tokens is None else list(tokens)
+        expected = self.expected(layer, step, q_THD)[chosen]
+        assert_near(got[chosen], expected, self.tolerance, f"attention output of layer {layer.index}")
 
     def expected(self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor) -> torch.Tensor:
-        """float64 [tokens, H * D], one token after another."""
+        """Compute the expected output token by token, float64 [tokens, H * D]."""
         meta, out = step.paged.metas[layer.group], []
         tree_TW = None if meta.tree_mask_TW is None else meta.tree_mask_TW.cpu()
         for token, row, name, at in step.row_tokens():
@@ -197,7 +201,7 @@ class Arena:
 
 
 def stored(x_KD: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a cache of this dtype makes of K or V, in float64; 8-bit formats hold it divided by the scale."""
+    """Return K or V as a cache of this dtype holds it, in float64; 8-bit formats store it divided by the scale."""
     if dtype.itemsize > 1:
         return x_KD.to(dtype).double()
     per_head = scale[:, None] if isinstance(scale, torch.Tensor) else scale
@@ -206,7 +210,7 @@ def stored(x_KD: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) 
 
 
 def sees(layer: AttentionLayer, at: int, key: int, length: int, tree_TW: torch.Tensor | None, token: int) -> bool:
-    """Whether the query of a token, whose own key has index `at`, sees a key."""
+    """Whether a token whose own key has index `at` attends to a key."""
     if layer.window and key <= at - layer.window:
         return False
     if tree_TW is None:
@@ -216,7 +220,7 @@ def sees(layer: AttentionLayer, at: int, key: int, length: int, tree_TW: torch.T
 
 
 def attend_one(q_HD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, scale: float) -> torch.Tensor:
-    """One query over the keys it sees, head by head."""
+    """Attend with one query over its visible keys, head by head."""
     share = len(q_HD) // k_LKD.shape[1]
     heads = []
     for head, q_D in enumerate(q_HD):

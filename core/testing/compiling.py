@@ -1,7 +1,7 @@
-"""Kernels compiled for Hopper on a machine without a GPU: mistakes that only its compiler sees, found in CI.
+"""Compilation of kernels for Hopper on a machine without a GPU, to find in CI what only the compiler detects.
 
-Triton's interpreter runs a kernel as Python: a variable that changes its type, a loop that cannot be unrolled, an
-instruction that the hardware does not have, or blocks larger than its shared memory all pass there.
+Triton's interpreter runs a kernel as Python. It accepts a variable that changes its type, a loop that cannot be
+unrolled, an instruction that the hardware lacks, and blocks larger than shared memory.
 """
 
 from __future__ import annotations
@@ -26,34 +26,32 @@ from triton.runtime.jit import JITFunction
 
 NAME, PROCESSORS, CAPABILITY = "NVIDIA H200", 132, (9, 0)
 SHARED_BYTES = 227 * 1024
-"""What one block may have of a Hopper multiprocessor's shared memory."""
+"""Maximum shared memory of one block on Hopper."""
 
 
 @dataclass(slots=True)
 class Compiled:
-    """What was compiled."""
+    """Kernels that were compiled."""
 
     launches: int = 0
     functions: set[str] = field(default_factory=set)
-    """Every @triton.jit function that some launch contained, "module:name"."""
+    """Every @triton.jit function that some launch contained, as "module:name"."""
     kernels: list[tuple[str, CompiledKernel]] = field(default_factory=list)
-    """What each launch compiled: its name, and Triton's result, whose `asm` holds "ptx" and "cubin"."""
+    """Name and compiled kernel of each launch; `asm` holds "ptx" and "cubin"."""
     variants: dict[tuple[str, str], None] = field(default_factory=dict)
-    """Name, and what Triton tells one compilation of it from another by: types, alignment, constants, options. In the
-    order in which they were first launched."""
+    """Name and Triton's cache key (types, alignment, constants, options), in the order of the first launches."""
 
 
 @contextmanager
 def compiled_for_hopper(machine_code: bool = True) -> Iterator[Compiled]:
-    """Within, device="cuda" gives tensors without data, and each kernel launch compiles the kernel for an H200, down to
-    machine code, in place of running it. What the compiler refuses is raised at the launch. Without `machine_code`
-    nothing is compiled, and the variants of kernels are noted alone: milliseconds a launch.
+    """Compile kernels for an H200 at their launch instead of running them. device="cuda" gives tensors without data.
 
-    Call the functions that launch kernels, so that what is compiled is what they would launch: types, alignment,
-    options and block sizes. Whatever looks at a tensor's values fails.
+    Compiler errors are raised at the launch. With machine_code=False nothing is compiled and only the variants are
+    recorded, which takes milliseconds per launch. Call the functions that launch kernels, so that types, alignment,
+    options and block sizes are the real ones. Code that reads a tensor's values fails.
     """
     if triton.knobs.runtime.interpret:
-        raise ValueError("TRITON_INTERPRET=1 makes kernels Python; compiling them needs a process without it")
+        raise ValueError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     compiled = Compiled()
     run, inline, compile_variant = JITFunction.run, CodeGenerator.call_JitFunction, JITFunction._do_compile
     touched: set[JITFunction] = set()
@@ -68,8 +66,8 @@ def compiled_for_hopper(machine_code: bool = True) -> Iterator[Compiled]:
         compiled.kernels.append((_name(kernel), found))
         if found.metadata.shared > SHARED_BYTES:
             raise ValueError(
-                f"{_name(kernel)} takes {found.metadata.shared} bytes of shared memory and a block may have "
-                f"{SHARED_BYTES}: smaller blocks or fewer stages ({found.metadata.num_stages} now)"
+                f"{_name(kernel)} needs {found.metadata.shared} bytes of shared memory, but a block has at most "
+                f"{SHARED_BYTES}: use smaller blocks or fewer stages than {found.metadata.num_stages}"
             )
         return found
 
@@ -97,7 +95,7 @@ def compiled_for_hopper(machine_code: bool = True) -> Iterator[Compiled]:
             properties = SimpleNamespace(name=NAME, multi_processor_count=PROCESSORS, major=9, minor=0)
             stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device=None: properties))
             stack.enter_context(warnings.catch_warnings())
-            # Triton asks for the address, to see whether it is aligned; without data it is 0.
+            # Triton reads the address to check its alignment; without data it is 0.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             stack.enter_context(FakeTensorMode())
             stack.enter_context(_IndexByDispatch())
@@ -108,12 +106,12 @@ def compiled_for_hopper(machine_code: bool = True) -> Iterator[Compiled]:
             kernel.device_caches.pop(DEVICE, None)
 
 
-DEVICE = "an H200 that is not there"
-"""The key of what is compiled here in Triton's caches in memory: no launch on a real device may find it."""
+DEVICE = "emulated H200"
+"""Key in Triton's in-memory caches, distinct from real devices, so that no real launch finds these kernels."""
 
 
 class _Driver:
-    """As much of Triton's driver as compiling asks for."""
+    """Minimal Triton driver for compilation."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
@@ -126,8 +124,7 @@ class _Driver:
 
 
 class _IndexByDispatch(TorchFunctionMode):
-    """A CPU build of torch refuses x[0] and x[1:] of a CUDA tensor before it sees that the tensor is fake; select and
-    slice it takes."""
+    """Replaces x[0] and x[1:] by select and slice: a CPU build of torch rejects indexing of a fake CUDA tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[1], int):

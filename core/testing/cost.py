@@ -1,12 +1,10 @@
-"""The contract suite of cost models. Subclass CostContract in a test module and override `make`."""
+"""Contract suite for cost models. Subclass CostContract in a test module and override `make`."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from typing import ClassVar
 
@@ -15,6 +13,7 @@ import pytest
 from dovetail.core.compose import EngineConfig
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Parameters, Row, RowFlag, RowWork, StepPlan
+from dovetail.core.testing.suite import assert_torch_free
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -29,7 +28,7 @@ SPEC = ModelSpec(
     dtype="bfloat16",
     parameters=Parameters(65_536_000, 65_536_000, 251_658_240, 1_207_959_552, rest=100_352),
 )
-"""About 1.6 billion parameters, dense."""
+"""Dense model of about 1.6 billion parameters."""
 ROWS = (
     RowWork(1, 100),
     RowWork(1, 8000),
@@ -38,27 +37,27 @@ ROWS = (
     RowWork(512, 4000, sampled=0),
     RowWork(1, 900, times=17),
 )
-"""Decode rows, one that verifies drafts, chunks."""
+"""Decode rows, a row with drafts, and chunks."""
 
 
 class CostContract:
-    """Every sentence of dovetail.core.interfaces.CostModel. `make` is the only thing that must be overridden."""
+    """Tests of the rules of dovetail.core.interfaces.CostModel. Only `make` must be overridden."""
 
     spec: ClassVar[ModelSpec] = SPEC
-    """What it is bound to, with the next two."""
+    """Model that the cost model is bound to."""
     engine: ClassVar[EngineConfig] = EngineConfig()
-    """Settings."""
+    """Engine settings that it is bound to."""
     formats: ClassVar[Formats] = Formats("bfloat16", 2, 16.0, "bfloat16", 2)
-    """Number formats."""
+    """Number formats that it is bound to."""
 
     def make(self) -> CostModel:
-        """A fresh cost model, not bound; every call gives an equal one."""
+        """Return a fresh, unbound cost model. Every call must return an equal one."""
         raise NotImplementedError("return your cost model: MyCost(MyConfig(...))")
 
     def bound(self) -> CostModel:
         cost = self.make()
         if not cost.predicts:
-            pytest.skip("it predicts nothing")
+            pytest.skip("predicts = False")
         cost.bind(self.spec, self.engine, self.formats)
         return cost
 
@@ -66,22 +65,23 @@ class CostContract:
         rng = random.Random(0)
         return [[row] for row in ROWS] + [rng.choices(ROWS, k=rng.randrange(2, 9)) for _ in range(count)]
 
-    # Of one step.
+    # One step
 
     def test_no_rows_take_no_time(self) -> None:
-        assert self.bound().step_seconds([]) == 0.0
+        assert self.bound().step_seconds([]) == 0.0, "a step without rows takes 0 s"
 
     def test_every_step_takes_some_time(self) -> None:
         cost = self.bound()
         for rows in self.batches():
             seconds = cost.step_seconds(rows)
-            assert isinstance(seconds, float) and 0 < seconds < math.inf, f"{seconds} for {rows}"
+            valid = isinstance(seconds, float) and 0 < seconds < math.inf
+            assert valid, f"step_seconds must be a positive finite float, got {seconds!r} for {rows}"
 
     def test_more_work_takes_no_less_time(self) -> None:
-        """One more row, more tokens, a longer context."""
+        """A further row, more tokens or a longer context never lower the predicted time."""
         cost = self.bound()
         for rows, more in itertools.product(self.batches(8), ROWS):
-            _no_less(cost.step_seconds([*rows, more]), cost.step_seconds(rows), f"{rows} with {more}")
+            _no_less(cost.step_seconds([*rows, more]), cost.step_seconds(rows), f"{rows} plus {more}")
         for row in ROWS:
             for larger in (
                 row._replace(bound=2 * row.bound),
@@ -90,34 +90,35 @@ class CostContract:
             ):
                 _no_less(cost.step_seconds([larger]), cost.step_seconds([row]), f"{larger} instead of {row}")
 
-    def test_times_stands_for_so_many_equal_rows(self) -> None:
+    def test_times_multiplies_a_row(self) -> None:
         cost = self.bound()
         for row in ROWS:
             together = cost.step_seconds([ROWS[0], row._replace(times=5)])
             apart = cost.step_seconds([ROWS[0], *[row._replace(times=1)] * 5])
-            assert together == pytest.approx(apart), f"five of {row}: {together} with times=5, {apart} one by one"
+            assert together == pytest.approx(apart), f"{row} with times=5 takes {together} s, five such rows {apart} s"
 
     def test_the_order_of_rows_does_not_matter(self) -> None:
         cost = self.bound()
         for rows in self.batches():
-            assert cost.step_seconds(rows[::-1]) == pytest.approx(cost.step_seconds(rows)), f"{rows} backwards"
+            reverse = cost.step_seconds(rows[::-1])
+            assert reverse == pytest.approx(cost.step_seconds(rows)), f"reverse order changes the time of {rows}"
 
     def test_rows_may_come_from_a_generator(self) -> None:
         cost = self.bound()
         for rows in self.batches(8):
-            assert cost.step_seconds(row for row in rows) == cost.step_seconds(rows)
+            assert cost.step_seconds(row for row in rows) == cost.step_seconds(rows), "rows may be any iterable"
 
-    def test_asking_changes_nothing(self) -> None:
-        """Schedulers ask about steps that never come."""
+    def test_predictions_are_pure(self) -> None:
+        """Schedulers also ask about steps that never run."""
         cost, other = self.bound(), self.bound()
         first = [cost.step_seconds(rows) for rows in self.batches()]
-        assert [cost.step_seconds(rows) for rows in self.batches()] == first, "asked again, it says something else"
+        assert [cost.step_seconds(rows) for rows in self.batches()] == first, "equal calls must give equal seconds"
         backwards = [other.step_seconds(rows) for rows in reversed(self.batches())]
-        assert backwards[::-1] == first, "what was asked before shows"
+        assert backwards[::-1] == first, "seconds must not depend on earlier calls"
 
-    # Of what is made of steps.
+    # Sums of steps
 
-    def test_a_plan_takes_what_its_rows_take(self) -> None:
+    def test_a_plan_takes_as_long_as_its_rows(self) -> None:
         rows = [
             Row(0, 7, 1, 3, 500, 2, int(RowFlag.SAMPLE | RowFlag.DECODE)),
             Row(1, 8, 1, 64, 64, 0, 0),
@@ -125,47 +126,50 @@ class CostContract:
         ]
         cost = self.bound()
         works = [RowWork(3, 500, 3), RowWork(64, 64, 0), RowWork(64, 128, 1)]
-        assert cost.seconds(StepPlan(step=0, rows=rows)) == pytest.approx(cost.step_seconds(works))
+        found = cost.seconds(StepPlan(step=0, rows=rows))
+        assert found == pytest.approx(cost.step_seconds(works)), "seconds(plan) must equal step_seconds of its rows"
 
     def test_decode_and_prefill_are_sums_of_steps(self) -> None:
         cost = self.bound()
         decode = cost.step_seconds([RowWork(1, 900, times=8)])
-        assert cost.decode_seconds(8, 900) == pytest.approx(decode), "decode_seconds is one step of equal rows"
+        assert cost.decode_seconds(8, 900) == pytest.approx(decode), "decode_seconds must be one step of equal rows"
         chunks = [RowWork(256, 356, 0), RowWork(256, 612, 0), RowWork(88, 700, 1)]
         prefill = sum(cost.step_seconds([chunk]) for chunk in chunks)
-        assert cost.prefill_seconds(600, cached=100, chunk=256) == pytest.approx(prefill), "a step for each chunk"
-        assert cost.prefill_seconds(600) == cost.prefill_seconds(600, chunk=self.engine.token_budget)
+        found = cost.prefill_seconds(600, cached=100, chunk=256)
+        assert found == pytest.approx(prefill), "prefill_seconds must be the sum of one step per chunk"
+        found = cost.prefill_seconds(600, chunk=self.engine.token_budget)
+        assert cost.prefill_seconds(600) == found, "the default chunk must be engine.token_budget"
 
-    # Of memory.
+    # Memory
 
     def test_bytes_are_counted(self) -> None:
         cost, p, formats = self.bound(), self.spec.parameters, self.formats
         assert p is not None
         linear = (p.attention + p.mlp + p.experts) * formats.weight_bits / 8
         total = linear + (p.embedding + p.head + p.rest) * formats.dtype_bytes
-        assert cost.weight_bytes() == pytest.approx(total)
-        assert 0 < cost.step_weight_bytes(1) <= cost.step_weight_bytes() <= cost.weight_bytes()
-        assert cost.kv_bytes(1000) == 1000 * self.spec.kv_bytes_per_token(formats.kv_bytes)
+        assert cost.weight_bytes() == pytest.approx(total), "weight_bytes must count every parameter in its format"
+        ordered = 0 < cost.step_weight_bytes(1) <= cost.step_weight_bytes() <= cost.weight_bytes()
+        assert ordered, "a step must not read more bytes than weight_bytes, nor fewer for more tokens"
+        kv_bytes = 1000 * self.spec.kv_bytes_per_token(formats.kv_bytes)
+        assert cost.kv_bytes(1000) == kv_bytes, "kv_bytes must be tokens times the model's KV bytes per token"
 
-    # Of what it needs.
+    # Requirements
 
     def test_it_refuses_a_model_in_bind_or_predicts(self) -> None:
-        """Here one that cannot count its parameters."""
+        """bind may refuse a model that has no parameter count; otherwise predictions must work."""
         cost = self.make()
         if not cost.predicts:
-            pytest.skip("it predicts nothing")
+            pytest.skip("predicts = False")
         try:
             cost.bind(replace(self.spec, parameters=None), self.engine, self.formats)
         except ConfigError:
             return
-        assert cost.step_seconds([ROWS[0]]) > 0
+        assert cost.step_seconds([ROWS[0]]) > 0, "bind accepted the model, so step_seconds must be positive"
 
     def test_it_needs_no_torch(self) -> None:
-        """The planner runs where there is none."""
-        code = f"import sys, {type(self.make()).__module__}; sys.exit('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr or "its module imports torch"
+        """The planner also runs without torch."""
+        assert_torch_free(type(self.make()).__module__)
 
 
 def _no_less(more: float, less: float, what: str) -> None:
-    assert more >= less * (1 - 1e-9), f"{what}: {more} s after {less} s"
+    assert more >= less * (1 - 1e-9), f"more work must not take less time: {what} takes {more} s instead of {less} s"

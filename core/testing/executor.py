@@ -1,6 +1,6 @@
-"""The contract suite of executors. Subclass ExecutorContract in a test module and override `make`.
+"""Contract suite for executors. Subclass ExecutorContract in a test module and override `make`.
 
-Plans are written by hand, over a small Llama with random weights that every rank makes for itself.
+Plans are hand-written, for a small Llama whose random weights every rank generates itself.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepResult,
 )
+from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 
 SLOTS, MAX_LEN, PAGE, VOCAB = 4, 64, 16, 97
@@ -48,13 +49,13 @@ SMALL_LLAMA = (
 )
 SAMPLE, DECODE, LATE = RowFlag.SAMPLE, RowFlag.DECODE | RowFlag.SAMPLE, RowFlag.LATE
 TIMEOUT = 60.0
-"""Seconds that reading a small adapter may take."""
-NOBODY = 7777
+"""Seconds allowed for reading a small adapter."""
+UNKNOWN = 7777
 """A uid that never joins."""
 
 
 def small_composition(*overrides: str) -> Composition:
-    """Everything at its default, on the CPU, with the small model."""
+    """Compose the small model on the CPU with default components."""
     return compose(
         [
             "app=generate",
@@ -74,19 +75,25 @@ def small_composition(*overrides: str) -> Composition:
 
 
 def quiet(phase: str, share: float | None) -> None:
-    """No progress bar."""
+    """Progress callback that does nothing."""
+
+
+def small_runner(*overrides: str) -> Runner:
+    """One rank with the small model, ready to run plans."""
+    rank = load_rank(small_composition(*overrides), quiet)
+    return rank.bind(rank.info.num_pages)
 
 
 @dataclass
 class Script:
-    """Plans of a few sequences, in slots whose pages stand where their number says. Goes on where `after` ended."""
+    """Plans of a few sequences. The slot number determines the pages. Continues from where `after` ended."""
 
     after: Script | None = None
     steps: list[tuple[StepPlan, dict[tuple[int, int], JoinBlob]]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
-    """Slots, after the last step."""
+    """Slots in use after the last step."""
     late: dict[int, LateInputs] = field(default_factory=dict)
-    """By step."""
+    """Late inputs by step."""
 
     def add(
         self,
@@ -96,7 +103,7 @@ class Script:
         masks: Mapping[int, Seq[int]] | None = None,
         adapter: str = "",
     ) -> None:
-        """joins: each with its known tokens, and the first with the adapter, in its only slot. masks: by row, the
+        """Add a step. joins: known tokens of each; the first one uses `adapter`, in adapter slot 0. masks: by row, the
         tokens that it may sample."""
         before = self if self.steps else self.after
         step = before.plans[-1].step + 1 if before else 0
@@ -107,10 +114,8 @@ class Script:
         blobs: dict[tuple[int, int], JoinBlob] = {}
         for join, tokens in (joins or {}).items():
             plan.joins.append(join)
-            plan.pages += [
-                PageDelta(0, join.slot, index, join.slot * PAGES_PER_SLOT + index + 1)
-                for index in range(PAGES_PER_SLOT)
-            ]
+            first = join.slot * PAGES_PER_SLOT + 1
+            plan.pages += [PageDelta(0, join.slot, index, first + index) for index in range(PAGES_PER_SLOT)]
             key = "" if blobs else adapter
             request = Request(join.uid, tuple(tokens), SamplingParams(temperature=0.0), eos_ids=(2,), adapter=key)
             blobs[join.uid, join.epoch] = JoinBlob(request.prompt_ids, request, 0, 0 if key else -1)
@@ -135,7 +140,7 @@ A, B, C = prompt(23, 3), prompt(5, 50), prompt(18, 11)
 
 
 def whole_life(after: Script | None = None) -> Script:
-    """Chunks, decodes, a slot that changes hands, a sequence that comes back in another slot."""
+    """Chunks, decode rows, a slot that is reused, and a sequence that resumes in another slot."""
     script = Script(after)
     script.add([Row(0, 1, 1, 16, 16, 0, 0), Row(2, 2, 1, 5, 5, 0, SAMPLE)], {Join(0, 1, 1, 0): A, Join(2, 2, 1, 0): B})
     script.add([Row(2, 2, 1, 1, 6, 0, DECODE), Row(0, 1, 1, 7, 23, 0, SAMPLE)])
@@ -148,7 +153,7 @@ def whole_life(after: Script | None = None) -> Script:
 
 
 def alone(tokens: Seq[int], uid: int, decodes: int, after: Script | None = None) -> Script:
-    """One sequence, its prompt at once."""
+    """One sequence whose prompt is fed in one step."""
     script, count = Script(after), len(tokens)
     script.add([Row(0, uid, 1, count, count, 0, SAMPLE)], {Join(0, uid, 1, 0): tokens})
     for i in range(1, decodes + 1):
@@ -157,7 +162,7 @@ def alone(tokens: Seq[int], uid: int, decodes: int, after: Script | None = None)
 
 
 def with_masks(after: Script | None = None) -> Script:
-    """Sequence 1 may sample a few tokens only, once sits a step out, and is free at last; sequence 2 is free always."""
+    """Sequence 1 is masked, lacks its mask in one step, and is unmasked at the end. Sequence 2 is never masked."""
     script = Script(after)
     rows = [Row(0, 1, 1, 23, 23, 0, SAMPLE | LATE), Row(2, 2, 1, 5, 5, 0, SAMPLE)]
     script.add(rows, {Join(0, 1, 1, 0): A, Join(2, 2, 1, 0): B}, masks={0: (7, 40, 96)})
@@ -169,7 +174,7 @@ def with_masks(after: Script | None = None) -> Script:
 
 
 def with_adapters() -> Script:
-    """Two sequences of one prompt with an adapter each, one after the other; a third runs beside them without."""
+    """Two consecutive sequences with the same prompt and different adapters, and a concurrent one without."""
     script = Script()
     rows = [Row(0, 1, 1, 23, 23, 0, SAMPLE), Row(2, 2, 1, 5, 5, 0, SAMPLE)]
     script.add(rows, {Join(0, 1, 1, 0): A, Join(2, 2, 1, 0): B}, adapter="x@1")
@@ -181,12 +186,11 @@ def with_adapters() -> Script:
 
 
 def save_adapter(folder: Path, seed: int, rank: int = 4) -> None:
-    """A LoRA of the small model's down projections."""
+    """Write a LoRA adapter for the small model's down projections."""
     random = torch.Generator().manual_seed(seed)
+    name = "base_model.model.model.layers.{}.mlp.down_proj.lora_{}.weight"
     tensors = {
-        f"base_model.model.model.layers.{layer}.mlp.down_proj.lora_{factor}.weight": torch.randn(
-            shape, generator=random
-        )
+        name.format(layer, factor): torch.randn(shape, generator=random)
         for layer in range(2)
         for factor, shape in (("A", (rank, 64)), ("B", (32, rank)))
     }
@@ -197,19 +201,19 @@ def save_adapter(folder: Path, seed: int, rank: int = 4) -> None:
 
 
 class ExecutorContract:
-    """Every sentence of dovetail.core.interfaces.Executor. `make` is the only thing that must be overridden."""
+    """Tests of the rules of dovetail.core.interfaces.Executor. Only `make` must be overridden."""
 
     overrides: tuple[str, ...] = ()
-    """For the composition, such as ("engine.tp=2", "executor=mine")."""
+    """Composition overrides, for instance ("engine.tp=2", "executor=mine")."""
 
     def make(self, composition: Composition) -> Executor:
         raise NotImplementedError("return your executor: MyExecutor(MyConfig(), composition)")
 
     def kill_a_rank(self, executor: Executor) -> None:
-        """End one rank of a running executor by force; override where ranks can die alone."""
-        pytest.skip("its ranks cannot die alone")
+        """Kill one rank of a running executor. Override if ranks are separate processes."""
+        pytest.skip("kill_a_rank is not overridden: one rank cannot die alone")
 
-    # Drivers.
+    # Drivers
 
     @contextmanager
     def running(self, *overrides: str) -> Iterator[Executor]:
@@ -222,7 +226,7 @@ class ExecutorContract:
                 executor.shutdown()
 
     def at_once(self, executor: Executor, script: Script) -> list[StepResult]:
-        """Every plan in flight before the first result is asked for."""
+        """Submit every plan before collecting the first result."""
         for plan, blobs in script.steps:
             executor.submit(plan, blobs)
             if plan.late:
@@ -237,43 +241,47 @@ class ExecutorContract:
         return results
 
     def reference(self, script: Script) -> list[StepResult]:
-        """What the core's own runner makes of it, as one rank."""
+        """Run the script on the core's Runner as a single rank."""
         with _own_grad_mode():
-            runner = Runner(small_composition())
-            runner.bind(runner.load(quiet).num_pages)
+            runner = small_runner()
             for plan, blobs in script.steps:
                 runner.execute(plan, blobs)
             results = [runner.collect() for _ in script.steps]
             runner.close()
         return results
 
-    # Start.
+    # Start
 
     def test_start_reports_what_the_engine_needs(self) -> None:
-        said: list[tuple[str, float | None]] = []
+        reported: list[tuple[str, float | None]] = []
         composition = small_composition(*self.overrides)
         with _own_grad_mode():
             executor = self.make(composition)
             try:
-                info = executor.start(lambda phase, share: said.append((phase, share)))
+                info = executor.start(lambda phase, share: reported.append((phase, share)))
             finally:
                 executor.shutdown()
-        assert isinstance(info, ExecutorInfo)
-        assert (info.spec.vocab, info.spec.layers) == (VOCAB, 2)
-        assert info.max_len == MAX_LEN
-        assert info.lookahead == composition.build("spec_decode").lookahead
+        assert isinstance(info, ExecutorInfo), f"start must return an ExecutorInfo, got {info!r}"
+        assert (info.spec.vocab, info.spec.layers) == (VOCAB, 2), f"`spec` must be the model's, got {info.spec}"
+        assert info.max_len == MAX_LEN, f"`max_len` must be engine.max_len = {MAX_LEN}, got {info.max_len}"
+        assert info.lookahead == composition.build("spec_decode").lookahead, "`lookahead` must be the drafter's"
         ids = [group.id for group in info.groups]
-        assert ids and len(set(ids)) == len(ids), f"KV groups {ids}"
-        assert set(info.num_pages) == set(ids), f"pages of {set(info.num_pages)}, groups {ids}"
-        assert all(0 < pages <= SLOTS * PAGES_PER_SLOT for pages in info.num_pages.values()), info.num_pages
-        assert sorted(layer for group in info.groups for layer in group.layers) == [0, 1], info.groups
-        assert info.device
-        assert info.phases and all(seconds >= 0 for seconds in info.phases.values()), info.phases
-        assert all(isinstance(note, str) for note in info.notes)
-        assert said and all(phase and (share is None or 0 <= share <= 1) for phase, share in said), said
+        assert ids and len(set(ids)) == len(ids), f"`groups` must have distinct ids and not be empty, got {ids}"
+        assert set(info.num_pages) == set(ids), f"`num_pages` must name the groups {ids}, got {set(info.num_pages)}"
+        most = SLOTS * PAGES_PER_SLOT
+        fits = all(0 < pages <= most for pages in info.num_pages.values())
+        assert fits, f"each group must have 1 to engine.kv_pages = {most} pages, got {info.num_pages}"
+        layers = sorted(layer for group in info.groups for layer in group.layers)
+        assert layers == [0, 1], f"`groups` must contain each layer once, got {layers}"
+        assert info.device, "`device` must name the device"
+        timed = info.phases and all(seconds >= 0 for seconds in info.phases.values())
+        assert timed, f"`phases` must give the seconds of each start phase, got {info.phases}"
+        assert all(isinstance(note, str) for note in info.notes), f"`notes` must be strings, got {info.notes}"
+        valid = reported and all(phase and (share is None or 0 <= share <= 1) for phase, share in reported)
+        assert valid, f"start must report progress as (phase, share in 0 to 1 or None), got {reported}"
 
     def test_a_start_that_fails_names_the_cause(self) -> None:
-        """And leaves nothing that shutdown could not clear."""
+        """After a failed start, shutdown must still work."""
         folder = "/nonexistent/of-the-executor-contract"
         with _own_grad_mode():
             executor = self.make(compose(["app=generate", "model=llama", f"model.path={folder}", *self.overrides]))
@@ -284,35 +292,37 @@ class ExecutorContract:
                 executor.shutdown()
                 executor.shutdown()
 
-    # Steps.
+    # Steps
 
     def test_results_come_in_order_with_their_keys(self) -> None:
         script = whole_life()
         given = copy.deepcopy(script.steps)
         with self.running() as executor:
-            assert executor.pending == 0
+            assert executor.pending == 0, "nothing is submitted, so `pending` must be 0"
             for number, (plan, blobs) in enumerate(script.steps, start=1):
                 executor.submit(plan, blobs)
-                assert executor.pending == number, "pending is what was submitted and not collected"
-            assert script.steps == given, "the executor changed a plan or its blobs"
+                assert executor.pending == number, "`pending` must count the plans submitted but not collected"
+            assert script.steps == given, "an executor must not change a plan or its blobs"
             for left, plan in reversed([*enumerate(reversed(script.plans))]):
                 result = executor.collect()
-                assert executor.pending == left
-                assert result.step == plan.step, "results come in plan order"
-                assert [(r.row, r.uid, r.epoch) for r in result.rows] == [
-                    (i, row.uid, row.epoch) for i, row in enumerate(plan.rows)
-                ]
+                assert executor.pending == left, "`pending` must count the plans submitted but not collected"
+                assert result.step == plan.step, "results must come in the order of the plans"
+                keys = [(r.row, r.uid, r.epoch) for r in result.rows]
+                expected = [(i, row.uid, row.epoch) for i, row in enumerate(plan.rows)]
+                assert keys == expected, "a result must have (row, uid, epoch) of each row of its plan, in order"
                 for found, row in zip(result.rows, plan.rows, strict=True):
-                    assert len(found.tokens) == bool(row.flags & SAMPLE), f"{row} brought {found.tokens}"
-                assert result.device_seconds >= 0 and result.idle_seconds >= 0
+                    count = int(bool(row.flags & SAMPLE))
+                    assert len(found.tokens) == count, f"{row} must give {count} tokens, got {found.tokens}"
+                assert result.device_seconds >= 0 and result.idle_seconds >= 0, "seconds must not be negative"
 
     def test_tokens_are_those_of_the_plans_in_order(self) -> None:
-        """Whether a result is waited for before the next plan or not, and as the core's runner has them."""
+        """Tokens equal those of the core's runner, whether or not each result is collected before the next plan."""
         script = whole_life()
         expected = _tokens(self.reference(script))
         with self.running() as executor:
-            assert _tokens(self.at_once(executor, script)) == expected
-            assert _tokens(self.one_by_one(executor, whole_life(after=script))) == expected
+            assert _tokens(self.at_once(executor, script)) == expected, "all plans submitted, then all collected"
+            found = _tokens(self.one_by_one(executor, whole_life(after=script)))
+            assert found == expected, "each plan collected before the next is submitted"
 
     def test_a_sequence_does_not_see_the_others(self) -> None:
         by_sequence: dict[tuple[int, int], list[int]] = {}
@@ -325,7 +335,7 @@ class ExecutorContract:
                 own = {1: A, 2: B, 3: C}[uid]
                 script = alone(own, uid, len(tokens) - 1, after=script)
                 found = [t for result in self.at_once(executor, script) for row in result.rows for t in row.tokens]
-                assert found == tokens, f"sequence {uid}, epoch {epoch}: {tokens} among others, {found} alone"
+                assert found == tokens, f"sequence {uid}, epoch {epoch}: {tokens} in a batch, but {found} alone"
 
     def test_collecting_what_was_not_submitted_is_a_clear_error(self) -> None:
         script = None
@@ -333,24 +343,21 @@ class ExecutorContract:
             for _ in range(2):
                 with pytest.raises((ValueError, RuntimeError), match="collect|pending|submit"):
                     executor.collect()
-                assert executor.pending == 0
+                assert executor.pending == 0, "a failed collect must not change `pending`"
                 script = alone(B, 1, 1, after=script)
-                results = self.at_once(executor, script)
-                assert [result.step for result in results] == [plan.step for plan in script.plans], (
-                    "it goes on as before"
-                )
+                steps = [result.step for result in self.at_once(executor, script)]
+                assert steps == [plan.step for plan in script.plans], "after a failed collect, steps must run as before"
 
-    # Adapters.
+    # Adapters
 
     def test_adapters_come_and_go_in_order_with_plans(self) -> None:
-        """Every rank reads them; one that is unloaded serves the plans submitted before; a wrong one harms nobody."""
+        """Every rank loads them. An unloaded adapter still serves earlier plans; an invalid one affects no other."""
         script, overrides = with_adapters(), ("adapter=lora", "adapter.slots=1")
         with tempfile.TemporaryDirectory() as name, _own_grad_mode():
             folders = {key: Path(name) / key for key in ("x@1", "y@2", "wide@3")}
             for seed, (key, folder) in enumerate(folders.items()):
                 save_adapter(folder, seed, rank=32 if key == "wide@3" else 4)
-            runner = Runner(small_composition(*overrides))
-            runner.bind(runner.load(quiet).num_pages)
+            runner = small_runner(*overrides)
             for key in ("x@1", "y@2"):
                 runner.load_adapter(key, str(folders[key])).result(TIMEOUT)
             for plan, blobs in script.steps:
@@ -359,7 +366,7 @@ class ExecutorContract:
             runner.close()
             with self.running(*overrides) as executor:
                 if type(executor).load_adapter is Executor.load_adapter:
-                    pytest.skip("it loads no adapters")
+                    pytest.skip("load_adapter is not overridden")
                 executor.load_adapter("x@1", str(folders["x@1"])).result(TIMEOUT)
                 with pytest.raises(RequestError, match="rank 32"):
                     executor.load_adapter("wide@3", str(folders["wide@3"])).result(TIMEOUT)
@@ -371,25 +378,28 @@ class ExecutorContract:
                 for plan, blobs in script.steps[2:]:
                     executor.submit(plan, blobs)
                 executor.unload_adapter("y@2")
-                assert _tokens([executor.collect() for _ in script.steps]) == expected
+                found = _tokens([executor.collect() for _ in script.steps])
+                assert found == expected, "a plan must run with the adapter that was loaded when it was submitted"
 
-    # Late inputs.
+    # Late inputs
 
     def test_rows_sample_what_their_masks_allow(self) -> None:
-        """A row whose mask is missing samples nothing, and its next step feeds the same token. Others do not notice."""
+        """A row without its mask samples nothing, and its next step feeds the same token. Other rows are unaffected."""
         script = with_masks()
         with self.running() as executor:
             results = self.at_once(executor, script)
             first, other = ([result.rows[i].tokens for result in results] for i in range(2))
-            assert first[0][0] in (7, 40, 96) and first[1] == (13,) and first[3][0] in (64, 65), first
-            assert first[2] == (), f"it had no mask and sampled {first[2]}"
+            allowed = first[0][0] in (7, 40, 96) and first[1] == (13,) and first[3][0] in (64, 65)
+            assert allowed, f"a row sampled a token that its mask forbids: {first}"
+            assert first[2] == (), f"a LATE row without a mask must sample nothing, got {first[2]}"
             known = A + first[0] + first[1] + first[3]
             for tokens, found in ((known, first[4:]), (B, other)):
                 script = alone(tokens, 9, len(found) - 1, after=script)
-                assert [result.rows[0].tokens for result in self.at_once(executor, script)] == found
+                again = [result.rows[0].tokens for result in self.at_once(executor, script)]
+                assert again == found, "tokens after a step without a mask, or in a batch with masked rows"
 
     def test_a_plan_with_late_rows_waits_for_them(self) -> None:
-        """And earlier results can be had meanwhile."""
+        """Earlier results can be collected while a plan waits for its late inputs."""
         script = with_masks()
         first, second, third = script.plans[:3]
         with self.running() as executor:
@@ -404,24 +414,24 @@ class ExecutorContract:
             with pytest.raises(ValueError, match=str(first.step)):
                 executor.complete(script.late[first.step])
             executor.submit(*script.steps[1])
-            assert executor.collect().step == first.step
+            assert executor.collect().step == first.step, "earlier results must be available while a plan waits"
             executor.complete(script.late[second.step])
-            assert executor.collect().rows[0].tokens == (13,)
+            assert executor.collect().rows[0].tokens == (13,), "the mask allows only token 13"
 
-    # Errors.
+    # Errors
 
-    @pytest.mark.parametrize("wrong", ["a row of nobody", "a join without its blob"])
+    @pytest.mark.parametrize("wrong", ["a row without a sequence", "a join without its blob"])
     def test_an_error_in_a_plan_surfaces_and_names_the_cause(self, wrong: str) -> None:
         good = alone(B, 1, 1)
         bad = Script(after=good)
-        if wrong == "a row of nobody":
-            bad.add([Row(3, NOBODY, 1, 1, 1, 0, DECODE)])
+        if wrong == "a row without a sequence":
+            bad.add([Row(3, UNKNOWN, 1, 1, 1, 0, DECODE)])
         else:
-            bad.add([Row(3, NOBODY, 1, 5, 5, 0, SAMPLE)], {Join(3, NOBODY, 1, 0): B})
+            bad.add([Row(3, UNKNOWN, 1, 5, 5, 0, SAMPLE)], {Join(3, UNKNOWN, 1, 0): B})
             bad.steps[0][1].clear()
         with self.running() as executor:
             self.at_once(executor, good)
-            with pytest.raises(Exception, match=str(NOBODY)):
+            with pytest.raises(Exception, match=str(UNKNOWN)):
                 self.at_once(executor, bad)
 
     def test_a_rank_that_dies_is_an_error_of_the_next_calls(self) -> None:
@@ -434,8 +444,8 @@ class ExecutorContract:
                     script = alone(B, 1, 1, after=script)
                     self.at_once(executor, script)
 
-    def test_an_interrupt_hurts_nobody_who_does_not_wait(self) -> None:
-        """From another thread, before start and after shutdown too."""
+    def test_an_interrupt_without_a_waiting_call_is_harmless(self) -> None:
+        """interrupt may be called from another thread, before start and after shutdown."""
         executor = self.make(small_composition(*self.overrides))
         executor.interrupt()
         executor.shutdown()
@@ -446,35 +456,30 @@ class ExecutorContract:
             thread.start()
             thread.join()
             executor.shutdown()
-            assert executor.pending == 0
+            assert executor.pending == 0, "`pending` must be 0 after shutdown"
 
-    # Shutdown.
+    # Shutdown
 
     def test_shutdown_is_idempotent(self) -> None:
-        """Also with plans on the way, and before start."""
+        """shutdown works before start, twice, and with plans in flight."""
         executor = self.make(small_composition(*self.overrides))
         executor.shutdown()
         with self.running() as executor:
             for plan, blobs in whole_life().steps[:3]:
                 executor.submit(plan, blobs)
             executor.shutdown()
-            assert executor.pending == 0, "what was on the way is gone"
+            assert executor.pending == 0, "shutdown must drop the plans in flight"
             executor.shutdown()
         with self.running() as executor:
             executor.submit(*with_masks().steps[0])
             executor.shutdown()
-            assert executor.pending == 0, "what waited for late inputs is gone"
+            assert executor.pending == 0, "shutdown must drop a plan that waits for late inputs"
 
 
 def _tokens(results: Seq[StepResult]) -> list[list[tuple[int, ...]]]:
     return [[row.tokens for row in result.rows] for result in results]
 
 
-@contextmanager
-def _own_grad_mode() -> Iterator[None]:
-    """A rank in this process may turn gradients off for good."""
-    before = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(before)
+def _own_grad_mode() -> torch.set_grad_enabled:
+    """Restore the gradient mode at exit, since a rank in this process may disable gradients permanently."""
+    return torch.set_grad_enabled(torch.is_grad_enabled())

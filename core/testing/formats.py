@@ -1,4 +1,4 @@
-"""An activation format that no built-in component has, as a third party would bring it.
+"""An activation format that no built-in component has, as a third-party plugin would define it.
 
 Shapes: T tokens, C columns, G scale groups.
 """
@@ -8,22 +8,13 @@ from __future__ import annotations
 import torch
 
 from dovetail.core.interfaces import ActFormat
+from dovetail.core.ops.formats import triton_encode
 
 
 def scale_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float16 values in [-1, 1], float32 scale_T1)"""
+    """Return (float16 values in [-1, 1], float32 scale_T1)."""
     scale_T1 = x_TC.abs().amax(dim=-1, keepdim=True).clamp(min=1e-6)
     return (x_TC / scale_T1).half(), scale_T1
-
-
-def _triton_encode() -> object | None:
-    try:
-        from dovetail.core.testing.kernels import encode_scaled_rows
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        return None
-    return encode_scaled_rows
 
 
 SCALED_ROWS = ActFormat(
@@ -31,7 +22,7 @@ SCALED_ROWS = ActFormat(
     dtype=torch.float16,
     group="token",
     scale_layout="row",
-    encode=_triton_encode(),
+    encode=triton_encode("dovetail.core.testing.kernels:encode_scaled_rows"),
     reference=scale_rows,
 )
-"""Each row divided by its greatest magnitude, in float16 whatever the model's dtype."""
+"""Each row divided by its maximum magnitude, in float16 for every model dtype."""

@@ -1,7 +1,7 @@
-"""The contract suite of grammar compilers. Subclass GrammarContract in a test module and override `make`.
+"""Contract suite for grammar compilers. Subclass GrammarContract in a test module and override `make`.
 
-Its vocabulary is small: every byte, some longer pieces of text that cross what a grammar tells apart, special tokens
-and ids without a token. W words of 32 tokens.
+The vocabulary is small: every byte, some longer tokens that cross the terminals of a grammar, special tokens and ids
+without a token. Shapes: W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher, Vocabula
 
 PIECES = ('{"', '":', '": ', '",', '"}', "}]", "[]", "null", "true", "12", "ab", "abc", "ye", "yes", " no", "é", "\n\n")
 EOS, OTHER_EOS, SPARE = 0, 1, 5
-"""Two special tokens that end a sequence; ids past the tokenizer's own."""
+"""Two end-of-sequence tokens; number of ids past the tokenizer's vocabulary."""
 
 
 @functools.cache
 def vocabulary() -> tuple[Vocabulary, dict[int, bytes]]:
-    """And the text of each token that has one."""
+    """Return the vocabulary and the text of each token that has one."""
     letters = _byte_letters()
     tokens = ["<end>", "<also-end>", "<special>", *letters.values()]
     merges: dict[tuple[str, str], None] = {}
@@ -58,7 +58,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _byte_letters() -> dict[int, str]:
-    """GPT-2's way to write bytes as printable letters: those that are, then others from 256 on."""
+    """Return GPT-2's mapping of bytes to printable characters; other bytes map to code points from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
@@ -66,13 +66,13 @@ def _byte_letters() -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A grammar, texts that fit it, and texts that do not."""
+    """A grammar with texts that match it and texts that do not."""
 
     grammar: Grammar
     fit: tuple[str, ...]
     unfit: tuple[str, ...]
     check: Callable[[str], object]
-    """Of any text: true if it fits."""
+    """Whether a text matches."""
 
     def __str__(self) -> str:
         return self.grammar.kind
@@ -151,16 +151,16 @@ WRONG = (
 
 
 class GrammarContract:
-    """Every sentence of dovetail.core.interfaces.GrammarCompiler and Matcher. `make` must be overridden."""
+    """Tests of dovetail.core.interfaces.GrammarCompiler and Matcher. `make` must be overridden."""
 
     kinds: tuple[str, ...] = ("json_schema", "json_object", "regex", "choice", "lark", "ebnf")
-    """Those it serves; a grammar of another kind must be refused."""
+    """Supported kinds. A grammar of another kind must be refused."""
 
     def make(self, vocabulary: Vocabulary) -> GrammarCompiler:
-        """A fresh compiler."""
+        """Return a fresh compiler."""
         raise NotImplementedError("return your compiler: MyCompiler(MyConfig(), vocabulary)")
 
-    # Drivers.
+    # Drivers
 
     def compiled(self) -> Iterator[tuple[Case, Matcher]]:
         compiler = self.make(vocabulary()[0])
@@ -169,7 +169,7 @@ class GrammarContract:
                 yield case, compiler.compile(case.grammar)
 
     def allowed(self, matcher: Matcher, poison: int = 0) -> set[int]:
-        """Tokens that the mask allows, end-of-sequence aside."""
+        """Return the tokens that the mask allows, without end-of-sequence tokens."""
         size = vocabulary()[0].size
         mask_W = np.full(ceil_div(size, 32), poison, np.uint32)
         matcher.mask(mask_W)
@@ -177,9 +177,9 @@ class GrammarContract:
         return set(np.flatnonzero(flags).tolist()) - {EOS, OTHER_EOS}
 
     def write(self, matcher: Matcher, text: str, seed: int = 0) -> bool:
-        """Advance by tokens that the mask allows and that spell the text, chosen at random. False = there came none.
+        """Advance by randomly chosen allowed tokens that spell the text. False = no allowed token continues it.
 
-        (A compiler may insist on one way to spell what it leaves no choice about.)
+        A compiler may allow only one tokenization of text that it forces.
         """
         rng, text_of, rest = random.Random(seed), vocabulary()[1], text.encode()
         while rest:
@@ -191,28 +191,29 @@ class GrammarContract:
             rest = rest[len(text_of[token]) :]
         return True
 
-    # What is allowed.
+    # Masks
 
-    def test_what_fits_can_be_written(self) -> None:
-        """And it may end there."""
+    def test_matching_texts_are_allowed(self) -> None:
+        """The masks allow a matching text, after which the matcher is accepting."""
         for case, matcher in self.compiled():
             for text in case.fit:
                 assert case.check(text)
                 for seed in range(4):
                     mine = matcher.fork()
-                    assert self.write(mine, text, seed), f"{case.grammar}: {text!r} is not allowed"
-                    assert mine.accepting, f"{case.grammar}: the output may not end after {text!r}"
+                    assert self.write(mine, text, seed), f"{case.grammar}: the masks must allow {text!r}"
+                    assert mine.accepting, f"{case.grammar}: `accepting` must be True after {text!r}"
 
-    def test_what_does_not_fit_cannot(self) -> None:
+    def test_other_texts_are_not_allowed(self) -> None:
         for case, matcher in self.compiled():
             for text in case.unfit:
                 assert not case.check(text)
                 for seed in range(4):
                     mine = matcher.fork()
-                    assert not (self.write(mine, text, seed) and mine.accepting), f"{case.grammar}: {text!r} is allowed"
+                    allowed = self.write(mine, text, seed) and mine.accepting
+                    assert not allowed, f"{case.grammar}: the masks allow {text!r}, which does not match"
 
-    def test_whatever_is_written_fits(self) -> None:
-        """Tokens drawn from the masks, up to where the output may end."""
+    def test_random_outputs_match(self) -> None:
+        """Tokens drawn from the masks until the output may end give a matching text."""
         rng = random.Random(2)
         text_of = vocabulary()[1]
         for case, matcher in self.compiled():
@@ -223,7 +224,8 @@ class GrammarContract:
                     if mine.finished or (mine.accepting and rng.random() < 0.3):
                         break
                     tokens = sorted(self.allowed(mine))
-                    assert tokens or mine.accepting, f"{case.grammar}: nothing may follow {out!r}, nor may it end"
+                    alive = tokens or mine.accepting
+                    assert alive, f"{case.grammar}: after {out!r} the mask is empty, but the matcher is not accepting"
                     if not tokens:
                         break
                     token = rng.choice(tokens)
@@ -231,25 +233,27 @@ class GrammarContract:
                     out += text_of[token]
                 if mine.accepting:
                     ended += 1
-                    assert case.check(out.decode()), f"{case.grammar}: {out!r} does not fit"
-            assert ended or case.grammar.kind == "json_object", f"{case.grammar}: no output came to an end"
+                    assert case.check(out.decode()), f"{case.grammar}: the masks allow {out!r}, which does not match"
+            assert ended or case.grammar.kind == "json_object", f"{case.grammar}: no output reached an accepting state"
 
     def test_special_tokens_and_spare_ids_are_never_allowed(self) -> None:
         text_of = vocabulary()[1]
         for case, matcher in self.compiled():
             wrong = self.allowed(matcher, poison=0xFFFFFFFF) - text_of.keys()
-            assert not wrong, f"{case.grammar}: tokens {wrong} have no text"
+            assert not wrong, f"{case.grammar}: special tokens and spare ids must not be allowed: {wrong}"
 
     def test_an_output_that_can_only_end_is_finished(self) -> None:
-        """Or its mask is empty; and it may end."""
+        """The matcher is accepting, and either finished or its mask is empty."""
         for text, kind in (("no", "choice"), ("ab12", "regex"), ("{}", "json_object"), ('{"a": 1}', "json_schema")):
             for case, matcher in self.compiled():
                 if case.grammar.kind == kind:
-                    assert not matcher.finished
-                    assert self.write(matcher, text) and matcher.accepting
-                    assert matcher.finished or not self.allowed(matcher), f"{case.grammar}: more may follow {text!r}"
+                    assert not matcher.finished, f"{case.grammar}: `finished` must be False before the output"
+                    allowed = self.write(matcher, text) and matcher.accepting
+                    assert allowed, f"{case.grammar}: {text!r} must be allowed and accepted"
+                    ended = matcher.finished or not self.allowed(matcher)
+                    assert ended, f"{case.grammar}: nothing may follow {text!r}, but the mask allows tokens"
 
-    # How matchers behave.
+    # Matchers
 
     def test_mask_overwrites_and_changes_nothing(self) -> None:
         for case, matcher in self.compiled():
@@ -257,14 +261,16 @@ class GrammarContract:
             for _ in range(20):
                 first = self.allowed(matcher)
                 again = self.allowed(matcher, poison=0xFFFFFFFF)
-                assert again == first, f"{case.grammar}: the second mask differs from the first"
+                assert again == first, f"{case.grammar}: two masks in one state must be equal, whatever `out` held"
                 if matcher.finished or not first:
                     break
                 token = rng.choice(sorted(first))
                 matcher.advance(token)
                 other.advance(token)
-                assert (other.accepting, other.finished) == (matcher.accepting, matcher.finished)
-            assert other.finished or self.allowed(other) == self.allowed(matcher), "masks change what comes after them"
+                same = (other.accepting, other.finished) == (matcher.accepting, matcher.finished)
+                assert same, f"{case.grammar}: mask changed the state of the matcher"
+            same = other.finished or self.allowed(other) == self.allowed(matcher)
+            assert same, f"{case.grammar}: mask changed the state of the matcher"
 
     def test_a_token_that_is_not_allowed_is_refused(self) -> None:
         for case, matcher in self.compiled():
@@ -273,7 +279,7 @@ class GrammarContract:
                 matcher.fork().advance(tokens[0])
             with pytest.raises(RequestError):
                 matcher.fork().advance(tokens[-1])
-            assert self.write(matcher, case.fit[0]), "a fork went wrong, not it"
+            assert self.write(matcher, case.fit[0]), f"{case.grammar}: an error in a fork must not affect its origin"
 
     def test_forks_are_independent(self) -> None:
         for case, matcher in self.compiled():
@@ -283,16 +289,17 @@ class GrammarContract:
                     break
                 for token in tokens[:5]:
                     stem.fork().advance(token)
-                assert sorted(self.allowed(stem)) == tokens, f"{case.grammar}: what a fork wrote its origin sees"
+                assert sorted(self.allowed(stem)) == tokens, f"{case.grammar}: advancing a fork changed its origin"
                 fork, token = stem.fork(), rng.choice(tokens)
                 stem.advance(token)
                 fork.advance(token)
-                assert fork.accepting == stem.accepting
-                assert stem.finished or self.allowed(fork) == self.allowed(stem), f"{case.grammar}: a fork differs"
-            assert self.write(matcher, case.fit[-1]) and matcher.accepting
+                same = fork.accepting == stem.accepting and (stem.finished or self.allowed(fork) == self.allowed(stem))
+                assert same, f"{case.grammar}: after equal tokens a fork and its origin must be in equal states"
+            allowed = self.write(matcher, case.fit[-1]) and matcher.accepting
+            assert allowed, f"{case.grammar}: forks must not affect their origin"
 
-    def test_threads_may_compile_fork_and_mask_at_once(self) -> None:
-        """One compiler, one matcher to fork from, a matcher for each thread."""
+    def test_threads_may_compile_fork_and_mask_concurrently(self) -> None:
+        """Threads share a compiler and a matcher to fork; each advances its own matcher."""
         compiler = self.make(vocabulary()[0])
         jobs: list[tuple[Case, Matcher | None, str]] = []
         for case in CASES:
@@ -307,9 +314,9 @@ class GrammarContract:
 
         with ThreadPoolExecutor(4) as pool:
             for job, done in zip(jobs, pool.map(one, jobs), strict=True):
-                assert done, f"{job[0].grammar}: {job[2]!r} is not allowed"
+                assert done, f"{job[0].grammar}: {job[2]!r} must be allowed, but is not with concurrent threads"
 
-    # What is refused.
+    # Errors
 
     def test_a_wrong_grammar_is_refused_with_its_reason(self) -> None:
         compiler = self.make(vocabulary()[0])
@@ -317,14 +324,14 @@ class GrammarContract:
             if grammar.kind in self.kinds:
                 with pytest.raises(RequestError, match="grammar") as caught:
                     compiler.compile(grammar)
-                assert 400 <= caught.value.status < 500
+                assert 400 <= caught.value.status < 500, f"the status must be a client error, got {caught.value.status}"
         for case in CASES:
             if case.grammar.kind not in self.kinds:
                 with pytest.raises(RequestError, match="grammar"):
                     compiler.compile(case.grammar)
 
-    def test_a_grammar_out_of_all_proportion_ends_in_an_error_or_a_matcher(self) -> None:
-        """Neither a crash nor a long wait: nesting, repetition, many branches."""
+    def test_an_excessive_grammar_gives_an_error_or_a_matcher(self) -> None:
+        """Deep nesting, repetition or many branches must not crash or block the process."""
         compiler = self.make(vocabulary()[0])
         deep: Any = {"type": "string"}
         for _ in range(300):

@@ -1,4 +1,4 @@
-"""Finds calls that would make the host wait for a GPU, on any machine: on a CPU they cost nothing and pass unseen."""
+"""Detector of calls that would make the host wait for a GPU. It works on any machine; on a CPU they cause no delay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WAITS = {
 
 
 class NoHostSync(TorchFunctionMode):
-    """`with NoHostSync("propose"):` fails at the first call whose value or shape the host would have to wait for."""
+    """Context manager, `with NoHostSync("propose"):`. Fails at the first call that needs a device value on the host."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -42,7 +42,9 @@ class NoHostSync(TorchFunctionMode):
         kwargs = kwargs or {}
         if _waits(func, args, kwargs):
             name = getattr(func, "__name__", str(func))
-            raise AssertionError(f"{self.what} calls {name}, which waits for the device: keep values and shapes on it")
+            raise AssertionError(
+                f"{self.what} calls {name}, which makes the host wait for the device: keep values and shapes on it"
+            )
         return func(*args, **kwargs)
 
 

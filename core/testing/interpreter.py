@@ -1,5 +1,4 @@
-"""Triton's interpreter, for processes with TRITON_INTERPRET=1: mended for this NumPy and for casts to 8-bit floats, and
-without work whose results nobody looks at."""
+"""Patches for the interpreter of Triton (TRITON_INTERPRET=1): fixes for NumPy 2.4 and 8-bit casts, and speed-ups."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import Any
 
 
 def mend_interpreter() -> None:
-    """Call before the first kernel runs; twice does no harm."""
+    """Fix known bugs. Call before the first kernel runs; further calls do nothing."""
     from triton.runtime import interpreter
 
     if getattr(interpreter, "_mended", False):
@@ -17,12 +16,12 @@ def mend_interpreter() -> None:
     patch, convert = interpreter._patch_lang_tensor, interpreter._convert_float
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        """Loops over bounds that a kernel loaded: Triton asks int() of an array of one element, NumPy 2.4 refuses."""
+        """Support loop bounds loaded by a kernel: Triton calls int() on an array of one element, NumPy 2.4 refuses."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def convert_float(source: Any, source_type: Any, target_type: Any, rounding: Any) -> Any:
-        """Triton 3.7 drops the carry where rounding to 8 bits reaches the next power of two."""
+        """Round correctly: Triton 3.7 drops the carry if rounding to 8 bits reaches the next power of two."""
         if str(source_type) != "fp32" or str(target_type) not in ("fp8e4nv", "fp8e5"):
             return convert(source, source_type, target_type, rounding)
         import torch
@@ -35,7 +34,7 @@ def mend_interpreter() -> None:
 
 
 def quicken() -> None:
-    """Call before the first kernel runs; twice does no harm."""
+    """Skip redundant work. Call before the first kernel runs; further calls do no harm."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -44,17 +43,17 @@ def quicken() -> None:
     types: dict[str, Any] = {}
 
     def patch_once(fn: Any) -> Any:
-        """Each function that a kernel calls would have the language patched once more; the launch has done it."""
+        """Patch the language once per launch instead of again for each function that a kernel calls."""
         patched = not (tl.core.is_builtin(tl.load) or tl.core.is_builtin(tl.core.load))
         return interpreter._LangPatchScope() if patched else patch(fn)
 
     def known_numpy_type(dtype: Any) -> Any:
-        """Each question would make a table of all types."""
+        """Cache the answer; Triton builds a table of all types for each call."""
         name = dtype.scalar.name
         if name not in types:
             types[name] = numpy_type(dtype)
         return types[name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, known_numpy_type
-    # Sums and products of integers are made once more in 64 bits; without `debug` their assertion is not looked at.
+    # Skip the 64-bit recomputation of integer sums and products; its assertion is checked only with `debug`.
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)

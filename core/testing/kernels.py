@@ -1,4 +1,4 @@
-"""The Triton side of the suites' own activation format."""
+"""Triton encoder of the suites' activation format (formats.SCALED_ROWS)."""
 
 import triton
 import triton.language as tl

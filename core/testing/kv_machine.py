@@ -1,8 +1,8 @@
-"""A hypothesis state machine that drives an allocator as an engine with plans in flight does.
+"""Hypothesis state machine that drives an allocator as an engine with plans in flight does.
 
-Sequences arrive, enter, prefill in chunks, decode with drafts, learn their tokens late, publish late, fork, roll back,
-are preempted and come back. Every outcome is applied to a ShadowMemory; after every rule each sequence must read its
-own tokens.
+Sequences arrive, enter, prefill in chunks, decode with drafts, receive their tokens late, publish late, fork, roll
+back, and are preempted and resumed. Every outcome is applied to a ShadowMemory. After every rule each sequence must
+read its own tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.interfaces import KVAllocator, KVGroup
+from dovetail.core.interfaces import Hit, KVAllocator, KVGroup
 from dovetail.core.testing.kv_model import GARBAGE, LAYOUTS, SLIDING, Layout, Prefixes, ShadowMemory, TokenSequence
 
 Factory = Callable[[Sequence[KVGroup], Mapping[int, int]], KVAllocator]
@@ -25,7 +25,7 @@ PICK = st.integers(0, 5)
 TOKEN = st.integers(0, 1)
 SALT = st.sampled_from(("", "", "other"))
 PROMPT = st.builds(
-    # Two families, so that prompts often share a prefix and then part.
+    # Two families, so that prompts often share a prefix and then diverge.
     lambda family, length, tail: [family] * length + tail,
     TOKEN,
     st.integers(0, 24),
@@ -35,26 +35,26 @@ PROMPT = st.builds(
 
 @dataclass(slots=True)
 class Run:
-    """One sequence as engine and device see it; `seq` is what the host knows."""
+    """One sequence as the engine and the device see it. `seq` is the host's view."""
 
     seq: TokenSequence
     true: list[int]
-    """Tokens the device has: the host's, and those whose results are still to come."""
+    """Tokens on the device: the host's and those whose results are still pending."""
     running: bool = False
     fed: int = 0
-    """Tokens whose KV is written once every launched plan has run."""
+    """Number of tokens whose KV is written once every launched plan has run."""
     bound: int = 0
-    """Upper bound of `fed` that the host knows."""
+    """Upper bound of `fed` on the host."""
     reserved: int = 0
     written: int = 0
-    """By the contract's definition."""
+    """The contract's "written so far"."""
     late: list[tuple[list[int], int]] = field(default_factory=list)
-    """Results not yet come: new tokens, and by how much they lower the bound."""
+    """Pending results: new tokens, and by how much they lower the bound."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One call with what it read and gave, so that it can be made again on a fresh allocator."""
+    """One call with its inputs and outcome, to be repeated on a fresh allocator."""
 
     method: str
     sequences: list[tuple[int, list[int], str, int]]
@@ -69,10 +69,10 @@ def make_kv_state_machine(
     contiguous: bool = False,
     slides: bool = True,
 ) -> type[KVMachine]:
-    """The machine for one kind of allocator; `.TestCase` of it is a test class, run_state_machine_as_test runs it.
+    """Return the machine for one kind of allocator. Its `.TestCase` is a test class; run_state_machine_as_test runs it.
 
-    contiguous: pages of a sequence must follow each other, and reserve may fail for want of a run.
-    slides: pages behind a window must be given back; otherwise they must be kept."""
+    contiguous: pages of a sequence must be consecutive, and reserve may fail when no free run is long enough.
+    slides: pages behind a window must be freed; otherwise they must be kept."""
     body = {"factory": staticmethod(factory), "layouts": tuple(layouts), "contiguous": contiguous, "slides": slides}
     return type("KVMachine", (KVMachine,), body)
 
@@ -95,7 +95,7 @@ class KVMachine(RuleBasedStateMachine):
         for prompt in prompts:
             self.serve(prompt, "", keep=True)
 
-    # What happens.
+    # Rules
 
     @precondition(lambda self: len(self.runs) < 6)
     @rule(prompt=PROMPT, salt=SALT)
@@ -105,7 +105,7 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.runs) < 6)
     @rule(prompt=PROMPT, salt=SALT, keep=st.booleans())
     def serve(self, prompt: list[int], salt: str, keep: bool) -> None:
-        """Arrive, enter, prefill and publish in one go; then finish, or keep running."""
+        """Arrive, enter, prefill and publish at once. Then finish, or keep running."""
         run = Run(self._sequence(prompt, salt), list(prompt))
         self._enter(run, reuse=True)
         if self._feed(run, len(prompt), drafts=0, accepted=0, token=prompt[-1]):
@@ -118,7 +118,7 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not run.running and not run.late for run in self.runs))
     @rule(pick=PICK, reuse=st.sampled_from((True, True, True, False)), ahead=st.booleans())
     def enter(self, pick: int, reuse: bool, ahead: bool) -> None:
-        """With room for the whole prompt at once, or chunk by chunk."""
+        """Enter with pages for the whole prompt, or without any."""
         run = self._pick(pick, lambda run: not run.running and not run.late)
         self._enter(run, reuse)
         if ahead:
@@ -132,7 +132,7 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(run.running for run in self.runs))
     @rule(pick=PICK, steps=st.integers(2, 12), depth=st.integers(0, 3), token=TOKEN)
     def decode(self, pick: int, steps: int, depth: int, token: int) -> None:
-        """Some steps with up to `depth` results outstanding; what is known is published."""
+        """Run some steps with up to `depth` results pending, and publish known tokens."""
         run = self._pick(pick, lambda run: run.running)
         for _ in range(steps):
             if not self._feed(run, 16, drafts=0, accepted=0, token=token):
@@ -169,10 +169,9 @@ class KVMachine(RuleBasedStateMachine):
         passed = upto < self.memory.shortest(parent.seq.uid)
         expected = self.kv.peek(child.seq) if passed else upto
         hit = self._call("fork", parent.seq, child.seq, upto=upto)
-        assert hit.tokens == expected, f"fork({upto}) gave {hit.tokens} tokens, expected {expected}"
-        assert passed or self.kv.stats().owned == before.owned, "fork took pages"
-        self.memory.apply(child.seq.uid, hit.entries, hit.ops)
-        child.fed = child.bound = child.reserved = child.written = hit.tokens
+        assert hit.tokens == expected, f"fork({upto}): expected {expected} tokens, got {hit.tokens}"
+        assert passed or self.kv.stats().owned == before.owned, "fork must share pages and take no new ones"
+        self._take_hit(child, hit)
         self.runs.append(child)
 
     @precondition(lambda self: any(run.running for run in self.runs))
@@ -184,7 +183,7 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(run.running and run.fed and not run.late for run in self.runs))
     @rule(pick=PICK, cut=st.integers(0, 20), token=TOKEN)
     def roll_back(self, pick: int, cut: int, token: int) -> None:
-        """Throw tokens away and go on with another one."""
+        """Drop the last tokens and continue with another one."""
         run = self._pick(pick, lambda run: run.running and run.fed > 0 and not run.late)
         length = max(run.fed - cut, 1, self.memory.shortest(run.seq.uid))
         self._trim(run, length)
@@ -213,17 +212,17 @@ class KVMachine(RuleBasedStateMachine):
             self._call("reset")
         except NotImplementedError:
             return
-        assert self.kv.stats().cached == 0, f"{self.kv.stats().cached} pages are cached after reset"
+        assert self.kv.stats().cached == 0, f"no page may be cached after reset, got {self.kv.stats().cached}"
 
-    # What must hold.
+    # Invariants
 
     @invariant()
-    def everyone_reads_their_own_tokens(self) -> None:
+    def each_sequence_reads_its_own_tokens(self) -> None:
         for run in self.runs if hasattr(self, "kv") else ():
             if run.running:
                 self.memory.expect(run.seq.uid, self.prefixes.of(run.seq.salt, run.true[: run.fed]))
                 for table in self.memory.tables[run.seq.uid].values() if self.contiguous else ():
-                    assert all(b == a + 1 for a, b in pairwise(table)), f"pages {table} do not follow each other"
+                    assert all(b == a + 1 for a, b in pairwise(table)), f"pages {table} must be consecutive"
 
     @invariant()
     def every_page_is_accounted_for(self) -> None:
@@ -232,13 +231,14 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.check()
         stats = self.kv.stats()
         owned = sum(len(self.memory.owners(group.id)) for group in self.layout.groups)
-        assert stats.owned == owned, f"stats say that {stats.owned} pages are owned, {owned} are in page tables"
-        assert stats.pages == sum(self.layout.num_pages.values()) == stats.free + stats.cached + stats.owned, stats
+        assert stats.owned == owned, f"stats() counts {stats.owned} owned pages, but page tables name {owned}"
+        total = sum(self.layout.num_pages.values())
+        assert stats.pages == total == stats.free + stats.cached + stats.owned, f"pages do not add up: {stats}"
         used = self._used_slots()
-        assert stats.used_tokens == used, f"{stats.used_tokens} used slots counted, {used} hold a reserved token"
+        assert stats.used_tokens == used, f"stats() counts {stats.used_tokens} used slots, but {used} are reserved"
 
     def teardown(self) -> None:
-        """The same calls must have the same outcomes on a fresh allocator."""
+        """Repeat all calls on a fresh allocator; the outcomes must be equal."""
         if not hasattr(self, "kv"):
             return
         kv = self.factory(self.layout.groups, self.layout.num_pages)
@@ -250,13 +250,16 @@ class KVMachine(RuleBasedStateMachine):
                 seq.tokens[:] = tokens
                 sequences.append(seq)
             again = getattr(kv, call.method)(*sequences, **call.arguments)
-            assert again == call.outcome, f"call {number}, {call.method}, gave {call.outcome}, and then {again}"
+            assert again == call.outcome, (
+                f"an allocator must be deterministic, but call {number}, {call.method}, returned {call.outcome}, "
+                f"and on a fresh allocator {again}"
+            )
 
     # Helpers.
 
     def _sequence(self, tokens: list[int], salt: str) -> TokenSequence:
         self.next_uid += 1
-        # Of every length: far above, about right, and far below what it will have.
+        # Limits vary: far above, near, and far below the final length.
         return TokenSequence(self.next_uid, list(tokens), salt, limit=len(tokens) + self.next_uid * 7 % 20)
 
     def _pick(self, number: int, wanted: Callable[[Run], bool]) -> Run:
@@ -272,17 +275,23 @@ class KVMachine(RuleBasedStateMachine):
     def _enter(self, run: Run, reuse: bool) -> None:
         found = self._call("peek", run.seq)
         stats = self.kv.stats()
-        assert found == self.kv.peek(run.seq) and stats == self.kv.stats(), "peek is not pure"
+        assert found == self.kv.peek(run.seq) and stats == self.kv.stats(), "peek must change nothing"
         hit = self._call("acquire", run.seq, reuse=reuse)
-        assert hit.tokens == (found if reuse else 0), f"peek said {found}, acquire gave {hit.tokens} (reuse={reuse})"
-        assert hit.tokens < len(run.seq.tokens), f"all {hit.tokens} tokens of the sequence are a hit: none left to feed"
-        self.memory.apply(run.seq.uid, hit.entries, hit.ops)
+        expected = found if reuse else 0
+        assert hit.tokens == expected, f"peek found {found}, acquire(reuse={reuse}) found {hit.tokens} tokens"
+        assert hit.tokens < len(run.seq.tokens), f"a hit must leave one token to feed, but has all {hit.tokens}"
+        self._take_hit(run, hit)
         run.running = True
-        run.fed = run.bound = run.reserved = run.written = hit.tokens
         self.memory.expect(run.seq.uid, self.prefixes.of(run.seq.salt, run.seq.tokens[: hit.tokens]))
 
+    def _take_hit(self, run: Run, hit: Hit) -> None:
+        self.memory.apply(run.seq.uid, hit.entries, hit.ops)
+        if self.slides:
+            self.memory.slide(run.seq.uid, hit.tokens)
+        run.fed = run.bound = run.reserved = run.written = hit.tokens
+
     def _feed(self, run: Run, count: int, drafts: int, accepted: int, token: int) -> bool:
-        """Launch a chunk of the prompt, or a decode row with drafts of which some are accepted."""
+        """Launch a chunk of the prompt, or a decode row of whose drafts some are accepted."""
         remaining = len(run.true) - run.fed
         if remaining > 1:
             drafts, count = 0, min(count, remaining)
@@ -316,19 +325,20 @@ class KVMachine(RuleBasedStateMachine):
         before = self.kv.stats()
         made = self._call("reserve", run.seq, upto=upto)
         if made is None:
-            assert self.kv.stats() == before, f"reserve failed and changed {before} to {self.kv.stats()}"
-            assert self._too_many(run, upto), f"reserve({upto}) failed although there is room: {before}"
+            assert self.kv.stats() == before, f"a failed reserve must change nothing: {before}, now {self.kv.stats()}"
+            assert self._too_many(run, upto), f"reserve({upto}) failed although there are enough pages: {before}"
             return False
         self.memory.apply(run.seq.uid, made.entries, made.ops)
         run.reserved = max(run.reserved, upto)
         after = self.kv.stats()
         again = self.kv.reserve(run.seq, upto)
-        assert again is not None and not again.entries and not again.ops, f"reserve({upto}) again gave {again}"
-        assert self.kv.stats() == after, "reserve is not idempotent"
+        empty = again is not None and not again.entries and not again.ops
+        assert empty, f"a second reserve({upto}) must return an empty Reservation, got {again}"
+        assert self.kv.stats() == after, "a second reserve must change nothing"
         return True
 
     def _too_many(self, run: Run, upto: int) -> bool:
-        """Whether some group lacks the pages, counting copies of shared pages that may be written."""
+        """Whether some group lacks pages, copies of shared pages that may be written included."""
         for group in self.layout.groups:
             owners, table = self.memory.owners(group.id), self.memory.tables[run.seq.uid][group.id]
             wanted = ceil_div(upto, group.page_tokens)
@@ -348,11 +358,9 @@ class KVMachine(RuleBasedStateMachine):
         for group in self.layout.groups:
             table, owners = self.memory.tables[run.seq.uid][group.id], self.memory.owners(group.id)
             end = ceil_div(start + len(contents), group.page_tokens)
-            assert end <= len(table), f"group {group.id}: no page for position {start + len(contents) - 1}"
+            assert end <= len(table), f"group {group.id}: no page is reserved for position {start + len(contents) - 1}"
             shared = [page for page in table[start // group.page_tokens : end] if owners[page] > 1]
-            assert not shared, (
-                f"group {group.id}: sequence {run.seq.uid} writes to pages {shared}, which others own too"
-            )
+            assert not shared, f"group {group.id}: sequence {run.seq.uid} would write to shared pages {shared}"
         self.memory.write(run.seq.uid, start, contents)
 
     def _trim(self, run: Run, length: int) -> None:

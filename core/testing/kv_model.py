@@ -1,4 +1,4 @@
-"""What the KV suites compare an allocator with: sequences, page layouts, and a memory of tokens instead of KV."""
+"""Reference model for the KV suites: sequences, page layouts, and a memory that holds tokens instead of KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, PageEntry, PageO
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """The least that satisfies KVSequence."""
+    """Minimal KVSequence."""
 
     uid: int
     tokens: list[int]
@@ -23,24 +23,24 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """KV groups and how many pages each has."""
+    """KV groups and the number of pages of each."""
 
     groups: tuple[KVGroup, ...]
     num_pages: Mapping[int, int]
 
     @property
     def stride(self) -> int:
-        """Tokens that fill whole pages in every group (page sizes here are powers of two)."""
+        """Number of tokens that fills whole pages in every group (page sizes are powers of two)."""
         return max(group.page_tokens for group in self.groups)
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence can have at most."""
+        """Maximum length of one sequence in tokens."""
         return min(self.num_pages[group.id] * group.page_tokens for group in self.groups)
 
 
 def layout(**pages: tuple[int, ...]) -> Layout:
-    """layout(a=(page_tokens, pages), b=(page_tokens, pages, window)): groups 0, 1, ... of one layer each."""
+    """Return groups 0, 1, ... of one layer each: layout(a=(page_tokens, pages), b=(page_tokens, pages, window))."""
     groups = tuple(
         KVGroup(id=i, layers=(i,), kind="window" if window else "full", window=sum(window), page_tokens=size)
         for i, (size, _, *window) in enumerate(pages.values())
@@ -61,13 +61,13 @@ SLIDING = {
 
 
 class Prefixes:
-    """Numbers for prefixes: what the shadow memory stores, since KV depends on all tokens before and on the salt."""
+    """Ids of prefixes. The shadow memory stores these, since KV depends on the salt and on all earlier tokens."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[object, object], int] = {}
 
     def of(self, salt: str, tokens: Iterable[int]) -> list[int]:
-        """One number per token: equal where salt, token and everything before are equal."""
+        """Return one id per token, equal if the salt, the token and all earlier tokens are equal."""
         ids: list[int] = []
         parent: object = salt
         for token in tokens:
@@ -77,12 +77,12 @@ class Prefixes:
 
 
 GARBAGE = -1
-"""What a rejected draft leaves in its slot."""
+"""Content of a slot that a rejected draft has written."""
 
 
 @dataclass(slots=True)
 class ShadowMemory:
-    """Page tables and page contents as the device would have them if every call's outcome were applied in order."""
+    """Page tables and page contents of a device that applies the outcome of every call in order."""
 
     layout: Layout
     tables: dict[int, dict[int, list[int]]] = field(default_factory=dict)
@@ -91,40 +91,44 @@ class ShadowMemory:
     _host: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
 
     def apply(self, uid: int, entries: Iterable[PageEntry], ops: Iterable[PageOp]) -> None:
-        """Entries must name usable pages and extend or replace the table without a hole."""
+        """Apply an outcome. Entries must name usable pages and extend or replace the table without a gap."""
         tables = self.tables.setdefault(uid, {group.id: [] for group in self.layout.groups})
         windows = {group.id: group.window for group in self.layout.groups}
+        sizes = {group.id: group.page_tokens for group in self.layout.groups}
         for group, index, page in entries:
             table = tables[group]
-            assert 1 <= page <= self.layout.num_pages[group], f"group {group} was given page {page}"
+            last = self.layout.num_pages[group]
+            assert 1 <= page <= last, f"group {group} has pages 1 to {last}, but an entry names page {page}"
             if windows[group] and not table:
                 table += [0] * index
-            assert 0 <= index <= len(table), f"group {group}: entry {index} of a table with {len(table)}"
+            assert 0 <= index <= len(table), f"group {group}: entry {index} leaves a gap in a table of {len(table)}"
             table[index : index + 1] = [page]
         for group, table in tables.items():
             owned = [page for page in table if page]
-            assert len(set(owned)) == len(owned), f"group {group}: sequence {uid} has a page twice: {table}"
+            assert len(set(owned)) == len(owned), f"group {group}: sequence {uid} has a page twice in {table}"
         for kind, group, src, dst in ops:
-            assert 0 not in (src, dst), f"a page operation of group {group} touches page 0"
+            assert 0 not in (src, dst), f"page 0 is reserved for padding, but an operation of group {group} uses it"
             reads, writes = {
                 PageOpKind.COPY: (self._device, self._device),
                 PageOpKind.LOAD: (self._host, self._device),
                 PageOpKind.STORE: (self._device, self._host),
             }[PageOpKind(kind)]
-            writes[group, dst] = list(reads[group, src])
+            unwritten: list[int | None] = [None] * sizes[group]
+            assert kind == PageOpKind.COPY or (group, src) in reads, f"group {group}: page {src} has no KV to move"
+            writes[group, dst] = list(reads.get((group, src), unwritten))
 
     def write(self, uid: int, start: int, contents: Iterable[int]) -> None:
-        """Into every group, at positions start, start + 1, ..."""
+        """Write to positions start, start + 1, ... in every group."""
         contents = list(contents)
         for group in self.layout.groups:
             table = self.tables[uid][group.id]
             for position, value in enumerate(contents, start):
                 page, slot = table[position // group.page_tokens], position % group.page_tokens
-                assert page, f"group {group.id}: sequence {uid} writes position {position}, whose page was given back"
+                assert page, f"group {group.id}: sequence {uid} writes position {position}, whose page was freed"
                 self._device.setdefault((group.id, page), [None] * group.page_tokens)[slot] = value
 
     def expect(self, uid: int, contents: list[int]) -> None:
-        """The sequence must read these contents, in every group as far back as the next token looks."""
+        """Assert that the sequence reads these contents in every group, as far back as the next token attends."""
         for group in self.layout.groups:
             table, size = self.tables[uid][group.id], group.page_tokens
             read: list[int | None] = []
@@ -137,14 +141,14 @@ class ShadowMemory:
             )
 
     def slide(self, uid: int, position: int) -> None:
-        """Give back what no token from `position` on looks back at."""
+        """Free the pages that no token from `position` on attends to."""
         for group in self.layout.groups:
             table = self.tables[uid][group.id]
             behind = group.pages_behind(position)
-            table[:behind] = [0] * len(table[:behind])
+            table[:behind] = [0] * behind
 
     def shortest(self, uid: int) -> int:
-        """The least length that the sequence may be trimmed to, or forked at."""
+        """Smallest length at which the sequence may be trimmed or forked."""
         gone = {group: self.tables[uid][group.id].count(0) for group in self.layout.groups}
         return max(n * group.page_tokens + group.window - 1 if n else 0 for group, n in gone.items())
 
@@ -156,23 +160,23 @@ class ShadowMemory:
         self.tables.pop(uid, None)
 
     def owners(self, group: int) -> Counter[int]:
-        """Page -> sequences that have it in their table."""
+        """Return page -> number of page tables that name it."""
         return Counter(page for tables in self.tables.values() for page in tables[group] if page)
 
 
 def sequence(uid: int, tokens: int, *, first: int = 0, salt: str = "") -> TokenSequence:
-    """Tokens first, first + 1, ..."""
+    """Return a sequence with the tokens first, first + 1, ..."""
     return TokenSequence(uid, list(range(first, first + tokens)), salt)
 
 
 def reserve(kv: KVAllocator, seq: TokenSequence, upto: int, ahead: int = 0) -> Reservation:
     made = kv.reserve(seq, upto, ahead)
-    assert made is not None, f"reserve({upto}) failed: {kv.stats()}"
+    assert made is not None, f"reserve({upto}) returned None although there are enough pages: {kv.stats()}"
     return made
 
 
 def write(kv: KVAllocator, seq: TokenSequence) -> dict[int, list[int]]:
-    """Acquire, reserve and publish all of the sequence's tokens; its pages by group."""
+    """Acquire, reserve and publish all tokens of the sequence. Return its pages by group."""
     hit = kv.acquire(seq)
     made = reserve(kv, seq, len(seq.tokens))
     kv.publish(seq, len(seq.tokens))
@@ -180,7 +184,7 @@ def write(kv: KVAllocator, seq: TokenSequence) -> dict[int, list[int]]:
 
 
 def live(kv: KVAllocator, seq: TokenSequence, child: TokenSequence) -> None:
-    """One call of each kind."""
+    """Call each method once."""
     kv.peek(seq)
     write(kv, seq)
     kv.fork(seq, child, 10)
@@ -192,6 +196,6 @@ def live(kv: KVAllocator, seq: TokenSequence, child: TokenSequence) -> None:
 
 
 def owned_pages(*outcomes: Hit | Reservation) -> dict[int, list[int]]:
-    """Group -> pages, in the order of their entries."""
+    """Return group -> pages, in the order of their entries."""
     entries: list[PageEntry] = list(itertools.chain.from_iterable(outcome.entries for outcome in outcomes))
     return {group: [page for g, _, page in entries if g == group] for group in sorted({g for g, _, _ in entries})}

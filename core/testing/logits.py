@@ -1,4 +1,4 @@
-"""The contract suite of logits processors. Subclass LogitsProcessorContract and override `make` and `active_params`.
+"""Contract suite for logits processors. Subclass LogitsProcessorContract and override `make` and `active_params`.
 
 Shapes: N logits rows, S slots, L history, V vocabulary.
 """
@@ -16,38 +16,38 @@ from dovetail.core.parallel.encoding import decode_blob, encode_blob
 from dovetail.core.testing.host_sync import NoHostSync
 
 Row = tuple[int, list[int]]
-"""(slot, history before the token to be sampled)"""
+"""(slot, history before the token to sample)"""
 
 
 class LogitsProcessorContract:
-    """Every sentence of dovetail.core.interfaces.LogitsProcessor. `make` and `active_params` must be overridden."""
+    """Tests of dovetail.core.interfaces.LogitsProcessor. `make` and `active_params` must be overridden."""
 
     vocab = 24
     slots = 6
-    """One more is allocated, as the engine does for padding; nobody joins it."""
+    """Number of slots. The engine's padding slot, which no request joins, is added."""
     width = 32
-    """Of the token table."""
+    """Columns of the token table."""
     prompt = (1, 5, 2, 9)
-    """Of every request."""
+    """Prompt of every request."""
     eos = 2
 
     def make(self) -> LogitsProcessor:
-        """A fresh processor; every call gives an equal one."""
+        """Return a fresh processor. Every call must return an equal one."""
         raise NotImplementedError("return your processor: MyProcessor(MyConfig())")
 
     def active_params(self) -> SamplingParams:
-        """Parameters of a request that wants it, and whose logits it changes after any history of this suite."""
+        """Return parameters for which `wants` is true and `apply` changes the logits after any history."""
         raise NotImplementedError("return parameters that your processor wants: SamplingParams(...)")
 
     def larger_params(self) -> SamplingParams:
-        """Others that it wants, which need more room in its state where that depends on the request."""
+        """Return other such parameters that need more state, if its size depends on the request."""
         return self.active_params()
 
     def passive_params(self) -> SamplingParams | None:
-        """Parameters of a request that does not want it; None where every request does."""
+        """Return parameters for which `wants` is false; None if it is true for every request."""
         return SamplingParams()
 
-    # Drivers.
+    # Drivers
 
     def request(self, params: SamplingParams, uid: int = 0) -> Request:
         return Request(uid, self.prompt, params, eos_ids=(self.eos,))
@@ -61,11 +61,11 @@ class LogitsProcessorContract:
     def passive(self) -> Request:
         params = self.passive_params()
         if params is None:
-            pytest.skip("every request wants it")
+            pytest.skip("passive_params() is None: every request wants the processor")
         return self.request(params, 3)
 
     def joined(self, *requests: Request | None) -> LogitsProcessor:
-        """A processor whose slots 0, 1, ... are taken by these requests (None: nobody)."""
+        """Return a processor whose slots 0, 1, ... are joined by these requests (None: an empty slot)."""
         processor = self.make()
         processor.allocate(self.slots + 1, self.vocab, torch.device("cpu"))
         for slot, request in enumerate(requests):
@@ -78,14 +78,14 @@ class LogitsProcessorContract:
         return [*self.prompt, *(rng.randrange(self.vocab) for _ in range(outputs))]
 
     def logits(self, rows: int, seed: int = 0) -> torch.Tensor:
-        """With values that arithmetic likes to change on the way: -0.0, infinities, very small and large ones."""
+        """Return logits that include values which arithmetic may alter: -0.0, -inf, very small and very large ones."""
         logits_NV = 3 * torch.randn(rows, self.vocab, generator=torch.Generator().manual_seed(seed))
         logits_NV[:, 0] = -0.0
         logits_NV[:, -3:] = torch.tensor([float("-inf"), 1e-42, 1e30])
         return logits_NV
 
     def context(self, rows: Seq[Row], *, poison: int = 0, slack: int = 0) -> LogitsContext:
-        """Everything past the histories is filled with tokens made from `poison`. Rows of a slot share a history."""
+        """Build the context. Tokens past the histories depend on `poison`. Rows of a slot share a history."""
         generator = torch.Generator().manual_seed(poison)
         tokens_SL = torch.randint(self.vocab, (self.slots + 1, self.width), generator=generator, dtype=torch.int32)
         prompt_len_S = torch.zeros(self.slots + 1, dtype=torch.int64)
@@ -114,60 +114,63 @@ class LogitsProcessorContract:
         logits_NV = self.logits(len(rows)) if logits_NV is None else logits_NV
         return processor.apply(logits_NV.clone(), self.context(rows, poison=poison, slack=slack))
 
-    # Who wants it.
+    # wants
 
     def test_wants_is_pure(self) -> None:
-        """It is asked on the host when a request arrives: before allocate, and as often as anybody likes."""
+        """The host calls it when a request arrives, before allocate, and may call it any number of times."""
         processor, request = self.make(), self.active()
-        assert [processor.wants(request) for _ in range(3)] == [True] * 3, "active_params() must be wanted, each time"
-        assert request == self.active(), "wants changed the request"
+        answers = [processor.wants(request) for _ in range(3)]
+        assert answers == [True] * 3, f"wants(active_params()) must return True at every call, got {answers}"
+        assert request == self.active(), "wants must not change the request"
         rows = [(0, self.history(3))]
         expected = self.apply(self.joined(self.active()), rows)
         asked = self.joined(self.active())
         asked.wants(self.larger())
         if self.passive_params() is not None:
-            assert not any(asked.wants(self.passive()) for _ in range(3)), "passive_params() must not be wanted"
-        _assert_close(self.apply(asked, rows), expected, "wants changed what apply does")
+            assert not any(asked.wants(self.passive()) for _ in range(3)), "wants(passive_params()) must return False"
+        _assert_close(self.apply(asked, rows), expected, "wants must not change the result of apply")
 
-    def test_it_changes_the_logits_of_who_wants_it(self) -> None:
+    def test_it_changes_the_logits_of_requests_that_want_it(self) -> None:
         for make in (self.active, self.larger):
             rows = [(0, self.history(3)), (0, self.history(4))]
-            assert not _same_bits(self.apply(self.joined(make()), rows), self.logits(2)), "nothing was changed"
+            changed = not _same_bits(self.apply(self.joined(make()), rows), self.logits(2))
+            assert changed, f"apply changed no logits of a request with {make.__name__}_params()"
 
-    # What a request says.
+    # Requests
 
     def test_it_accepts_what_it_serves(self) -> None:
-        """Also a request that sets nothing; asked before `allocate`, and as often as anybody likes."""
+        """validate accepts these requests and one without parameters, before allocate and any number of times."""
         processor = self.make()
         passive = () if self.passive_params() is None else (self.passive(),)
         for request in (self.active(), self.larger(), *passive):
             for _ in range(2):
                 answer = processor.validate(request, self.vocab)  # type: ignore[func-returns-value]
-                assert answer is None, "validate raises, or says nothing"
+                assert answer is None, f"validate must raise RequestError or return None, got {answer!r}"
         if processor.params is not None:
             processor.parameters(self.request(SamplingParams()))
 
     def test_requests_reach_other_processes_whole(self) -> None:
-        """What it reads of a request is there on every rank: the request travels as JSON."""
+        """Requests are sent to ranks as JSON; the processor must work with the decoded request."""
         rows = [(0, self.history(3)), (1, self.history(4))]
         there = [self._sent(request) for request in (self.active(), self.larger())]
-        assert all(self.make().wants(request) for request in there), "it is not wanted after the request travelled"
+        assert all(self.make().wants(request) for request in there), "wants is False for a request decoded from JSON"
         expected = self.apply(self.joined(self.active(), self.larger()), rows)
-        _assert_close(self.apply(self.joined(*there), rows), expected, "the request says something else on a rank")
+        _assert_close(self.apply(self.joined(*there), rows), expected, "apply for requests decoded from JSON")
 
     @staticmethod
     def _sent(request: Request) -> Request:
         return decode_blob(encode_blob(0, 0, JoinBlob(request.prompt_ids, request, 0)))[2].request
 
-    # What comes out.
+    # Output
 
     def test_shape_dtype_and_device_stay(self) -> None:
-        logits_NV = self.logits(3)
+        given = self.logits(3)
         out = self.apply(self.joined(self.active()), [(0, self.history(n)) for n in (1, 2, 3)])
-        assert (out.shape, out.dtype, out.device) == (logits_NV.shape, logits_NV.dtype, logits_NV.device)
+        same = (out.shape, out.dtype, out.device) == (given.shape, given.dtype, given.device)
+        assert same, "apply must keep the shape, dtype and device of the logits"
 
     def test_rows_that_do_not_want_it_come_out_bit_equal(self) -> None:
-        """Beside rows that do, alone, and in slots that nobody has joined (padding uses one)."""
+        """This holds in a batch with or without rows that want it, and in empty slots (padding uses one)."""
         processor = self.joined(self.active(), self.passive(), self.larger(), self.passive())
         rows = [(slot, self.history(slot)) for slot in (1, 0, 3, 2, self.slots, self.slots - 1)]
         logits_NV = self.logits(len(rows))
@@ -178,40 +181,38 @@ class LogitsProcessorContract:
         assert _same_bits(out, logits_NV[untouched]), _first_change(logits_NV[untouched], out)
 
     def test_a_row_depends_on_its_own_slot_alone(self) -> None:
-        """Not on the rest of the batch or its order."""
+        """A row's result is independent of the rest of the batch and of its order."""
         processor = self.joined(self.active(), self.larger(), self.active(), self.larger())
         rows = [(slot, self.history(5 - slot, seed=slot)) for slot in (2, 0, 3, 1)]
         logits_NV = self.logits(4)
         together = self.apply(processor, rows, logits_NV)
         for i, row in enumerate(rows):
             alone = self.apply(processor, [row], logits_NV[i : i + 1])
-            _assert_close(together[i : i + 1], alone, f"row {i} differs alone and in a batch")
+            _assert_close(together[i : i + 1], alone, f"row {i} in a batch, compared with the row alone")
         backwards = self.apply(processor, rows[::-1], logits_NV.flip(0))
-        _assert_close(backwards.flip(0), together, "the order of rows changed them")
+        _assert_close(backwards.flip(0), together, "rows in reverse order")
 
-    def test_every_slot_is_as_good_as_another(self) -> None:
+    def test_all_slots_are_equivalent(self) -> None:
         expected = self.apply(self.joined(self.active()), [(0, self.history(4))])
         for slot in range(self.slots):
-            processor = self.joined(*[None] * slot, self.active())
-            _assert_close(
-                self.apply(processor, [(slot, self.history(4))]), expected, f"slot {slot} differs from slot 0"
-            )
+            found = self.apply(self.joined(*[None] * slot, self.active()), [(slot, self.history(4))])
+            _assert_close(found, expected, f"slot {slot}, compared with slot 0")
 
-    # What it reads.
+    # Inputs
 
     def test_history_is_read_up_to_lengths(self) -> None:
-        """Past it stand rejected drafts and what the slot held before. The host's bound may be loose."""
+        """Later tokens are rejected drafts or stale. The host's bound may be loose."""
         rows = [(0, self.history(3)), (1, self.history(7, seed=1)), (2, self.history(0))]
         processor = self.joined(self.active(), self.larger(), self.active())
         expected = self.apply(processor, rows)
         for poison in (1, 2):
             found = self.apply(processor, rows, poison=poison)
-            _assert_close(found, expected, "the result depends on tokens past lengths_N, or of other slots")
+            _assert_close(found, expected, "the result must not depend on tokens past lengths_N or of other slots")
         loose = self.apply(processor, rows, slack=self.width - max(len(history) for _, history in rows))
-        _assert_close(loose, expected, "the result depends on max_length")
+        _assert_close(loose, expected, "the result must not depend on max_length")
 
     def test_drafts_ahead_of_a_position_count(self) -> None:
-        """Rows of one slot at successive lengths, as in verification, are what each would be one step at a time."""
+        """Rows of one slot at successive lengths, as in verification, equal those of separate steps."""
         whole = self.history(8)
         processor = self.joined(self.active(), self.larger())
         rows = [(slot, whole[:length]) for slot in (0, 1) for length in range(len(self.prompt) + 1, len(whole) + 1)]
@@ -219,9 +220,7 @@ class LogitsProcessorContract:
         together = self.apply(processor, rows, logits_NV)
         for i, row in enumerate(rows):
             alone = self.apply(processor, [row], logits_NV[i : i + 1])
-            _assert_close(
-                together[i : i + 1], alone, f"after {len(row[1])} tokens, drafts ahead or not, the row differs"
-            )
+            _assert_close(together[i : i + 1], alone, f"{len(row[1])} tokens, verified with others or alone")
 
     def test_its_context_is_left_as_it_is(self) -> None:
         processor = self.joined(self.active())
@@ -230,35 +229,35 @@ class LogitsProcessorContract:
         with torch.inference_mode():
             processor.apply(self.logits(2), ctx)
         after = (ctx.slots_N, ctx.lengths_N, ctx.tokens_SL, ctx.prompt_len_S)
-        assert all(map(torch.equal, before, after)), "it wrote into its context"
+        assert all(map(torch.equal, before, after)), "apply must not change its LogitsContext"
 
     def test_apply_does_not_wait_for_the_device(self) -> None:
         processor = self.joined(self.active(), self.larger())
         if not processor.graph_safe:
-            pytest.skip("graph_safe is False")
+            pytest.skip("graph_safe = False")
         ctx = self.context([(0, self.history(3)), (1, self.history(4))])
         logits_NV = self.logits(2)
         with torch.inference_mode(), NoHostSync("apply of a graph_safe processor"):
             processor.apply(logits_NV, ctx)
 
-    # What it keeps.
+    # State
 
     def test_a_slot_keeps_nothing_of_its_last_sequence(self) -> None:
         rows = [(0, self.history(3))]
+        expected = self.apply(self.joined(self.active()), rows)
         reused = self.joined(self.larger())
         self.apply(reused, rows)
         reused.join(0, self.active())
-        _assert_close(
-            self.apply(reused, rows), self.apply(self.joined(self.active()), rows), "the former request still shows"
-        )
+        _assert_close(self.apply(reused, rows), expected, "the former request of the slot must not show")
         reused.join(0, self.passive())
         out = self.apply(reused, rows)
-        assert _same_bits(out, self.logits(1)), f"the former request still shows: {_first_change(self.logits(1), out)}"
+        change = "" if _same_bits(out, self.logits(1)) else _first_change(self.logits(1), out)
+        assert not change, f"a join must reset the slot, but its former request still shows: {change}"
         reused.join(0, self.active())
-        _assert_close(self.apply(reused, rows), self.apply(self.joined(self.active()), rows), "it did not come back")
+        _assert_close(self.apply(reused, rows), expected, "a request that wants it, after one that does not")
 
     def test_joins_of_other_slots_change_nothing(self) -> None:
-        """Also when their requests need more room than there was."""
+        """A join must not affect other slots, even if the state has to grow."""
         rows = [(0, self.history(3))]
         processor = self.joined(self.active())
         expected = self.apply(processor, rows)
@@ -268,24 +267,22 @@ class LogitsProcessorContract:
             _assert_close(self.apply(processor, rows), expected, f"a join of slot {slot} changed slot 0")
 
     def test_joins_may_come_at_any_time(self) -> None:
-        """Before or between steps, in any order of slots: only the last join of a slot counts."""
+        """Joins come before or between steps, in any order of slots. Only the last join of a slot counts."""
         rows = [(slot, self.history(4, seed=slot)) for slot in range(3)]
         expected = self.apply(self.joined(self.active(), self.larger(), self.active()), rows)
         late = self.joined()
         for slot, request in ((2, self.larger()), (1, self.larger()), (2, self.active()), (0, self.active())):
             late.join(slot, request)
             self.apply(late, [(slot, self.history(1))])
-        _assert_close(self.apply(late, rows), expected, "the order of joins and steps shows")
+        _assert_close(self.apply(late, rows), expected, "the result must not depend on the order of joins and steps")
 
     def test_apply_keeps_nothing(self) -> None:
-        """Steps are undone by rejected drafts and done again after preemption: the context says all one must know."""
+        """Rejected drafts undo steps and preemption repeats them, so apply must depend on its context alone."""
         processor = self.joined(self.active(), self.larger())
         for outputs in (2, 5, 3, 5, 0, 3):
             rows = [(slot, self.history(outputs)) for slot in (0, 1)]
             fresh = self.apply(self.joined(self.active(), self.larger()), rows)
-            _assert_close(
-                self.apply(processor, rows), fresh, f"after other steps, {outputs} outputs give another result"
-            )
+            _assert_close(self.apply(processor, rows), fresh, f"{outputs} outputs, after steps with other lengths")
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -299,4 +296,5 @@ def _first_change(before: torch.Tensor, after: torch.Tensor) -> str:
 
 
 def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True), f"{what}: {found}, not {expected}"
+    near = torch.allclose(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert near, f"{what}: expected {expected}, got {found}"

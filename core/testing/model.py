@@ -1,4 +1,4 @@
-"""The contract of Model as tests. Authors subclass:
+"""Contract suite for models. Authors subclass:
 
 class TestMine(ModelContract):
     def spec(self):
@@ -7,8 +7,8 @@ class TestMine(ModelContract):
     def make(self, build):
         return MyModel(TINY, build)
 
-with a config TINY of a few layers and a few thousand weights. Everything runs in float32 over the reference attention,
-so that the same tokens must give the same logits however they are fed.
+with a config TINY of a few layers and a few thousand weights. Everything runs in float32 with the reference attention,
+so that the same tokens must give the same logits in any batch.
 
 Shapes: T tokens, B rows, C channels, V vocabulary.
 """
@@ -58,81 +58,83 @@ MAX_LEN = 48
 PAGE_TOKENS = 4
 
 Weights = Mapping[str, torch.Tensor]
-"""A whole checkpoint by name."""
+"""Full checkpoint by tensor name."""
 
 
 class ModelContract:
-    """Every sentence of dovetail.core.interfaces.model that a model must keep."""
+    """Tests of the rules in dovetail.core.interfaces.model that a model must follow."""
 
     device = "cpu"
-    """Where it runs, such as "cuda"."""
+    """Device to test on, for instance "cuda"."""
     tolerance = 1e-4
-    """Greatest difference of a row's logits in float32, relative to their norm, between two ways of feeding it."""
+    """Maximum difference of a row's float32 logits, relative to their norm, between two batches."""
     ranks: tuple[int, ...] = (2,)
-    """Sizes of tensor parallelism that the tiny model divides by; () = it has none."""
+    """Tensor-parallel sizes that the tiny model supports; () = none."""
     positional = True
-    """False: it has no position encoding."""
+    """Whether the model has a position encoding."""
     idle: tuple[str, ...] = ()
     """Names of checkpoint tensors that may have no effect."""
     seed: int | None = None
-    """None = fresh random tokens each time; a failure names the seed to set here."""
+    """Random seed of tokens; None = a fresh one for each test. A failure names the seed to set here."""
 
     def make(self, build: BuildContext) -> Model:
-        """The model, without weights."""
+        """Return the model without weights."""
         raise NotImplementedError("return your model: MyModel(TINY, build)")
 
     def spec(self) -> ModelSpec:
-        """Its spec: MyModel.spec(TINY)."""
+        """Return the spec: MyModel.spec(TINY)."""
         raise NotImplementedError("return your model's spec: MyModel.spec(TINY)")
 
     def checkpoint(self) -> Weights | None:
-        """Every tensor that a checkpoint of the tiny model holds, random; None leaves `load` untested."""
+        """Return random tensors for a full checkpoint of the tiny model; None skips the tests of `load`."""
         return None
 
     def config(self, folder: str) -> Any:
-        """The component's config for a model folder; None leaves the reading of folders untested."""
+        """Return the component's config for a model folder; None skips the tests of reading folders."""
         return None
 
-    # Facts.
+    # Spec, config and KV groups
 
     def test_spec_is_plain_and_complete(self) -> None:
         spec = self.spec()
         for name in ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "max_len"):
             value = getattr(spec, name)
-            assert isinstance(value, int) and not isinstance(value, bool) and value > 0, f"{name} is {value!r}"
-        assert spec.heads % spec.kv_heads == 0
-        assert spec.dtype in ("bfloat16", "float16", "float32"), f"dtype is {spec.dtype!r}"
-        assert len(spec.windows) in (0, spec.layers), f"{len(spec.windows)} windows for {spec.layers} layers"
-        assert all(0 <= id < spec.vocab for id in spec.eos_ids), f"eos_ids {spec.eos_ids} of {spec.vocab}"
-        assert spec == self.spec(), "a second reading gives another spec"
+            positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            assert positive, f"spec.{name} must be a positive int, got {value!r}"
+        assert spec.heads % spec.kv_heads == 0, f"heads {spec.heads} must divide by kv_heads {spec.kv_heads}"
+        assert spec.dtype in ("bfloat16", "float16", "float32"), f"spec.dtype must name a dtype, got {spec.dtype!r}"
+        assert len(spec.windows) in (0, spec.layers), f"spec.windows needs 0 or {spec.layers} entries: {spec.windows}"
+        assert all(0 <= id < spec.vocab for id in spec.eos_ids), f"eos_ids must be below {spec.vocab}: {spec.eos_ids}"
+        assert spec == self.spec(), "two calls of spec must return equal specs"
 
     def test_model_keeps_its_build_and_config(self) -> None:
         build = self._build()
         model = self.make(build)
-        assert model.build is build
-        assert type(model).spec(model.config) == self.spec()
+        assert model.build is build, "model.build must be the BuildContext it was made with"
+        assert type(model).spec(model.config) == self.spec(), "spec(model.config) must be the spec of the model"
 
     def test_spec_comes_from_config_json(self) -> None:
-        """Any key that is missing is either not needed, or named together with its file."""
+        """A missing key is either optional, or the error names the key and config.json."""
         content = self.spec().hf
         with tempfile.TemporaryDirectory() as folder:
             config, model_class = self._folder(folder)
-            assert content is not None, "the spec keeps config.json as `hf`"
+            assert content is not None, "spec.hf must hold the contents of config.json"
             file = Path(folder) / "config.json"
             file.write_text(json.dumps(dict(content)))
-            assert model_class.spec(config).hf == content
-            assert model_class.source(config).folder == Path(folder)
+            assert model_class.spec(config).hf == content, "spec.hf must hold the contents of config.json"
+            assert model_class.source(config).folder == Path(folder), "source(config).folder must be the model folder"
             needed = []
             for key in content:
                 file.write_text(json.dumps({name: value for name, value in content.items() if name != key}))
                 try:
                     model_class.spec(config)
                 except ConfigError as error:
-                    assert key in str(error) and "config.json" in str(error), f"without {key}: {error}"
+                    named = key in str(error) and "config.json" in str(error)
+                    assert named, f"the error for a missing key must name {key} and config.json: {error}"
                     needed.append(key)
-            assert needed, "config.json may be empty?"
+            assert needed, "spec accepted config.json without any of its keys"
 
-    def test_a_folder_that_is_not_there_is_named(self) -> None:
+    def test_the_error_names_a_missing_folder(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             config, model_class = self._folder(str(Path(folder) / "absent"))
             for read in (model_class.spec, model_class.source):
@@ -143,51 +145,54 @@ class ModelContract:
         spec, build = self.spec(), self._build()
         groups = self.make(build).kv_groups
         layers = sorted(layer for group in groups for layer in group.layers)
-        assert layers == list(range(spec.layers)), f"layers {layers} have KV groups, the model has {spec.layers}"
-        assert len({group.id for group in groups}) == len(groups), "two KV groups have one id"
+        assert layers == list(range(spec.layers)), f"each of {spec.layers} layers must be in one KV group, got {layers}"
+        assert len({group.id for group in groups}) == len(groups), "KV groups must have distinct ids"
         windows = spec.windows or (0,) * spec.layers
         for group in groups:
-            assert group.page_tokens == build.page_tokens
+            assert group.page_tokens == build.page_tokens, f"page_tokens must be {build.page_tokens} in {group}"
             if group.kind == "mla":
                 continue
-            assert group.kind == ("window" if group.window else "full"), (
-                f"a {group.kind} group of window {group.window}"
-            )
-            assert {windows[layer] for layer in group.layers} == {group.window}
-            for plane in group.planes:
-                if plane.name in ("k", "v"):
-                    assert (plane.shape, plane.dtype) == ((spec.kv_heads, spec.head_dim), build.kv_dtype)
+            kind = "window" if group.window else "full"
+            assert group.kind == kind, f"a group with window {group.window} must have kind {kind!r}, not {group.kind!r}"
+            expected = {windows[layer] for layer in group.layers}
+            assert expected == {group.window}, f"spec.windows gives {expected} for the layers of {group}"
+            plane = ((spec.kv_heads, spec.head_dim), build.kv_dtype)
+            found = {(plane.shape, plane.dtype) for plane in group.planes if plane.name in ("k", "v")}
+            assert found <= {plane}, f"K and V must have (shape, dtype) {plane}, got {found}"
 
-    def test_attention_is_asked_with_the_groups_layers(self) -> None:
-        """Every layer once, with the place, heads and window that its KV group has."""
+    def test_attention_is_called_with_the_groups_layers(self) -> None:
+        """Attention runs once per layer, with the index, heads and window of its KV group."""
         spec, spy = self.spec(), SpyAttention()
         model = self._model(attention=spy)
         Driver(model).step([("a", self._tokens(9))])
-        assert sorted(layer.index for layer in spy.seen) == list(range(spec.layers))
+        called = sorted(layer.index for layer in spy.seen)
+        assert called == list(range(spec.layers)), f"attention must run once for each layer, ran for {called}"
         groups = {group.id: group for group in model.kv_groups}
         for layer in spy.seen:
             group = groups[layer.group]
-            assert group.layers[layer.local] == layer.index, f"{layer} is not at this place of its group"
-            assert layer.window == group.window
-            assert (layer.heads, layer.kv_heads, layer.head_dim) == (spec.heads, spec.kv_heads, spec.head_dim)
+            assert group.layers[layer.local] == layer.index, f"`local` must be the index in {group.layers}: {layer}"
+            assert layer.window == group.window, f"`window` must be that of {group}: {layer}"
+            expected = (spec.heads, spec.kv_heads, spec.head_dim)
+            assert (layer.heads, layer.kv_heads, layer.head_dim) == expected, f"heads must be the spec's: {layer}"
 
-    def test_linear_layers_ask_the_quantizer(self) -> None:
-        """By a path of their own, and they feed each method the format it wants."""
+    def test_linear_layers_use_the_quantizer(self) -> None:
+        """Each linear layer asks for a method by a unique path and feeds it the format it declares."""
         tokens, spy = self._tokens(20), TaggingQuantizer()
         expected, got = self._logits(self._model(), tokens), self._logits(self._model(quantizer=spy), tokens)
-        assert len(spy.paths) >= self.spec().layers, f"the quantizer was asked for {spy.paths}"
-        assert len(set(spy.paths)) == len(spy.paths), "two layers have one path"
-        assert spy.applied == set(spy.paths), f"never applied: {sorted(set(spy.paths) - spy.applied)}"
+        least = self.spec().layers
+        assert len(spy.paths) >= least, f"at least {least} linear layers must ask the quantizer, got {spy.paths}"
+        assert len(set(spy.paths)) == len(spy.paths), f"paths must be unique, got {sorted(spy.paths)}"
+        assert spy.applied == set(spy.paths), f"methods never applied: {sorted(set(spy.paths) - spy.applied)}"
         assert_near(got, expected, self.tolerance, "logits with another input format")
 
-    # Forward.
+    # Forward
 
     @pytest.mark.parametrize("chunk", (1, 5, 16))
     def test_chunks_do_not_matter(self, chunk: int) -> None:
-        """One chunk, several, or token by token, up to the last position."""
+        """Logits are equal for one chunk, several chunks and single tokens, up to the last position."""
         tokens = self._tokens(MAX_LEN)
         expected = self._logits(self._model(), tokens)
-        assert expected.isfinite().all()
+        assert expected.isfinite().all(), "logits must be finite"
         driver, found = Driver(self._model()), []
         for start in range(0, len(tokens), chunk):
             rows = [("a", tokens[start : start + chunk])]
@@ -195,7 +200,7 @@ class ModelContract:
         assert_near(torch.cat(found), expected, self.tolerance, f"logits in chunks of {chunk}")
 
     def test_rows_do_not_see_each_other(self) -> None:
-        """Prompts, chunks and decode rows of one step, beside padding, against each sequence alone."""
+        """Prompts, chunks and decode rows in one step with padding give the logits of each sequence alone."""
         sequences = {name: self._tokens(length) for name, length in (("a", 31), ("b", 12), ("c", 20), ("d", 1))}
         model = self._model()
         expected = {name: self._logits(model, tokens) for name, tokens in sequences.items()}
@@ -213,19 +218,19 @@ class ModelContract:
                 fed[name] += len(tokens)
                 found[name].append(logits)
         for name, parts in found.items():
-            assert_near(torch.cat(parts), expected[name], self.tolerance, f"logits of {name} beside others")
+            assert_near(torch.cat(parts), expected[name], self.tolerance, f"logits of sequence {name} in a batch")
 
-    def test_tokens_see_what_came_before_alone(self) -> None:
+    def test_tokens_see_only_earlier_tokens(self) -> None:
         tokens = self._tokens(24)
         changed = [*tokens[:12], *((token + 1) % self.spec().vocab for token in tokens[12:])]
         model = self._model()
         first, second = self._logits(model, tokens), self._logits(model, changed)
-        assert_near(second[:12], first[:12], self.tolerance, "logits before the change")
+        assert_near(second[:12], first[:12], self.tolerance, "logits before the first changed token")
         again = self._logits(model, [(tokens[0] + 1) % self.spec().vocab, *tokens[1:]])
-        assert not torch.allclose(again[-1], first[-1], rtol=0, atol=1e-6), "the last token does not see the first"
+        assert not torch.allclose(again[-1], first[-1], rtol=0, atol=1e-6), "the last token must depend on the first"
 
     def test_positions_are_the_steps(self) -> None:
-        """A token's position need not be its place in the KV cache: policies that drop tokens leave gaps."""
+        """A token's position may differ from its index in the KV cache: policies that drop tokens leave gaps."""
         if not self.positional:
             pytest.skip("positional = False")
         tokens, model = self._tokens(12), self._model()
@@ -235,27 +240,26 @@ class ModelContract:
             driver.step([("a", tokens[:-1])])
             found += driver.step([("a", tokens[-1:])], num_decode=1, gap=gap)
         here, further = found
-        assert not torch.allclose(here, further, rtol=0, atol=1e-7), (
-            f"a position 7 further on is the same ({seed_note()})"
-        )
+        same = torch.allclose(here, further, rtol=0, atol=1e-7)
+        assert not same, f"the model must use ctx.positions_T, but a position 7 higher changes nothing ({seed_note()})"
 
     def test_nothing_stays_between_steps(self) -> None:
-        """What a model knows of a sequence stands in its pages."""
+        """A model keeps the state of a sequence in its pages alone."""
         tokens, model = self._tokens(20), self._model()
         expected = self._logits(model, tokens)
         self._logits(model, self._tokens(33))
-        assert_near(self._logits(model, tokens), expected, self.tolerance, "logits after other work")
+        assert_near(self._logits(model, tokens), expected, self.tolerance, "logits after another sequence")
 
-    # Taps.
+    # Taps
 
     def test_taps_are_given_when_asked(self) -> None:
         tokens, last = self._tokens(9), self.spec().layers - 1
         for taps in ((), (0,), (last,), tuple(range(last + 1))):
             driver = Driver(self._model())
             driver.step([("a", tokens)], taps=taps)
-            assert set(driver.hidden.taps) == set(taps), f"asked for {taps}, got {tuple(driver.hidden.taps)}"
+            assert set(driver.hidden.taps) == set(taps), f"expected taps {taps}, got {tuple(driver.hidden.taps)}"
             for tap in driver.hidden.taps.values():
-                assert tap.shape == (len(tokens), self.spec().hidden)
+                assert tap.shape == (len(tokens), self.spec().hidden), "a tap must be [T, hidden]"
 
     def test_taps_change_nothing(self) -> None:
         tokens, every = self._tokens(9), tuple(range(self.spec().layers))
@@ -268,7 +272,7 @@ class ModelContract:
             assert_near(alone.hidden.taps[tap], whole.hidden.taps[tap], self.tolerance, f"tap {tap} alone")
 
     def test_a_tap_comes_after_its_layer(self) -> None:
-        """With the KV cache of one layer gone bad, that layer's tap is the first to show it."""
+        """If the KV cache of one layer is NaN, that layer's tap is the first with NaN."""
         every, tokens = tuple(range(self.spec().layers)), self._tokens(9)
         for bad in every:
             driver = Driver(self._model())
@@ -278,13 +282,13 @@ class ModelContract:
                 driver.paging.pools[group.id].layer(group.layers.index(bad), name).fill_(float("nan"))
             driver.step([("a", tokens[-1:])], num_decode=1, taps=every)
             fine = [tap for tap in every if driver.hidden.taps[tap].isfinite().all()]
-            assert fine == list(range(bad)), f"layer {bad} is bad; taps {fine} did not see it"
+            assert fine == list(range(bad)), f"NaN in layer {bad}: expected finite taps {[*range(bad)]}, got {fine}"
 
-    # In turns.
+    # Overlapped half-batches
 
-    def test_layers_hand_out_every_collective_call(self) -> None:
-        """As many for one token as for many, of one sequence and of two."""
-        collective = Handed(None)
+    def test_layers_yield_every_collective_call(self) -> None:
+        """Their number does not depend on the number of tokens or sequences."""
+        collective = WatchedCollective(None)
         model = self._halving(collective=collective)
         made: list[int] = []
 
@@ -306,14 +310,14 @@ class ModelContract:
         driver = Driver(model)
         driver.forward = forward
         found = torch.cat([*driver.step([("a", tokens[:-1]), ("b", tokens)]), *driver.step([("a", tokens[-1:])])])
-        assert len(set(made)) == 1, f"{made} collective calls in steps of 39 and 1 tokens"
+        assert len(set(made)) == 1, f"steps of 39 and 1 tokens must make equally many collective calls, got {made}"
         expected = self._logits(model, tokens)
-        assert_near(found[19:39], expected, self.tolerance, "logits of `layers`, beside those of `forward`")
+        assert_near(found[19:39], expected, self.tolerance, "logits of `layers`, compared with `forward`")
 
-    def test_halves_in_turns_are_one_step(self) -> None:
-        """Cut within a chunk, between rows, within a sequence that was there before; taps, too. What a half's boundary
-        gave is gone when its next one begins."""
-        whole, halved = Driver(self._model()), Driver(self._halving(collective=TwoPlaces(None)))
+    def test_half_batches_equal_one_step(self) -> None:
+        """A step may be cut within a chunk, between rows, or within a running sequence. Taps are equal too. The output
+        of a half-batch's boundary is overwritten when its next one begins."""
+        whole, halved = Driver(self._model()), Driver(self._halving(collective=OverwritesOutputs(None)))
         build = halved.model.build
         halved.forward = OverlappedForward(halved.model, build.attention, None, build.device, least=2)
         sequences = {name: self._tokens(MAX_LEN) for name in "abc"}
@@ -322,21 +326,24 @@ class ModelContract:
         for counts, num_decode in (({"a": 17}, 0), ({"a": 1, "b": 5, "c": 6}, 1), ({"a": 1, "c": 1, "b": 13}, 2)):
             rows = [(name, sequences[name][fed[name] : fed[name] + count]) for name, count in counts.items()]
             expected, got = (torch.cat(d.step(rows, num_decode, slack=3, taps=(0, last))) for d in (whole, halved))
-            assert_near(got, expected, self.tolerance, f"logits of {counts} in two halves")
+            assert_near(got, expected, self.tolerance, f"logits of {counts} in two half-batches")
             for tap in (0, last):
-                assert_near(halved.hidden.taps[tap], whole.hidden.taps[tap], self.tolerance, f"tap {tap} of halves")
+                what = f"tap {tap} of two half-batches"
+                assert_near(halved.hidden.taps[tap], whole.hidden.taps[tap], self.tolerance, what)
             for name, count in counts.items():
                 fed[name] += count
 
-    # Embedding and logits.
+    # Embedding and logits
 
     def test_embed_looks_tokens_up(self) -> None:
         model, tokens = self._model(), self._tokens(9)
         tokens_T = torch.tensor(tokens, dtype=torch.int32, device=self.device)
         embeds_TC = model.embed(tokens_T)
-        assert (embeds_TC.shape, embeds_TC.dtype) == ((9, self.spec().hidden), model.build.dtype)
+        expected = ((9, self.spec().hidden), model.build.dtype)
+        assert (embeds_TC.shape, embeds_TC.dtype) == expected, "embed must return [T, hidden] in the model's dtype"
         for token, embed_C in zip(tokens, embeds_TC, strict=True):
-            assert torch.equal(model.embed(torch.tensor([token], device=self.device))[0], embed_C)
+            alone_C = model.embed(torch.tensor([token], device=self.device))[0]
+            assert torch.equal(alone_C, embed_C), f"the embedding of token {token} depends on the batch"
 
     def test_embed_takes_extra_rows_where_masked(self) -> None:
         model = self._model()
@@ -345,10 +352,11 @@ class ModelContract:
         mask_T = torch.tensor([True, False, False, True, True, False, False, False, True], device=self.device)
         given = extra.clone()
         got = model.embed(tokens_T, given, mask_T)
-        assert torch.equal(got[mask_T], extra[mask_T]), "masked rows are those of extra"
-        assert torch.equal(got[~mask_T], plain[~mask_T]), "other rows are the tokens'"
-        assert torch.equal(given, extra), "embed changed extra"
-        assert torch.equal(model.embed(tokens_T, given, torch.zeros_like(mask_T)), plain)
+        assert torch.equal(got[mask_T], extra[mask_T]), "masked rows must be those of extra_TC"
+        assert torch.equal(got[~mask_T], plain[~mask_T]), "other rows must be the tokens' embeddings"
+        assert torch.equal(given, extra), "embed must not change extra_TC"
+        unmasked = model.embed(tokens_T, given, torch.zeros_like(mask_T))
+        assert torch.equal(unmasked, plain), "an empty mask must give the tokens' embeddings"
 
     def test_logits_span_the_vocabulary(self) -> None:
         for dtype in (torch.float32, torch.bfloat16):
@@ -356,25 +364,26 @@ class ModelContract:
             states = torch.randn(5, self.spec().hidden).to(dtype).to(self.device)
             before = states.clone()
             logits = model.logits(states)
-            assert logits.dtype in (torch.float32, dtype)
-            assert tuple(logits.shape) == (5, self.spec().vocab)
-            assert same_bits(states, before), "logits changed the states"
+            assert logits.dtype in (torch.float32, dtype), f"logits must be float32 or {dtype}, got {logits.dtype}"
+            assert tuple(logits.shape) == (5, self.spec().vocab), "logits must be [T, vocab]"
+            assert same_bits(states, before), "logits must not change the hidden states"
             if dtype == torch.float32:
                 assert_near(model.logits(states[3:]), logits[3:], self.tolerance, "logits of fewer rows")
 
-    # Weights.
+    # Weights
 
     def test_dummy_weights_depend_on_the_seed_alone(self) -> None:
         tokens, found = self._tokens(12), []
         for seed in (5, 5, 6):
             model = self.make(self._build())
-            torch.rand(3)  # whatever else was drawn before
+            torch.rand(3)  # other draws before
             model.init_dummy(seed)
             found.append(self._logits(model, tokens))
         first, again, other = found
-        assert first.isfinite().all() and 1e-3 < first.std() < 1e3, f"logits deviate by {first.std():.1e}"
-        assert torch.equal(first, again), "the same seed gave other weights"
-        assert not torch.equal(first, other), "another seed gave the same weights"
+        usable = first.isfinite().all() and 1e-3 < first.std() < 1e3
+        assert usable, f"logits must have a standard deviation of 1e-3 to 1e3, got {first.std():.1e}"
+        assert torch.equal(first, again), "equal seeds must give equal weights"
+        assert not torch.equal(first, other), "different seeds must give different weights"
 
     def test_dummy_weights_are_equal_on_every_layout(self) -> None:
         tokens = self._tokens(12)
@@ -395,12 +404,12 @@ class ModelContract:
         for size in self._ranks():
             by_rank = on_threads(size, lambda collective: self._logits(self._model(collective=collective), tokens))
             for got in by_rank:
-                assert tuple(got.shape) == (12, self.spec().vocab)
-                assert same_bits(got, by_rank[0]), "two ranks have different logits"
+                assert tuple(got.shape) == (12, self.spec().vocab), "logits must be [T, vocab] on every rank"
+                assert same_bits(got, by_rank[0]), "logits must have the same bits on every rank"
                 assert_near(got, expected, self.tolerance, f"logits over {size} ranks")
 
     def test_local_logits_are_its_columns(self) -> None:
-        """Side by side they are the whole, each rank's at the place that it says."""
+        """The ranks' local logits cover the vocabulary; each rank's begin at the column that it returns."""
         drawn = torch.randn(5, self.spec().hidden, generator=torch.Generator().manual_seed(4))
 
         def work(collective: Collective) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -413,10 +422,10 @@ class ModelContract:
             covered = torch.zeros(self.spec().vocab, dtype=torch.bool)
             for logits, local, first in on_threads(size, work):
                 place = slice(first, first + local.shape[1])
-                assert local.shape[1], "a rank without logits has nothing to draw from"
+                assert local.shape[1], "local_logits must not be empty on any rank"
                 assert_near(local, logits[:, place], self.tolerance, f"local_logits over {size} ranks")
                 covered[place] = True
-            assert covered.all(), f"no rank of {size} has logits of token {int((~covered).nonzero()[0])}"
+            assert covered.all(), f"no rank of {size} has local logits of token {int((~covered).nonzero()[0])}"
 
     def test_load_takes_weights_in_any_order(self) -> None:
         weights, tokens = self._weights(), self._tokens(12)
@@ -426,19 +435,20 @@ class ModelContract:
                 model = self.make(self._build())
                 model.load(opened({name: weights[name] for name in names}))
             found.append(self._logits(model, tokens))
-        assert found[0].isfinite().all(), "a weight was never set"
-        assert same_bits(*found), "the result depends on the order of the checkpoint"
+        assert found[0].isfinite().all(), "load left some weights unset"
+        assert same_bits(*found), "the result must not depend on the order of the checkpoint"
 
     def test_every_weight_counts(self) -> None:
-        """A tensor that changes nothing was read into the wrong place, or not at all."""
+        """A tensor without effect was loaded into the wrong parameter or not at all."""
         weights, tokens = self._weights(), self._tokens(24)
         expected = self._logits(self._loaded(weights), tokens)
         for name, tensor in weights.items():
             changed = {**weights, name: tensor + torch.randn(tensor.shape).to(tensor.dtype)}
             got = self._logits(self._loaded(changed), tokens)
-            assert name in self.idle or not torch.allclose(got, expected, rtol=0, atol=1e-7), f"{name} has no effect"
+            used = name in self.idle or not torch.allclose(got, expected, rtol=0, atol=1e-7)
+            assert used, f"checkpoint tensor {name} has no effect on the logits (list it in `idle` if intended)"
 
-    def test_load_names_all_that_does_not_fit(self) -> None:
+    def test_load_names_missing_and_unexpected_tensors(self) -> None:
         weights = dict(self._weights())
         missing, unexpected = sorted(weights)[:: len(weights) - 1][:2], ["stray.weight", "another.bias"]
         for name in missing:
@@ -447,16 +457,16 @@ class ModelContract:
         with pytest.raises(ConfigError) as error:
             self._loaded(weights)
         for name in (*missing, *unexpected):
-            assert name in str(error.value), f"the error does not name {name}: {error.value}"
+            assert name in str(error.value), f"the error must name {name}: {error.value}"
 
     def test_parameters_count_the_checkpoint(self) -> None:
         counted = self.spec().parameters
         if counted is None:
-            pytest.skip("the spec counts no parameters")
+            pytest.skip("spec.parameters is None")
         held = sum(tensor.numel() for tensor in self._weights().values())
-        assert counted.total == held, f"the spec counts {counted.total} parameters, the checkpoint holds {held}"
+        assert counted.total == held, f"spec.parameters.total is {counted.total}, but the checkpoint has {held}"
 
-    # Tools.
+    # Helpers
 
     def _build(self, **options: Any) -> BuildContext:
         return build_context(
@@ -464,7 +474,7 @@ class ModelContract:
         )
 
     def _model(self, **options: Any) -> Model:
-        """With the checkpoint's weights, where there is one."""
+        """Return the model with the checkpoint's weights, or with dummy weights if there is none."""
         model, weights = self.make(self._build(**options)), self.checkpoint()
         if weights is None:
             model.init_dummy(1)
@@ -475,7 +485,7 @@ class ModelContract:
     def _halving(self, **options: Any) -> Model:
         model = self._model(**options)
         if type(model).layers is Model.layers:
-            pytest.skip("it has no `layers`")
+            pytest.skip("`layers` is not overridden")
         return model
 
     def _loaded(self, weights: Weights) -> Model:
@@ -486,13 +496,13 @@ class ModelContract:
     def _weights(self) -> Weights:
         weights = self.checkpoint()
         if weights is None:
-            pytest.skip("checkpoint() gives no weights")
+            pytest.skip("checkpoint() is None")
         return weights
 
     def _folder(self, folder: str) -> tuple[Any, type[Model]]:
         config = self.config(folder)
         if config is None:
-            pytest.skip("config() gives no config for a folder")
+            pytest.skip("config() is None")
         return config, type(self.make(self._build()))
 
     def _ranks(self) -> tuple[int, ...]:
@@ -505,7 +515,7 @@ class ModelContract:
         return torch.randint(self.spec().vocab, (count,)).tolist()
 
     def _logits(self, model: Model, tokens: Sequence[int]) -> torch.Tensor:
-        """logits_TV of a whole sequence in one step, over pages of its own."""
+        """Return logits_TV of one sequence fed in one step."""
         return Driver(model, pages=MAX_LEN).step([("a", tokens)])[0]
 
 
@@ -514,8 +524,8 @@ def opened(weights: Weights) -> Iterator[tuple[str, Callable[[], Lazy]]]:
         yield name, partial(Lazy, tensor)
 
 
-class Handed(Alone):
-    """One rank, which knows when it must not be called."""
+class WatchedCollective(Alone):
+    """Single rank that fails if it is called while `forbidden`."""
 
     forbidden = False
 
@@ -540,11 +550,11 @@ class Handed(Alone):
         return super().whole(residual)
 
     def _check(self) -> None:
-        assert not self.forbidden, "`layers` makes a collective call by itself"
+        assert not self.forbidden, "`layers` must yield every collective call instead of making it"
 
 
-class TwoPlaces(Alone):
-    """One rank, with memory for what two sums are made to, as one whose ranks copy has (`Collective.overlapped`)."""
+class OverwritesOutputs(Alone):
+    """Single rank that overwrites a boundary's output at the second next call, as `Collective.overlapped` permits."""
 
     def __init__(self, config: object) -> None:
         super().__init__(config)
@@ -563,7 +573,7 @@ class TwoPlaces(Alone):
 
 
 class SpyAttention(AttentionBackend):
-    """The reference backend, which remembers the layers it was asked for."""
+    """The reference backend, which records the layers it is called with."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -585,7 +595,7 @@ class SpyAttention(AttentionBackend):
 
 
 class TaggingQuantizer(Quantizer):
-    """The plain product, from inputs in a format of its own that a producer must have been asked for."""
+    """Unquantized matmuls whose inputs must have a format that is unique to the layer."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -601,7 +611,7 @@ class TaggingQuantizer(Quantizer):
 class _Tagging(LinearMethod):
     def __init__(self, owner: TaggingQuantizer, path: str, inner: LinearMethod) -> None:
         self.owner, self.path, self.inner = owner, path, inner
-        # Halved on the way in and doubled before the product, so that plain input gives another result.
+        # Halved by the encoder and doubled before the matmul, so that plain input gives another result.
         self.input = ActFormat(f"tagged {path}", reference=lambda x: (x / 2, None))
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
@@ -614,6 +624,6 @@ class _Tagging(LinearMethod):
         self.inner.finish(params)
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        assert x.format is self.input, f"{self.path} was given {x.format.name!r}"
+        assert x.format is self.input, f"{self.path} must get format {self.input.name!r}, got {x.format.name!r}"
         self.owner.applied.add(self.path)
         return self.inner.apply(params, Activation(PLAIN, x.values * 2), bias)

@@ -1,4 +1,4 @@
-"""Runs a model without the engine: pages and step metadata by hand.
+"""Driver that runs a model without the engine; it builds pages and step metadata itself.
 
 Shapes: T tokens of the step, V vocabulary.
 """
@@ -28,7 +28,7 @@ PAGES = 300
 
 
 class Alone(Collective):
-    """One rank."""
+    """Collective of a single rank."""
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None: ...
 
@@ -58,7 +58,7 @@ def build_context(
     max_len: int = 512,
     device: str | torch.device = "cpu",
 ) -> BuildContext:
-    """What the engine gives a model, with the reference parts (attention=sdpa, quant=none) unless others are given."""
+    """Return what the engine gives a model, with attention=sdpa and quant=none as defaults."""
     from dovetail.core.testing.reference import build
 
     return BuildContext(
@@ -76,7 +76,7 @@ def build_context(
 
 
 class Lazy:
-    """A checkpoint tensor that can only be asked for its shape and sliced, as safetensors' are."""
+    """Checkpoint tensor that offers only its shape and slices, as a safetensors slice does."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -89,16 +89,16 @@ class Lazy:
 
 
 class Driver:
-    """Sequences by name. Pages come in shuffled order from pools full of NaN, so that a wrong page or mask shows."""
+    """Model with named sequences. Pages are shuffled and hold NaN at first, so that a wrong page or mask shows."""
 
     def __init__(self, model: Model, seed: int = 0, pages: int = PAGES) -> None:
         self.model, self.device = model, model.build.device
         self.forward: Callable[[torch.Tensor, ForwardContext, tuple[int, ...]], Hidden] = model.forward
-        """Runs the layers."""
+        """Function that runs the layers."""
         self.paging = Paging(model.kv_groups, self.device, pages=pages, rng=random.Random(seed))
         model.build.attention.bind(self.paging.pools)
         self.hidden: Hidden
-        """Of the last step, padding included."""
+        """Output of the last step, padding included."""
 
     @torch.inference_mode()
     def step(
@@ -110,10 +110,10 @@ class Driver:
         taps: tuple[int, ...] = (),
         gap: int = 0,
     ) -> list[torch.Tensor]:
-        """Feed each row's tokens; returns logits_TV of each row. The first num_decode rows go as decode rows.
+        """Feed each row's tokens and return logits_TV of each row. The first num_decode rows are decode rows.
 
-        `slack` makes the host's bounds loose; `padding` adds tokens that belong to no row; `gap` moves
-        positions past a token's place in the cache.
+        `slack` makes the host's bounds loose; `padding` adds tokens that belong to no row; `gap` shifts positions
+        relative to cache indices.
         """
         counts = [len(tokens) for _, tokens in rows]
         named = [(name, count) for (name, _), count in zip(rows, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""A rank on an H200 that is not there: what its start and its steps launch, on a machine without a GPU."""
+"""Rank on an emulated H200: records or compiles the kernels of start and steps on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dovetail.core.compose import Host
 from dovetail.core.layers.weights import DummyTensor
 from dovetail.core.testing.compiling import Compiled, compiled_for_hopper
-from dovetail.core.worker import runner as engine_runner
-from dovetail.core.worker.result_copies import StepClock
+from dovetail.core.worker import loader, warmup
+from dovetail.core.worker.result_copies import ResultCopies, StepClock
 
 HOST = Host(device="cuda", device_count=1, compute_capability=(9, 0), memory_bytes=140 << 30, platform="linux")
 IN_PLACE = {torch.Tensor.__setitem__, torch.Tensor.copy_}
@@ -25,9 +25,10 @@ IN_PLACE = {torch.Tensor.__setitem__, torch.Tensor.copy_}
 
 @contextmanager
 def no_gpu(machine_code: bool = True) -> Iterator[Compiled]:
-    """Within, a Runner with engine.device=cuda and one rank loads, binds and takes steps as on an H200, and each kernel
-    launch is as in `compiled_for_hopper`. Weights must be dummies (model.load=dummy) and engine.kv_pages be given.
-    Graphs are recorded, and replayed as nothing; results are not to be collected."""
+    """Let a Runner with engine.device=cuda and one rank load, bind and take steps as on an H200.
+
+    Kernel launches are as in `compiled_for_hopper`. It needs model.load=dummy and engine.kv_pages. A graph replay does
+    nothing, and results cannot be collected."""
     with ExitStack() as stack:
 
         def swap(owner: Any, name: str, value: Any) -> None:
@@ -45,11 +46,11 @@ def no_gpu(machine_code: bool = True) -> Iterator[Compiled]:
         swap(FakeTensor, "data_ptr", lambda self: 4096 + self.storage_offset() * self.element_size())
         swap(DummyTensor, "__getitem__", _without_values)
         swap(StepClock, "mark", lambda self: 0.0)
-        swap(engine_runner, "detect_host", lambda device: HOST)
-        swap(engine_runner, "reason_against_graphs", lambda *given: None)
-        swap(engine_runner, "compile_ahead", _one_after_another)
-        swap(engine_runner, "Recorder", _NoGraphs)
-        swap(engine_runner.ResultCopies, "send", lambda *given, **named: None)
+        swap(loader, "detect_host", lambda device: HOST)
+        swap(loader, "reason_against_graphs", lambda *given: None)
+        swap(warmup, "compile_ahead", _one_after_another)
+        swap(loader, "Recorder", _NoGraphs)
+        swap(ResultCopies, "send", lambda *given, **named: None)
         yield compiled
 
 
@@ -58,12 +59,12 @@ class _NoGraphs:
         return lambda: None, call()
 
     def close(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 class _NoGPU(TorchFunctionMode):
-    """CPU tensors are real, since hosts look at numbers; a GPU's have none. A CPU build of torch refuses some calls on
-    these before it sees that they are fake: their results are made from what the meta device says."""
+    """Keeps CPU tensors real and GPU tensors fake. A CPU build of torch rejects some calls on fake GPU tensors; their
+    results are derived from the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -91,7 +92,7 @@ class _NoGPU(TorchFunctionMode):
 
 
 def _view(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
-    """tensor[index] by calls that are not refused, so that a view keeps its place and thus its alignment."""
+    """Return tensor[index] by calls that torch accepts, so that a view keeps its offset and thus its alignment."""
     dim = 0
     for place, each in enumerate(index):
         if each is None:

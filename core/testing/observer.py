@@ -1,4 +1,4 @@
-"""The contract suite of observers. Subclass ObserverContract in a test module and override `make`."""
+"""Contract suite for observers. Subclass ObserverContract in a test module and override `make`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from dovetail.core.compose import EngineConfig
@@ -17,24 +17,11 @@ from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.suite import lines_run
 from dovetail.core.testing.toy import ToyComposition, ToyDevice
 
-EMPTY = StepRecord(
-    step=0,
-    clock=0.0,
-    rows=0,
-    tokens=0,
-    sampled=0,
-    drafted=0,
-    accepted=0,
-    waiting=0,
-    running=0,
-    kv_used=0.0,
-    schedule_seconds=0.0,
-    device_seconds=0.0,
-)
+EMPTY = StepRecord(**dict.fromkeys((field.name for field in fields(StepRecord)), 0))
 
 
 def records(count: int, seed: int = 0, first: int = 0) -> Iterator[StepRecord]:
-    """Of an engine that is idle, busy or full, with a clock that rises."""
+    """Yield records of an idle, busy or full engine with a rising clock."""
     rng = random.Random(seed)
     clock = 1000.0 + first
     for step in range(first, first + count):
@@ -57,7 +44,7 @@ def records(count: int, seed: int = 0, first: int = 0) -> Iterator[StepRecord]:
 
 
 class ObservedComposition(ToyComposition):
-    """A ToyComposition with observers; an engine built from it runs in milliseconds."""
+    """ToyComposition with observers."""
 
     def __init__(self, observers: Mapping[str, Observer], *, lookahead: int = 2, depth: int = 2) -> None:
         groups = (KVGroup(0, (0,), page_tokens=4),)
@@ -83,7 +70,7 @@ def observed_engine(observers: Mapping[str, Observer]) -> Engine:
 
 
 def serve(engine: Engine) -> dict[int, list[int]]:
-    """Five requests to their end; outputs by arrival."""
+    """Run five requests to completion and return their outputs by uid."""
     outputs: dict[int, list[int]] = {}
     for i in range(5):
         for seq in engine.add([1 + i, 2, 3] * (i + 1), SamplingParams(temperature=0, max_tokens=12)):
@@ -95,22 +82,22 @@ def serve(engine: Engine) -> dict[int, list[int]]:
 
 
 class ObserverContract:
-    """Every sentence of dovetail.core.interfaces.Observer. `make` is the only thing to override."""
+    """Tests of the rules of dovetail.core.interfaces.Observer. Only `make` must be overridden."""
 
     def make(self) -> Observer:
         raise NotImplementedError("return your observer: MyObserver(MyConfig())")
 
     def test_records_come_in_order_and_stay_as_they_are(self) -> None:
-        """It may keep them: nobody changes a record, the observer included."""
+        """Records are shared by all observers, which may keep but not change them."""
         observer = self.make()
         for record in records(200):
             before = asdict(record)
-            assert observer.step(record) is None
-            assert asdict(record) == before, "the observer changed a record that others see as well"
+            assert observer.step(record) is None, "step must return None"
+            assert asdict(record) == before, "an observer must not change a record; others read it too"
         observer.close()
 
     def test_any_number_may_be_zero_or_large(self) -> None:
-        """device_seconds is 0 where the executor cannot tell; an idle engine has no rows; a clock may stand still."""
+        """device_seconds is 0 if it is not measured, an idle engine has no rows, and a clock need not advance."""
         observer = self.make()
         numbers = [name for name in asdict(EMPTY) if name != "step"]
         steps = iter(range(1000))
@@ -119,7 +106,7 @@ class ObserverContract:
         observer.close()
 
     def test_close_is_idempotent(self) -> None:
-        """With and without a step before it."""
+        """close works with and without earlier steps, and twice."""
         for steps in (0, 1, 30):
             observer = self.make()
             for record in records(steps):
@@ -127,8 +114,8 @@ class ObserverContract:
             observer.close()
             observer.close()
 
-    def test_observers_do_not_know_each_other(self) -> None:
-        """Two engines in one process have one each; the end of one is not the end of the other."""
+    def test_observers_share_nothing(self) -> None:
+        """Two engines in one process have one observer each; closing one must not affect the other."""
         first, second = self.make(), self.make()
         for record in records(20):
             first.step(record)
@@ -139,7 +126,7 @@ class ObserverContract:
         second.close()
 
     def test_a_step_costs_little(self) -> None:
-        """The engine waits for it. Half of the steps may take longer, to write out what was gathered."""
+        """The engine waits for step. Only the median counts, so some steps may take longer to write buffered data."""
         observer = self.make()
         seconds = []
         for record in records(100):
@@ -147,10 +134,11 @@ class ObserverContract:
             observer.step(record)
             seconds.append(time.perf_counter() - began)
         observer.close()
-        assert statistics.median(seconds) < 5e-3, f"a step takes {1000 * statistics.median(seconds):.1f} ms"
+        median = 1000 * statistics.median(seconds)
+        assert median < 5, f"the engine waits for step: expected a median below 5 ms, got {median:.1f} ms"
 
     def test_a_step_costs_no_more_after_many(self) -> None:
-        """Counts lines of Python, which do not depend on the machine."""
+        """Count lines of Python, a machine-independent measure."""
         observer = self.make()
         costs = []
         for first in (0, 3000):
@@ -159,16 +147,16 @@ class ObserverContract:
             for record in records(3000 - 31, 2, first + 31):
                 observer.step(record)
         observer.close()
-        assert costs[1] <= 2 * costs[0] + 10, f"{costs[0]:.0f} lines for an early step, {costs[1]:.0f} after 3000"
+        assert costs[1] <= 2 * costs[0] + 10, f"a step runs {costs[0]:.0f} lines, but {costs[1]:.0f} after 3000 steps"
 
-    def test_the_engine_keeps_it_and_does_as_without_it(self) -> None:
-        """An observer that fails is removed."""
+    def test_the_engine_keeps_it_and_outputs_do_not_change(self) -> None:
+        """The engine removes an observer that fails."""
         observer = self.make()
         engine = observed_engine({"mine": observer})
         outputs = serve(engine)
-        assert engine.observers == {"mine": observer}, "it failed, and the engine removed it"
+        assert engine.observers == {"mine": observer}, "the engine removed the observer because it failed (see the log)"
         engine.shutdown()
         engine.shutdown()
         alone = observed_engine({})
-        assert outputs == serve(alone)
+        assert outputs == serve(alone), "an observer must not change the engine's outputs"
         alone.shutdown()

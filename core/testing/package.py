@@ -1,4 +1,4 @@
-"""What a package promises as a whole, as tests. Authors subclass:
+"""Contract suite for a package as a whole. Authors subclass:
 
 class TestMine(PackageContract):
     package = "acme-dovetail"
@@ -34,64 +34,66 @@ HOSTS = (
     Host(device="cuda", device_count=8, compute_capability=(9, 0), memory_bytes=141 << 30),
 )
 HEAVY = ("torch", "triton", "transformers")
-"""What listing and validating must not import."""
+"""Modules that listing and validating components must not import."""
 
 
 class PackageContract:
-    """An installed package: its components, options, capabilities, presets and variants."""
+    """Tests of an installed package: components, options, capabilities, presets and variants."""
 
     package = ""
-    """Its name, as pip knows it."""
+    """Distribution name, as in pip."""
 
-    def test_nothing_is_wrong_with_it(self) -> None:
-        """No component, preset or variant is listed as one that cannot be used."""
+    def test_it_has_no_problems(self) -> None:
+        """No component, preset or variant is listed as unusable."""
         ours = [problem for problem in self._registry().problems if problem.package == str(self._package())]
         assert not ours, "\n".join(f"{problem.kind} {problem.name}: {problem.reason}" for problem in ours)
-        assert self._components() or self._files(), f"{self.package} brings nothing: has it an entry point `dovetail`?"
+        found = self._components() or self._files()
+        assert found, f"{self.package} has no component or config file: is its entry point `dovetail` missing?"
 
     def test_listing_it_imports_nothing_heavy(self) -> None:
-        """What the entry points name is imported whenever anything runs."""
+        """Every command imports the modules named by entry points."""
         entries = [entry.value for entry in distribution(self.package).entry_points.select(group="dovetail")]
         load = f"from importlib.metadata import EntryPoint as E; [E('', v, '').load() for v in {entries}]"
         tell = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
-        said = subprocess.run([sys.executable, "-c", f"{load}; {tell}"], capture_output=True, text=True, check=True)
-        assert said.stdout.strip().endswith("[]"), f"{', '.join(entries)}: imports {said.stdout.strip()}"
+        done = subprocess.run([sys.executable, "-c", f"{load}; {tell}"], capture_output=True, text=True, check=True)
+        heavy = done.stdout.strip()
+        assert heavy.endswith("[]"), f"every command imports {', '.join(entries)}, which must not import {heavy}"
 
     def test_options_are_described(self) -> None:
-        """app=plugins shows the docstring of a config, and the one under each field."""
+        """app=plugins prints the docstring of a config and the one under each field."""
         for registered in self._components():
             config = registered.component.config
-            assert (config.__doc__ or "").strip(), f"{config.__name__} has no docstring"
+            assert (config.__doc__ or "").strip(), f"config class {config.__name__} needs a docstring"
             bare = [name for name, field in config.model_fields.items() if not (field.description or "").strip()]
-            assert not bare, f"{config.__name__} has no docstring under {', '.join(bare)}"
+            assert not bare, f"fields of {config.__name__} need a docstring: {', '.join(bare)}"
 
-    def test_classes_are_whole(self) -> None:
+    def test_classes_are_complete(self) -> None:
         for registered in self._components():
             target = registered.target()
             missing = sorted(getattr(target, "__abstractmethods__", ()))
-            assert not missing, f"{registered.component.target} lacks {', '.join(missing)}"
+            assert not missing, f"{registered.component.target} must implement {', '.join(missing)}"
 
     def test_capabilities_are_stated_for_any_machine(self) -> None:
-        """With and without a GPU: they are asked before anything is known to work. What they ask for exists."""
+        """Capabilities are stated with and without a GPU, and name existing kinds and keys."""
         known = {"engine": set(EngineConfig.model_fields), "host": {field.name for field in fields(Host)}}
         for registered in self._components():
             stated = [stated_by_default(registered, host) for host in HOSTS]
             for demand in (demand for each in stated if each is not None for demand in each.requires):
                 asked = f"{registered.component.kind}={registered.component.name} requires {demand.kind}.{demand.key}"
-                assert demand.kind in {*KINDS, *known}, f"{asked}: there is no `{demand.kind}`"
-                assert demand.key in known.get(demand.kind, {demand.key}), f"{asked}: there is no `{demand.key}`"
+                assert demand.kind in {*KINDS, *known}, f"{asked}, but there is no kind `{demand.kind}`"
+                assert demand.key in known.get(demand.kind, {demand.key}), f"{asked}, but there is no `{demand.key}`"
 
     def test_presets_and_variants_compose(self) -> None:
-        """Each by itself. One may still ask for an option, such as a path."""
+        """Each one composes alone, except that options such as a path may still be required."""
         for file in self._files():
             word = f"+preset={file.name}" if file.group == PRESET else f"{file.group}={file.name}"
             try:
                 compose([word], app=None if file.group in (PRESET, "app") else self._reader(file.group))
             except ConfigError as error:
                 faults = [line for line in str(error).splitlines() if " is required" not in line]
-                assert not faults, f"{word}: {faults}"
+                assert not faults, f"{word} does not compose: {faults}"
 
-    # Tools.
+    # Helpers
 
     def _registry(self) -> Registry:
         return compose(app="plugins").registry
@@ -108,6 +110,6 @@ class PackageContract:
         return [file for file in self._registry().files if file.package == str(self._package())]
 
     def _reader(self, kind: str) -> str:
-        """An app that reads a kind; another one would refuse the choice."""
+        """Return an app that uses a kind; others reject a choice of it."""
         apps = {name: r.component.config for (k, name), r in installed().registered.items() if k == "app"}
         return next(name for name, config in apps.items() if issubclass(config, AppConfig) and kind in config.needs)

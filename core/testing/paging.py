@@ -1,4 +1,4 @@
-"""Page tables and step metadata by hand, for suites that run attention or a model without the engine.
+"""Page tables and step metadata for suites that run attention or a model without the engine.
 
 Shapes: T tokens of the step, B rows, P pages per table.
 """
@@ -18,21 +18,21 @@ from dovetail.core.memory.pools import make_pools
 
 @dataclass(slots=True)
 class PagedStep:
-    """One step's rows as backends see them."""
+    """Rows of one step as backends see them."""
 
     host: HostBounds
     metas: dict[int, BatchMeta]
-    """By KV group id."""
+    """Metadata by KV group id."""
     positions_T: torch.Tensor
     """int64; padding at the end has position 0."""
     starts: tuple[int, ...]
-    """Of each row: tokens that were there before the step."""
+    """Length of each row's sequence before the step."""
 
 
 class Paging:
-    """Sequences by name. Pages come in shuffled order from pools that are poison wherever nothing was written.
+    """Named sequences with page tables. Pages are shuffled, and poisoned where nothing was written.
 
-    Entries past a row's own pages name any page, as those of a table that was used before do.
+    Table entries past a row's pages name arbitrary pages, as stale entries of a reused table do.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Paging:
         gap: int = 0,
         spare: int = 0,
     ) -> PagedStep:
-        """Grow each named sequence by a count of tokens. The first num_decode rows go as decode rows.
+        """Grow each named sequence by a number of tokens. The first num_decode rows are decode rows.
 
-        `slack` makes the host's bounds of decode rows loose; `padding` adds tokens that belong to no row and write to
-        scratch page 0; `gap` moves positions past a token's place in the cache; `spare` adds so many rows without
-        tokens to the decode rows and to the others, and makes the host's numbers those of a captured graph's capacity.
+        `slack` makes the host's bounds of decode rows loose. `padding` adds tokens that belong to no row and write to
+        scratch page 0. `gap` shifts positions relative to cache indices. `spare` adds that many empty rows after the
+        decode rows and after the others, and sets the host's numbers to a captured graph's capacity.
         """
         counts = [count for _, count in rows]
         starts = [self.lengths.get(name, 0) for name, _ in rows]
@@ -108,7 +108,7 @@ class Paging:
         return PagedStep(host, metas, self._tensor(positions + pad, torch.int64), tuple(starts))
 
     def _with_spare(self, meta: BatchMeta, num_decode: int, spare: int) -> BatchMeta:
-        """Empty rows after the decode rows and after the others."""
+        """Insert empty rows after the decode rows and after the others."""
         rows = len(meta.kv_len_B)
         ends = meta.row_start_B1[num_decode], meta.row_start_B1[rows]
 
@@ -128,14 +128,14 @@ class Paging:
         )
 
     def table(self, group: KVGroup, name: str, length: int) -> list[int]:
-        """Page ids of a sequence, as many as so many tokens need."""
+        """Return the page ids of a sequence, grown to hold `length` tokens."""
         table = self.tables.setdefault((group.id, name), [])
         while len(table) * group.page_tokens < length:
             table.append(self.free[group.id].pop())
         return table
 
     def rewind(self, name: str, tokens: int) -> None:
-        """Take the last tokens of a sequence back, as rejected drafts are; its pages stay its own."""
+        """Drop the last tokens of a sequence, as rejected drafts. Its pages stay allocated."""
         self.lengths[name] -= tokens
 
     def _tensor(self, data: object, dtype: torch.dtype) -> torch.Tensor:

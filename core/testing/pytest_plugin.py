@@ -1,6 +1,7 @@
-"""The pytest plugin `dovetail` (entry point pytest11): fixtures for plugin authors' own tests.
+"""Pytest plugin `dovetail` (entry point pytest11): fixtures for plugin authors' tests.
 
-Contract suites need no fixture: import and subclass them, such as dovetail.core.testing.kv_cache.KVAllocatorContract.
+Contract suites need no fixture. Import and subclass them, for instance
+dovetail.core.testing.kv_cache.KVAllocatorContract.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ pytest.register_assert_rewrite("dovetail.core.testing")
 
 @pytest.fixture(params=("one_group", "uneven_pages", "mixed_page_sizes"))
 def kv_groups(request: pytest.FixtureRequest) -> Layout:
-    """KV groups and page counts to build an allocator from; a test that takes it runs once for each layout."""
+    """KV groups and page counts for an allocator. A test with this fixture runs once for each layout."""
     from dovetail.core.testing.kv_model import LAYOUTS
 
     return LAYOUTS[request.param]
@@ -27,7 +28,7 @@ def kv_groups(request: pytest.FixtureRequest) -> Layout:
 
 @pytest.fixture
 def kv_sequence() -> Callable[..., TokenSequence]:
-    """kv_sequence(tokens, salt=""): a sequence for an allocator, with a uid of its own."""
+    """Factory kv_sequence(tokens, salt="") of sequences with unique uids for an allocator."""
     from dovetail.core.testing.kv_model import TokenSequence
 
     uids = itertools.count()

@@ -1,4 +1,4 @@
-"""The contract of Quantizer and LinearMethod as tests. Authors subclass:
+"""Contract suite for quantizers (Quantizer and LinearMethod). Authors subclass:
 
 class TestMine(QuantizerContract):
     error = 0.03
@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -38,55 +37,58 @@ from dovetail.core.layers import ColumnParallel, Linear, RowParallel
 from dovetail.core.ops import encode
 from dovetail.core.ops.formats import encode_reference, why_unfused
 from dovetail.core.testing.interpreter import mend_interpreter
-from dovetail.core.testing.model_driver import Alone, Lazy
+from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
 
 __all__ = ["QuantizerContract"]
 
 PATH = "layers.0.mlp.gate_up"
 ODD = ((1, 1), (7, 5), (33, 17), (60, 64), (64, 60), (96, 20))
-"""(inp, out) that a format may well refuse."""
+"""(inp, out) that a format may refuse."""
 
 
 class QuantizerContract:
-    """Every sentence of dovetail.core.interfaces.quant. Weights and inputs are normal, exact results float64."""
+    """Tests of dovetail.core.interfaces.quant. Weights and inputs are normally distributed, exact results float64."""
 
     device = "cpu"
-    """Where it runs, such as "cuda"."""
+    """Device to test on, for instance "cuda"."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    """Of the model, to try."""
+    """Model dtypes to test."""
     error = 1e-6
-    """Greatest ||y - exact|| / ||exact||. What rounding to the model's dtype costs is added."""
+    """Maximum of ||y - exact|| / ||exact||. The rounding error of the model's dtype is added."""
     shapes: tuple[tuple[int, tuple[int, ...]], ...] = ((64, (96,)), (256, (64, 64)), (128, (96, 32, 64)))
-    """(inp, output rows of each merged part) that the format holds, halved over two ranks included."""
+    """(inp, output rows of each merged part) that the format supports, also when halved over two ranks."""
     rows_independent = True
-    """False: one scale is made for the whole batch, so a token's result depends on the others."""
+    """Whether a token's result is independent of the other tokens. False: the whole batch shares one scale."""
     seed: int | None = None
-    """None = fresh random input each time; a failure names the seed to set here."""
+    """Random seed; None = a fresh one for each test. A failure names the seed to set here."""
 
     def make(self) -> Quantizer:
-        """A fresh quantizer. The one method to override."""
+        """Return a fresh quantizer. The only method to override."""
         raise NotImplementedError("return your quantizer: MyQuantizer(MyConfig())")
 
     def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The checkpoint tensors of one part, by the names in method.tensors; override for formats with their own."""
-        assert method.tensors == ("weight",), f"override checkpoint(): {method.tensors} are read for each part"
+        """Return the checkpoint tensors of one part by the names in method.tensors. Override for other formats."""
+        assert method.tensors == ("weight",), f"override checkpoint(): the method reads {method.tensors} of each part"
         return {"weight": weight_OI}
 
-    # Life of a layer.
+    # Life cycle of a layer
 
     def test_create_gives_tensors_on_the_device(self) -> None:
         method, shape = self._method(64, (96,))
         params = method.create(shape, torch.device(self.device))
-        assert params and all(isinstance(value, torch.Tensor) for value in params.values())
-        assert {value.device.type for value in params.values()} == {torch.device(self.device).type}
+        tensors = params and all(isinstance(value, torch.Tensor) for value in params.values())
+        assert tensors, f"create must return the layer's tensors by name, got {params}"
+        devices = {value.device.type for value in params.values()}
+        assert devices == {torch.device(self.device).type}, f"create must allocate on {self.device}, not on {devices}"
 
     def test_product_is_near_the_exact_one(self) -> None:
-        for inp, parts in self.shapes:
-            layer = self._layer(inp, parts)
-            for tokens in (1, 5, 33):
-                x_TI = self._x(tokens, inp)
-                self._check(layer.apply(x_TI), layer.exact(x_TI))
+        for dtype in dict.fromkeys((torch.float32, *self.dtypes)):
+            for inp, parts in self.shapes:
+                layer = self._layer(inp, parts, dtype)
+                for tokens in (1, 5, 9, 33):
+                    x_TI = self._x(tokens, inp, dtype)
+                    self._check(layer.apply(x_TI), layer.exact(x_TI), dtype)
 
     def test_scales_may_be_left_to_the_consumer(self) -> None:
         for dtype in self.dtypes:
@@ -94,8 +96,8 @@ class QuantizerContract:
                 layer, x_TI = self._layer(256, (64,), dtype), self._x(tokens, 256, dtype)
                 for scale, shape in zip(layer.partial_scale(x_TI), ((tokens, 1), (64,)), strict=False):
                     plain = scale.dtype == torch.float32 and tuple(scale.shape) == shape and scale.is_contiguous()
-                    assert plain, f"a scale left to the consumer must be float32 {shape}, contiguous; it is {scale}"
-                assert_near(layer.partial(x_TI), layer.apply(x_TI), 2 * TOLERANCE[dtype], "partial, scaled")
+                    assert plain, f"a scale of partial() must be contiguous float32 of shape {shape}, got {scale}"
+                assert_near(layer.partial(x_TI), layer.apply(x_TI), 2 * TOLERANCE[dtype], "partial() times its scales")
 
     def test_bias_is_added_once(self) -> None:
         for dtype in self.dtypes:
@@ -103,21 +105,16 @@ class QuantizerContract:
             bias_O = 100 * self._x(1, 96, dtype)[0]
             plain, biased = layer.apply(x_TI), layer.apply(x_TI, bias_O)
             expected = plain.double() + bias_O.double()
-            assert_near(biased, expected, 2 * TOLERANCE[dtype], "the product with a bias")
+            assert_near(biased, expected, 2 * TOLERANCE[dtype], "the matmul with a bias")
 
     def test_output_has_the_models_dtype(self) -> None:
         for dtype in self.dtypes:
             for bias in (None, self._x(1, 96, dtype)[0]):
                 y_TO = self._layer(64, (96,), dtype).apply(self._x(5, 64, dtype), bias)
-                assert (y_TO.dtype, tuple(y_TO.shape)) == (dtype, (5, 96))
-
-    def test_near_in_every_dtype(self) -> None:
-        for dtype in self.dtypes:
-            layer, x_TI = self._layer(256, (64, 64), dtype), self._x(9, 256, dtype)
-            self._check(layer.apply(x_TI), layer.exact(x_TI), dtype)
+                assert (y_TO.dtype, tuple(y_TO.shape)) == (dtype, (5, 96)), "apply must return [T, O] in model dtype"
 
     def test_parts_go_where_they_belong(self) -> None:
-        """Each part of a merged layer by itself, so that a small part counts as much as a large one."""
+        """Each part of a merged layer is compared separately, so that a small part weighs as much as a large one."""
         inp, parts = max(self.shapes, key=lambda shape: len(shape[1]))
         layer, x_TI = self._layer(inp, parts), self._x(17, inp)
         got, exact, at = layer.apply(x_TI), layer.exact(x_TI), 0
@@ -131,10 +128,10 @@ class QuantizerContract:
         orders = (range(len(parts)), reversed(range(len(parts))), [*range(1, len(parts)), 0])
         first, *others = (self._layer(inp, parts, weight=weight_OI, order=order).apply(x_TI) for order in orders)
         for other in others:
-            assert same_bits(first, other), "the result depends on the order in which parts were loaded"
+            assert same_bits(first, other), "parts may load in any order, but the result depends on it"
 
     def test_load_keeps_no_part(self) -> None:
-        """A checkpoint tensor is a view of a file, or a buffer that the next part will fill."""
+        """A checkpoint tensor is a view of a file or a buffer that is reused for the next part."""
         weight_OI, x_TI = self._weight(64, 96), self._x(5, 64)
         layer = self._layer(64, (64, 32), weight=weight_OI.clone(), poison_after_load=True)
         self._check(layer.apply(x_TI), exact_product(x_TI, weight_OI))
@@ -147,7 +144,7 @@ class QuantizerContract:
                 self._check(layer.apply(x_TI), layer.exact(x_TI), dtype)
 
     def test_the_layer_owns_the_tensors(self) -> None:
-        """`params` are passed back: the same numbers at another address give the same result."""
+        """apply must read the `params` it is given: equal values at other addresses give equal results."""
         layer, x_TI = self._layer(64, (96,)), self._x(5, 64)
         expected = layer.apply(x_TI)
         moved = {name: value.clone() for name, value in layer.params.items()}
@@ -175,13 +172,13 @@ class QuantizerContract:
         before = {name: value.clone() for name, value in given.items()}
         first = layer.method.apply(layer.params, x, bias_O).clone()
         for name, value in given.items():
-            assert same_bits(value, before[name]), f"apply changed {name}"
-        assert same_bits(layer.method.apply(layer.params, x, bias_O), first), "the second call gave another result"
+            assert same_bits(value, before[name]), f"apply must not change its inputs, but it changed {name}"
+        assert same_bits(layer.method.apply(layer.params, x, bias_O), first), "a second equal call gave another result"
 
-    # Rows.
+    # Rows
 
     def test_rows_are_independent(self) -> None:
-        """A token's result does not depend on what stands beside it, however large."""
+        """A token's result does not depend on the other tokens, however large they are."""
         if not self.rows_independent:
             pytest.skip("rows_independent = False")
         for dtype in self.dtypes:
@@ -190,7 +187,7 @@ class QuantizerContract:
             together = layer.apply(x_TI)
             for row in range(len(x_TI)):
                 alone = layer.apply(x_TI[row : row + 1])
-                what = f"row {row} beside others (set rows_independent = False if a batch shares one scale)"
+                what = f"row {row} in a batch (set rows_independent = False if a batch shares one scale)"
                 assert_near(together[row : row + 1], alone, 2 * TOLERANCE[dtype], what)
             self._check(together[::2], layer.exact(x_TI)[::2], dtype)
 
@@ -199,54 +196,56 @@ class QuantizerContract:
         x_TI = self._x(3, 64)
         x_TI[1] = 0
         got = layer.apply(x_TI, bias_O)
-        assert got.isfinite().all()
-        assert_near(got[1:2], bias_O[None], 1e-5, "the row of zeros")
+        assert got.isfinite().all(), "a row of zeros in the input made the output infinite or NaN"
+        assert_near(got[1:2], bias_O[None], 1e-5, "the result of a row of zeros")
 
-    # Input format.
+    # Input format
 
     def test_input_is_what_encode_gives(self) -> None:
-        """The record says what producers will write: dtype, scales and their order in memory."""
+        """The ActFormat declares what producers write: dtype, scales and their memory order."""
         for dtype in self.dtypes:
             for inp, parts in self.shapes:
                 fmt = self._layer(inp, parts, dtype).method.input
                 x_TI = self._x(5, inp, dtype)
                 x = encode(x_TI, (fmt,))[fmt]
-                assert x.values.dtype == (fmt.dtype or dtype), f"{fmt.name}: {x.values.dtype} is not what it declares"
+                assert x.values.dtype == (fmt.dtype or dtype), f"{fmt.name} declares dtype {fmt.dtype}"
                 if fmt.reference is not None:
                     values, _ = fmt.reference(x_TI.float())
-                    held = (
-                        values.is_floating_point()
-                        if fmt.dtype is None
-                        else torch.equal(values.float(), values.to(fmt.dtype).float())
-                    )
-                    assert held, f"{fmt.name}: {fmt.dtype or 'the dtype of the model'} does not hold {values.dtype}"
+                    kept = None if fmt.dtype is None else values.to(fmt.dtype)
+                    held = values.is_floating_point() if kept is None else torch.equal(values.float(), kept.float())
+                    target = fmt.dtype or "the model's dtype"
+                    assert held, f"{fmt.name}: `reference` returns {values.dtype} values that {target} cannot hold"
                 if fmt.group == "none":
-                    assert x.scale is None and fmt.scale_layout == "none", f"{fmt.name} declares no scales"
+                    unscaled = x.scale is None and fmt.scale_layout == "none"
+                    assert unscaled, f"{fmt.name}: group is none, so there must be no scales and no scale_layout"
                     continue
-                assert x.scale is not None and fmt.scale_layout != "none", f"{fmt.name} declares scales"
-                assert x.scale.dtype == torch.float32, f"{fmt.name}: scales are {x.scale.dtype}; kernels write float32"
+                scaled = x.scale is not None and fmt.scale_layout != "none"
+                assert scaled, f"{fmt.name}: group is {fmt.group}, so there must be scales and a scale_layout"
+                assert x.scale.dtype == torch.float32, f"{fmt.name}: scales must be float32, not {x.scale.dtype}"
                 if fmt.group != "tensor":
                     groups = 1 if fmt.group == "token" else ceil_div(inp, fmt.group)
-                    assert tuple(x.scale.shape) == (5, groups), f"{fmt.name}: scales {tuple(x.scale.shape)}"
+                    shape = tuple(x.scale.shape)
+                    assert shape == (5, groups), f"{fmt.name}: expected scales of shape {(5, groups)}, got {shape}"
                     by_row = x.scale if fmt.scale_layout == "row" else x.scale.t()
-                    assert by_row.is_contiguous(), f"{fmt.name}: scales are not {fmt.scale_layout}-major"
+                    assert by_row.is_contiguous(), f"{fmt.name}: scales must be {fmt.scale_layout}-major in memory"
 
     def test_input_is_known_before_weights(self) -> None:
-        """Producers are built while the checkpoint is still on disk."""
+        """Producers are built before the checkpoint is read."""
         for inp, parts in self.shapes:
             method, _ = self._method(inp, parts)
-            assert isinstance(method.input, ActFormat)
-            assert method.tensors and all(isinstance(name, str) for name in method.tensors)
+            assert isinstance(method.input, ActFormat), f"`input` must be an ActFormat, not {method.input!r}"
+            names = method.tensors and all(isinstance(name, str) for name in method.tensors)
+            assert names, f"`tensors` must name the checkpoint tensors of a part, got {method.tensors!r}"
 
     def test_triton_encode_agrees_with_the_reference(self) -> None:
-        """Compiled on a GPU; elsewhere in Triton's interpreter, which has to be asked for before Triton is imported."""
+        """Run compiled on a GPU, elsewhere in Triton's interpreter, which must be chosen before Triton is imported."""
         formats = [
             (inp, fmt)
             for inp, parts in self.shapes
             if (fmt := self._method(inp, parts)[0].input) is not PLAIN and why_unfused(fmt) is None
         ]
         if not formats:
-            pytest.skip("its input is plain, or no kernel can encode it")
+            pytest.skip("the input format is plain, or no kernel can encode it")
         if torch.device(self.device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return run_in_interpreter(self, "test_triton_encode_agrees_with_the_reference")
         if torch.device(self.device).type != "cuda":
@@ -254,22 +253,23 @@ class QuantizerContract:
         from dovetail.core.ops.kernels.formats import encode_triton
 
         for inp, fmt in formats:
-            # The interpreter cuts float32 to bfloat16 instead of rounding, so 16-bit input is the GPU's to test.
+            # The interpreter truncates float32 to bfloat16 instead of rounding, so only a GPU can test 16-bit input.
             x_TI = self._x(7, inp) * self._x(7, 1).exp()
             x_TI[3] = 0
             got, expected = encode_triton(x_TI, fmt), encode_reference(x_TI, fmt)
-            assert got.values.dtype == expected.values.dtype and got.values.shape == expected.values.shape
-            # A value on the edge between two representable ones may fall to either side.
+            alike = got.values.dtype == expected.values.dtype and got.values.shape == expected.values.shape
+            assert alike, f"{fmt.name}: the kernel's values differ from those of `reference` in dtype or shape"
+            # A value halfway between two representable ones may round to either.
             unequal = float((got.values.view(torch.uint8) != expected.values.view(torch.uint8)).float().mean())
-            assert unequal < 0.01, f"{fmt.name}: {unequal:.1%} of bytes differ from the reference's ({seed_note()})"
+            assert unequal < 0.01, f"{fmt.name}: {unequal:.1%} of bytes differ from `reference` ({seed_note()})"
             if expected.scale is not None and got.scale is not None:
-                assert got.scale.stride() == expected.scale.stride()
-                assert_near(got.scale, expected.scale, 1e-5, f"scales of {fmt.name}")
+                assert got.scale.stride() == expected.scale.stride(), f"{fmt.name}: memory order of the scales"
+                assert_near(got.scale, expected.scale, 1e-5, f"the scale tensor of {fmt.name}")
 
-    # Shards.
+    # Shards
 
     def test_column_shards_are_slices(self) -> None:
-        """Each rank holds some output rows of every part; side by side they are the whole layer."""
+        """Each rank holds some output rows of every part. Concatenated they are the whole layer."""
         for inp, parts in self.shapes:
             weight_OI, bias_O, x_TI = self._weight(inp, sum(parts)), self._x(1, sum(parts))[0], self._x(9, inp)
             exact = exact_product(x_TI, weight_OI, bias_O)
@@ -285,7 +285,7 @@ class QuantizerContract:
                 self._check(torch.cat((left, right), dim=1), exact[:, start : start + parts[part]])
 
     def test_row_shards_add_up(self) -> None:
-        """Each rank holds some input columns, and encodes its own share of the input."""
+        """Each rank holds some input columns and encodes its own part of the input."""
         for inp, parts in self.shapes:
             out = sum(parts)
             weight_OI, bias_O, x_TI = self._weight(inp, out), self._x(1, out)[0], self._x(9, inp)
@@ -297,26 +297,27 @@ class QuantizerContract:
             self._check(total, exact_product(x_TI, weight_OI, bias_O))
 
     def test_odd_shapes_are_held_or_refused(self) -> None:
-        """CapabilityError names the layer; what is not refused must be right."""
+        """A shape is either refused with a CapabilityError that names the layer, or computed correctly."""
         for inp, out in ODD:
             try:
                 layer = self._layer(inp, (out,))
             except CapabilityError as refused:
-                assert PATH in str(refused), f"the refusal of {inp} x {out} does not name the layer: {refused}"
+                assert PATH in str(refused), f"the error that refuses {inp} x {out} must name {PATH}: {refused}"
                 continue
             x_TI = self._x(33, inp)
             if out > 1:
                 self._check(layer.apply(x_TI), layer.exact(x_TI), factor=2.0)
             else:
-                assert tuple(layer.apply(x_TI).shape) == (33, 1)
+                assert tuple(layer.apply(x_TI).shape) == (33, 1), "apply must return [T, O]"
 
     def test_kv_scales_are_positive(self) -> None:
         quantizer = self.make()
         for number in range(3):
             scales = quantizer.kv_scales(number)
-            assert len(scales) == 2 and all(0 < scale < float("inf") for scale in scales), f"kv_scales gave {scales}"
+            valid = len(scales) == 2 and all(0 < scale < float("inf") for scale in scales)
+            assert valid, f"kv_scales must return two positive finite numbers, got {scales}"
 
-    # Tools.
+    # Helpers
 
     def _method(
         self, inp: int, parts: Sequence[int], dtype: torch.dtype = torch.float32, path: str = PATH
@@ -336,7 +337,7 @@ class QuantizerContract:
         path: str = PATH,
         poison_after_load: bool = False,
     ) -> Loaded:
-        """create, load each part, finish: as the core's layers do."""
+        """Create, load each part and finish, as the core's layers do."""
         shape = LinearShape(inp, sum(parts), tuple(parts), dtype=dtype)
         method = (quantizer or self.make()).linear(path, shape)
         weight_OI = self._weight(inp, sum(parts)).to(dtype) if weight is None else weight
@@ -352,7 +353,7 @@ class QuantizerContract:
         return Loaded(method, params, weight_OI)
 
     def _load(self, layer: Linear, parts: Sequence[int], weight_OI: torch.Tensor, bias_O: torch.Tensor) -> None:
-        """Fill one rank's layer from the whole matrices."""
+        """Load one rank's layer from the full matrices."""
         stored: dict[str, torch.Tensor] = {}
         for part, size in enumerate(parts):
             rows = slice(sum(parts[:part]), sum(parts[:part]) + size)
@@ -366,18 +367,8 @@ class QuantizerContract:
     def _build(self, rank: int, size: int) -> BuildContext:
         collective = Alone(None)
         collective.rank, collective.size = rank, size
-        nothing: Any = None
-        return BuildContext(
-            spec=ModelSpec("none", 1, 1, 1, 1, 1, 1, 1, 1, "float32"),
-            device=torch.device(self.device),
-            dtype=torch.float32,
-            kv_dtype=torch.float32,
-            page_tokens=1,
-            max_len=1,
-            quantizer=self.make(),
-            attention=nothing,
-            collective=collective,
-        )
+        spec = ModelSpec("none", 1, 1, 1, 1, 1, 1, 1, 1, "float32")
+        return build_context(spec, quantizer=self.make(), collective=collective, device=self.device)
 
     def _x(self, tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         fresh(self)
@@ -393,12 +384,12 @@ class QuantizerContract:
         got, exact = got.double().cpu(), exact.double().cpu()
         assert got.shape == exact.shape, f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
         error, most = float((got - exact).norm() / exact.norm()), factor * self.error + TOLERANCE[dtype]
-        assert error <= most, f"the product is off by {error:.2e} of its norm, more than {most:.2e} ({seed_note()})"
+        assert error <= most, f"relative error of the matmul is {error:.2e}, more than {most:.2e} ({seed_note()})"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A finished layer and the matrix it was loaded from."""
+    """A finished layer and the matrix that it was loaded from."""
 
     method: LinearMethod
     params: dict[str, torch.Tensor]
@@ -423,16 +414,16 @@ class Loaded:
 
 
 def exact_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """float64, on the host."""
+    """Compute the matmul in float64 on the host."""
     y_TO = x_TI.cpu().double() @ weight_OI.cpu().double().t()
     return y_TO if bias_O is None else y_TO + bias_O.cpu().double()
 
 
 def run_in_interpreter(suite: object, test: str) -> None:
-    """Run one test of a suite's class again, in a process where Triton interprets its kernels."""
+    """Run one test of a suite class in a new process with Triton's interpreter."""
     cls = type(suite)
     if "<locals>" in cls.__qualname__:
-        pytest.skip("the interpreter needs a process of its own, which can only find a class at the top of its module")
+        pytest.skip("the interpreter runs in a new process, which can import only a class at module level")
     node = f"{inspect.getfile(cls)}::{cls.__name__}::{test}"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]

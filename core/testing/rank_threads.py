@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks as threads of one process: sums and gathers over a shared list, for what needs no transport."""
+"""Tensor-parallel ranks as threads of one process, with collectives over a shared list instead of a transport."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """What the threads of one group share."""
+    """State shared by the threads of one group."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -43,13 +43,13 @@ class ThreadCollective(Alone):
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.meeting.slots[self.rank] = x
         self.meeting.barrier.wait()
-        everyone = list(self.meeting.slots)
+        all_ranks = list(self.meeting.slots)
         self.meeting.barrier.wait()
-        return everyone
+        return all_ranks
 
 
 def on_threads(size: int, work: Callable[[ThreadCollective], T]) -> list[T]:
-    """work(collective) on every rank; results in rank order."""
+    """Run work(collective) on every rank and return the results in rank order."""
     meeting = Meeting(size)
 
     def one(rank: int) -> T:
@@ -61,7 +61,7 @@ def on_threads(size: int, work: Callable[[ThreadCollective], T]) -> list[T]:
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(one, rank) for rank in range(size)]
-        # A rank that failed breaks the barrier of the others: its own words come first.
+        # A failed rank breaks the barrier of the others, so its own error is raised first.
         errors = [future.exception() for future in futures]
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error

@@ -1,7 +1,7 @@
-"""Processes that stand in for ranks: each imports a suite from its file, and all run one of its methods together.
+"""Rank processes for suites: each imports a suite from its file, and all run one of its methods concurrently.
 
-They are started once and reused, since importing torch is most of what a small test would wait for. A suite whose
-`device` is "cuda" has a GPU a rank.
+Processes are started once and reused, since importing torch would dominate the time of a small test. For a suite whose
+`device` is "cuda", rank n uses GPU n.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _GRACE = 10.0
-"""Seconds that the other ranks get to end once one of them has failed."""
+"""Seconds that the other ranks have to finish after one has failed."""
 
 
 @dataclass(frozen=True)
 class SuiteAt:
-    """Where a process finds a suite: test modules have names that only pytest can import."""
+    """Location of a suite for another process. Only pytest can import test modules by their names."""
 
     file: str
     module: str
     qualname: str
     attributes: dict[str, Any]
-    """Of the suite object."""
+    """Attributes of the suite object."""
 
     @classmethod
     def of(cls, suite: object) -> SuiteAt:
         kind = type(suite)
         if "<locals>" in kind.__qualname__:
-            raise ValueError(
-                f"{kind.__qualname__} is local to a function, where no other process finds it: define it in a module"
-            )
+            name = kind.__qualname__
+            raise ValueError(f"{name} is local to a function, so no other process can import it: define it in a module")
         return cls(inspect.getfile(kind), kind.__module__, kind.__qualname__, dict(vars(suite)))
 
     def load(self) -> Any:
@@ -60,7 +59,7 @@ class SuiteAt:
 
 
 class RankFailed(AssertionError):
-    """What a rank raised, or how it ended."""
+    """A rank raised an error, exited or timed out."""
 
 
 @dataclass
@@ -80,9 +79,9 @@ _pools: dict[int, _Pool] = {}
 
 
 def on_ranks(suite: object, method: str, size: int, *, timeout: float = 60.0, may_die: Sequence[int] = ()) -> list[Any]:
-    """`suite.method(rank, size, address)` on `size` processes; what each returned. `address` is free on this machine.
+    """Run `suite.method(rank, size, address)` on `size` processes and return the results. `address` has a free port.
 
-    Raises RankFailed with the first rank's words; a rank of `may_die` may end its process, and None stands for it.
+    Raise RankFailed with the message of the first failed rank. A rank in `may_die` may exit; its result is None.
     """
     pool = _pools.get(size) or _started(size)
     order = SuiteAt.of(suite), method, f"127.0.0.1:{_free_port()}"
@@ -102,7 +101,7 @@ def on_ranks(suite: object, method: str, size: int, *, timeout: float = 60.0, ma
                 answers[rank] = connection.recv()
             except (EOFError, ConnectionResetError):
                 died = True
-                answers[rank] = (rank in may_die, None if rank in may_die else "its process ended")
+                answers[rank] = (rank in may_die, None if rank in may_die else "the process exited")
             if not answers[rank][0]:
                 deadline = min(deadline, time.monotonic() + _GRACE)
     if died or len(answers) < size:
@@ -112,7 +111,7 @@ def on_ranks(suite: object, method: str, size: int, *, timeout: float = 60.0, ma
             raise RankFailed(f"rank {rank} of {size}: {answer}")
     late = [rank for rank in range(size) if rank not in answers]
     if late:
-        raise RankFailed(f"after {timeout:g} s ranks {late} of {size} had not come back from {method}")
+        raise RankFailed(f"ranks {late} of {size} did not finish {method} within {timeout:g} s")
     return [answers[rank][1] for rank in range(size)]
 
 
@@ -146,7 +145,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
             answer = True, getattr(suite, method)(rank, size, address)
         except KeyboardInterrupt:
             os._exit(1)
-        except BaseException as error:  # pytest.fail's is no Exception.
+        except BaseException as error:  # pytest.fail raises no Exception.
             answer = False, f"{error}\n{''.join(traceback.format_exception(error))}"
         connection.send(answer)
 

@@ -1,4 +1,4 @@
-"""Defaults for suites that need some other part to stand on, chosen by name through the registry like everybody's."""
+"""Built-in components that a suite needs besides the one under test, chosen by name through the registry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dovetail.core.interfaces import KVAllocator, KVGroup
 
 
 def default_allocator(groups: Sequence[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
-    """kv_cache=prefix_hash with its default options."""
+    """Return kv_cache=prefix_hash with its default options."""
     return build("kv_cache", "prefix_hash", groups=groups, num_pages=num_pages)
 
 

@@ -1,6 +1,6 @@
-"""The contract suite of schedulers. Subclass SchedulerContract in a test module and override `make`.
+"""Contract suite for schedulers. Subclass SchedulerContract in a test module and override `make`.
 
-Every test drives the real engine on a ToyDevice, which checks each plan, each page and each token.
+Every test drives the real engine on a ToyDevice, which checks every plan, page and token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dovetail.core.testing.toy import ToyComposition, ToyDevice, expected_output
 
 PAGE = 4
 ADAPTERS = "abc"
-"""A name each."""
+"""Adapter names, one letter each."""
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Job:
 def random_load(
     seed: int, jobs: int = 14, *, aborts: bool = True, shared: bool = True, grammars: bool = False, adapters: str = ""
 ) -> list[Job]:
-    """Arrivals over time, some with a common prefix, some aborted, some with several samples, some with a grammar, some
-    with one of the adapters."""
+    """Requests that arrive over time. Some share a prefix, are aborted, ask for several samples, or have a grammar or
+    an adapter."""
     rng = random.Random(seed)
     common = [rng.randrange(1, 50) for _ in range(rng.randrange(0, 14))] if shared else []
     load = []
@@ -85,16 +85,16 @@ def _toy_grammar(rng: random.Random) -> Grammar:
 
 
 class SchedulerContract:
-    """What every scheduler must do. `make` is the only thing to override."""
+    """Tests that every scheduler must pass. `make` is the only method to override."""
 
     loads: ClassVar[int] = 4
-    """Random loads that each test of outputs runs, one after another."""
+    """Number of random loads that each output test runs."""
 
     def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
         raise NotImplementedError("return your scheduler: MyScheduler(MyConfig(), limits, kv)")
 
     def make_kv(self, groups: Seq[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
-        """The allocator under the scheduler; override to try yours with it."""
+        """Return the allocator that the scheduler uses. Override to test the scheduler with another one."""
         from dovetail.core.testing.reference import default_allocator
 
         return default_allocator(groups, num_pages)
@@ -120,15 +120,8 @@ class SchedulerContract:
         if window_pages:
             groups.append(KVGroup(2, (2,), kind="window", window=7, page_tokens=PAGE))
             num_pages[2] = window_pages
-        device = ToyDevice(
-            groups,
-            num_pages,
-            max_seqs=max_seqs,
-            max_len=max_len,
-            lookahead=lookahead,
-            delay=delay,
-            adapter_slots=adapter_slots,
-        )
+        sizes = {"max_seqs": max_seqs, "max_len": max_len, "lookahead": lookahead}
+        device = ToyDevice(groups, num_pages, delay=delay, adapter_slots=adapter_slots, **sizes)
         config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
         engine = start_engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
         for name in ADAPTERS if adapter_slots else "":
@@ -136,20 +129,15 @@ class SchedulerContract:
         return engine
 
     def run(self, engine: Engine, load: Seq[Job], limit: int = 3000) -> dict[tuple[int, int], list[int]]:
-        """Drive to the end; outputs by (job, sample). Aborted ones are left out."""
+        """Step until every job is done. Return outputs by (job, sample), without those of aborted jobs."""
         sequences: dict[int, tuple[int, Sequence]] = {}
         outputs: dict[tuple[int, int], list[int]] = {}
         open_ = set(range(len(load)))
         for step in range(limit):
             for i, job in enumerate(load):
                 if job.arrival == step:
-                    params = SamplingParams(
-                        max_tokens=job.max_tokens,
-                        temperature=0,
-                        n=job.n,
-                        ignore_eos=job.ignore_eos,
-                        grammar=job.grammar,
-                    )
+                    given = {"max_tokens": job.max_tokens, "n": job.n, "grammar": job.grammar}
+                    params = SamplingParams(temperature=0, ignore_eos=job.ignore_eos, **given)
                     for seq in engine.add(job.prompt, params, RequestOptions(**(job.request or {}))):
                         sequences[seq.uid] = (i, seq)
                         outputs[i, seq.sample] = []
@@ -162,23 +150,25 @@ class SchedulerContract:
             if engine.has_work:
                 for event in engine.step():
                     owner, seq = sequences[event.uid]
-                    assert event.reason is not FinishReason.REJECTED, event.detail
+                    rejected = event.reason is FinishReason.REJECTED
+                    assert not rejected, f"a request that fits was rejected: {event.detail}"
                     outputs[owner, seq.sample] += event.tokens
                 engine.kv.check()
             elif not open_:
                 break
         else:
-            raise AssertionError(f"not done after {limit} steps: {engine.scheduler.stats()}, {engine.kv.stats()}")
+            stats = f"{engine.scheduler.stats()}, {engine.kv.stats()}"
+            raise AssertionError(f"some requests did not finish within {limit} steps: {stats}")
         return outputs
 
     def check_outputs(self, engine: Engine, load: Seq[Job], outputs: dict[tuple[int, int], list[int]]) -> None:
         for (i, sample), tokens in outputs.items():
             job = load[i]
             expected = expected_output(job.prompt, job.max_tokens, engine.limits.max_len, job.ignore_eos, job.grammar)
-            assert tokens == expected, f"job {i} sample {sample}: {tokens}, not {expected}"
-        stats = engine.kv.stats()
-        assert stats.owned == 0, f"pages are still owned after everybody has left: {stats}"
-        assert engine.scheduler.stats().waiting == engine.scheduler.stats().running == 0
+            assert tokens == expected, f"job {i}, sample {sample}: expected tokens {expected}, got {tokens}"
+        kv, stats = engine.kv.stats(), engine.scheduler.stats()
+        assert kv.owned == 0, f"every request has ended, but some pages are still owned: {kv}"
+        assert stats.waiting == stats.running == 0, f"every request has ended, but the scheduler reports {stats}"
 
     # Tests.
 
@@ -186,7 +176,7 @@ class SchedulerContract:
     @pytest.mark.parametrize("lookahead", [0, 3])
     @pytest.mark.parametrize("pages", [24, 200], ids=["tight", "roomy"])
     def test_every_request_gets_its_own_output(self, depth: int, lookahead: int, pages: int) -> None:
-        """Arrivals, aborts, samples that share a prompt, preemption when pages are few: no token may change."""
+        """Arrivals, aborts, samples that share a prompt and preemption must not change a token."""
         for seed in range(self.loads):
             load = random_load(seed)
             engine = self.engine(pages=pages, depth=depth, lookahead=lookahead, delay=depth - 1)
@@ -195,18 +185,19 @@ class SchedulerContract:
     @pytest.mark.parametrize("depth", [1, 2, 4])
     @pytest.mark.parametrize("patient", [True, False])
     def test_rows_with_a_grammar(self, depth: int, patient: bool) -> None:
-        """They sample late and take no drafts; an impatient engine goes on without those whose mask is not there."""
+        """Such rows sample late and take no drafts. An engine that does not wait runs without rows that lack a mask."""
         for seed in range(self.loads):
             load = random_load(seed, grammars=True)
             wait = 1.0 if patient else 0.0
             engine = self.engine(pages=24, depth=depth, lookahead=3, delay=depth - 1, mask_wait=wait)
             self.check_outputs(engine, load, self.run(engine, load))
-            assert any(plan.late for plan in engine.executor.plans)
+            late = any(plan.late for plan in engine.executor.plans)
+            assert late, "no plan sets `late`, although rows with a grammar need their mask after the forward"
             engine.shutdown()
 
     @pytest.mark.parametrize("lookahead", [0, 2])
     def test_a_window_group_that_holds_one_sequence(self, lookahead: int) -> None:
-        """Prompts are longer than what it holds: they go in chunks, and are preempted between two of them."""
+        """Prompts are longer than the group's pages: they run in chunks and may be preempted between chunks."""
         options = {"budget": 9, "depth": 3, "lookahead": lookahead, "delay": 2}
         large = self.engine(**options, window_pages=60)
         least = large.kv.pages_needed(large.limits.max_len, large.limits.ahead)[2]
@@ -219,7 +210,7 @@ class SchedulerContract:
 
     @pytest.mark.parametrize("depth", [1, 2, 4])
     def test_sequences_wait_for_their_adapters(self, depth: int) -> None:
-        """There are more adapters than slots: nobody runs without his own, and the others go on meanwhile."""
+        """With more adapters than slots, a sequence runs only with its own adapter, and the others keep running."""
         load = random_load(depth, adapters=ADAPTERS)
         slots = 2 if depth == 1 else 1
         engine = self.engine(pages=24, depth=depth, lookahead=2, delay=depth - 1, adapter_slots=slots)
@@ -227,7 +218,7 @@ class SchedulerContract:
         engine.shutdown()
 
     def test_an_adapter_in_use_does_not_keep_others_out(self) -> None:
-        """Requests for it come all the time, fewer than could run; one for another gets the slot in the end."""
+        """A steady stream of requests for one adapter must not starve a request for another."""
         engine = self.engine(max_seqs=6, adapter_slots=1)
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         other = None
@@ -239,7 +230,8 @@ class SchedulerContract:
             engine.step()
             if other is not None and other.status is Status.FINISHED:
                 return
-        raise AssertionError(f"after {step} steps: {engine.scheduler.stats()}")
+        stats = engine.scheduler.stats()
+        raise AssertionError(f"a request for another adapter did not finish within {step + 1} steps: {stats}")
 
     def test_equal_calls_give_equal_plans(self) -> None:
         plans = []
@@ -247,36 +239,36 @@ class SchedulerContract:
             engine = self.engine(pages=30, depth=2, lookahead=2)
             self.run(engine, random_load(3))
             plans.append(engine.executor.plans)
-        assert plans[0] == plans[1]
+        assert plans[0] == plans[1], "equal calls gave different plans: a plan must depend on the calls alone"
 
     @pytest.mark.parametrize("lookahead", [0, 3])
     def test_limits_hold(self, lookahead: int) -> None:
         engine = self.engine(budget=9, max_seqs=4, lookahead=lookahead, depth=2)
         self.run(engine, random_load(5, jobs=20))
         for plan in engine.executor.plans:
-            assert 0 < plan.num_tokens <= 9, plan
-            assert len(plan.rows) <= 4
-            assert len({row.slot for row in plan.rows}) == len(plan.rows), f"a slot twice in {plan}"
-            assert all(row.count >= 1 and row.draft <= lookahead for row in plan.rows), plan
+            assert 0 < plan.num_tokens <= 9, f"a plan must have 1 to token_budget = 9 tokens: {plan}"
+            assert len(plan.rows) <= 4, f"a plan must have at most max_seqs = 4 rows: {plan}"
+            assert len({row.slot for row in plan.rows}) == len(plan.rows), f"two rows share a slot: {plan}"
+            assert all(row.count >= 1 for row in plan.rows), f"every row must feed a token: {plan}"
+            assert all(row.draft <= lookahead for row in plan.rows), f"a row has over {lookahead} drafts: {plan}"
             order = [(not row.flags & RowFlag.DECODE, row.slot) for row in plan.rows]
-            assert order == sorted(order), f"rows not in canonical order: {plan}"
+            assert order == sorted(order), f"rows must be ordered by slot, decode rows first: {plan}"
 
     def test_a_prompt_longer_than_the_budget_is_fed_in_chunks(self) -> None:
         engine = self.engine(budget=5)
         load = [Job(list(range(1, 31)), 4, 0)]
         self.check_outputs(engine, load, self.run(engine, load))
-        assert sum(len(plan.rows) for plan in engine.executor.plans if plan.rows[0].flags == 0) >= 5
+        chunks = sum(len(plan.rows) for plan in engine.executor.plans if plan.rows[0].flags == 0)
+        assert chunks >= 5, f"30 prompt tokens with a budget of 5 need 5 rows that do not sample, got {chunks}"
 
     def test_finish_and_abort_at_any_time(self) -> None:
-        """Every request is ended from outside after a random number of steps, with plans in flight."""
+        """Every request is finished or aborted after a random number of steps, with plans in flight."""
         for seed in range(8):
             rng = random.Random(seed)
             engine = self.engine(pages=40, depth=4, lookahead=2, delay=3)
-            alive = [
-                s
-                for job in random_load(seed, aborts=False)
-                for s in engine.add(job.prompt, SamplingParams(temperature=0, max_tokens=12, n=job.n))
-            ]
+            alive: list[Sequence] = []
+            for job in random_load(seed, aborts=False):
+                alive += engine.add(job.prompt, SamplingParams(temperature=0, max_tokens=12, n=job.n))
             while engine.has_work:
                 engine.step()
                 engine.kv.check()
@@ -287,23 +279,24 @@ class SchedulerContract:
                     else:
                         engine.finish(seq.uid, min(seq.known_len, seq.prompt_len + 1), FinishReason.STOP)
                         engine.finish(seq.uid, 0, FinishReason.STOP)
-                    assert seq.status is Status.FINISHED
-            assert engine.kv.stats().owned == 0
+                    assert seq.status is Status.FINISHED, f"finish() must set Status.FINISHED, not {seq.status}"
+            assert engine.kv.stats().owned == 0, f"every request has ended, but pages are owned: {engine.kv.stats()}"
 
     def test_what_can_never_run_is_rejected(self) -> None:
         engine = self.engine(pages=8, max_len=64)
         (seq,) = engine.add([1] * 40, SamplingParams(max_tokens=20, temperature=0))
         (event,) = engine.step()
-        assert (event.uid, event.reason) == (seq.uid, FinishReason.REJECTED)
-        assert "pages" in event.detail
-        assert not engine.has_work
+        assert (event.uid, event.reason) == (seq.uid, FinishReason.REJECTED), "a request that can never fit"
+        assert "pages" in event.detail, f"the detail of a rejection must name the missing pages: {event.detail!r}"
+        assert not engine.has_work, "a rejected request must not remain queued"
 
     def test_nothing_to_do_is_no_plan(self) -> None:
         engine = self.engine()
-        assert engine.scheduler.schedule(SchedulerContext(0, 0.0, 0, 1, engine.kv)) is None
+        plan = engine.scheduler.schedule(SchedulerContext(0, 0.0, 0, 1, engine.kv))
+        assert plan is None, f"schedule() without requests must return None, not {plan}"
 
-    def test_everybody_is_served(self) -> None:
-        """A steady stream of others must not starve anyone: each output comes within a bounded number of steps."""
+    def test_no_request_starves(self) -> None:
+        """Under a steady stream of requests each one finishes within a bounded number of steps."""
         engine = self.engine(max_seqs=3)
         load = [Job([1 + i % 40, 2, 3], 6, arrival=2 * i, ignore_eos=True) for i in range(40)]
         self.check_outputs(engine, load, self.run(engine, load, limit=1500))

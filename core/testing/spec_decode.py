@@ -1,4 +1,4 @@
-"""The contract suite of drafters. Subclass DrafterContract in a test module and override `make`.
+"""Contract suite for drafters. Subclass DrafterContract in a test module and override `make`.
 
 Shapes: B rows, S slots, L tokens, K drafts, V vocabulary, T tokens of a step, C channels.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -17,16 +17,16 @@ import torch
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, ModelSpec, TargetView
 from dovetail.core.ops.step import accept
 from dovetail.core.testing.host_sync import NoHostSync
-from dovetail.core.worker.sampler import SampleParams, Verdict, sample, verify_rejection
+from dovetail.core.worker.sampler import SampleParams, VerifiedDrafts, sample, verify_rejection
 
 HIDDEN = 8
 Histories = Mapping[int, Seq[int]]
-"""slot -> its known tokens."""
+"""slot -> known tokens."""
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """What a drafter offered for one row, ignored entries cut off."""
+    """Drafts for one row, without the ignored entries."""
 
     tokens: tuple[int, ...]
     probs_KV: torch.Tensor | None = None
@@ -39,19 +39,19 @@ class Guesses:
 
 
 class DrafterContract:
-    """Every sentence of dovetail.core.interfaces.Drafter, over a small target. `make` is the only thing to override."""
+    """Tests of the rules of dovetail.core.interfaces.Drafter, over a small target. Only `make` must be overridden."""
 
     vocab = 8
-    """Of the target; small, so that distributions can be told apart by counting."""
+    """Vocabulary size of the target; small, so that counting can distinguish distributions."""
     slots = 6
     max_len = 40
 
     def make(self) -> Drafter:
-        """A fresh drafter, not yet bound; every call gives an equal one."""
+        """Return a fresh, unbound drafter. Every call must return an equal one."""
         raise NotImplementedError("return your drafter: MyDrafter(MyConfig(...))")
 
     def target(self, slots: int) -> TargetView:
-        """What `bind` gets; override for a drafter that needs more of its target than embeddings and logits."""
+        """Return the argument of `bind`. Override for a drafter that needs more than embeddings and logits."""
         generator = torch.Generator().manual_seed(1)
         table_VC = torch.randn(self.vocab, HIDDEN, generator=generator)
         spec = ModelSpec("small", self.vocab, 2, HIDDEN, 2, 2, HIDDEN // 2, HIDDEN, self.max_len, "float32")
@@ -65,7 +65,7 @@ class DrafterContract:
             logits=lambda states_BC: states_BC.float() @ table_VC.T,
         )
 
-    # Drivers.
+    # Drivers
 
     def bound(self, slots: int | None = None) -> Drafter:
         drafter = self.make()
@@ -73,22 +73,22 @@ class DrafterContract:
         return drafter
 
     def asked(self, slots: int | None = None) -> Drafter:
-        """A bound drafter that will be asked for drafts: with lookahead 0 it never is."""
+        """Return a bound drafter that proposes drafts (lookahead > 0)."""
         drafter = self.bound(slots)
         if drafter.lookahead == 0:
-            pytest.skip("lookahead is 0: it is never asked")
+            pytest.skip("lookahead = 0: no drafts")
         return drafter
 
     def on_device(self) -> Drafter:
         drafter = self.asked()
         if drafter.needs_host_tokens:
-            pytest.skip("its drafts come from the host")
+            pytest.skip("needs_host_tokens = True: drafts come from the host")
         return drafter
 
     def context(
         self, histories: Histories, k: int, lookahead: int, *, poison: int = 0, slack: int = 0, slots: int | None = None
     ) -> DraftContext:
-        """Everything that the drafter must not read is filled with tokens that depend on `poison`."""
+        """Build the context. Tokens that the drafter must not read depend on `poison`."""
         generator = torch.Generator().manual_seed(poison)
         width = self.max_len + 2 * lookahead + 1
         tokens_SL = torch.randint(
@@ -110,7 +110,7 @@ class DrafterContract:
         )
 
     def observe(self, drafter: Drafter, ctx: DraftContext, chunk: int = 1) -> None:
-        """Hidden states that depend on what each row holds, `chunk` tokens a row."""
+        """Call drafter.observe with `chunk` hidden states per row that depend on the row's tokens."""
         states = []
         for slot, length in zip(ctx.slots_B.tolist(), ctx.lengths_B.tolist(), strict=True):
             seed = zlib.crc32(bytes(ctx.tokens_SL[slot, :length].tolist()))
@@ -120,7 +120,7 @@ class DrafterContract:
 
     @torch.inference_mode()
     def step(self, drafter: Drafter, ctx: DraftContext) -> list[Guesses]:
-        """One step of the engine: the drafter sees hidden states, then guesses."""
+        """Run one engine step: the drafter observes hidden states, then proposes."""
         self.observe(drafter, ctx)
         if drafter.needs_host_tokens:
             rows = zip(ctx.slots_B.tolist(), ctx.lengths_B.tolist(), strict=True)
@@ -129,13 +129,23 @@ class DrafterContract:
         return _rows(drafter.propose(ctx))
 
     def guess(self, histories: Histories, k: int | None = None, *, poison: int = 0, slack: int = 0) -> list[Guesses]:
-        """Of a fresh drafter."""
+        """Return the drafts of a fresh drafter."""
         drafter = self.asked()
         k = drafter.lookahead if k is None else k
         return self.step(drafter, self.context(histories, k, drafter.lookahead, poison=poison, slack=slack))
 
+    def proposals(self, drafter: Drafter) -> Iterator[tuple[int, int, Draft]]:
+        """Yield (k, rows, draft) for every k and load."""
+        for k in range(1, drafter.lookahead + 1):
+            for histories in self.loads():
+                ctx = self.context(histories, k, drafter.lookahead)
+                with torch.inference_mode():
+                    self.observe(drafter, ctx)
+                    draft = drafter.propose(ctx)
+                yield k, len(histories), draft
+
     def loads(self) -> Iterable[Histories]:
-        """Batches of every size, in no order of slots; some rows repeat themselves, so that lookups find something."""
+        """Yield batches of every size with slots in random order. Some rows repeat themselves, so that lookups hit."""
         rng = random.Random(5)
         for size in range(1, self.slots + 1):
             slots = rng.sample(range(self.slots), size)
@@ -145,103 +155,92 @@ class DrafterContract:
         tokens = [rng.randrange(self.vocab) for _ in range(rng.randrange(1, self.max_len // 2))]
         return (tokens * 8)[: rng.randrange(1, self.max_len + 1)]
 
-    # What a drafter says of itself.
+    # Properties
 
     def test_lookahead_is_one_number_from_the_start(self) -> None:
         drafter = self.make()
         lookahead = drafter.lookahead
-        assert isinstance(lookahead, int) and lookahead >= 0, f"lookahead is {lookahead!r}"
+        assert isinstance(lookahead, int) and lookahead >= 0, f"lookahead must be an int >= 0, got {lookahead!r}"
         drafter.bind(self.target(self.slots))
-        assert drafter.lookahead == lookahead, "lookahead changed with bind: the engine has sized its tables before"
+        assert drafter.lookahead == lookahead, "`bind` changed lookahead, but the engine has already sized its tables"
         if lookahead:
             self.step(drafter, self.context({0: [1, 2, 1]}, lookahead, lookahead))
-            assert drafter.lookahead == lookahead
-        assert self.make().lookahead == lookahead
+            assert drafter.lookahead == lookahead, "a step changed lookahead"
+        assert self.make().lookahead == lookahead, "two equal drafters must have the same lookahead"
 
-    def test_its_kv_groups_have_ids_of_their_own(self) -> None:
+    def test_its_kv_groups_have_distinct_ids(self) -> None:
         ids = [group.id for group in self.bound().kv_groups()]
-        assert len(set(ids)) == len(ids), f"KV group ids {ids}"
+        assert len(set(ids)) == len(ids), f"KV group ids must be distinct, got {ids}"
 
-    # What it offers.
+    # Drafts
 
     def test_shapes_dtypes_and_counts(self) -> None:
-        drafter = self.on_device()
-        for k in range(1, drafter.lookahead + 1):
-            for histories in self.loads():
-                ctx = self.context(histories, k, drafter.lookahead)
-                with torch.inference_mode():
-                    self.observe(drafter, ctx)
-                    draft = drafter.propose(ctx)
-                rows = len(histories)
-                _assert_int32("tokens_BK", draft.tokens_BK, (rows, k))
-                _assert_int32("count_B", draft.count_B, (rows,))
-                assert 0 <= int(draft.count_B.min()) and int(draft.count_B.max()) <= k, f"{draft.count_B} of {k}"
-                for guesses in _rows(draft):
-                    assert all(0 <= t < self.vocab for t in guesses.tokens), f"{guesses} of {self.vocab} tokens"
-                if draft.parents_BK is not None:
-                    _assert_int32("parents_BK", draft.parents_BK, (rows, k))
-                    for parents, count in zip(draft.parents_BK.tolist(), draft.count_B.tolist(), strict=True):
-                        assert all(-1 <= p < i for i, p in enumerate(parents[:count])), (
-                            f"a node before its parent: {parents}"
-                        )
+        for k, rows, draft in self.proposals(self.on_device()):
+            _assert_int32("tokens_BK", draft.tokens_BK, (rows, k))
+            _assert_int32("count_B", draft.count_B, (rows,))
+            in_range = 0 <= int(draft.count_B.min()) and int(draft.count_B.max()) <= k
+            assert in_range, f"count_B must be within 0 to k = {k}, got {draft.count_B.tolist()}"
+            for guesses in _rows(draft):
+                known = all(0 <= t < self.vocab for t in guesses.tokens)
+                assert known, f"drafts must be token ids below {self.vocab}, got {guesses.tokens}"
+            if draft.parents_BK is not None:
+                _assert_int32("parents_BK", draft.parents_BK, (rows, k))
+                for parents, count in zip(draft.parents_BK.tolist(), draft.count_B.tolist(), strict=True):
+                    ordered = all(-1 <= p < i for i, p in enumerate(parents[:count]))
+                    assert ordered, f"a parent must precede its node (-1 = the last accepted token), got {parents}"
 
     def test_probabilities_are_a_distribution_that_holds_the_guess(self) -> None:
-        drafter = self.on_device()
-        for k in range(1, drafter.lookahead + 1):
-            for histories in self.loads():
-                ctx = self.context(histories, k, drafter.lookahead)
-                with torch.inference_mode():
-                    self.observe(drafter, ctx)
-                    draft = drafter.propose(ctx)
-                if draft.probs_BKV is None:
-                    pytest.skip("its guesses are point masses")
-                assert draft.probs_BKV.shape == (len(histories), k, self.vocab), draft.probs_BKV.shape
-                assert draft.probs_BKV.dtype == torch.float32, draft.probs_BKV.dtype
-                for guesses in _rows(draft):
-                    probs_KV = guesses.probs_KV
-                    assert bool((probs_KV >= 0).all()), probs_KV
-                    assert torch.allclose(probs_KV.sum(-1), torch.ones(len(guesses.tokens)), atol=1e-4), probs_KV.sum(
-                        -1
-                    )
-                    drawn = probs_KV.gather(1, torch.tensor(guesses.tokens, dtype=torch.int64)[:, None])
-                    assert bool((drawn > 0).all()), f"guesses {guesses.tokens} that q gives no chance: {drawn}"
+        for k, rows, draft in self.proposals(self.on_device()):
+            if draft.probs_BKV is None:
+                pytest.skip("probs_BKV = None: drafts are point masses")
+            shape, dtype = tuple(draft.probs_BKV.shape), draft.probs_BKV.dtype
+            assert shape == (rows, k, self.vocab), f"probs_BKV must be [B, K, V] {(rows, k, self.vocab)}, got {shape}"
+            assert dtype == torch.float32, f"probs_BKV must be float32, got {dtype}"
+            for guesses in _rows(draft):
+                probs_KV = guesses.probs_KV
+                assert bool((probs_KV >= 0).all()), f"probabilities must not be negative: {probs_KV}"
+                sums_K = probs_KV.sum(-1)
+                assert torch.allclose(sums_K, torch.ones_like(sums_K), atol=1e-4), f"each q must sum to 1, got {sums_K}"
+                drawn = probs_KV.gather(1, torch.tensor(guesses.tokens, dtype=torch.int64)[:, None])
+                assert bool((drawn > 0).all()), f"q of the drafts {guesses.tokens} must be positive, got {drawn}"
 
     def test_host_guesses_are_at_most_k_tokens(self) -> None:
         drafter = self.asked()
         if not drafter.needs_host_tokens:
-            pytest.skip("its drafts come from the device")
+            pytest.skip("needs_host_tokens = False: drafts come from the device")
         rng = random.Random(6)
         for k in range(1, drafter.lookahead + 1):
             for _ in range(10):
                 tokens = self.history(rng)
                 given = list(tokens)
                 guesses = list(drafter.propose_host(given, k))
-                assert given == tokens, "propose_host changed the tokens"
-                assert len(guesses) <= k, f"{len(guesses)} guesses where {k} were wanted"
-                assert all(isinstance(t, int) and 0 <= t < self.vocab for t in guesses), guesses
+                assert given == tokens, "propose_host must not change the tokens it is given"
+                assert len(guesses) <= k, f"propose_host must return at most k = {k} drafts, got {len(guesses)}"
+                known = all(isinstance(t, int) and 0 <= t < self.vocab for t in guesses)
+                assert known, f"drafts must be int token ids below {self.vocab}, got {guesses}"
 
-    # What it reads and writes.
+    # Inputs
 
     def test_only_known_tokens_are_read(self) -> None:
-        """Whatever else stands in the table: old drafts, other sequences, what the slot held before."""
+        """Stale drafts, other sequences and former contents of a slot must not influence drafts."""
         for histories in self.loads():
             first, *others = (self.guess(histories, poison=poison) for poison in (1, 2, 3))
             for other in others:
-                _assert_same(first, other, "the guesses depend on tokens past a row's length, or of other slots")
+                _assert_same(first, other, "drafts depend on tokens past a row's length or in other slots")
 
     def test_the_host_bound_may_be_loose(self) -> None:
         for histories in self.loads():
             slack = self.max_len - max(map(len, histories.values()))
-            _assert_same(self.guess(histories), self.guess(histories, slack=slack), "the guesses depend on max_length")
+            _assert_same(self.guess(histories), self.guess(histories, slack=slack), "drafts depend on max_length")
 
     def test_a_row_depends_on_its_own_history_alone(self) -> None:
-        """Not on the batch, its order, or the slot: a seeded request must give the same text among any others."""
+        """A seeded request must give the same text in any batch, order and slot."""
         for histories in self.loads():
             together = self.guess(histories)
             for (slot, history), guesses in zip(histories.items(), together, strict=True):
-                _assert_same(self.guess({slot: history}), [guesses], "alone and in a batch the guesses differ")
+                _assert_same(self.guess({slot: history}), [guesses], "drafts of a row depend on the batch")
                 other = (slot + 1) % self.slots
-                _assert_same(self.guess({other: history}), [guesses], "in another slot the guesses differ")
+                _assert_same(self.guess({other: history}), [guesses], "drafts of a row depend on its slot")
 
     def test_a_slot_keeps_nothing_of_its_last_sequence(self) -> None:
         for histories in self.loads():
@@ -252,7 +251,7 @@ class DrafterContract:
                 before = {slot: [rng.randrange(self.vocab) for _ in range(length)] for slot in range(self.slots)}
                 self.step(used, self.context(before, k, k))
             again = self.step(used, self.context(histories, k, k))
-            _assert_same(self.guess(histories), again, "the guesses depend on who had the slot before")
+            _assert_same(self.guess(histories), again, "drafts depend on the previous sequence of the slot")
 
     def test_its_inputs_are_left_as_they_are(self) -> None:
         drafter = self.asked()
@@ -261,13 +260,11 @@ class DrafterContract:
             before = [t.clone() for t in (ctx.slots_B, ctx.tokens_SL, ctx.lengths_B)]
             numbers = ctx.max_length, ctx.k
             self.step(drafter, ctx)
-            assert all(map(torch.equal, before, (ctx.slots_B, ctx.tokens_SL, ctx.lengths_B))), (
-                "it wrote into its context"
-            )
-            assert (ctx.max_length, ctx.k) == numbers
+            same = all(map(torch.equal, before, (ctx.slots_B, ctx.tokens_SL, ctx.lengths_B)))
+            assert same and (ctx.max_length, ctx.k) == numbers, "a drafter must not change its DraftContext"
 
     def test_equal_calls_give_equal_drafts(self) -> None:
-        """Each rank has a drafter of its own, and random generators in whatever state its program left them."""
+        """Every rank must propose the same tokens, whatever the state of its process's random generators."""
         offered = []
         for seed in (1, 2):
             torch.manual_seed(seed)
@@ -277,7 +274,7 @@ class DrafterContract:
             offered.append([self.step(drafter, self.context(histories, k, k)) for histories in self.loads()])
         for first, second in zip(*offered, strict=True):
             assert [g.tokens for g in first] == [g.tokens for g in second], "two ranks would propose different tokens"
-            assert all(map(Guesses.same, first, second)), "two ranks would hold different q"
+            assert all(map(Guesses.same, first, second)), "two ranks would have different probabilities q"
 
     def test_propose_does_not_wait_for_the_device(self) -> None:
         drafter = self.on_device()
@@ -289,7 +286,7 @@ class DrafterContract:
                     drafter.propose(ctx)
 
     def test_observe_is_called_every_step(self) -> None:
-        """Also when no draft was wanted, with any number of tokens a row, and without a propose in between."""
+        """observe must work with any number of tokens per row and without a propose between two calls."""
         drafter = self.bound()
         k = drafter.lookahead
         with torch.inference_mode():
@@ -299,16 +296,15 @@ class DrafterContract:
                 self.observe(drafter, ctx, chunk)
         if k:
             histories = {2: [1, 2, 3, 1, 2], 0: [4]}
-            _assert_same(
-                self.guess(histories), self.step(drafter, self.context(histories, k, k)), "after steps without drafts"
-            )
+            again = self.step(drafter, self.context(histories, k, k))
+            _assert_same(self.guess(histories), again, "drafts depend on earlier steps without drafts")
 
-    # What becomes of it.
+    # Verification
 
     def test_verified_drafts_leave_the_targets_distribution(self) -> None:
-        """Chi-square of what core.engine.verify makes of the drafts, against the target, at each position reached.
+        """Chi-square test of verified tokens against the target's distribution, at each position reached.
 
-        A drafter that gives probabilities must have drawn its guesses from them; without any it may guess freely.
+        A drafter that returns probabilities must draw its drafts from them. Without any it may draft freely.
         """
         rounds, rows = 6, 512
         drafter = self.asked(slots=rows)
@@ -322,20 +318,23 @@ class DrafterContract:
             histories = {slot: self.history(rng) for slot in range(rows)}
             guesses = self.step(drafter, self.context(histories, k, k, slots=rows))
             if any(g.tree for g in guesses):
-                pytest.skip("core.engine.verify takes chains")
+                pytest.skip("core.engine.verify supports only chains")
             drafted += sum(len(g.tokens) for g in guesses)
             verdict = _verify(p_WV, guesses, torch.randint(1 << 60, (rows,), generator=generator))
             for w in range(k + 1):
                 reached = verdict.tokens_RW[verdict.accepted_R >= w, w]
                 seen_WV[w] += torch.bincount(reached, minlength=self.vocab)
-        assert drafted, "no history made it draft anything: override `history`"
+        assert drafted, "no history led to a draft: override `history`"
         for w, (seen_V, p_V) in enumerate(zip(seen_WV, p_WV, strict=True)):
             total = float(seen_V.sum())
             if total * float(p_V.min()) < 5:
                 continue
             statistic = ((seen_V - total * p_V) ** 2 / (total * p_V)).sum()
             p_value = float(torch.special.gammaincc(torch.tensor((self.vocab - 1) / 2), statistic / 2))
-            assert p_value > 1e-4, f"at position {w} tokens come {(seen_V / total).tolist()}, not {p_V.tolist()}"
+            assert p_value > 1e-4, (
+                f"verified tokens must follow the target's distribution, so drafts must be drawn from probs_BKV. "
+                f"Position {w}: expected {p_V.tolist()}, got {(seen_V / total).tolist()}"
+            )
 
 
 def _rows(draft: Draft) -> list[Guesses]:
@@ -349,16 +348,16 @@ def _rows(draft: Draft) -> list[Guesses]:
 
 def _assert_int32(name: str, found: torch.Tensor, shape: tuple[int, ...]) -> None:
     kind = f"{found.dtype} {tuple(found.shape)}"
-    assert kind == f"{torch.int32} {shape}", f"{name} is {kind}, not {torch.int32} {shape}"
+    assert kind == f"{torch.int32} {shape}", f"{name} must be {torch.int32} {shape}, got {kind}"
 
 
 def _assert_same(expected: Seq[Guesses], found: Seq[Guesses], what: str) -> None:
     for row, (a, b) in enumerate(zip(expected, found, strict=True)):
-        assert a.same(b), f"{what}: row {row} was {a} and is {b}"
+        assert a.same(b), f"{what}: row {row} has {a} in one call and {b} in another"
 
 
-def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> Verdict:
-    """As the engine does: rejection against q where there is one, else comparison with the target's own draws."""
+def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> VerifiedDrafts:
+    """Verify as the engine does: rejection sampling against q if there is one, else a match with the target's draws."""
     rows, (width, vocab) = len(guesses), p_WV.shape
     draft_RK = torch.tensor([[*g.tokens, *[0] * (width - 1 - len(g.tokens))] for g in guesses])
     count_R = torch.tensor([len(g.tokens) for g in guesses])
@@ -377,8 +376,8 @@ def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> V
     return verify_match(target.view(rows, width), draft_RK, count_R)
 
 
-def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor) -> Verdict:
-    """By the engine's `accept`, over a device state that holds nothing but the drafts."""
+def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor) -> VerifiedDrafts:
+    """Verify with the engine's `accept` over a device state that holds only the drafts."""
     rows, width = target_RW.shape
     tokens_SL = torch.zeros(rows + 1, width, dtype=torch.int32)
     tokens_SL[:rows, : width - 1] = draft_RK
@@ -386,4 +385,4 @@ def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch
     drafts_S = torch.nn.functional.pad(count_R, (0, 1))
     slots_R, base_R = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     accepted = accept(target_RW, slots_R, base_R, count_R, tokens_SL, computed_S, drafts_S)
-    return Verdict(target_RW, accepted.accepted_R)
+    return VerifiedDrafts(target_RW, accepted.accepted_R)

@@ -1,9 +1,10 @@
-"""Tools of contract suites: counting work, and running a suite without pytest to see that it rejects what it should."""
+"""Helpers for contract suites: run a suite without pytest to check that it rejects broken plugins, and count work."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -15,7 +16,7 @@ OUTCOMES = (Exception, pytest.fail.Exception)
 
 
 def failures(suite: object, *, skip: tuple[str, ...] = ()) -> dict[str, BaseException]:
-    """The tests of a suite object that fail, and how. Knows parametrize marks, and no fixtures."""
+    """Return the failing tests of a suite object with their exceptions. Supports parametrize marks but no fixtures."""
     found: dict[str, BaseException] = {}
     for name in sorted(dir(suite)):
         if not name.startswith("test_") or name in skip:
@@ -38,8 +39,15 @@ def _parameters(test: Callable[..., object]) -> Iterator[dict[str, Any]]:
         yield {name: value for part in choice for name, value in part.items()}
 
 
+def assert_torch_free(module: str) -> None:
+    """Assert that importing a module does not import torch."""
+    code = f"import sys, {module}; raise SystemExit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr or f"importing {module} must not import torch"
+
+
 def lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python that the call runs, a measure of work that does not depend on the machine."""
+    """Return the number of Python lines that the call executes: a machine-independent measure of work."""
     lines = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -48,7 +56,7 @@ def lines_run(call: Callable[[], object]) -> int:
         return trace
 
     before, collects = sys.gettrace(), gc.isenabled()
-    # What the collector finds is not the call's, and may have finalizers in Python.
+    # Garbage collection would run unrelated Python finalizers.
     gc.disable()
     sys.settrace(trace)
     try:

@@ -1,8 +1,8 @@
-"""A device made of Python lists: runs plans exactly as a rank would, without a model, and checks what a GPU could not.
+"""Simulated device in pure Python that runs plans as a rank does and checks them.
 
-Its "model" is a hash of everything before a token, so the right output of every request is known in advance; its
-memory holds token ids where a GPU holds keys and values, so a page that was shared, freed or copied wrongly is found
-at the step that reads it.
+Its "model" is a hash of all earlier tokens, so the right output of every request is known in advance. Its memory holds
+token ids where a GPU holds keys and values, so a page that was shared, freed or copied wrongly is detected at the step
+that reads it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,17 +47,17 @@ from dovetail.core.interfaces import (
 
 VOCAB = 50
 EOS = 0
-"""One token in VOCAB ends an output, so lengths vary."""
+"""One of VOCAB tokens, so that output lengths vary."""
 
 
 def next_token(tokens: Seq[int], allowed: Container[int] = range(VOCAB)) -> int:
-    """The toy model, greedy."""
+    """Return the toy model's greedy choice."""
     first = zlib.crc32(bytes(t % 251 for t in tokens))
     return next(t for t in ((first + i) % VOCAB for i in range(VOCAB)) if t in allowed)
 
 
 class ToyMatcher(Matcher):
-    """Allows some tokens after each token, chosen by a hash; of `length` tokens at most; may end after every other."""
+    """Matcher that allows tokens by a hash of the last one, for at most `length` tokens, and may end at odd lengths."""
 
     def __init__(self, salt: int, length: int, output: Seq[int] = ()) -> None:
         self.salt, self.length, self.output = salt, length, list(output)
@@ -70,7 +71,7 @@ class ToyMatcher(Matcher):
 
     def advance(self, token: int) -> None:
         if self.finished or token not in self.allowed():
-            raise RequestError(f"token {token} may not follow {self.output}")
+            raise RequestError(f"the grammar does not allow token {token} after {self.output}")
         self.output.append(token)
 
     @property
@@ -86,7 +87,7 @@ class ToyMatcher(Matcher):
 
 
 class ToyCompiler(GrammarCompiler):
-    """Grammar(kind="regex", value="<salt>:<length>") becomes a ToyMatcher."""
+    """Compiles Grammar(kind="regex", value="<salt>:<length>") to a ToyMatcher."""
 
     def compile(self, grammar: Grammar) -> ToyMatcher:
         assert isinstance(grammar.value, str)
@@ -95,7 +96,7 @@ class ToyCompiler(GrammarCompiler):
 
 
 def bits(tokens: set[int]) -> Any:
-    """As a mask, uint32."""
+    """Return the tokens as a uint32 mask."""
     flags = np.array([t in tokens for t in range(ceil_div(VOCAB, 32) * 32)])
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
 
@@ -103,7 +104,7 @@ def bits(tokens: set[int]) -> Any:
 def expected_output(
     prompt: Seq[int], max_tokens: int, max_len: int, ignore_eos: bool = False, grammar: Grammar | None = None
 ) -> list[int]:
-    """What the engine must produce, whatever scheduler, allocator, depth or drafter."""
+    """Return the output that the engine must produce with any scheduler, allocator, depth and drafter."""
     tokens = list(prompt)
     matcher = None if grammar is None else ToyCompiler(None, VOCABULARY).compile(grammar)
     while len(tokens) < min(len(prompt) + max_tokens, max_len):
@@ -134,7 +135,7 @@ class _Slot:
 
 
 class ToyDevice(Executor):
-    """delay: plans held back before they run, as a slow device would; collect runs what it must."""
+    """Executor of a simulated device. `delay`: number of plans queued before one runs, as on a slow device."""
 
     def __init__(
         self,
@@ -150,39 +151,30 @@ class ToyDevice(Executor):
         self.groups, self.num_pages = tuple(groups), num_pages
         self.max_seqs, self.max_len, self.lookahead, self.delay = max_seqs, max_len, lookahead, delay
         self.memory: dict[tuple[int, int], dict[int, int]] = {}
-        """(group, page) -> offset -> the token whose KV stands there."""
+        """(group, page) -> offset -> token whose KV is stored there."""
         self.host: dict[tuple[int, int], dict[int, int]] = {}
-        """The same of host pages."""
+        """The same for host pages."""
         self.slots: dict[int, _Slot] = {}
         self.plans: list[StepPlan] = []
-        """Every plan submitted, for assertions."""
+        """All submitted plans, for assertions."""
         self.adapter_slots = adapter_slots
         self.adapters: dict[int, str] = {}
-        """Adapter slot -> what it holds."""
+        """Adapter slot -> adapter."""
         self._loaded: set[str] = set()
-        """Adapters that were loaded."""
         self._queue: deque[tuple[StepPlan, Blobs, list[str]]] = deque()
-        """With adapters to forget after the plan."""
+        """Plans with their blobs and the adapters to unload after them."""
         self._late: dict[int, LateInputs] = {}
-        """By step."""
+        """Late inputs by step."""
         self._waiting: StepPlan | None = None
-        """The newest plan, while it lacks its late inputs."""
+        """Newest plan while it lacks its late inputs."""
         self._results: deque[StepResult] = deque()
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        return ExecutorInfo(
-            SPEC,
-            self.groups,
-            self.num_pages,
-            self.max_len,
-            self.lookahead,
-            "toy",
-            {},
-            adapter_slots=self.adapter_slots,
-        )
+        shape = self.groups, self.num_pages, self.max_len, self.lookahead
+        return ExecutorInfo(SPEC, *shape, "toy", {}, adapter_slots=self.adapter_slots)
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
-        assert self._waiting is None, f"step {plan.step} comes before the late inputs of {self._waiting}"
+        assert self._waiting is None, f"step {plan.step} is submitted before the late inputs of {self._waiting}"
         self.plans.append(plan)
         self._queue.append((plan, dict(blobs), []))
         if plan.late:
@@ -191,9 +183,10 @@ class ToyDevice(Executor):
             self._run_due()
 
     def complete(self, late: LateInputs) -> None:
-        assert self._waiting is not None and self._waiting.step == late.step, f"{self._waiting} waits, not {late.step}"
+        due = self._waiting is not None and self._waiting.step == late.step
+        assert due, f"late inputs of step {late.step}, but {self._waiting} waits for its own"
         for i in late.rows:
-            assert self._waiting.rows[i].flags & RowFlag.LATE, f"row {i} wants no late input: {self._waiting}"
+            assert self._waiting.rows[i].flags & RowFlag.LATE, f"late input for row {i} without LATE: {self._waiting}"
         self._waiting, self._late[late.step] = None, late
         self._run_due()
 
@@ -202,13 +195,13 @@ class ToyDevice(Executor):
             self._run(*self._queue.popleft())
 
     def collect(self) -> StepResult:
-        assert self._waiting is None or self.pending > 1, f"{self._waiting} lacks its late inputs"
+        assert self._waiting is None or self.pending > 1, f"collect before the late inputs of {self._waiting}"
         while not self._results:
             self._run(*self._queue.popleft())
         return self._results.popleft()
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
-        assert key not in self._loaded, f"adapter {key} is loaded twice"
+        assert key not in self._loaded, f"adapter {key} is already loaded"
         self._loaded.add(key)
         done: Future[None] = Future()
         done.set_result(None)
@@ -227,51 +220,43 @@ class ToyDevice(Executor):
     def shutdown(self) -> None:
         self._queue.clear()
 
-    # The device.
+    # Device
 
     def _run(self, plan: StepPlan, blobs: Blobs, unloads: Seq[str]) -> None:
+        where = f"step {plan.step}"
         for slot in plan.leaves:
-            assert slot in self.slots, f"step {plan.step}: slot {slot} leaves and nobody is there"
+            assert slot in self.slots, f"{where}: slot {slot} leaves but is empty"
             del self.slots[slot]
         for join in plan.joins:
-            assert join.slot not in self.slots, (
-                f"step {plan.step}: slot {join.slot} is taken by {self.slots[join.slot].uid}"
-            )
-            assert 0 <= join.slot < self.max_seqs, f"slot {join.slot} of {self.max_seqs}"
+            held = self.slots.get(join.slot)
+            assert held is None, f"{where}: sequence {join.uid} joins slot {join.slot}, which holds {held}"
+            assert 0 <= join.slot < self.max_seqs, f"{where}: slot {join.slot} of {self.max_seqs}"
             blob = blobs[join.uid, join.epoch]
             key, tokens = blob.request.adapter, list(blob.tokens)
             if key:
                 assert 0 <= blob.adapter < self.adapter_slots, f"sequence {join.uid}: adapter slot {blob.adapter}"
-                assert key in self._loaded, f"sequence {join.uid} joins with {key}, which is not loaded"
+                assert key in self._loaded, f"sequence {join.uid} joins with adapter {key}, which is not loaded"
                 self.adapters[blob.adapter] = key
-            assert join.computed < len(tokens), (
-                f"sequence {join.uid}: {join.computed} of {len(tokens)} tokens given, none to feed"
-            )
-            self.slots[join.slot] = _Slot(
-                join.uid,
-                join.epoch,
-                tokens,
-                join.computed,
-                blob.adapter,
-                key,
-                tables={g.id: {} for g in self.groups},
-            )
+            left = len(tokens) - join.computed
+            assert left > 0, f"{where}: sequence {join.uid} joins with all {len(tokens)} tokens computed, none to feed"
+            tables: dict[int, dict[int, int]] = {g.id: {} for g in self.groups}
+            slot_of = _Slot(join.uid, join.epoch, tokens, join.computed, blob.adapter, key, tables=tables)
+            self.slots[join.slot] = slot_of
         for delta in plan.pages:
-            assert 1 <= delta.page <= self.num_pages[delta.group], f"page {delta.page} of group {delta.group}"
+            last = self.num_pages[delta.group]
+            assert 1 <= delta.page <= last, f"{where}: group {delta.group} has pages 1 to {last}: {delta}"
             self.slots[delta.slot].tables[delta.group][delta.index] = delta.page
         for op in plan.ops:
             read = self.host if op.kind == PageOpKind.LOAD else self.memory
             written = self.host if op.kind == PageOpKind.STORE else self.memory
-            assert op.kind == PageOpKind.COPY or (op.group, op.src) in read, (
-                f"step {plan.step}: {op} of a page without KV"
-            )
+            known = op.kind == PageOpKind.COPY or (op.group, op.src) in read
+            assert known, f"{where}: {op} reads a page without KV"
             written[op.group, op.dst] = dict(read.get((op.group, op.src), {}))
-        # As layers do: every row writes before any row reads.
+        # As in a layer, every row writes before any row reads.
         fed = {row.slot: self._write(plan, row) for row in plan.rows}
         late = self._late.pop(plan.step, None)
-        allowed = (
-            {} if late is None else {row: _tokens(mask) for row, mask in zip(late.rows, late.masks_MW, strict=True)}
-        )
+        masks = () if late is None else zip(late.rows, late.masks_MW, strict=True)
+        allowed = {row: _tokens(mask) for row, mask in masks}
         results = tuple(self._read(i, row, *fed[row.slot], allowed) for i, row in enumerate(plan.rows))
         self._results.append(StepResult(plan.step, results))
         self._loaded.difference_update(unloads)
@@ -280,29 +265,23 @@ class ToyDevice(Executor):
         slot = self.slots[row.slot]
         where = f"step {plan.step}, sequence {row.uid}"
         assert (slot.uid, slot.epoch) == (row.uid, row.epoch), f"{where}: slot {row.slot} holds {slot.uid}/{slot.epoch}"
-        assert not slot.key or self.adapters[slot.adapter] == slot.key, (
-            f"{where} runs with {slot.key}, and its adapter slot holds {self.adapters[slot.adapter]}"
-        )
+        held = self.adapters[slot.adapter] if slot.key else slot.key
+        assert held == slot.key, f"{where} needs adapter {slot.key}, but its adapter slot holds {held}"
         known = slot.tokens + (slot.drafts if row.flags & RowFlag.DECODE else [])
+        end, length = slot.computed + row.count, len(slot.tokens)
         if row.flags & RowFlag.DECODE:
-            assert slot.computed == len(slot.tokens) - 1, (
-                f"{where}: decode with {slot.computed} of {len(slot.tokens)} computed"
-            )
-            assert row.count == row.draft + 1, f"{where}: {row}"
+            assert slot.computed == length - 1, f"{where}: decode row with {slot.computed} of {length} tokens computed"
+            assert row.count == row.draft + 1, f"{where}: a decode row must feed its drafts and one token: {row}"
         else:
-            assert slot.computed + row.count <= len(slot.tokens), f"{where}: chunk runs past {len(slot.tokens)} tokens"
-            assert row.bound == slot.computed + row.count, (
-                f"{where}: bound {row.bound} is not {slot.computed} + {row.count}"
-            )
-        assert slot.computed + row.count <= row.bound <= self.max_len, (
-            f"{where}: bound {row.bound}, computed {slot.computed}"
-        )
-        # Padded draft positions write too: garbage, but into pages that must be the sequence's own.
+            assert end <= length, f"{where}: the chunk ends at {end}, but only {length} tokens are known"
+            assert row.bound == end, f"{where}: the bound of a chunk must be its end {end}: {row}"
+        assert end <= row.bound <= self.max_len, f"{where}: the bound must be within {end} and {self.max_len}: {row}"
+        # Padded draft positions write garbage, but must have pages too.
         feed = [known[i] if i < len(known) else -1 for i in range(slot.computed, slot.computed + row.count)]
         for group in self.groups:
             for i, token in enumerate(feed, start=slot.computed):
                 index, offset = divmod(i, group.page_tokens)
-                assert index in slot.tables[group.id], f"{where}: token {i} has no page in group {group.id}"
+                assert index in slot.tables[group.id], f"{where}: position {i} has no page in group {group.id}"
                 self.memory.setdefault((group.id, slot.tables[group.id][index]), {})[offset] = token
         return slot.computed, feed
 
@@ -314,19 +293,17 @@ class ToyDevice(Executor):
             for i in range(first, min(start + row.count, len(known))):
                 page, offset = divmod(i, group.page_tokens)
                 held = self.memory[group.id, slot.tables[group.id][page]].get(offset)
-                assert held == known[i], (
-                    f"sequence {row.uid} reads {held} at position {i} of group {group.id}, wrote {known[i]}"
-                )
+                where = f"sequence {row.uid} at position {i} of group {group.id}"
+                assert held == known[i], f"{where}: expected the KV of token {known[i]}, but the page holds {held}"
         if not row.flags & RowFlag.SAMPLE:
             slot.computed += row.count
             return RowResult(index, row.uid, row.epoch)
-        assert row.flags & RowFlag.DECODE or start + row.count == len(slot.tokens), (
-            f"{row} samples in the middle of known tokens"
-        )
+        last = row.flags & RowFlag.DECODE or start + row.count == len(slot.tokens)
+        assert last, f"{row} samples before the last of {len(slot.tokens)} known tokens"
         tokens = list(slot.tokens)
         out: list[int] = []
         if row.flags & RowFlag.LATE:
-            assert row.draft == 0, f"{row} has drafts, which its mask does not know of"
+            assert row.draft == 0, f"a LATE row must have no drafts, since its mask is for one token: {row}"
             if index not in allowed:
                 slot.computed = len(tokens) - 1
                 return RowResult(index, row.uid, row.epoch)
@@ -341,7 +318,7 @@ class ToyDevice(Executor):
         return RowResult(index, row.uid, row.epoch, tuple(out))
 
     def _draft(self, tokens: list[int]) -> list[int]:
-        """Right or wrong by a hash, and not always as many as there could be."""
+        """Return drafts whose number and correctness depend on a hash."""
         luck = zlib.crc32(bytes(t % 251 for t in tokens), 7)
         guess, drafts = list(tokens), []
         for k in range(luck % (self.lookahead + 1)):
@@ -359,36 +336,18 @@ SPEC = ModelSpec("toy", VOCAB, 1, 1, 1, 1, 1, 1, 1 << 20, "float32", eos_ids=(EO
 VOCABULARY = Vocabulary(VOCAB, (EOS,), None)
 
 
-class _ToyModelPart:
-    config = None
-
-    @staticmethod
-    def target() -> Any:
-        return _ToyModelPart
-
-    @staticmethod
-    def spec(config: object) -> ModelSpec:
-        return SPEC
-
-    @staticmethod
-    def source(config: object) -> ModelSource:
-        return ModelSource(None, True)
-
-    @staticmethod
-    def capabilities(host: object) -> Capabilities:
-        return Capabilities()
-
-    @staticmethod
-    def initial(config: object) -> dict[str, str]:
-        return {}
-
-
-class _NoHostDrafts:
-    needs_host_tokens = False
+_MODEL_PART: Any = SimpleNamespace(
+    config=None,
+    target=lambda: _MODEL_PART,
+    spec=lambda config: SPEC,
+    source=lambda config: ModelSource(None, True),
+    capabilities=lambda host: Capabilities(),
+    initial=lambda config: {},
+)
 
 
 class ToyComposition:
-    """Stands in for a Composition: an Engine with a given scheduler and allocator on a ToyDevice."""
+    """Replacement for a Composition: an Engine with a given scheduler and allocator on a ToyDevice."""
 
     def __init__(
         self,
@@ -403,10 +362,10 @@ class ToyComposition:
         self._scheduler, self._kv, self._device, self._drafter = scheduler, kv, device, drafter
 
     def part(self, kind: str) -> Any:
-        return _ToyModelPart
+        return _MODEL_PART
 
     def check(self, host: object, model_facts: object) -> None:
-        """Everything fits."""
+        """Accept every combination."""
 
     def build(self, kind: str, **given: Any) -> Any:
         if kind == "executor":
@@ -417,5 +376,5 @@ class ToyComposition:
             return self._scheduler(given["limits"], given["kv"])
         if kind == "grammar":
             return ToyCompiler(None, given["vocabulary"])
-        assert kind == "spec_decode", f"an engine asked for {kind}"
-        return self._drafter or _NoHostDrafts()
+        assert kind == "spec_decode", f"unexpected component kind {kind}"
+        return self._drafter or SimpleNamespace(needs_host_tokens=False)

@@ -1,11 +1,9 @@
-"""The contract suite of workloads. Subclass WorkloadContract in a test module and override `make`."""
+"""Contract suite for workloads. Subclass WorkloadContract in a test module and override `make`."""
 
 from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,28 +11,29 @@ import pytest
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import SLO, TimedRequest, Workload, WorkloadContext
+from dovetail.core.testing.suite import assert_torch_free
 
 
 class WorkloadContract:
-    """Every sentence of dovetail.core.interfaces.Workload. `make` is the only thing that must be overridden."""
+    """Tests of the rules of dovetail.core.interfaces.Workload. Only `make` must be overridden."""
 
     vocab = 500
-    """Of the model that requests are made for."""
+    """Vocabulary size of the model."""
     max_len = 8192
-    """Of its context; the workload as `make` gives it must fit."""
+    """Context length of the model in tokens. The requests of `make`'s workload must fit."""
 
     def make(self) -> Workload:
-        """A fresh workload; every call gives an equal one."""
+        """Return a fresh workload. Every call must return an equal one."""
         raise NotImplementedError("return your workload: MyWorkload(MyConfig(...))")
 
     def encode(self, text: str) -> Sequence[int]:
-        """A tokenizer of bytes; override for a workload that needs another."""
+        """Tokenize by bytes. Override for a workload that needs another tokenizer."""
         return [byte % self.vocab for byte in text.encode()]
 
-    # Drivers.
+    # Drivers
 
     def context(self, workload: Workload, seed: int = 1, rate: float | None = None) -> WorkloadContext:
-        """For the first of its rates unless one is given."""
+        """Return the context for a rate; the default is the workload's first one."""
         rate = workload.rates()[0] if rate is None else rate
         return WorkloadContext(self.vocab, self.max_len, seed, rate, self.encode)
 
@@ -42,53 +41,57 @@ class WorkloadContract:
         workload = self.make()
         return [(rate, workload.requests(self.context(workload, rate=rate))) for rate in workload.rates()]
 
-    # Tests.
+    # Tests
 
     def test_there_is_a_run(self) -> None:
         rates = self.make().rates()
-        assert rates and len(set(rates)) == len(rates), f"rates() gave {rates}"
-        assert all(rate is None or (rate > 0 and math.isfinite(rate)) for rate in rates), f"rates() gave {rates}"
-        assert None not in rates or len(rates) == 1, "None stands alone: there is no rate to vary"
-        assert all(len(requests) >= 1 for _, requests in self.every_run())
+        assert rates and len(set(rates)) == len(rates), f"rates() must be distinct and not empty, got {rates}"
+        valid = all(rate is None or (rate > 0 and math.isfinite(rate)) for rate in rates)
+        assert valid, f"each rate must be None or positive and finite, got {rates}"
+        assert None not in rates or len(rates) == 1, f"None means that there is no rate to vary, got {rates}"
+        assert all(len(requests) >= 1 for _, requests in self.every_run()), "each run must have a request"
 
     def test_every_request_can_run(self) -> None:
-        """Ids in the vocabulary, at least one token each way, and no more than the context holds."""
+        """Ids are in the vocabulary, prompt and output are not empty, and both fit into the context."""
         for _, requests in self.every_run():
             for request in requests:
-                assert isinstance(request, TimedRequest) and isinstance(request.prompt_ids, tuple)
-                assert request.prompt_ids and request.output_tokens >= 1
-                assert all(type(token) is int and 0 <= token < self.vocab for token in request.prompt_ids)
-                assert len(request.prompt_ids) + request.output_tokens <= self.max_len
-                assert request.slo is None or isinstance(request.slo, SLO)
+                typed = isinstance(request, TimedRequest) and isinstance(request.prompt_ids, tuple)
+                assert typed, f"requests must be TimedRequests whose prompt_ids are a tuple, got {request!r}"
+                assert request.prompt_ids and request.output_tokens >= 1, f"prompt or output is empty: {request}"
+                known = all(type(token) is int and 0 <= token < self.vocab for token in request.prompt_ids)
+                assert known, f"prompt ids must be ints below {self.vocab}: {request.prompt_ids}"
+                tokens = len(request.prompt_ids) + request.output_tokens
+                assert tokens <= self.max_len, f"a request needs {tokens} tokens, the context has {self.max_len}"
+                assert request.slo is None or isinstance(request.slo, SLO), f"slo must be an SLO: {request.slo!r}"
 
     def test_ids_stay_in_a_small_vocabulary(self) -> None:
-        """Or the workload says that it cannot be made for it."""
+        """A workload may instead refuse the vocabulary with a ConfigError."""
         workload = self.make()
         ctx = replace(self.context(workload), vocab=3, encode=lambda text: [len(text) % 3] * 9)
         try:
             requests = workload.requests(ctx)
         except ConfigError:
             return
-        assert all(0 <= token < 3 for request in requests for token in request.prompt_ids)
+        known = all(0 <= token < 3 for request in requests for token in request.prompt_ids)
+        assert known, "prompt ids must be below vocab = 3, or the workload must raise ConfigError"
 
     def test_requests_come_in_order(self) -> None:
         for _, requests in self.every_run():
             arrivals = [request.arrival for request in requests]
-            assert all(arrival >= 0 and math.isfinite(arrival) for arrival in arrivals)
-            assert arrivals == sorted(arrivals)
+            valid = all(arrival >= 0 and math.isfinite(arrival) for arrival in arrivals)
+            assert valid and arrivals == sorted(arrivals), f"arrivals must be finite, >= 0 and sorted, got {arrivals}"
 
-    def test_the_rate_is_the_one_asked_for(self) -> None:
-        """Over all arrivals, within what chance allows; 20 or fewer prove nothing."""
+    def test_the_rate_is_the_requested_one(self) -> None:
+        """The mean rate of a run with more than 20 requests is within the statistical error."""
         for rate, requests in self.every_run():
             if rate is not None and len(requests) > 20:
                 gaps = len(requests) - 1
                 found, error = gaps / max(requests[-1].arrival, 1e-9), 5 / math.sqrt(gaps)
-                assert rate * (1 - error) < found < rate * (1 + 3 * error), (
-                    f"{found:.2f} requests/s where {rate:g} were asked for"
-                )
+                near = rate * (1 - error) < found < rate * (1 + 3 * error)
+                assert near, f"expected {rate:g} requests/s on average, got {found:.2f}"
 
     def test_equal_seeds_give_equal_requests(self) -> None:
-        """Whatever was drawn before, and from whatever global generator."""
+        """Requests do not depend on earlier calls or on global random generators."""
         first, again = self.make(), self.make()
         for rate in first.rates():
             random.seed(1)
@@ -96,25 +99,24 @@ class WorkloadContract:
             state = random.getstate()
             random.seed(2)
             again.requests(self.context(again, 8, rate))
-            assert list(again.requests(self.context(again, 7, rate))) == expected
+            equal = list(again.requests(self.context(again, 7, rate))) == expected
+            assert equal, "equal seeds must give equal requests, whatever was drawn before"
             random.seed(1)
-            assert random.getstate() == state, "draws come from ctx.seed, not from Python's own generator"
+            assert random.getstate() == state, "draw from ctx.seed, not from Python's global generator"
 
-    def test_what_does_not_fit_is_refused(self) -> None:
-        """Before anything runs: a request that the context cannot hold would be rejected in the middle of a run."""
+    def test_too_long_requests_are_refused(self) -> None:
+        """The workload raises ConfigError; otherwise the engine would reject the request during a run."""
         workload = self.make()
         try:
             requests = workload.requests(replace(self.context(workload), max_len=4))
         except ConfigError as error:
-            assert "4" in str(error), f"the message does not say how long the context is: {error}"
+            assert "4" in str(error), f"the error must name the context length 4: {error}"
             return
         longest = max(len(request.prompt_ids) + request.output_tokens for request in requests)
-        pytest.fail(f"a request of {longest} tokens for a context of 4")
+        pytest.fail(f"a request of {longest} tokens does not fit max_len = 4: raise ConfigError")
 
     def test_it_needs_no_torch(self) -> None:
         module = type(self.make()).__module__
         if module in ("__main__", "builtins") or module.rpartition(".")[2].startswith("test_"):
             pytest.skip("defined in a test module")
-        code = f"import sys, {module}; raise SystemExit('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr or f"importing {module} loads torch"
+        assert_torch_free(module)

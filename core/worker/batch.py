@@ -18,16 +18,16 @@ from dovetail.core.worker.device_state import DeviceState
 
 
 class Rows:
-    """A plan's rows by column: what a step asks of hundreds of rows is then one call each. Of plans in canonical
-    order."""
+    """A plan's rows by column, so that a step handles hundreds of rows with one call per question. The plan must be in
+    canonical order."""
 
     def __init__(self, rows: Seq[Row]) -> None:
         columns: Seq[tuple[int, ...]] = tuple(zip(*rows, strict=True))
         self.slots, self.uids, self.epochs, self.counts, self.bounds, self.drafts, self.flags = columns
         self.decodes = bisect_left(self.flags, True, key=lambda flags: not flags & DECODE)
-        """They come first."""
+        """Number of decode rows; they come first."""
         self.sampled: Seq[int] = range(len(rows))
-        """Indices of those that sample."""
+        """Indices of the rows that sample."""
         self.sampled_slots: Seq[int] = self.slots
         if not all(flags & SAMPLE for flags in set(self.flags)):
             self.sampled = [i for i, flags in enumerate(self.flags) if flags & SAMPLE]
@@ -38,7 +38,7 @@ class Rows:
 
     @property
     def starts(self) -> list[int]:
-        """Index of each row's first token, then their number."""
+        """Index of each row's first token, then the number of tokens."""
         return [0, *accumulate(self.counts)]
 
     @property
@@ -48,13 +48,13 @@ class Rows:
 
     @property
     def max_len(self) -> int:
-        """Bound of every length in the step, the sampled tokens included."""
+        """Upper bound of every length after the step, sampled tokens included."""
         return max(self.bounds) + 1
 
 
 @dataclass(slots=True)
 class Batch:
-    """Everything forward and sampling need. Host numbers are bounds; device tensors are exact."""
+    """Everything that forward and sampling need. Numbers on the host are bounds; device tensors are exact."""
 
     rows: Rows
     tokens: TokenLayout
@@ -69,7 +69,7 @@ def build_batch(
     groups: Seq[KVGroup],
     attention: AttentionBackend,
 ) -> Batch:
-    """slots_B and row_start_B1 (int64) are the rows' own, on the device."""
+    """slots_B and row_start_B1 (int64) describe `rows` on the device."""
     host = HostBounds(rows.counts, rows.bounds, rows.decodes)
     return Batch(rows, *lay_out(slots_B, row_start_B1.int(), sum(rows.counts), host, state, groups, attention))
 
@@ -83,8 +83,8 @@ def lay_out(
     groups: Seq[KVGroup],
     attention: AttentionBackend,
 ) -> tuple[TokenLayout, dict[int, AttnCtx]]:
-    """`total` tokens, and attention metadata by KV group. Positions come from the device's own lengths, so that rows
-    may be built before the previous step has ended. All on the device: capturable."""
+    """Lay out `total` tokens, and attention metadata by KV group. Positions come from lengths on the device, so rows
+    can be laid out before the previous step has ended. All work is on the device and can be captured."""
     tokens = lay_out_tokens(slots_B, row_start_B1, state.computed_S, state.tokens_SL, total, max(host.counts))
     planned = attention.plan_host(host)
     attn = {}
@@ -106,7 +106,7 @@ def lay_out(
 
 @contextmanager
 def adapting(adapters: Adapters | None, adapter_S: torch.Tensor, slots_T: torch.Tensor) -> Iterator[None]:
-    """Around the layers of a step: each token's adapter is that of its sequence's slot. None = no row has one."""
+    """Wrap the layers of a step: each token uses the adapter of its slot. `adapters` None = no row has one."""
     if adapters is None:
         yield
         return

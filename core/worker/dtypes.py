@@ -1,4 +1,4 @@
-"""Names of dtypes and devices in the config, resolved."""
+"""Resolve the dtype and device names of the config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KV_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8
 
 
 def resolve_device(name: str, rank: int, first_gpu: int = 0) -> torch.device:
-    """ "auto" is CUDA where there is a GPU. Rank r takes the r-th GPU from `first_gpu`."""
+    """Return the rank's device. "auto" is CUDA if there is a GPU. Rank r takes GPU `first_gpu` + r."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -27,7 +27,7 @@ def resolve_device(name: str, rank: int, first_gpu: int = 0) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """ "auto" is the checkpoint's dtype on a GPU and float32 on a CPU, where 16-bit products are slow."""
+    """Return the dtype. "auto" is the checkpoint's on a GPU and float32 on a CPU, where 16-bit matmuls are slow."""
     if name == "auto":
         name = checkpoint if device.type == "cuda" else "float32"
     if name not in DTYPES:
@@ -36,7 +36,7 @@ def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dty
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """ "auto" is the activations' own."""
+    """Return the dtype of KV pages. "auto" is the activations' dtype."""
     if name == "auto":
         return dtype
     if name not in KV_DTYPES:

@@ -1,4 +1,4 @@
-"""Whether the steps of a composition can run as CUDA graphs."""
+"""Decide whether the steps of a composition can run as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def reason_against_graphs(composition: Composition, spec: ModelSpec, device: torch.device, ranks: int) -> str | None:
-    """In words; None = they can."""
+    """Return why steps cannot run as CUDA graphs, in words for a note; None = they can."""
     if device.type != "cuda":
         return "there is no CUDA device"
     if not spec.head:
@@ -25,16 +25,16 @@ def reason_against_graphs(composition: Composition, spec: ModelSpec, device: tor
     host = detect_host("cuda")
     attention, collective = composition.part("attention"), composition.part("collective")
     if not attention.capabilities(host).provides.get("graphs"):
-        can = _stating(composition, "attention", "graphs", host)
+        can = _providing(composition, "attention", "graphs", host)
         return f"attention={attention.name} cannot be captured ({', '.join(can) or 'no backend'} can)"
     if ranks > 1 and not collective.capabilities(host).provides.get("graph_safe"):
-        can = _stating(composition, "collective", "graph_safe", host)
+        can = _providing(composition, "collective", "graph_safe", host)
         return f"collective={collective.name} cannot be captured ({', '.join(can) or 'none'} can)"
     return None
 
 
-def _stating(composition: Composition, kind: str, fact: str, host: Host) -> list[str]:
-    """Options of a kind, with their default settings, that state the fact."""
+def _providing(composition: Composition, kind: str, fact: str, host: Host) -> list[str]:
+    """Return the components of a kind that provide `fact` with default settings."""
     registry = composition.registry
     parts = (registry.get(kind, name) for name in registry.options(kind))
     selected = (Selected(part, part.component.config()) for part in parts)

@@ -1,13 +1,13 @@
-"""Steps as CUDA graphs: the layers of decode steps, one graph per number of rows; those of mixed steps, which feed
-prompts too, one per number of tokens; and drawing, one per number of rows that sample, whatever ran the layers. Where
-there are adapters, layers have a second set for steps of which some row has one: the others do not pay for them. Where
-there are drafts, decode steps and drawing have a second set for steps that verify none.
+"""Steps as CUDA graphs. There are three kinds: the layers of decode steps, one graph per number of rows; the layers of
+mixed steps, which also feed prompts, one per number of tokens; and drawing, one per number of rows that sample, after
+any layers. With adapters, layers have a second set of graphs for steps in which some row has an adapter, so that other
+steps do not pay for adapters. With drafts, decode steps and drawing have a second set for steps that verify no drafts.
 
-They are replayed with nothing but the rows as input: everything else a step needs (lengths, tokens, page tables) they
-read from the device state. What a graph has to spare is padding: rows of the scratch slot, which is never written, rows
-without tokens, and tokens without a row.
+The rows are the only input of a replay. A graph reads the rest (lengths, tokens, page tables) from the device state.
+Unused capacity is padding: rows of the scratch slot, which is never written, rows without tokens, and tokens without a
+row.
 
-R rows that sample, W tokens of a decode row: 1, or as many as it may have with its drafts.
+R rows that sample, W tokens of a decode row: 1, or 1 + the lookahead of the drafter.
 """
 
 from __future__ import annotations
@@ -35,8 +35,15 @@ from dovetail.core.interfaces import (
 from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, gather_samples
 from dovetail.core.worker.batch import Batch, Rows, adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.row_sections import (
+    GraphSections,
+    advance_chunks,
+    pack_samples,
+    sample_padding,
+    view_samples,
+)
 from dovetail.core.worker.sampler import DRAWS, SampleParams, sample, sample_over_ranks
-from dovetail.core.worker.sampling import Sampled, advance_chunks, chunk_section, sampling_section
+from dovetail.core.worker.sampling import SampledRows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,12 +52,12 @@ if TYPE_CHECKING:
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Any]], tuple[Replay, Any]]
-"""Runs a call and says how to run it again, and what it returned: tensors that each repetition writes anew."""
+"""Runs a call. Returns a function that repeats it, and its output tensors, which each repetition overwrites."""
 
 
 class Recorder:
-    """By CUDA graphs that share one memory pool. Before each, `torch.cuda.graph` would give all free memory back, and
-    then ask for it again."""
+    """Records CUDA graphs that share one memory pool. `torch.cuda.graph` would return all free memory to the driver
+    before each of them and then allocate it again."""
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
@@ -61,7 +68,7 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         with torch.cuda.stream(self._stream):
-            call()  # Compiles kernels, which capture cannot.
+            call()  # Compiles kernels, which is impossible during capture.
             graph.capture_begin(pool=self._pool)
             try:
                 outputs = call()
@@ -70,31 +77,34 @@ class Recorder:
         return graph.replay, outputs
 
     def close(self) -> None:
+        """End recording; replays may begin."""
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
     def forget(self) -> None:
-        """No graph can be replayed any more, whoever still holds one: NCCL waits for the last that calls it."""
+        """Release every graph, even if something still refers to it: NCCL does not shut down before the last graph that
+        calls it is gone."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
 
 
 MOST_PAIRS = 1 << 24
-"""Tokens of chunks times the keys of their rows, in a step that runs as a graph. Beyond that attention is much of it,
-and a backend reads prompts better whose lengths it knows; the device is then busy for longer than launches take."""
+"""Limit for a step that runs as a graph: tokens of chunks times the keys of their rows. In larger steps attention takes
+much of the time, and a backend is faster with exact lengths; the device is then busy for longer than launches
+take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one graph of the layers serves."""
+    """Largest step that one graph of the layers serves."""
 
     tokens: int
     decodes: int
     """Decode rows."""
     chunks: int
-    """Rows that feed prompts; 0 = the graph is for decode steps, whose rows feed W tokens each."""
+    """Rows that feed prompts; 0 = the graph is for decode steps, in which each row feeds W tokens."""
     samples: int
     """Rows that sample."""
     width: int
@@ -107,27 +117,28 @@ class Capacity:
         return self.decodes + self.chunks
 
     @property
-    def layout(self) -> int:
-        """Integers of a mixed step's input that say which rows run."""
-        return 2 * self.rows + 1 + 2 * self.chunks if self.chunks else 0
+    def sections(self) -> GraphSections:
+        return GraphSections(self.decodes, self.chunks, self.samples)
 
 
 @dataclass(slots=True)
 class ForwardGraph:
-    """The layers of one kind of step."""
+    """Graph of the layers, for steps of one kind."""
 
     capacity: Capacity
+    sections: GraphSections
+    """Layout of input_N."""
     input_N: torch.Tensor
-    """int64. Of mixed steps first each row's slot, its first token and the end of all, and `chunk_section`; then, of
-    all steps, `sampling_section`."""
+    """int64"""
     replay: Replay
     tokens: TokenLayout
     hidden: Hidden
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Less than two fifths of a graph's rows are spare, and less than a third above 8. Above 128 they are multiples of
-    what a product's tiles hold, since one row past a tile costs as much as a whole one."""
+    """Return the numbers of rows that get a graph. Less than two fifths of a graph's rows are padding, and less than a
+    third above 8 rows. Sizes above 128 are multiples of matmul tiles, since a partly filled tile costs as much as a
+    full one."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
@@ -135,8 +146,8 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def token_sizes(most: int) -> list[int]:
-    """Tokens of mixed steps: multiples of what a product's tiles hold, but for the few that cost no more than their
-    weights."""
+    """Return the numbers of tokens of mixed steps that get a graph: multiples of matmul tiles, except for small steps,
+    whose cost is that of reading the weights."""
     sizes = [16, 32, 64]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
@@ -158,7 +169,7 @@ class StepGraphs:
         max_len: int,
         adapters: Adapters | None = None,
     ) -> None:
-        """`most_tokens`: of a mixed step that gets a graph; 0 = none does."""
+        """`most_tokens`: tokens of the largest mixed step that gets a graph; 0 = none does."""
         self.model, self.state, self.groups, self.attention = model, state, groups, attention
         self.taps, self.max_len = taps, max_len
         self.widths = (1, 1 + lookahead) if lookahead else (1,)
@@ -168,21 +179,21 @@ class StepGraphs:
         self._adapters = adapters
         if adapters is not None:
             self.capacities += [replace(capacity, adapted=True) for capacity in self.capacities]
-        self._spare_R3 = np.array([(0, state.scratch, 0)] * most_rows)
-        """Rows of `sampling_section` that are padding."""
+        self._padding_R3 = sample_padding(most_rows, state.scratch)
         build = model.build
         self._inputs = {
             width: SampleInputs.empty(most_rows, width, build.spec.hidden, build.dtype, state.device)
             for width in self.widths
         }
         self._forward: list[ForwardGraph] = []
-        """Smallest first, within decode steps of a width and mixed steps each, with adapters and without."""
-        self._draws: dict[tuple[int, int, bool, bool], tuple[Replay, Sampled]] = {}
-        """By width, rows and kind."""
+        """Smallest first within a kind: decode steps of one width or mixed steps, with or without adapters."""
+        self._draws: dict[tuple[int, int, bool, bool], tuple[Replay, SampledRows]] = {}
+        """Keys are width, rows and kind (DRAWS)."""
 
     def _mixed(self, tokens: int) -> Capacity:
-        """Each row to spare costs a little in every layer, so there are no more than so many tokens are likely to have;
-        a larger graph serves those with more, and the largest as many decode rows as there can be."""
+        """Return the capacity of a mixed step. Padding rows cost a little in every layer, so a graph has only as many
+        rows as a step of this size is likely to have; a larger graph serves steps with more. The largest graph serves
+        any number of decode rows."""
         most = self.sizes[-1]
         likely = tokens if tokens == self._most_tokens else tokens // 2
         decodes, chunks = min(most, likely), min(most, max(4, tokens // 32))
@@ -192,29 +203,29 @@ class StepGraphs:
         return next(size for size in self.sizes if size >= rows)
 
     def width(self, rows: Rows) -> int:
-        """W of a step that verifies as many drafts."""
+        """Return W of the graphs that serve these rows' drafts."""
         return next(width for width in self.widths if width >= rows.width)
 
     @torch.inference_mode()
     def capture(self, record: Record, progress: Progress) -> None:
-        """Largest first, so that the smaller ones reuse its memory."""
+        """Record all graphs, the largest first, so that smaller ones reuse its memory."""
         ordered = sorted(self.capacities, key=lambda capacity: -capacity.tokens)
         drawn = [(width, size) for width in reversed(self.widths) for size in reversed(self.sizes)]
         share = 1 / (len(ordered) + len(drawn))
         for done, capacity in enumerate(ordered):
             progress("capture graphs", done * share)
-            input_N = self._padding(capacity)
+            sections, input_N = capacity.sections, self._padding(capacity)
             replay, (tokens, hidden) = record(partial(self._run, capacity, input_N))
-            self._forward.insert(0, ForwardGraph(capacity, input_N, replay, tokens, hidden))
+            self._forward.insert(0, ForwardGraph(capacity, sections, input_N, replay, tokens, hidden))
         for done, (width, size) in enumerate(drawn, len(ordered)):
             progress("capture graphs", done * share)
             for kind in DRAWS:
                 self._draws[width, size, *kind] = record(partial(self._draw, width, size, *kind))
 
     @torch.inference_mode()
-    def rehearse(self) -> None:
-        """Run what `capture` records. Sizes that are powers of two first: most kernels differ from one to the next, and
-        those in between are then run while these compile."""
+    def warm_up(self) -> None:
+        """Run what `capture` records. Sizes that are powers of two come first: most kernels differ from one of them to
+        the next, and the sizes in between then run while these compile."""
 
         def between(size: int) -> bool:
             return size.bit_count() > 1
@@ -229,35 +240,26 @@ class StepGraphs:
     # Layers.
 
     def _padding(self, capacity: Capacity) -> torch.Tensor:
-        """The input of a step without rows."""
-        scratch = self.state.scratch
-        rows = [scratch] * capacity.rows + [0] * (capacity.rows + 1) + [scratch, 0] * capacity.chunks
-        samples = [0, scratch, 0] * capacity.samples
-        return torch.tensor(rows[: capacity.layout] + samples, device=self.state.device)
+        """Return the input of a step that has padding only."""
+        return capacity.sections.padding(self.state.scratch, self.state.device)
 
     def _run(self, capacity: Capacity, input_N: torch.Tensor) -> tuple[TokenLayout, Hidden]:
         state, rows = self.state, capacity.rows
-        samples_R3 = input_N[capacity.layout :].view(-1, 3)
-        if capacity.chunks:
-            slots_B, row_start_B1, chunks_N = input_N[: capacity.layout].split((rows, rows + 1, 2 * capacity.chunks))
-            row_start_B1 = row_start_B1.int()
-        else:
-            slots_B = samples_R3[:, 1].contiguous()
-            row_start_B1 = torch.arange(rows + 1, dtype=torch.int32, device=state.device) * capacity.width
+        slots_B, row_start_B1, chunks_N, samples_R3 = capacity.sections.unpack(input_N, capacity.width)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, self.groups, self.attention)
         ctx = ForwardContext(tokens.positions_T, attn)
         with adapting(self._adapters if capacity.adapted else None, state.adapter_S, tokens.slots_T):
             hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.taps)
-        if capacity.chunks:
-            advance_chunks(chunks_N, state)
+        if chunks_N is not None:
+            advance_chunks(chunks_N, state.computed_S)
         inputs = self._inputs[capacity.width].first(capacity.samples)
         gather_samples(hidden.states, tokens.positions_T, samples_R3, inputs)
         return tokens, hidden
 
     def pick(self, rows: Rows, adapted: bool = False) -> ForwardGraph | None:
-        """The smallest that serves such a step; `adapted`: some row has an adapter."""
+        """Return the smallest graph that serves these rows, if any. `adapted`: some row has an adapter."""
         decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
         chunks = max(len(rows) - decodes, moved)
         tokens, width = (sum(rows.counts), self.widths[-1]) if chunks else (0, self.width(rows))
@@ -277,33 +279,23 @@ class StepGraphs:
         return None
 
     def starts(self, graph: ForwardGraph, rows: Rows) -> Seq[int]:
-        """Index of each row's first token."""
+        """Return the index of each row's first token."""
         # In decode steps rows with fewer drafts than W - 1 feed padding.
         width = graph.capacity.width
         return rows.starts if graph.capacity.chunks else range(0, len(rows) * width, width)
 
     def section(self, graph: ForwardGraph, rows: Rows, starts: Seq[int]) -> Section:
-        """The graph's input, to be sent with the plan."""
-        capacity, scratch = graph.capacity, self.state.scratch
-        if not capacity.chunks:
-            return self.samples(rows, starts)
-        slots, decodes, moved = rows.slots, rows.decodes, chunk_section(rows)
-        spare, idle = capacity.decodes - decodes, capacity.chunks - (len(rows) - decodes)
-        return [
-            *(*slots[:decodes], *[scratch] * spare, *slots[decodes:], *[scratch] * idle),
-            *(*starts[:decodes], *[starts[decodes]] * spare, *starts[decodes:], *[starts[-1]] * idle),
-            *(*moved, *[scratch, 0] * (capacity.chunks - len(moved) // 2)),
-            *self.samples(rows, starts),
-        ]
+        """Pack the graph's input."""
+        return graph.sections.pack(rows, starts, self.samples(rows, starts), self.state.scratch)
 
     def samples(self, rows: Rows, starts: Seq[int]) -> NDArray[np.int64]:
-        """`sampling_section`, with as many spare rows as a graph has that draws."""
+        """Pack the sample rows, flat, with padding up to the size of the graph that draws."""
         sampled = len(rows.sampled)
-        spare = self._size(sampled) - sampled if sampled else 0
-        return np.concatenate((sampling_section(rows, starts), self._spare_R3[:spare])).reshape(-1)
+        padding = self._size(sampled) - sampled if sampled else 0
+        return np.concatenate((pack_samples(rows, starts), self._padding_R3[:padding])).reshape(-1)
 
     def forward(self, graph: ForwardGraph, rows: Rows, section: torch.Tensor) -> tuple[Batch, Hidden]:
-        """The outputs stay valid until the next run."""
+        """Run the layers. The outputs stay valid until the next run."""
         graph.input_N[: len(section)].copy_(section)
         graph.replay()
         return Batch(rows, graph.tokens, {}), graph.hidden
@@ -311,18 +303,19 @@ class StepGraphs:
     # Drawing.
 
     def gather(self, step: Batch, hidden: Hidden, section: torch.Tensor) -> None:
-        """After layers that ran without a graph, or with a wider one: what `draw` reads, for `samples`."""
-        samples_R3 = section.view(-1, 3)
+        """Write the inputs of `draw` after layers that ran without a graph or with a wider one. `section`: as `samples`
+        packs it."""
+        samples_R3 = view_samples(section)
         inputs = self._inputs[self.width(step.rows)].first(len(samples_R3))
         gather_samples(hidden.states, step.tokens.positions_T, samples_R3, inputs)
 
-    def draw(self, width: int, rows: int, random: bool, filtered: bool) -> Sampled:
-        """For rows that are all `plain` (SlotInfo), of which some are random, and some filtered."""
+    def draw(self, width: int, rows: int, random: bool, filtered: bool) -> SampledRows:
+        """Draw and verify for `rows` rows that are all `plain` (SlotInfo). `random`, `filtered`: some row is."""
         replay, out = self._draws[width, self._size(rows), random, filtered]
         replay()
-        return Sampled(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
+        return SampledRows(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
 
-    def _draw(self, width: int, rows: int, random: bool, filtered: bool) -> Sampled:
+    def _draw(self, width: int, rows: int, random: bool, filtered: bool) -> SampledRows:
         state, at = self.state, self._inputs[width].first(rows)
         params = SampleParams.of(state, at.slots_N, random=random, filtered=filtered)
         if filtered:
@@ -332,4 +325,4 @@ class StepGraphs:
         tokens_RW = drawn_N.view(rows, width)
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
-        return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
+        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)

@@ -1,4 +1,4 @@
-"""What steps brought, on its way to the host: copied while later steps run, read in their order."""
+"""Results of steps on their way to the host: copied while later steps run, read in step order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from dovetail.core.interfaces import Model, RowResult, StepResult, TokenLogprobs
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.device_state import DeviceState
-from dovetail.core.worker.sampling import Sampled
+from dovetail.core.worker.sampling import SampledRows
+from dovetail.core.worker.slots import Slots
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,12 +26,13 @@ _new = tuple.__new__
 
 @dataclass(slots=True)
 class _Pending:
-    """A plan that was launched."""
+    """The result of a plan that was launched and not collected yet."""
 
     step: int
     rows: Rows
     logprobs_wanted: dict[int, int]
-    outcome: list[torch.Tensor]
+    sampled: list[torch.Tensor]
+    """Tokens and, in the last column, drafts accepted; then log-probabilities if some row wants them."""
     prompt: dict[int, list[torch.Tensor]]
     pooled: tuple[list[int], torch.Tensor] | None
     began: Mark
@@ -49,23 +51,22 @@ class ResultCopies:
         began: Mark,
         rows: Rows,
         logprobs_wanted: dict[int, int],
-        sampled: Sampled | None,
+        sampled: SampledRows | None,
         prompt: dict[int, list[torch.Tensor]],
         pooled: tuple[list[int], torch.Tensor] | None,
     ) -> None:
-        """Behind everything enqueued. The keys of `logprobs_wanted`, how many each row wants, and of `prompt` are
-        indices into the rows, and so is the list beside the pooled states."""
-        outcome: list[torch.Tensor] = []
+        """Enqueue the copies of a step's results after all work launched so far. `logprobs_wanted` is the number that
+        each row wants; its keys, those of `prompt` and the list in `pooled` are indices into `rows`."""
+        tensors: list[torch.Tensor] = []
         if sampled is not None:
-            # Tokens and how many of them count, as one copy.
-            outcome = [torch.cat((sampled.tokens_RW, sampled.accepted_R[:, None]), 1), *(sampled.logprobs or ())]
+            tensors = [torch.cat((sampled.tokens_RW, sampled.accepted_R[:, None]), 1), *(sampled.logprobs or ())]
         self._pending.append(
             _Pending(
                 step=step,
                 rows=rows,
                 logprobs_wanted=logprobs_wanted,
-                outcome=[self._to_host(t) for t in outcome],
-                prompt={row: [self._to_host(t) for t in tensors] for row, tensors in prompt.items()},
+                sampled=[self._to_host(t) for t in tensors],
+                prompt={row: [self._to_host(t) for t in found] for row, found in prompt.items()},
                 pooled=(pooled[0], self._to_host(pooled[1])) if pooled else None,
                 began=began,
                 done=self.clock.mark(),
@@ -73,7 +74,7 @@ class ResultCopies:
         )
 
     def collect(self) -> StepResult:
-        """The oldest plan's result; waits for its copy, not for later plans."""
+        """Return the oldest plan's result. Waits for its copy, not for later plans."""
         pending = self._pending.popleft()
         if isinstance(pending.done, torch.cuda.Event):
             pending.done.synchronize()
@@ -81,8 +82,8 @@ class ResultCopies:
         tokens: list[tuple[int, ...]] = []
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         if sampled:
-            outcome, *more = pending.outcome
-            tokens = _accepted(outcome.numpy())
+            token_columns, *more = pending.sampled
+            tokens = _accepted(token_columns.numpy())
             detail = [t.tolist() for t in more]
             for r, row in enumerate(sampled) if detail else ():
                 if (wanted := pending.logprobs_wanted.get(row)) is not None:
@@ -110,23 +111,24 @@ class ResultCopies:
         return host.copy_(tensor, non_blocking=True)
 
 
-def _accepted(outcome: NDArray[np.int64]) -> list[tuple[int, ...]]:
-    """Of each row as many tokens as its last number says, and one more."""
-    if outcome.shape[1] == 2 and not outcome[:, 1].any():
-        return list(zip(outcome[:, 0].tolist(), strict=True))
-    return [tuple(values[: values[-1] + 1]) for values in outcome.tolist()]
+def _accepted(columns: NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """The last column is the number of accepted drafts; each row yields that many tokens plus one."""
+    if columns.shape[1] == 2 and not columns[:, 1].any():
+        return list(zip(columns[:, 0].tolist(), strict=True))
+    return [tuple(values[: values[-1] + 1]) for values in columns.tolist()]
 
 
 def prompt_logprobs(
-    rows: Rows, starts: Seq[int], states_TC: torch.Tensor, state: DeviceState, model: Model, most: int
+    rows: Rows, starts: Seq[int], states_TC: torch.Tensor, state: DeviceState, slots: Slots, model: Model, most: int
 ) -> dict[int, list[torch.Tensor]]:
-    """For rows that asked: of each prompt token fed that has a successor in the prompt. On every rank, since logits
-    are gathered from all of them. `most`: rows of logits at a time; those of a whole prompt may fill the device."""
+    """Return log-probabilities for each row that wants them, for each prompt token fed that has a successor in the
+    prompt. Every rank must call, since logits are gathered from all ranks. `most`: rows of logits computed at a time;
+    those of a whole prompt could fill the device."""
     found: dict[int, list[torch.Tensor]] = {}
-    if state.unusual.prompt_logprobs.isdisjoint(rows.slots):
+    if slots.prompt_logprobs.isdisjoint(rows.slots):
         return found
     for i, (slot, fed, bound, first) in enumerate(zip(rows.slots, rows.counts, rows.bounds, starts, strict=False)):
-        info = state.slots[slot]
+        info = slots[slot]
         wanted = info.params.prompt_logprobs
         start = bound - fed
         count = min(fed, len(info.blob.request.prompt_ids) - 1 - start)
@@ -140,7 +142,7 @@ def prompt_logprobs(
 
 
 def _best(logits_NV: torch.Tensor, chosen_N: torch.Tensor, wanted: int) -> list[torch.Tensor]:
-    """Log-probabilities of the chosen, and of the most likely ones with their ids."""
+    """Return log-probabilities of the chosen tokens, and those of the most likely tokens with their ids."""
     logprobs = logits_NV.float().log_softmax(-1)
     top = logprobs.topk(max(wanted, 1), dim=-1)
     return [logprobs.gather(-1, chosen_N[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
@@ -156,19 +158,19 @@ def _logprobs(
 
 
 Mark = float | torch.cuda.Event
-"""A moment on the device."""
+"""A point in time on the device."""
 
 
 class StepClock:
-    """On CUDA by events between the kernels, else by the host's clock."""
+    """Measures steps with events between the kernels on CUDA, otherwise with the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._last: Mark | None = None
-        """When the step read last was done."""
+        """End of the step read last."""
 
     def mark(self) -> Mark:
-        """The moment at which the device will have done what it was given until now."""
+        """Return the point in time when the device finishes the work enqueued so far."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -176,31 +178,32 @@ class StepClock:
         return event
 
     def read(self, began: Mark, done: Mark) -> tuple[float, float]:
-        """Seconds between the two marks of a step, and before its first one since the step before was done. Steps are
-        read in their order, each when its marks have passed."""
+        """Return the seconds between the two marks of a step, and the idle seconds between the end of the previous step
+        and the first mark. Steps are read in order, each after its marks have passed."""
         last, self._last = self._last, done
         return _seconds(began, done), 0.0 if last is None else max(_seconds(last, began), 0.0)
 
 
-def _seconds(first: Mark, then: Mark) -> float:
+def _seconds(first: Mark, second: Mark) -> float:
     if isinstance(first, torch.cuda.Event):
-        assert isinstance(then, torch.cuda.Event)
-        return float(first.elapsed_time(then)) * 1e-3
-    assert isinstance(then, float)
-    return then - first
+        assert isinstance(second, torch.cuda.Event)
+        return float(first.elapsed_time(second)) * 1e-3
+    assert isinstance(second, float)
+    return second - first
 
 
 def pooled_states(
-    rows: Rows, starts: Seq[int], state: DeviceState, states_TC: torch.Tensor
+    rows: Rows, starts: Seq[int], states_TC: torch.Tensor, slots: Slots
 ) -> tuple[list[int], torch.Tensor] | None:
-    """Which rows have a RowResult.pooled_C, and those, float32. `starts`: index of each row's first token."""
-    if state.unusual.pooling.isdisjoint(rows.slots):
+    """Return the indices of rows with a RowResult.pooled_C, and these states in float32. `starts`: index of each row's
+    first token."""
+    if slots.pooling.isdisjoint(rows.slots):
         return None
     places, found = [], []
     for i, slot in enumerate(rows.slots):
-        if slot not in state.unusual.pooling:
+        if slot not in slots.pooling:
             continue
-        request, end = state.slots[slot].blob.request, starts[i] + rows.counts[i]
+        request, end = slots[slot].blob.request, starts[i] + rows.counts[i]
         if request.pooling == "mean":
             found.append(states_TC[starts[i] : end].sum(0, dtype=torch.float32))
         elif rows.bounds[i] == len(request.prompt_ids):

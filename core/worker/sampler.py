@@ -1,7 +1,7 @@
-"""From logits to tokens. N rows of logits, V vocabulary.
+"""Sampling: draw tokens from logits. N rows of logits, V vocabulary.
 
-Greedy rows take the arg-max; random rows the arg-max of filtered logits plus Gumbel noise, so sampling needs neither a
-normalised distribution nor, on a GPU, a sort.
+Greedy rows take the arg-max. Random rows take the arg-max of filtered logits plus Gumbel noise, so sampling needs
+neither a normalised distribution nor, on a GPU, a sort.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from dovetail.core.worker.device_state import DeviceState
 
 DRAWS = ((False, False), (True, False), (True, True))
-"""Kinds of drawing: whether some row is random, and whether some row is filtered."""
+"""Kinds of captured draws: (some row is random, some row is filtered)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleParams:
-    """Sampling parameters of each row, and what the host knows of all of them."""
+    """Sampling parameters of each row on the device, and facts about all rows on the host."""
 
     temperature_N: torch.Tensor
     top_k_N: torch.Tensor
@@ -38,27 +38,27 @@ class SampleParams:
 
     @classmethod
     def of(cls, state: DeviceState, slots_N: torch.Tensor, *, random: bool, filtered: bool) -> SampleParams:
-        """Parameters of the sequences in these slots. Greedy rows read none of them, so nothing is gathered."""
+        """Gather the parameters of the sequences in these slots. If no row is random, none is read or gathered."""
         of_slots = state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S, state.key_S
         temperature_N, top_k_N, top_p_N, min_p_N, key_N = (t_S[slots_N] if random else t_S for t_S in of_slots)
         return cls(temperature_N, top_k_N, top_p_N, min_p_N, key_N, random, filtered)
 
 
 def least_logit(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor | None:
-    """Of each row, what its filters keep; None = no row has any."""
+    """Return the least logit that each row's filters keep; None = no row is filtered."""
     if not params.filtered:
         return None
     return least_kept(logits_NV, params.temperature_N, params.top_k_N, params.top_p_N, params.min_p_N)
 
 
 def sample(logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """One token id a row, int64 [N]; position_N counts the tokens before the one drawn."""
+    """Draw one token id for each row, int64 [N]. position_N is the number of tokens that precede it."""
     least_N = least_logit(logits_NV, params)
     return draw(logits_NV, position_N, params.temperature_N, params.key_N, params.random, least_N)
 
 
-def rehearse_float32(state: DeviceState, vocab: int) -> None:
-    """Draw in each way from what a logits processor returns, so that nobody's first penalty waits for kernels."""
+def warm_up_float32(state: DeviceState, vocab: int) -> None:
+    """Draw in each way from float32 logits, as logits processors return them, so that their kernels get compiled."""
     logits_NV = torch.zeros(1, vocab, device=state.device)
     slots_N = torch.tensor([state.scratch], device=state.device)
     for random, filtered in DRAWS:
@@ -68,8 +68,8 @@ def rehearse_float32(state: DeviceState, vocab: int) -> None:
 def sample_over_ranks(
     model: Model, states_NC: torch.Tensor, position_N: torch.Tensor, params: SampleParams
 ) -> torch.Tensor:
-    """`sample` of the model's logits, for rows without filters: each rank draws from its part of the vocabulary, and
-    they agree on the best of these. No rank sees all logits."""
+    """Apply `sample` to the model's logits for rows without filters. Each rank draws from its part of the vocabulary,
+    and the best draw wins. No rank gathers all logits."""
     logits_NV, first = model.local_logits(states_NC)
     given = position_N, params.temperature_N, params.key_N, params.random
     if logits_NV.shape[1] == model.build.spec.vocab:
@@ -78,7 +78,7 @@ def sample_over_ranks(
 
 
 def probabilities(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """The distribution `sample` draws from, float32 [N, V]; a point mass for greedy rows."""
+    """Return the distribution that `sample` draws from, float32 [N, V]; a point mass for greedy rows."""
     scaled_NV = scaled(logits_NV, params.temperature_N)
     least_N = least_logit(logits_NV, params)
     if least_N is not None:
@@ -88,9 +88,11 @@ def probabilities(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifiedDrafts:
+    """Result of verifying drafts against the target's distributions. Nothing is written to the device state yet."""
+
     tokens_RW: torch.Tensor
-    """int64: accepted drafts, then one token of the target's own; entries past accepted_R are meaningless."""
+    """int64: accepted drafts, then one token from the target itself; later entries are meaningless."""
     accepted_R: torch.Tensor
     """int64: drafts accepted, 0 .. K."""
 
@@ -102,10 +104,10 @@ def verify_rejection(
     count_R: torch.Tensor,
     key_R: torch.Tensor,
     position_RW: torch.Tensor,
-) -> Verdict:
-    """Lossless rejection (Leviathan et al. 2023, Chen et al. 2023): accept draft x with probability min(1, p(x)/q(x));
-    at the first rejection draw from max(p - q, 0) normalised; when all are accepted draw from p. draft_RK was drawn
-    from q_RKV.
+) -> VerifiedDrafts:
+    """Verify by lossless rejection (Leviathan et al. 2023, Chen et al. 2023): accept draft x with probability
+    min(1, p(x)/q(x)). At the first rejection draw from max(p - q, 0) normalised; if all are accepted draw from p.
+    draft_RK was drawn from q_RKV.
     """
     rows, drafts = draft_RK.shape
     vocab = p_RWV.shape[-1]
@@ -121,7 +123,7 @@ def verify_rejection(
     q_last = q_padded.gather(1, at).squeeze(1)
     rejected = accepted < count_R
     residual = torch.where(rejected[:, None], (p_last - q_last).clamp_min(0), p_last)
-    # Rounding can leave nothing of the residual where p and q agree; p itself is then as good.
+    # Where p and q agree, rounding can leave an empty residual; p itself serves as well.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_last)
     position = position_RW.gather(1, accepted[:, None]).squeeze(1)
     # The bonus token after full acceptance is an ordinary draw and uses plain sampling's noise.
@@ -132,4 +134,4 @@ def verify_rejection(
     )
     own = (residual.log() + noise).argmax(-1)
     tokens = torch.cat([draft_RK, draft_RK.new_zeros(rows, 1)], dim=1).scatter(1, accepted[:, None], own[:, None])
-    return Verdict(tokens, accepted)
+    return VerifiedDrafts(tokens, accepted)

@@ -1,4 +1,4 @@
-"""The sampling half of a step: logits at the sampled positions, processors, verification, new lengths, next drafts.
+"""The sampling half of a step: logits at the sampled positions, processors, verification, new lengths.
 
 R rows that sample, W = 1 + most drafts, N = R * W logits rows, V vocabulary, S slots.
 """
@@ -6,74 +6,39 @@ R rows that sample, W = 1 + most drafts, N = R * W logits rows, V vocabulary, S 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model
-from dovetail.core.interfaces.plan import LATE, SAMPLE
+from dovetail.core.interfaces.plan import LATE
 from dovetail.core.ops import apply_bitmask
 from dovetail.core.ops.step import Accepted, accept, commit
 from dovetail.core.worker.batch import Batch, Rows
 from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.row_sections import SamplePositions
 from dovetail.core.worker.sampler import SampleParams, probabilities, sample, sample_over_ranks, verify_rejection
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from dovetail.core.worker.slots import Slots
 
 
 @dataclass(slots=True)
-class Sampled:
-    """Device tensors of a step's outcome."""
+class SampledRows:
+    """Device tensors that the sampling half of a step returns, for results and drafting."""
 
     tokens_RW: torch.Tensor
     accepted_R: torch.Tensor
+    """Drafts accepted; -1 = the row samples nothing in this step."""
     slots_R: torch.Tensor
     lengths_R: torch.Tensor
-    """Exact lengths, the new tokens included."""
+    """Exact lengths, including the new tokens."""
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """(of the token, best values, best ids): [R, W], [R, W, n], [R, W, n]."""
 
 
 @dataclass(slots=True)
-class Positions:
-    """Where the step samples."""
-
-    slots: Seq[int]
-    """Of each row, on the host."""
-    token_RW: torch.Tensor
-    """Index into the step's tokens."""
-    slots_R: torch.Tensor
-    base_R: torch.Tensor
-    """Tokens before the first one to be sampled: where it will stand."""
-    limit_R: torch.Tensor
-    """Drafts to verify at most, 0 .. W-1; there may be fewer."""
-
-
-def sampling_section(rows: Rows, starts: Seq[int]) -> NDArray[np.int64]:
-    """What `locate` needs from the host, to be sent with the plan: (first token sampled, slot, most drafts) of each
-    row that samples. A decode row samples after each of its tokens, a chunk after its last. `starts`: index of each
-    row's first token."""
-    first = [*starts[: rows.decodes], *(starts[i] + rows.counts[i] - 1 for i in range(rows.decodes, len(rows)))]
-    section_R3 = np.empty((len(rows), 3), np.int64)
-    section_R3[:, 0], section_R3[:, 1], section_R3[:, 2] = first, rows.slots, rows.drafts
-    return section_R3 if len(rows.sampled) == len(rows) else section_R3[rows.sampled]
-
-
-def locate(batch: Batch, section: torch.Tensor) -> Positions:
-    first_R, slots_R, limit_R = section.view(-1, 3).t().contiguous().unbind(0)
-    step_W = torch.arange(batch.rows.width, device=section.device)
-    token_RW = first_R[:, None] + torch.minimum(step_W[None, :], limit_R[:, None])
-    base_R = batch.tokens.positions_T[first_R] + 1
-    return Positions(batch.rows.sampled_slots, token_RW, slots_R, base_R, limit_R)
-
-
-@dataclass(slots=True)
 class Masks:
-    """Late inputs of a step. M rows that have a mask, X rows that lack theirs."""
+    """Late inputs of a step. M rows that have a mask, X rows whose mask is missing."""
 
     bits_MW: torch.Tensor
     """int32, as in LateInputs."""
@@ -83,12 +48,12 @@ class Masks:
     """Index into the R rows that sample."""
 
 
-def upload_masks(late: LateInputs, batch: Batch, device: torch.device) -> Masks:
-    """As one copy."""
+def upload_masks(late: LateInputs, rows: Rows, device: torch.device) -> Masks:
+    """Send the masks with one copy."""
     given = set(late.rows)
-    place = {row: r for r, row in enumerate(batch.rows.sampled)}
-    masked = [place[row] * batch.rows.width for row in late.rows]
-    lacking = [r for row, r in place.items() if batch.rows.flags[row] & LATE and row not in given]
+    place = {row: r for r, row in enumerate(rows.sampled)}
+    masked = [place[row] * rows.width for row in late.rows]
+    lacking = [r for row, r in place.items() if rows.flags[row] & LATE and row not in given]
     bits = late.masks_MW.view(np.int32)
     sizes = bits.size, len(masked), len(lacking)
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -98,8 +63,9 @@ def upload_masks(late: LateInputs, batch: Batch, device: torch.device) -> Masks:
     return Masks(sent.view(bits.shape), rows_M.long(), lacking_X.long() if lacking else None)
 
 
-def sit_out(lacking_X: torch.Tensor, at: Positions, state: DeviceState) -> None:
-    """These rows sample nothing: as padding they change nothing, and their last token counts as not computed."""
+def sit_out(lacking_X: torch.Tensor, at: SamplePositions, state: DeviceState) -> None:
+    """Make these rows sample nothing: turned into padding they change no state, and their last token counts as not
+    computed."""
     state.computed_S[at.slots_R[lacking_X]] = at.base_R[lacking_X] - 1
     at.slots_R.index_fill_(0, lacking_X, state.scratch)
 
@@ -107,15 +73,17 @@ def sit_out(lacking_X: torch.Tensor, at: Positions, state: DeviceState) -> None:
 def sample_step(
     model: Model,
     states_NC: torch.Tensor,
-    at: Positions,
+    at: SamplePositions,
     batch: Batch,
     state: DeviceState,
+    slots: Slots,
     processors: Mapping[str, LogitsProcessor],
     masks: Masks | None = None,
-) -> Sampled:
-    """Draw and verify, then write the outcome into the device state: this is the next step's input."""
-    rows, width = len(at.slots), batch.rows.width
-    infos = [state.slots[slot] for slot in at.slots]
+) -> SampledRows:
+    """Draw and verify, then write tokens and lengths into the device state, where the next step reads them."""
+    sampled_slots, width = batch.rows.sampled_slots, batch.rows.width
+    rows = len(sampled_slots)
+    infos = [slots[slot] for slot in sampled_slots]
     slots_N = at.slots_R.repeat_interleave(width)
     step_W = torch.arange(width, device=state.device)
     position_RW = at.base_R[:, None] + step_W
@@ -123,13 +91,13 @@ def sample_step(
 
     best = max((p for p in (info.params.logprobs for info in infos) if p is not None), default=-1)
     wanted = {name for info in infos for name in info.processors}
-    random, filtered = (not slots.isdisjoint(at.slots) for slots in (state.unusual.random, state.unusual.filtered))
+    random, filtered = (not kind.isdisjoint(sampled_slots) for kind in (slots.random, slots.filtered))
     params = SampleParams.of(state, slots_N, random=random, filtered=filtered)
     by_match = width == 1 or state.draft_probs_SKV is None or not params.random
     if best < 0 and masks is None and not wanted and not params.filtered and by_match:
         tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(rows, width)
         accepted = _accept(tokens_RW, at, state)
-        return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
+        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
 
     logits_NV = model.logits(states_NC)
     raw = logits_NV.float().log_softmax(-1) if best >= 0 else None
@@ -158,37 +126,23 @@ def sample_step(
         raw_RWV = raw.view(rows, width, -1)
         top = raw_RWV.topk(max(best, 1), dim=-1)
         logprobs = (raw_RWV.gather(-1, tokens_RW[..., None]).squeeze(-1), top.values, top.indices)
-    return Sampled(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
+    return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
 
 
-def _accept(tokens_RW: torch.Tensor, at: Positions, state: DeviceState) -> Accepted:
+def _accept(tokens_RW: torch.Tensor, at: SamplePositions, state: DeviceState) -> Accepted:
     return accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, state.tokens_SL, state.computed_S, state.drafts_S)
 
 
 def _verify(
-    logits_NV: torch.Tensor, at: Positions, position_RW: torch.Tensor, params: SampleParams, state: DeviceState
+    logits_NV: torch.Tensor, at: SamplePositions, position_RW: torch.Tensor, params: SampleParams, state: DeviceState
 ) -> tuple[torch.Tensor, Accepted]:
-    """Tokens [R, W], and what was accepted of them, already written to the state."""
+    """Return tokens [R, W] and what was accepted of them; both are already in the device state."""
     rows, width = position_RW.shape
     draft_RK = state.tokens_SL[at.slots_R[:, None], position_RW[:, :-1]].long()
     count_R = torch.minimum(state.drafts_S[at.slots_R], at.limit_R)
     p_RWV = probabilities(logits_NV, params).view(rows, width, -1)
     q_RKV = state.draft_probs_SKV[at.slots_R, : width - 1]
-    verdict = verify_rejection(p_RWV, q_RKV, draft_RK, count_R, state.key_S[at.slots_R], position_RW)
+    verified = verify_rejection(p_RWV, q_RKV, draft_RK, count_R, state.key_S[at.slots_R], position_RW)
     lengths = state.tokens_SL, state.computed_S, state.drafts_S
-    commit(verdict.tokens_RW, verdict.accepted_R, at.slots_R, at.base_R, *lengths)
-    return verdict.tokens_RW, Accepted(verdict.accepted_R, at.base_R + verdict.accepted_R + 1)
-
-
-def chunk_section(rows: Rows) -> list[int]:
-    """(slot, tokens) of the rows that do not sample: `advance_chunks` moves their computed length alone."""
-    if len(rows.sampled) == len(rows):
-        return []
-    each = zip(rows.slots, rows.counts, rows.flags, strict=True)
-    return [n for slot, count, flags in each if not flags & SAMPLE for n in (slot, count)]
-
-
-def advance_chunks(section: torch.Tensor, state: DeviceState) -> None:
-    if len(section):
-        slots, counts = section.view(-1, 2).unbind(1)
-        state.computed_S[slots] += counts
+    commit(verified.tokens_RW, verified.accepted_R, at.slots_R, at.base_R, *lengths)
+    return verified.tokens_RW, Accepted(verified.accepted_R, at.base_R + verified.accepted_R + 1)

@@ -1,7 +1,7 @@
-"""The layers of a large step as two half-batches, so that the ranks' sums of one run under the products of the other
+"""The layers of a large step as two half-batches, so that sums over ranks of one half overlap with matmuls of the other
 (as in DeepSeek-V3's prefill and SGLang's two-batch overlap).
 
-The second half may begin within a chunk: in each layer it attends to what the first has just written.
+The second half may begin within a chunk: in each layer it attends to what the first half has just written.
 
 Shapes: T tokens, C channels, B rows.
 """
@@ -28,11 +28,11 @@ from dovetail.core.interfaces import (
 )
 
 TILE = 128
-"""Tokens that a product's tile holds: the first half leaves none of its tiles partly empty."""
+"""Tokens of a matmul tile. The first half fills whole tiles."""
 
 
 class OverlappedForward:
-    """In place of `Model.forward`, for steps without a graph."""
+    """Replaces `Model.forward` for steps without a graph."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class OverlappedForward:
         *,
         least: int,
     ) -> None:
-        """`least`: tokens from which on a step is cut."""
+        """`least`: number of tokens from which a step is cut in two."""
         self.model, self.attention, self.adapters, self.least = model, attention, adapters, least
         self.side: Side = SideStream(device) if device.type == "cuda" else Inline()
 
@@ -54,16 +54,16 @@ class OverlappedForward:
             return self.model.forward(embeds_TC, ctx, taps)
         halves = halve(ctx, cut, self.attention)
         embeds = embeds_TC.split_with_sizes([cut, len(embeds_TC) - cut])
-        lanes = [self.model.layers(*half, taps) for half in zip(embeds, halves, strict=True)]
+        layers = [self.model.layers(*half, taps) for half in zip(embeds, halves, strict=True)]
         adapters, collective = self.adapters, self.model.build.collective
         slots_T = None if adapters is None else adapters.slots_T
         collective.overlapped = True
         try:
             if slots_T is None:
-                found = interleave(lanes, self.side)
+                found = interleave(layers, self.side)
             else:
                 slots = slots_T[:cut], slots_T[cut:].clone()
-                found = interleave(lanes, self.side, lambda lane: setattr(adapters, "slots_T", slots[lane]))
+                found = interleave(layers, self.side, lambda half: setattr(adapters, "slots_T", slots[half]))
                 adapters.slots_T = slots_T
         finally:
             collective.overlapped = False
@@ -74,7 +74,7 @@ class OverlappedForward:
 
 
 def why_useless(least: int, budget: int, ranks: int) -> str | None:
-    """In words, for who asked for it; None = it may be of use."""
+    """Return why overlap gains nothing, in words for a note; None = it may help."""
     if least > budget:
         return f"no step has more tokens than engine.token_budget={budget}"
     if ranks == 1:
@@ -83,7 +83,8 @@ def why_useless(least: int, budget: int, ranks: int) -> str | None:
 
 
 def middle(host: HostBounds) -> int:
-    """Tokens of the first half: a multiple of TILE within a chunk, a whole number of decode rows; 0 = there is none."""
+    """Return the number of tokens of the first half; 0 = the step cannot be cut. In large steps a cut within a chunk
+    is at a multiple of TILE. Decode rows are not cut."""
     total = sum(host.counts)
     wanted = total // 2
     if wanted >= 4 * TILE:
@@ -96,7 +97,7 @@ def middle(host: HostBounds) -> int:
 
 
 def _row_of(token: int, counts: Sequence[int]) -> tuple[int, int, int]:
-    """(row, its first token, the end of it)."""
+    """Return (row, its first token, its end)."""
     start = 0
     for row, count in enumerate(counts):
         if token < start + count:
@@ -106,14 +107,14 @@ def _row_of(token: int, counts: Sequence[int]) -> tuple[int, int, int]:
 
 
 def halve(ctx: ForwardContext, cut: int, attention: AttentionBackend) -> tuple[ForwardContext, ForwardContext]:
-    """The contexts of the tokens before and from `cut` on."""
+    """Return the contexts of the tokens before `cut` and from `cut` on."""
     host = next(iter(ctx.attn.values())).host
     row, start, stop = _row_of(cut, host.counts)
     inside = cut > start
     rows = row + inside
-    """Of the first half."""
+    """Number of rows of the first half."""
     rest = stop - cut if inside else 0
-    """Tokens that it leaves of its last row."""
+    """Tokens of its last row that belong to the second half."""
     counts, bounds = list(host.counts[:rows]), list(host.bounds[:rows])
     counts[-1] -= rest
     bounds[-1] -= rest
@@ -131,7 +132,7 @@ def halve(ctx: ForwardContext, cut: int, attention: AttentionBackend) -> tuple[F
 
 
 def _before(meta: BatchMeta, cut: int, rows: int) -> BatchMeta:
-    """Of the first rows, without the last one's tokens from `cut` on."""
+    """Return the metadata of the first `rows` rows, without tokens from `cut` on."""
     start_B1 = meta.row_start_B1[: rows + 1]
     return replace(
         meta,
@@ -147,8 +148,8 @@ def _before(meta: BatchMeta, cut: int, rows: int) -> BatchMeta:
 
 
 def _from(meta: BatchMeta, cut: int, row: int) -> BatchMeta:
-    """Of the rows from `row` on, without that one's tokens before `cut`. Copies: kernels are compiled anew for
-    addresses that are less aligned."""
+    """Return the metadata of the rows from `row` on, without tokens before `cut`. Tensors are copies, since kernels
+    would be compiled again for views with less alignment."""
     return replace(
         meta,
         row_start_B1=(meta.row_start_B1[row:] - cut).clamp(min=0),
@@ -163,20 +164,20 @@ def _from(meta: BatchMeta, cut: int, row: int) -> BatchMeta:
 
 
 class Side(Protocol):
-    """Where collective calls run."""
+    """Runs collective calls."""
 
     def begin(self) -> None:
-        """From here on the current stream is main; before the first call of a step."""
+        """Take the current stream as the main one. Called before the first call of a step."""
 
     def start(self, call: Callable[[], Any]) -> Any:
-        """The call under way, for `finish`."""
+        """Start the call. Return a handle for `finish`."""
 
     def finish(self, started: Any) -> Any:
-        """What the call returned, for later work on the current stream."""
+        """Return the call's result, for later work on the current stream."""
 
 
 class Inline:
-    """Calls run at once, as part of the current stream: for devices without streams."""
+    """Runs calls at once. For devices without streams."""
 
     def begin(self) -> None: ...
 
@@ -188,10 +189,10 @@ class Inline:
 
 
 class SideStream:
-    """A stream of higher priority: a sum needs few multiprocessors, but every rank waits until it has them.
+    """Runs calls on a stream of higher priority: a sum needs few SMs, but every rank waits until it gets them.
 
-    With eight ranks the device does a half's share of a block in as little time as the host takes to launch it, so
-    streams are looked up once, and not switched by context managers, which look them up again."""
+    With eight ranks a half's share of a block takes the device as little time as its launches take the host. So streams
+    are looked up once, without context managers, which would look them up again."""
 
     _main: torch.cuda.Stream
     """Current since `begin`."""
@@ -199,7 +200,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._given = torch.cuda.Event()
-        """Of main; a wait takes what was recorded last."""
+        """Recorded on main. A wait refers to the latest record."""
 
     def begin(self) -> None:
         self._main = torch.cuda.current_stream(self.stream.device)
@@ -223,29 +224,29 @@ class SideStream:
 
 
 def interleave(
-    lanes: Sequence[Layers], side: Side, enter: Callable[[int], None] = lambda lane: None
+    halves: Sequence[Layers], side: Side, enter: Callable[[int], None] = lambda half: None
 ) -> tuple[Hidden, ...]:
-    """What each lane returns; the first was given the earlier tokens, and is ahead in every layer. `enter` is called
-    before a lane goes on."""
+    """Run the halves in turns and return their results. The first half has the earlier tokens, and is ahead in every
+    layer. `enter(half)` is called before a half goes on."""
     found: dict[int, Hidden] = {}
     turns: deque[tuple[int, Any]] = deque()
 
-    def go_on(lane: int, given: Any) -> None:
-        enter(lane)
+    def go_on(half: int, given: Any) -> None:
+        enter(half)
         try:
-            call = lanes[lane].send(given)
+            call = halves[half].send(given)
         except StopIteration as end:
-            found[lane] = end.value
+            found[half] = end.value
         else:
-            turns.append((lane, side.start(call)))
+            turns.append((half, side.start(call)))
 
     side.begin()
-    for lane in range(len(lanes)):
-        go_on(lane, None)
+    for half in range(len(halves)):
+        go_on(half, None)
     while turns:
-        lane, started = turns.popleft()
+        half, started = turns.popleft()
         given = side.finish(started)
-        # With this the last of what the call read may go.
+        # The last reference to the call's inputs, whose memory can now be reused.
         del started
-        go_on(lane, given)
-    return tuple(found[lane] for lane in range(len(lanes)))
+        go_on(half, given)
+    return tuple(found[half] for half in range(len(halves)))

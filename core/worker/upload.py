@@ -1,4 +1,4 @@
-"""One copy to the device for everything that a step tells it."""
+"""One copy to the device for everything that a step sends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FLOAT64, _INT64 = struct.Struct("=d"), struct.Struct("=q")
 
 
 class Upload:
-    """Sections of 64-bit integers, gathered in pinned memory and sent together."""
+    """Gathers sections of 64-bit integers in pinned memory and sends them together."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def send(self, sections: Seq[Section]) -> list[torch.Tensor]:
-        """Each section as an int64 tensor on the device; views of one tensor, that each begin where kernels may read 16
-        bytes at a time: else Triton would compile them once more for each mixture of even and odd places."""
+        """Return each section as an int64 tensor on the device. They are views of one tensor, each aligned to 16 bytes:
+        otherwise Triton would compile the kernels that read them once more for each mixture of alignments."""
         room = [ceil_div(len(section), 2) * 2 for section in sections]
         host = torch.empty(sum(room), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         values, at = host.numpy(), 0
@@ -40,11 +40,11 @@ class Upload:
 
 
 def float_bits(value: float) -> int:
-    """A float64's bits, to travel among integers."""
+    """Return the bits of a float64, which can then travel among integers."""
     bits: int = _INT64.unpack(_FLOAT64.pack(value))[0]
     return bits
 
 
 def floats(bits: torch.Tensor) -> torch.Tensor:
-    """float32 of what float_bits made."""
+    """Return float32 values of what `float_bits` returned."""
     return bits.contiguous().view(torch.float64).float()

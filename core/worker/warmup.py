@@ -1,5 +1,5 @@
-"""Plans that make a rank do its most expensive work before anybody waits for it: to measure memory, and to warm up
-kernels."""
+"""Warm-up of a rank: steps that do its most expensive work before a request waits for it, to compile kernels and to
+measure memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,64 +27,70 @@ from dovetail.core.interfaces import (
     StepPlan,
 )
 from dovetail.core.interfaces.plan import DECODE, LATE, SAMPLE
+from dovetail.core.memory.sizing import page_count
+from dovetail.core.worker.runner import RankParts, Runner, make_graphs
+from dovetail.core.worker.sampler import warm_up_float32
 
 EPOCH = -1
 
 
-def rehearsed_steps(budget: int, most: int, longest: int) -> list[tuple[int, int, int, int]]:
-    """(tokens, rows, decode rows, their length) of steps that are worth a rehearsal, where a step has at most `budget`
-    tokens and `most` rows, and a sequence at most `longest` tokens.
+class WarmupStep(NamedTuple):
+    """Shape of one warm-up step: decode rows come first, the other rows are prompts."""
 
-    The most expensive first: all tokens in as few chunks as can hold them, and every slot sampling. Then mixed ones, so
-    that no request waits for their kernels to be compiled: few and many decode rows, long and short ones, short and
-    long chunks. Then single chunks: of one token, of 64, 128 and 256, up to which products have kernels of their own
-    (core.ops.measured; graphs meet those of fewer), and as long as there can be."""
+    tokens: int
+    rows: int
+    decodes: int = 0
+    context: int = 0
+    """Length of each decode row."""
+
+
+def warmup_steps(budget: int, most: int, longest: int) -> list[WarmupStep]:
+    """Return the warm-up steps of a rank whose steps have at most `budget` tokens and `most` rows, and whose sequences
+    have at most `longest` tokens.
+
+    The most expensive steps come first: all tokens in as few chunks as can hold them, then every slot sampling. Then
+    come mixed steps, so that no request waits for the compilation of their kernels: few and many decode rows, long and
+    short ones, short and long chunks. Last are single chunks: of one token, of 64, 128 and 256, since matmuls of up to
+    that many rows have dedicated kernels (core.ops.measured; smaller ones run in graphs), and of the longest length."""
     tokens = min(budget, most * longest)
     longest = min(longest, tokens)
     chunks = ceil_div(tokens, longest)
     few, short = min(longest, 512), min(longest, 2)
     mixed = [(few, 2, 1, short), (few, 2, 1, longest), (tokens, most, most - chunks, short)] if most > 1 else []
     counts = sorted({min(count, longest) for count in (1, 64, 128, 256, longest)})
-    alone = [(count, 1, 0, 0) for count in counts if (count, 1) != (tokens, chunks)]
-    return [(tokens, chunks, 0, 0), (tokens, most, 0, 0), *mixed, *alone]
+    alone = [(count, 1) for count in counts if (count, 1) != (tokens, chunks)]
+    return [WarmupStep(*step) for step in ((tokens, chunks), (tokens, most), *mixed, *alone)]
 
 
-def rehearsal(
-    tokens: int,
-    rows: int,
-    groups: Sequence[KVGroup],
-    decodes: int = 0,
-    *,
-    context: int = 2,
-    embeds: bool = False,
-    adapted: bool = False,
+def warmup_plan(
+    step: WarmupStep, groups: Sequence[KVGroup], *, embeds: bool = False, adapted: bool = False
 ) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
-    """One step of `tokens` tokens over `rows` sequences, the first `decodes` of them decode rows of length `context`,
-    the others prompts. All sample with top-p and log-probabilities, which cost most, and wait for their masks; or with
-    `embeds`, all are embedded. With `adapted` they use the adapter that is in slot 0, be it none."""
-    rows = min(rows, tokens)
-    decodes = min(decodes, rows - 1)
-    share, more = divmod(tokens - decodes, rows - decodes)
+    """Return the step as a plan. Each row is a sequence. All rows sample with top-p and log-probabilities, which cost
+    most, and wait for masks (`warmup_masks`). With `embeds` all rows are embedded instead. With `adapted` all use
+    adapter slot 0, even if it is empty."""
+    rows = min(step.rows, step.tokens)
+    decodes = min(step.decodes, rows - 1)
+    share, more = divmod(step.tokens - decodes, rows - decodes)
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
     plan = StepPlan(step=-1, rows=[])
     blobs = {}
     for slot in range(rows):
         decode = slot < decodes
         count = 1 if decode else share + (slot - decodes < more)
-        length = context if decode else count
+        length = step.context if decode else count
         flags = (0 if embeds else SAMPLE | LATE) | (DECODE if decode else 0)
         request = Request(uid=slot, prompt_ids=(0,) * length, params=params, pooling="mean" if embeds else None)
         plan.joins.append(Join(slot, slot, EPOCH, length - count))
         plan.rows.append(Row(slot, slot, EPOCH, count, length, 0, flags))
         blobs[slot, EPOCH] = JoinBlob(request.prompt_ids, request, 0, 0 if adapted else -1)
         for group in groups:
-            # Rows may share pages here: only the cost counts.
+            # Rows may share pages here, since only the cost matters.
             plan.pages += [PageDelta(group.id, slot, i, i + 1) for i in range(ceil_div(length, group.page_tokens))]
     return plan, blobs
 
 
-def rehearsed_masks(plan: StepPlan, vocab: int) -> LateInputs:
-    """They allow everything."""
+def warmup_masks(plan: StepPlan, vocab: int) -> LateInputs:
+    """Return masks that allow every token."""
     masks = np.full((len(plan.rows), ceil_div(vocab, 32)), 0xFFFFFFFF, np.uint32)
     return LateInputs(plan.step, tuple(range(len(plan.rows))), masks)
 
@@ -94,16 +100,47 @@ log = logging.getLogger(__name__)
 MOST_WORKERS = 32
 
 
+@contextmanager
+def _trial(parts: RankParts, tokens: int) -> Iterator[Runner]:
+    """A runner with KV pages for `tokens` tokens, which is dropped afterwards."""
+    runner = Runner(parts, {group.id: page_count(group, tokens) for group in parts.groups})
+    try:
+        yield runner
+    finally:
+        runner.release()
+        parts.attention.bind({})
+
+
+def run_warmup_steps(parts: RankParts) -> None:
+    engine, spec = parts.engine, parts.model.build.spec
+    for step in warmup_steps(engine.token_budget, engine.max_seqs, parts.max_len - 1):
+        with _trial(parts, max(step.tokens, step.context)) as runner:
+            plan, blobs = warmup_plan(step, parts.groups, embeds=not spec.head, adapted=parts.adapters is not None)
+            runner.execute(plan, blobs)
+            if plan.late:
+                runner.complete(warmup_masks(plan, spec.vocab))
+
+
+def compile_kernels(parts: RankParts) -> None:
+    """Compile the kernels that warm-up steps and graphs launch."""
+    with compile_ahead(compile_workers(parts.connection.size)), torch.inference_mode():
+        run_warmup_steps(parts)
+        with _trial(parts, parts.engine.page_size) as runner:
+            make_graphs(parts, runner.state).warm_up()
+            if parts.processors:
+                warm_up_float32(runner.state, parts.model.build.spec.vocab)
+
+
 def compile_workers(ranks: int) -> int:
-    """Threads for each of so many ranks on this host."""
+    """Return the number of compiler threads for each of `ranks` ranks on this host."""
     return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // ranks))
 
 
 @contextmanager
 def compile_ahead(workers: int) -> Iterator[None]:
-    """Within, launching a Triton kernel compiles it for these arguments, and nothing runs; all are compiled when the
-    block ends. What a kernel would have written reads as zeros, so whatever else the block does on the device must
-    take zeros: they are valid indices."""
+    """Make each launch of a Triton kernel compile it for its arguments instead of running it. All kernels are compiled
+    when the block ends. Output of kernels reads as zeros, so other work in the block must accept zeros, for example as
+    indices."""
     import triton
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -114,11 +151,11 @@ def compile_ahead(workers: int) -> Iterator[None]:
         return launch(kernel, *args, grid=grid, warmup=True, **options)
 
     def each_config(tuner: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        # It would time kernels that do not run, and keep the verdict.
+        # Autotuning would time kernels that do not run, and keep the result.
         return tuner.warmup(*args, grid=grid, **options)
 
     def once(kernel: Any, key: Any, signature: Any, device: Any, *more: Any) -> Any:
-        # Triton 3.6 forgets what is being compiled: each launch would prepare it again, which takes 0.3 ms.
+        # Triton 3.6 does not remember pending compilations: each launch would prepare them again, in 0.3 ms.
         made = start(kernel, key, signature, device, *more)
         if made is not None:
             kernel.device_caches[device][0].setdefault(key, made)
@@ -126,7 +163,7 @@ def compile_ahead(workers: int) -> Iterator[None]:
 
     start, tune = JITFunction._do_compile, Autotuner.run
     with _Pool(workers) as pool, triton.AsyncCompileMode(pool):
-        # Triton compiles in a pool for those who ask kernel by kernel; the plugins' kernels nobody here knows by name.
+        # Triton's own way to compile in a pool takes one kernel by name, and plugins' kernels are not known here.
         JITFunction.run, JITFunction._do_compile, Autotuner.run = compile_only, once, each_config
         try:
             with _NewIsZero():
@@ -136,7 +173,7 @@ def compile_ahead(workers: int) -> Iterator[None]:
 
 
 class _Pool(ThreadPoolExecutor):
-    """Compiles kernels, and makes them ready to be launched on the device of the thread that made the pool."""
+    """Compiles kernels and prepares their launch on the device that is current where the pool is created."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers, thread_name_prefix="compile")
@@ -149,15 +186,15 @@ class _Pool(ThreadPoolExecutor):
         kernel = call(*args, **kwargs)
         if self._device is not None:
             torch.cuda.set_device(self._device)
-            # At its first launch Triton has C code compiled that passes the arguments, and loads the kernel.
-            with suppress(Exception):  # What is wrong is told again by the launch: some are never launched.
+            # Compiles the C code that passes the arguments and loads the kernel, so that the first launch need not.
+            with suppress(Exception):  # A launch raises it again. Some kernels are never launched.
                 _ = kernel.run
         return kernel
 
 
-def report_late_kernels(on: bool) -> None:
-    """While on, each kernel that this process still has to compile is reported: a step and all its requests wait for
-    it. Whoever listens to Triton's compilations already is left in his place."""
+def report_unwarmed_kernels(on: bool) -> None:
+    """While on, log a warning for each kernel that is compiled, since a step and all its requests wait for it. Another
+    listener to Triton's compilations is not replaced."""
     from triton import knobs
 
     if knobs.compilation.listener in (None, _report):
@@ -167,12 +204,12 @@ def report_late_kernels(on: bool) -> None:
 def _report(*, src: Any, times: Any, cache_hit: bool, **more: Any) -> None:
     taken = "read from Triton's cache" if cache_hit else "compiled"
     log.warning(
-        "a step waited %.2f s until kernel %s was %s: start-up did not meet it", times.total / 1e6, src.name, taken
+        "a step waited %.2f s until kernel %s was %s: start-up did not launch it", times.total / 1e6, src.name, taken
     )
 
 
 class _NewIsZero(TorchFunctionMode):
-    """Memory that a kernel was to fill holds zeros."""
+    """Fills new memory with zeros, in place of the kernels that would write it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""Measure the saved models as a user loads them: held-out loss, draft agreement, completions.
+"""Evaluate the saved models: held-out loss, draft agreement, completions.
 
     python evaluate.py
 
-Weights are the rounded bfloat16 ones; arithmetic is float32.
+Uses the saved bfloat16 weights with float32 arithmetic.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def load(folder, device):
 
 @torch.no_grad()
 def greedy_agreement(target, draft, stream, context):
-    """The share of positions at which both models would choose the same next token."""
+    """Return the share of positions at which both models choose the same next token."""
     agreed = total = 0
     for start in range(0, len(stream) - context, context):
         window = stream[None, start : start + context].long()

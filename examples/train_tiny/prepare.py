@@ -2,8 +2,8 @@
 
     python prepare.py
 
-Writes to .data/: tokenizer.json, train.npz, heldout.npz and manifest.json, which lists every
-file with the side of the split it fell on, or why it was dropped. Runs on a CPU in about a minute.
+Writes tokenizer.json, train.npz, heldout.npz and manifest.json to .data/. The manifest lists every
+file with its split or the reason why it was dropped. Runs on a CPU in about a minute.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 HERE = Path(__file__).parent
 END_OF_TEXT = "<|endoftext|>"
 
-# What never takes part: third-party packages, and files generated for one machine.
+# Excluded: third-party packages, and files generated for one machine.
 SKIPPED_PARTS = {"site-packages", "dist-packages", "__pycache__"}
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 
 # Newlines, indentation, words, digits and punctuation never share a token, so that a prompt
-# which ends after any of them continues exactly as training text does. A single space belongs
-# to what follows it; two or more stand alone.
+# which ends after any of them is tokenized as training text is. A single space belongs to the
+# following token; two or more form a separate one.
 PIECES = r"[\r\n]+|\t+| {2,}| ?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\s"
 
 
@@ -51,7 +51,7 @@ def source_files(root):
 
 
 def literal_share(text):
-    """The share of a file's code that is string and number literals; docstrings count as code."""
+    """Return the share of a file's code that is string and number literals; docstrings count as code."""
     literals, code, opens_statement = 0, 0, True
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.NL, tokenize.COMMENT):
@@ -65,7 +65,7 @@ def literal_share(text):
 
 
 def flaw(text, most_literals):
-    """Say why a file is unfit for training, or None."""
+    """Return why a file is unfit for training, or None."""
     if text is None:
         return "undecodable"
     if len(text) < 200:
@@ -80,7 +80,7 @@ def flaw(text, most_literals):
 
 
 class Duplicates:
-    """Remembers the files kept so far; recognises a copy of one, exact or near."""
+    """Detects exact and near copies of the files kept so far."""
 
     def __init__(self, most_shared):
         self.most_shared = most_shared
@@ -121,7 +121,7 @@ def train_tokenizer(texts, vocabulary_size):
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # Like Llama's, this tokenizer opens every text with the beginning-of-sequence token.
+    # As Llama's, this tokenizer prepends the beginning-of-sequence token to every text.
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A",
         pair=f"{END_OF_TEXT} $A {END_OF_TEXT} $B",
@@ -131,7 +131,7 @@ def train_tokenizer(texts, vocabulary_size):
 
 
 def check_round_trip(tokenizer, texts):
-    """Whatever goes in must come out: code, other scripts, control characters, odd spacing."""
+    """Assert that decoding restores the text: code, other scripts, control characters, unusual spacing."""
     oddities = [
         "",
         " ",
@@ -148,7 +148,7 @@ def check_round_trip(tokenizer, texts):
 
 
 def token_stream(tokenizer, texts):
-    """Every file opens with the end-of-text token; one more closes the last."""
+    """Return the token stream: an end-of-text token before every file and one after the last."""
     ids = [i for encoding in tokenizer.encode_batch(texts) for i in encoding.ids]
     return np.array([*ids, 0], dtype=np.uint16)
 

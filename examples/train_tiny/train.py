@@ -2,7 +2,7 @@
 
     python train.py
 
-Reads what prepare.py wrote and leaves two Hugging Face folders, tiny/ and tiny_draft/, under
+Reads the output of prepare.py and writes two Hugging Face folders, tiny/ and tiny_draft/, under
 --out. Keeps the weights of the epoch with the lowest held-out loss.
 """
 
@@ -58,11 +58,8 @@ class Recipe:
     snippets: float = 0.25
 
 
-# ---------------------------------------------------------------------------- data
-
-
 class Corpus:
-    """The two token streams, on the device, cut into windows."""
+    """Training and held-out token streams on the device, split into windows."""
 
     def __init__(self, folder, context, device):
         self.context = context
@@ -73,7 +70,7 @@ class Corpus:
         self.definitions = self.find_definitions()
 
     def find_definitions(self):
-        """Positions of the newline right before each top-level definition or import."""
+        """Return the positions of the newline before each top-level definition or import."""
         words = ("def", "class", "import", "from", "@", "async")
         opening = torch.zeros(self.tokenizer.get_vocab_size(), dtype=torch.bool)
         newline = opening.clone()
@@ -84,10 +81,10 @@ class Corpus:
         return torch.nonzero(newline[before] & opening[after]).squeeze(1).to(self.train.device)
 
     def batches(self, recipe):
-        """One epoch: every token about once, in windows laid out anew each time.
+        """Yield the batches of an epoch: every token about once, in windows with a random offset.
 
-        A share of the windows slides back to the nearest top-level definition and opens with
-        the end-of-text token, so that the model learns to continue a prompt out of nowhere.
+        A share of the windows starts at the preceding top-level definition with the end-of-text
+        token, so that the model learns to continue a prompt without context.
         """
         device = self.train.device
         shift = int(torch.randint(self.context, ()))
@@ -110,7 +107,7 @@ class Corpus:
 
 @torch.no_grad()
 def heldout_loss(model, stream, context, batch=16):
-    """Nats per token over the whole stream, in windows of which each predicts its own tokens."""
+    """Return nats per token over the whole stream, predicted window by window."""
     training = model.training
     model.eval()
     whole = (len(stream) - 1) // context * context
@@ -123,11 +120,8 @@ def heldout_loss(model, stream, context, batch=16):
     return total / (len(stream) - 1)
 
 
-# ---------------------------------------------------------------------------- model
-
-
 def causal_attention(module, query, key, value, mask, scaling=None, **_):
-    """Plain causal attention, never with a mask in memory: the fused kernels want none."""
+    """Compute causal attention without a mask tensor, so that fused kernels can be used."""
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return attended.transpose(1, 2).contiguous(), None
 
@@ -153,7 +147,7 @@ def build(name, vocabulary):
 
 
 def add_dropout(model, probability):
-    """Llama has no dropout of its own: put some on what each block adds to the residual stream."""
+    """Add dropout, which Llama lacks, to the embedding and to each block's residual branches."""
 
     def drop(module, inputs, output):
         return F.dropout(output, probability, module.training)
@@ -162,9 +156,6 @@ def add_dropout(model, probability):
         layer.self_attn.o_proj.register_forward_hook(drop)
         layer.mlp.down_proj.register_forward_hook(drop)
     model.model.embed_tokens.register_forward_hook(drop)
-
-
-# ---------------------------------------------------------------------------- training
 
 
 class Muon(torch.optim.Optimizer):
@@ -185,14 +176,14 @@ class Muon(torch.optim.Optimizer):
             trace = group.setdefault("trace", torch.zeros_like(gradients))
             trace.lerp_(gradients, 1 - momentum)
             updates = orthogonalised(gradients.lerp(trace, momentum))
-            # Each update gets the size that Adam's would have, so that they can share a rate.
+            # Scale each update to the size of Adam's, so that both can share a learning rate.
             size = 0.2 * math.sqrt(max(updates.shape[-2:]))
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(matrices, list(updates.unbind()), alpha=-group["lr"] * size)
 
 
 def orthogonalised(batch):
-    """Push every singular value towards 1 by five Newton-Schulz steps."""
+    """Move every singular value towards 1 by five Newton-Schulz steps."""
     tall = batch.shape[-2] > batch.shape[-1]
     x = batch.mT if tall else batch
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
@@ -203,7 +194,7 @@ def orthogonalised(batch):
 
 
 def optimizers(model, recipe):
-    """Muon for the matrices inside the blocks, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices in the blocks and AdamW for the embedding and the norms."""
     embedding = model.model.embed_tokens.weight
     blocks = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     norms = [p for p in model.parameters() if p.ndim == 1]
@@ -219,16 +210,16 @@ def optimizers(model, recipe):
 
 
 def schedule(progress, warmup):
-    """Linear warm-up, then a cosine down to zero, as a share of the peak learning rate."""
+    """Return the share of the peak learning rate: linear warm-up, then a cosine to zero."""
     if progress < warmup:
         return progress / warmup
     return 0.5 + 0.5 * math.cos(math.pi * (progress - warmup) / (1 - warmup))
 
 
 def train(name, corpus, recipe, teacher=None, compiled=True):
-    """Return the best model by held-out loss, and that loss.
+    """Return the model with the lowest held-out loss, and that loss.
 
-    With a teacher, the loss is the divergence from its predictions rather than from the text.
+    With a teacher, the training loss is the KL divergence from its predictions.
     """
     device = corpus.train.device
     model = build(name, corpus.tokenizer.get_vocab_size()).to(device)
@@ -285,14 +276,11 @@ def train(name, corpus, recipe, teacher=None, compiled=True):
     return model.eval(), best
 
 
-# ---------------------------------------------------------------------------- output
-
-
 def save(model, corpus, folder):
     """Write a Hugging Face folder with bfloat16 weights.
 
-    config.json spells the rotary base and the data type both ways: as transformers 5 reads
-    them, and as everything before it did.
+    config.json has the rotary base and the dtype twice: under the names of transformers 5 and
+    under the older ones.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config
@@ -378,7 +366,7 @@ def main():
     save(tiny, corpus, args.out / "tiny")
     report("tiny", tiny, loss)
 
-    # The draft model imitates the rounded weights, which are the ones it will meet.
+    # Distil from the saved bfloat16 weights, which the draft model will be used with.
     teacher = (
         LlamaForCausalLM.from_pretrained(
             args.out / "tiny", dtype=torch.float32, attn_implementation="causal", use_cache=False

@@ -8,47 +8,14 @@ from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plugins.config import PluginsConfig
 from dovetail.plugins.app.serve.config import ServeConfig
 
-COMPONENTS: tuple[Component, ...] = (
-    Component(
-        kind="app",
-        name="ablate",
-        config=AblateConfig,
-        target="dovetail.plugins.app.ablate.app:AblateApp",
-        api="app/0.1",
-    ),
-    Component(
-        kind="app",
-        name="bench",
-        config=BenchConfig,
-        target="dovetail.plugins.app.bench.app:BenchApp",
-        api="app/0.1",
-    ),
-    Component(
-        kind="app",
-        name="generate",
-        config=GenerateConfig,
-        target="dovetail.plugins.app.generate.app:GenerateApp",
-        api="app/0.1",
-    ),
-    Component(
-        kind="app",
-        name="plan",
-        config=PlanConfig,
-        target="dovetail.plugins.app.plan.app:PlanApp",
-        api="app/0.1",
-    ),
-    Component(
-        kind="app",
-        name="plugins",
-        config=PluginsConfig,
-        target="dovetail.plugins.app.plugins.app:PluginsApp",
-        api="app/0.1",
-    ),
-    Component(
-        kind="app",
-        name="serve",
-        config=ServeConfig,
-        target="dovetail.plugins.app.serve.app:ServeApp",
-        api="app/0.1",
-    ),
+COMPONENTS: tuple[Component, ...] = tuple(
+    Component(kind="app", name=name, config=config, target=f"dovetail.plugins.app.{name}.app:{target}", api="app/0.1")
+    for name, config, target in (
+        ("ablate", AblateConfig, "AblateApp"),
+        ("bench", BenchConfig, "BenchApp"),
+        ("generate", GenerateConfig, "GenerateApp"),
+        ("plan", PlanConfig, "PlanApp"),
+        ("plugins", PluginsConfig, "PluginsApp"),
+        ("serve", ServeConfig, "ServeApp"),
+    )
 )

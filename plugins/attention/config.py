@@ -6,19 +6,19 @@ from dovetail.core.compose import Config
 
 
 class SDPAConfig(Config):
-    """torch's scaled_dot_product_attention over gathered pages: the reference, on any device."""
+    """torch's scaled_dot_product_attention over gathered pages. The reference backend; runs on any device."""
 
 
 class TritonConfig(Config):
-    """Paged attention kernels of our own, for CUDA: grouped heads, windows, tree masks, FP8 pages."""
+    """Dovetail's paged attention kernels in Triton, for CUDA: grouped heads, windows, tree masks, FP8 pages."""
 
     gluon: bool = True
-    """On Hopper, prompts and rows of one token by kernels in Gluon, which Triton calls experimental: of prompts with a
-    warp of its own for fetching, of single tokens with keys on their way first. False: by the kernel for all GPUs."""
+    """Whether Hopper GPUs use the kernels in Gluon (experimental in Triton) for prompts and for rows of one token. If
+    false, the kernel for all GPUs runs."""
 
 
 class FlashInferConfig(Config):
     """FlashInfer's paged kernels (the extra `flashinfer`), for CUDA: grouped heads, windows, FP8 pages."""
 
     workspace_mib: int = Field(256, ge=16)
-    """MiB on the device for partial results of rows that are split; more where a model's heads may need more."""
+    """Device memory in MiB for partial results of split rows. More is allocated if the model's heads may need it."""

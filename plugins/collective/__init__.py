@@ -1,31 +1,16 @@
 """Built-in collectives."""
 
-from dovetail.core.compose import Component
+from dovetail.plugins import builtin
 from dovetail.plugins.collective.config import NcclConfig, OrderedConfig, SymmMemConfig
 
 COMPONENTS = (
-    Component(
-        kind="collective",
-        name="nccl",
-        config=NcclConfig,
-        target="dovetail.plugins.collective.nccl:NcclCollective",
-        api="collective/0.1",
-        capabilities="dovetail.plugins.collective.capabilities:nccl",
-    ),
-    Component(
-        kind="collective",
-        name="ordered",
-        config=OrderedConfig,
-        target="dovetail.plugins.collective.ordered:OrderedCollective",
-        api="collective/0.1",
-        capabilities="dovetail.plugins.collective.capabilities:ordered",
-    ),
-    Component(
-        kind="collective",
-        name="symm_mem",
-        config=SymmMemConfig,
-        target="dovetail.plugins.collective.symm_mem.collective:SymmMemCollective",
-        api="collective/0.1",
-        capabilities="dovetail.plugins.collective.capabilities:symm_mem",
+    builtin("collective", "nccl", NcclConfig, "nccl:NcclCollective", capabilities="capabilities:nccl"),
+    builtin("collective", "ordered", OrderedConfig, "ordered:OrderedCollective", capabilities="capabilities:ordered"),
+    builtin(
+        "collective",
+        "symm_mem",
+        SymmMemConfig,
+        "symm_mem.collective:SymmMemCollective",
+        capabilities="capabilities:symm_mem",
     ),
 )

@@ -44,9 +44,7 @@ class NcclCollective(Collective):
         if self.size == 1:
             return x
         x = x.contiguous()
-        options = c10d.AllreduceOptions()
-        options.asyncOp = False
-        self._wait(self._group.allreduce([x], options))
+        self._wait(self._group.allreduce([x], _in_stream(c10d.AllreduceOptions())))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,9 +55,7 @@ class NcclCollective(Collective):
     def _stacked(self, x: torch.Tensor) -> torch.Tensor:
         """Return x of all ranks: [size, *x.shape], in rank order."""
         stacked = x.new_empty(self.size * x.numel())
-        options = c10d.AllgatherOptions()
-        options.asyncOp = False
-        self._wait(self._group._allgather_base(stacked, x.reshape(-1), options))
+        self._wait(self._group._allgather_base(stacked, x.reshape(-1), _in_stream(c10d.AllgatherOptions())))
         return stacked.view(self.size, *x.shape)
 
     def boundary(
@@ -84,9 +80,7 @@ class NcclCollective(Collective):
     def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
         x_TC = x_TC.contiguous()
         out = x_TC.new_empty(len(x_TC) // self.size, *x_TC.shape[1:])
-        options = c10d.ReduceScatterOptions()
-        options.asyncOp = False
-        self._wait(self._group._reduce_scatter_base(out, x_TC, options))
+        self._wait(self._group._reduce_scatter_base(out, x_TC, _in_stream(c10d.ReduceScatterOptions())))
         return out
 
     def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,8 +88,7 @@ class NcclCollective(Collective):
         # As bytes: the transport may not support the dtypes of encoded rows.
         mine = [part.contiguous().view(torch.uint8) for part in parts]
         every = [part.new_empty(self.size * len(part), *part.shape[1:]) for part in mine]
-        options = c10d.AllgatherOptions()
-        options.asyncOp = False
+        options = _in_stream(c10d.AllgatherOptions())
         together = len(parts) > 1 and self._group.supports_coalescing
         if together:
             self._group._start_coalescing()
@@ -111,8 +104,8 @@ class NcclCollective(Collective):
         if self.size == 1:
             return x
         x = x.contiguous()
-        options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = root, 0, False
+        options = _in_stream(c10d.BroadcastOptions())
+        options.rootRank, options.rootTensor = root, 0
         self._wait(self._group.broadcast([x], options))
         return x
 
@@ -145,3 +138,9 @@ class NcclCollective(Collective):
         # NCCL returns None for a call that runs on the current stream itself.
         if work is not None:
             work.wait()
+
+
+def _in_stream(options: Any) -> Any:
+    """Make a call run on the current stream."""
+    options.asyncOp = False
+    return options

@@ -1,31 +1,14 @@
 """Built-in executors."""
 
-from dovetail.core.compose import Component
+from dovetail.plugins import builtin
 from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig, SimulatedConfig
 
 COMPONENTS = (
-    Component(
-        kind="executor",
-        name="inproc",
-        config=InprocConfig,
-        target="dovetail.plugins.executor.inproc:InprocExecutor",
-        api="executor/0.1",
-        capabilities="dovetail.plugins.executor.capabilities:inproc",
+    builtin("executor", "inproc", InprocConfig, "inproc:InprocExecutor", capabilities="capabilities:inproc"),
+    builtin(
+        "executor", "multiproc", MultiprocConfig, "multiproc:MultiprocExecutor", capabilities="capabilities:multiproc"
     ),
-    Component(
-        kind="executor",
-        name="multiproc",
-        config=MultiprocConfig,
-        target="dovetail.plugins.executor.multiproc:MultiprocExecutor",
-        api="executor/0.1",
-        capabilities="dovetail.plugins.executor.capabilities:multiproc",
-    ),
-    Component(
-        kind="executor",
-        name="simulated",
-        config=SimulatedConfig,
-        target="dovetail.plugins.executor.simulated:SimulatedExecutor",
-        api="executor/0.1",
-        capabilities="dovetail.plugins.executor.capabilities:simulated",
+    builtin(
+        "executor", "simulated", SimulatedConfig, "simulated:SimulatedExecutor", capabilities="capabilities:simulated"
     ),
 )

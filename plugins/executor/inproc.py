@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, LateInputs, Progress, StepPlan, StepResult
 from dovetail.core.parallel.slot_ledger import SlotLedger
-from dovetail.core.parallel.worker import load_class
 from dovetail.plugins.executor.config import InprocConfig
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+    from dovetail.core.worker.runner import Connection
 
 
 @dataclass(slots=True)
@@ -30,21 +31,26 @@ class _DelayedPlan:
 class InprocExecutor(Executor):
     """Runs each plan on submission, or `delay` plans later. Submitted plans and blobs must not change."""
 
-    runner_class: ClassVar[str] = "dovetail.core.worker.runner:Runner"
+    loader: ClassVar[str] = "dovetail.core.worker.loader:load_rank"
 
     def __init__(self, config: InprocConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
         self._runner: Any = None
+        self._open: Any = None
+        """The furthest stage of start, closed by shutdown: connection, loaded rank, runner."""
         self._ledger = SlotLedger()
         self._delayed: deque[_DelayedPlan] = deque()
         self._executed = 0
         """Number of plans that have run and were not collected."""
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        self._runner = load_class(self.runner_class)(self.composition, rank=0, size=1, address="")
-        info: ExecutorInfo = self._runner.load(progress)
-        self._runner.bind(info.num_pages)
+        rank = self._open = resolve_name(self.loader)(self.composition, progress, on_connect=self._keep)
+        info: ExecutorInfo = rank.info
+        self._runner = self._open = rank.bind(info.num_pages)
         return info
+
+    def _keep(self, connection: Connection) -> None:
+        self._open = connection
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         if self._runner is None:
@@ -95,6 +101,6 @@ class InprocExecutor(Executor):
     def shutdown(self) -> None:
         self._delayed.clear()
         self._executed = 0
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.close()
+        opened, self._open, self._runner = self._open, None, None
+        if opened is not None:
+            opened.close()

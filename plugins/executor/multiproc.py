@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,6 @@ import torch
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     Blobs,
-    Collective,
     Executor,
     ExecutorInfo,
     LateInputs,
@@ -33,13 +33,14 @@ from dovetail.core.parallel.failure import RankError
 from dovetail.core.parallel.process import order_for
 from dovetail.core.parallel.ring import RingWriter
 from dovetail.core.parallel.slot_ledger import SlotLedger
-from dovetail.core.parallel.worker import CONTROL, answer, load_class
+from dovetail.core.parallel.worker import CONTROL, answer
 from dovetail.core.parallel.workers import Workers, threads_of_a_rank
 from dovetail.core.worker.dtypes import resolve_device
 from dovetail.plugins.executor.config import MultiprocConfig
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+    from dovetail.core.worker.runner import Connection
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,14 @@ class MultiprocExecutor(Executor):
     """A step costs rank 0 one encoding and one copy, whatever the number of ranks. When a rank dies, the next call
     raises RankError, which names the first dead rank; only `shutdown` may follow."""
 
-    runner_class: ClassVar[str] = "dovetail.core.worker.runner:Runner"
+    loader: ClassVar[str] = "dovetail.core.worker.loader:load_rank"
 
     def __init__(self, config: MultiprocConfig, composition: Composition) -> None:
         self.config, self.composition = config, composition
         self._runner: Any = None
+        self._connection: Connection | None = None
+        self._open: Any = None
+        """The furthest stage of start, closed by shutdown: connection, loaded rank, runner."""
         self._workers: Workers | None = None
         self._ledger = SlotLedger()
         self._pending = 0
@@ -96,7 +100,7 @@ class MultiprocExecutor(Executor):
         order = {
             "size": size,
             "address": address,
-            "runner": self.runner_class,
+            "loader": self.loader,
             **order_for(self.composition),
             "plan_fd": self._plans.fd,
             "blob_fd": self._blobs.fd,
@@ -128,14 +132,15 @@ class MultiprocExecutor(Executor):
             self._share_cores()
         with workers.blamed():
             # The workers import and compose concurrently.
-            runner = self._runner = load_class(self.runner_class)(self.composition, rank=0, size=size, address=address)
+            load = resolve_name(self.loader)
             workers.gather("ready")
             workers.post({"op": "load"})
-            info = runner.load(guarded)
+            rank = self._open = load(self.composition, guarded, size=size, address=address, on_connect=self._keep)
+            info: ExecutorInfo = rank.info
             loaded = [dict(message["pages"]) for message in workers.gather("loaded")]
             pages = {group: min([n, *(other[group] for other in loaded)]) for group, n in info.num_pages.items()}
             workers.post({"op": "bind", "pages": sorted(pages.items())})
-            runner.bind(pages)
+            self._runner = self._open = rank.bind(pages)
             workers.gather("bound")
             workers.started()
         return replace(info, num_pages=pages)
@@ -147,11 +152,13 @@ class MultiprocExecutor(Executor):
             self._threads = before
             torch.set_num_threads(share)
 
+    def _keep(self, connection: Connection) -> None:
+        self._connection = self._open = connection
+
     def _abort(self) -> None:
-        """End calls that wait for a dead rank. The runner has its collective once that begins to connect."""
-        collective: Collective | None = getattr(self._runner, "collective", None)
-        if collective is not None:
-            collective.abort()
+        """End calls that wait for a dead rank."""
+        if (connection := self._connection) is not None:
+            connection.abort()
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         workers = self._workers
@@ -261,11 +268,11 @@ class MultiprocExecutor(Executor):
             if broken:
                 abort.join(_ABORT_SECONDS)
             try:
-                if self._runner is not None:
-                    self._runner.close()
+                if self._open is not None:
+                    self._open.close()
             finally:
                 abort.cancel()
-                self._runner = None
+                self._runner = self._connection = self._open = None
                 workers.stop(self.config.stop_timeout)
                 self._plans.close()
                 self._blobs.close()

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dovetail.core.arithmetic import ceil_div
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
     ExecutorInfo,
-    KVGroup,
     LateInputs,
     ModelSpec,
     Progress,
@@ -29,6 +27,7 @@ from dovetail.core.interfaces import (
     TokenLogprobs,
 )
 from dovetail.core.interfaces.plan import DECODE, LATE, SAMPLE
+from dovetail.core.memory.sizing import group_layers, page_count, wanted_tokens
 from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.plugins.executor.config import SimulatedConfig
 
@@ -73,16 +72,12 @@ class SimulatedExecutor(Executor):
         self._vocab, self._hidden, self._ends = spec.vocab, spec.hidden, frozenset(spec.eos_ids)
         self._cost = bind_cost(composition, spec, "simulated")
         max_len = spec.longest(engine.max_len)
-        groups = _groups(spec, engine.page_size)
-        budget = {group.id: engine.token_budget if group.window else 0 for group in groups}
-        pages = {
-            group.id: engine.kv_pages
-            or ceil_div(
-                engine.max_seqs * group.tokens_held(max_len, engine.depth) + budget[group.id], group.page_tokens
-            )
-            + engine.max_seqs
-            for group in groups
-        }
+        # Nothing is stored, so there are no planes.
+        groups = group_layers(spec.windows or (0,) * spec.layers, (), engine.page_size)
+        wanted = wanted_tokens(
+            groups, sequences=engine.max_seqs, max_len=max_len, ahead=engine.depth, budget=engine.token_budget
+        )
+        pages = {group.id: engine.kv_pages or page_count(group, wanted[group.id]) + engine.max_seqs for group in groups}
         cost = "no time" if self._cost is None else f"the time that cost={composition.part('cost').name} predicts"
         return ExecutorInfo(
             spec=spec,
@@ -172,14 +167,3 @@ class SimulatedExecutor(Executor):
             return ()
         each = -math.log(self._vocab)
         return (TokenLogprobs(each, tuple((token, each) for token in range(top))),)
-
-
-def _groups(spec: ModelSpec, page_tokens: int) -> tuple[KVGroup, ...]:
-    """Group layers by attention window; a group shares pages. Nothing is stored, so there are no planes."""
-    layers_of: dict[int, list[int]] = {}
-    for index, window in enumerate(spec.windows or (0,) * spec.layers):
-        layers_of.setdefault(window, []).append(index)
-    return tuple(
-        KVGroup(id, tuple(layers), kind="window" if window else "full", window=window, page_tokens=page_tokens)
-        for id, (window, layers) in enumerate(layers_of.items())
-    )

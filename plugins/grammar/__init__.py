@@ -1,21 +1,9 @@
 """Built-in grammar compilers."""
 
-from dovetail.core.compose import Component
+from dovetail.plugins import builtin
 from dovetail.plugins.grammar.config import LLGuidanceConfig, NoneConfig
 
 COMPONENTS = (
-    Component(
-        kind="grammar",
-        name="llguidance",
-        config=LLGuidanceConfig,
-        target="dovetail.plugins.grammar.guidance:LLGuidance",
-        api="grammar/0.1",
-    ),
-    Component(
-        kind="grammar",
-        name="none",
-        config=NoneConfig,
-        target="dovetail.plugins.grammar.none:NoGrammars",
-        api="grammar/0.1",
-    ),
+    builtin("grammar", "llguidance", LLGuidanceConfig, "guidance:LLGuidance"),
+    builtin("grammar", "none", NoneConfig, "none:NoGrammars"),
 )

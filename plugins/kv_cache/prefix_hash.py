@@ -179,7 +179,7 @@ class PrefixHashAllocator(CachedTables[KeyedPages, HashedPages]):
         for position, (pages, chain) in enumerate(zip(self._pages, state.chains, strict=True)):
             full, table, keys = upto // pages.page_tokens, state.tables[position], chain.keys
             chain.extend(seq.tokens, full)
-            for depth in range(state.published[position], full):
+            for depth in range(max(state.published[position], state.behind[position]), full):
                 parent = pages.index.get(keys[depth - 1], 0) if depth else 0
                 pages.publish(table[depth], keys[depth], depth, parent)
         self._note_published(state, upto)

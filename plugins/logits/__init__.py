@@ -1,28 +1,10 @@
 """Built-in logits processors."""
 
-from dovetail.core.compose import Component
+from dovetail.plugins import builtin
 from dovetail.plugins.logits.config import LogitBiasConfig, MinTokensConfig, PenaltiesConfig
 
 COMPONENTS = (
-    Component(
-        kind="logits",
-        name="penalties",
-        config=PenaltiesConfig,
-        target="dovetail.plugins.logits.penalties:Penalties",
-        api="logits/0.1",
-    ),
-    Component(
-        kind="logits",
-        name="logit_bias",
-        config=LogitBiasConfig,
-        target="dovetail.plugins.logits.logit_bias:LogitBias",
-        api="logits/0.1",
-    ),
-    Component(
-        kind="logits",
-        name="min_tokens",
-        config=MinTokensConfig,
-        target="dovetail.plugins.logits.min_tokens:MinTokens",
-        api="logits/0.1",
-    ),
+    builtin("logits", "penalties", PenaltiesConfig, "penalties:Penalties"),
+    builtin("logits", "logit_bias", LogitBiasConfig, "logit_bias:LogitBias"),
+    builtin("logits", "min_tokens", MinTokensConfig, "min_tokens:MinTokens"),
 )

@@ -1,16 +1,15 @@
 """Built-in models."""
 
-from dovetail.core.compose import Component
+from dovetail.plugins import builtin
 from dovetail.plugins.model.config import LlamaConfig
 
 COMPONENTS = (
-    Component(
-        kind="model",
-        name="llama",
-        config=LlamaConfig,
-        target="dovetail.plugins.model.llama.decoder:Llama",
-        api="model/0.1",
-        capabilities="dovetail.plugins.model.llama.capabilities:capabilities",
-        facts="dovetail.plugins.model.llama.families:spec_of",
+    builtin(
+        "model",
+        "llama",
+        LlamaConfig,
+        "llama.decoder:Llama",
+        capabilities="llama.capabilities:capabilities",
+        facts="llama.families:spec_of",
     ),
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dovetail.core.interfaces import Content, ParserEvent, ParserStream, ReasoningParser
+from dovetail.core.interfaces import ParserStream, ReasoningParser
+from dovetail.core.parsing import Through
 
 
 class NoReasoningParser(ReasoningParser):
@@ -11,11 +12,3 @@ class NoReasoningParser(ReasoningParser):
 
     def stream(self, prompt: str) -> ParserStream:
         return Through()
-
-
-class Through(ParserStream):
-    def feed(self, text: str) -> list[ParserEvent]:
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[ParserEvent]:
-        return []

@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.interfaces import FinishReason, KVAllocator, SchedulerContext, SchedulerLimits, Sequence
 from dovetail.plugins.scheduler.config import FairConfig
 from dovetail.plugins.scheduler.expected import expected_output
-from dovetail.plugins.scheduler.rounds import Turn, User
+
+Turn = tuple[int, int, str]
+"""(round, number of the user for ties, name)"""
+
+
+@dataclass(slots=True)
+class User:
+    """A user with unfinished sequences."""
+
+    name: str
+    number: int
+    quantum: float
+    queue: deque[Sequence] = field(default_factory=deque)
+    """Waiting sequences by arrival. Those that have left are dropped lazily."""
+    spent: float = 0.0
+    """Tokens charged. Each quantum uses up one round."""
+    here: int = 0
+    """Unfinished sequences."""
+    turn: Turn | None = None
+    """The user's valid heap entry; other entries are outdated."""
+
+    @property
+    def round(self) -> int:
+        return int(self.spent // self.quantum)
+
+    def charge(self, tokens: float, turns: list[Turn]) -> None:
+        """Charge tokens, or refund a negative amount. A change of round pushes a heap entry."""
+        self.spent += tokens
+        turn = (self.round, self.number, self.name)
+        if self.turn != turn:
+            self.turn = turn
+            heapq.heappush(turns, turn)
 
 
 class FairScheduler(PolicyScheduler):

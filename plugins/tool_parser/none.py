@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dovetail.core.interfaces import Content, ParserEvent, ParserStream, Tool, ToolParser
+from dovetail.core.interfaces import ParserStream, Tool, ToolParser
+from dovetail.core.parsing import Through
 
 
 class NoToolParser(ToolParser):
@@ -13,11 +14,3 @@ class NoToolParser(ToolParser):
 
     def stream(self, tools: Sequence[Tool], *, forced: bool = False) -> ParserStream:
         return Through()
-
-
-class Through(ParserStream):
-    def feed(self, text: str) -> list[ParserEvent]:
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[ParserEvent]:
-        return []

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: skipped, with the reason, where there is none."""
+"""Skip tests that need a GPU on machines without one."""
 
 from __future__ import annotations
 

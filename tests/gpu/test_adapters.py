@@ -1,4 +1,4 @@
-"""Adapters on a GPU: the CPU's tokens with graphs and without, beside quantized products, without a hidden wait."""
+"""Adapters on a GPU: same tokens as on a CPU with and without graphs, quantized matmuls, no hidden synchronisation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from dovetail import LLM, SamplingParams
+from dovetail.core.worker.runner import Runner
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "for i in range(10):\n    "]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
@@ -16,14 +17,14 @@ Start = Callable[..., LLM]
 
 @pytest.fixture
 def start(save_lora: Callable[..., str]) -> Start:
-    """An engine with three adapters of different ranks."""
+    """Starts an engine with three adapters of different ranks."""
     load = [f"+adapter.load.{name}='{save_lora(name, seed=i, rank=8 * i)}'" for i, name in enumerate("abc", 1)]
     base = ["engine.kv_pages=500", "engine.max_seqs=12", "adapter=lora", "adapter.max_rank=32", "adapter.slots=3"]
     return lambda *overrides: LLM("tiny", overrides=[*base, *load, *overrides])
 
 
 def mixed(llm: LLM) -> list[list[int]]:
-    """Every prompt with every adapter, all at once."""
+    """Run every prompt with every adapter, all at once."""
     streams = [llm.stream(prompt, GREEDY, adapter=name) for name in NAMES for prompt in PROMPTS]
     first = [list(next(stream).token_ids) for stream in streams]
     return [
@@ -43,7 +44,7 @@ def mixed(llm: LLM) -> list[list[int]]:
     ],
     ids=" ".join,
 )
-def test_float32_tokens_equal_the_cpus(overrides: list[str], start: Start) -> None:
+def test_float32_tokens_equal_those_of_a_cpu(overrides: list[str], start: Start) -> None:
     with start("engine.dtype=float32", "engine.device=cuda", *overrides) as llm:
         got = mixed(llm)
     with start("engine.dtype=float32", "engine.device=cpu") as llm:
@@ -51,24 +52,23 @@ def test_float32_tokens_equal_the_cpus(overrides: list[str], start: Start) -> No
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8", "int8"])
-def test_steps_with_adapters_wait_for_nothing(quant: str, start: Start) -> None:
-    """Under torch's sync debug mode, which raises in the engine's thread; and adapters change the tokens."""
+def test_steps_with_adapters_do_not_synchronise(quant: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run under torch's sync debug mode, which raises in the engine's thread. Adapters also change the tokens."""
     import torch
 
     with start("engine.device=cuda", "engine.depth=2", "attention=triton", f"quant={quant}") as llm:
         expected = mixed(llm)
-        runner = llm.engine.executor._runner  # type: ignore[attr-defined]
-        execute, adapted = runner.execute, []
+        execute, adapted = Runner.execute, []
 
-        def strict(plan, blobs):  # type: ignore[no-untyped-def]
+        def strict(self, plan, blobs):  # type: ignore[no-untyped-def]
             torch.cuda.set_sync_debug_mode("error" if not plan.joins else "default")
             try:
-                execute(plan, blobs)
-                adapted.append(bool(runner._adapted))
+                execute(self, plan, blobs)
+                adapted.append(bool(self.slots.adapted))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        runner.execute = strict
+        monkeypatch.setattr(Runner, "execute", strict)
         got = mixed(llm)
         assert any(adapted)
         per_adapter = [tuple(map(tuple, got[i : i + len(PROMPTS)])) for i in range(0, len(got), len(PROMPTS))]

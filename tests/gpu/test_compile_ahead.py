@@ -1,4 +1,4 @@
-"""Kernels compiled before the first step are ready to be launched."""
+"""Kernels compiled before the first step are ready for launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edges of halves by copy engines: the contract, ranks of unequal speed, an engine's tokens, a rank that dies."""
+"""Boundaries of half-batches through copy engines: contract, ranks of unequal speed, engine tokens, a dead rank."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from dovetail.plugins.quant.int8.format import INT8_TOKEN
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"), pytest.mark.timeout(300)]
 ROWS = (96, 64, 256, 40, 512, 250)
-"""Of a half, one after another: memory grows in the midst."""
+"""Rows of a half in consecutive calls. Memory has to grow in between."""
 CALLS, COLUMNS = 48, 1024
 CYCLES = (0, 0, 100_000, 2_000_000)
-"""By which a stream lags: a millisecond at most."""
+"""Delays of a stream: one millisecond at most."""
 
 
 class TestCopies(CollectiveContract):
@@ -65,7 +65,7 @@ class Lagging(SideStream):
 
 
 class OneSlot(CopiedRows):
-    """Gathers to the same memory each time."""
+    """Broken: gathers into the same memory each time."""
 
     def _gather_layout(self, *what: Any) -> Any:
         self._gather_buffers = self._gather_buffers[::-1]
@@ -73,7 +73,7 @@ class OneSlot(CopiedRows):
 
 
 class Halves:
-    """Two lanes of edges whose sums are known. Values are small integers, so that sums are exact."""
+    """Two half-batches whose boundaries have known sums. Values are small integers, so that sums are exact."""
 
     size = max(2, GPUS)
     device = torch.device("cuda")
@@ -87,7 +87,7 @@ class Halves:
                     side = Lagging(torch.device("cuda", torch.cuda.current_device()), 10 * rank + seed)
                     assert self.wrong(collective, side, seed) == []
                 collective.barrier()
-                # What the test would say of memory that comes round too early.
+                # The test must detect memory that is reused too early.
                 broken = OneSlot(collective._memory, collective.copies._driver, rank, size)  # type: ignore[arg-type, union-attr]
                 collective.copies = broken
                 side = Lagging(torch.device("cuda", torch.cuda.current_device()), rank)
@@ -98,14 +98,14 @@ class Halves:
             collective.close()
 
     def wrong(self, collective: SymmMemCollective, side: Side, seed: int) -> list[tuple[int, int]]:
-        """(lane, call) of edges whose bundle was not what it should be."""
+        """Return (half, call) of each boundary with a wrong bundle."""
         build: Any = SimpleNamespace(dtype=torch.bfloat16, device=self.device)
         norm = RMSNorm("norm", build, COLUMNS, 1e-5)
         norm.weight.fill_(1.0)
         collective.overlapped = True
-        lanes: list[Any] = [lane(collective, norm, seed, index) for index in range(2)]
+        halves: list[Any] = [half(collective, norm, seed, index) for index in range(2)]
         try:
-            found: Any = interleave(lanes, side)
+            found: Any = interleave(halves, side)
         finally:
             collective.overlapped = False
         torch.cuda.synchronize()
@@ -117,7 +117,7 @@ class Halves:
         ]
 
 
-def lane(collective: SymmMemCollective, norm: RMSNorm, seed: int, index: int) -> Iterator[Any]:
+def half(collective: SymmMemCollective, norm: RMSNorm, seed: int, index: int) -> Iterator[Any]:
     checks = []
     for call in range(CALLS):
         rows = ROWS[call % len(ROWS)]
@@ -126,11 +126,11 @@ def lane(collective: SymmMemCollective, norm: RMSNorm, seed: int, index: int) ->
             generator = torch.Generator("cuda").manual_seed(100_000 * seed + 1000 * call + 10 * rank + index)
             return torch.randint(-4, 5, (rows, COLUMNS), generator=generator, device="cuda").bfloat16()
 
-        # By one kernel, or where it cannot write them all, by several.
+        # One kernel writes all formats; if it cannot, several do.
         emit = ((PLAIN, FP8_TOKEN), (FP8_TOKEN,), (FP8_TOKEN, INT8_TOKEN))[call % 3]
         bundle, _ = yield partial(collective.boundary, Partial(summand(collective.rank)), None, norm, emit)
         wanted, _ = norm(torch.stack([summand(rank) for rank in range(collective.size)]).sum(0), None, emit)
-        # Read late, while the other lane's call and its ranks are under way.
+        # Read late, while the other half's call is running.
         torch.cuda._sleep(random.choice(CYCLES))
         for fmt in emit:
             got, expected = bundle[fmt], wanted[fmt]

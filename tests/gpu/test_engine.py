@@ -9,6 +9,8 @@ from copy import copy
 import pytest
 
 from dovetail import LLM, Grammar, SamplingParams
+from dovetail.core.worker.graphs import StepGraphs
+from dovetail.core.worker.runner import Runner
 
 PROMPTS = [
     "def fibonacci(n):\n",
@@ -19,7 +21,7 @@ PROMPTS = [
     '"""Return the',
 ]
 FEW = "engine.kv_pages=500"
-"""So that tests can run side by side on one GPU."""
+"""Lets tests share one GPU."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
@@ -60,19 +62,20 @@ def test_graphs_and_paged_kernels_give_the_reference_tokens(
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 @pytest.mark.parametrize("budget", [24, 200])
-def test_graphs_of_mixed_steps_give_the_reference_tokens(reference: list[list[int]], drafter: str, budget: int) -> None:
-    """Prompts in chunks beside decode rows, the same prompts twice, so that some begin in the cache."""
+def test_graphs_of_mixed_steps_give_the_reference_tokens(
+    reference: list[list[int]], drafter: str, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps have chunks and decode rows. The same prompts run twice, so that some begin in the cache."""
     overrides = [FEW, "engine.device=cuda", "engine.dtype=float32", "attention=triton", "engine.depth=2"]
     overrides += ["engine.max_seqs=4", f"engine.token_budget={budget}", f"spec_decode={drafter}"]
+    picked, pick = [], StepGraphs.pick
+
+    def counted(self, rows, adapted=False):  # type: ignore[no-untyped-def]
+        picked.append(graph := pick(self, rows, adapted))
+        return graph
+
+    monkeypatch.setattr(StepGraphs, "pick", counted)
     with LLM("tiny", overrides=overrides) as llm:
-        graphs = llm.engine.executor._runner.graphs  # type: ignore[attr-defined]
-        picked, pick = [], graphs.pick
-
-        def counted(rows, adapted=False):  # type: ignore[no-untyped-def]
-            picked.append(graph := pick(rows, adapted))
-            return graph
-
-        graphs.pick = counted
         got = [[g.token_ids for g in llm.generate(PROMPTS, GREEDY)] for _ in range(2)]
     assert got == [reference] * 2
     assert None not in picked and sum(1 for graph in picked if graph.capacity.chunks) > 2
@@ -82,7 +85,7 @@ def test_a_graph_serves_sampling_and_penalties_too() -> None:
     params = [
         SamplingParams(temperature=0.8, seed=4, max_tokens=40, top_p=0.9, logprobs=2),
         SamplingParams(temperature=0.0, max_tokens=40, repetition_penalty=1.2),
-        # Alone at the end, so that captured draws have them.
+        # These run alone at the end, so that captured draws serve them.
         SamplingParams(temperature=0.9, seed=5, max_tokens=80, top_k=30, top_p=0.9),
         SamplingParams(temperature=1.2, seed=6, max_tokens=80, min_p=0.05),
     ]
@@ -107,7 +110,7 @@ def test_chunks_and_preemption_change_nothing(reference: list[list[int]]) -> Non
 
 
 def test_bfloat16_stays_close(reference: list[list[int]]) -> None:
-    """Not equal: 16-bit near-ties fall either way. But the first tokens, before paths part, agree nearly always."""
+    """16-bit near-ties fall either way, so tokens are not equal. But the first tokens mostly agree."""
     got = tokens("engine.device=cuda", "engine.dtype=bfloat16")
     agree = sum(
         a == b for ours, theirs in zip(got, reference, strict=True) for a, b in zip(ours[:8], theirs[:8], strict=True)
@@ -125,7 +128,7 @@ def test_int8_runs_on_the_gpu(reference: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_fp8_with_graphs_and_without(reference: list[list[int]], dtype: str) -> None:
-    """Four rows in both, so that every product is cut alike."""
+    """Both have four rows, so that matmuls use the same tiles."""
     got = []
     for graphs in ("true", "false"):
         overrides = ["engine.device=cuda", "attention=triton", "quant=fp8", f"engine.dtype={dtype}"]
@@ -140,26 +143,25 @@ def test_fp8_with_graphs_and_without(reference: list[list[int]], dtype: str) -> 
 @pytest.mark.parametrize("quant", ["none", "fp8"])
 @pytest.mark.parametrize("attention", ["sdpa", "triton"])
 @pytest.mark.parametrize("budget", [8, 2048])
-def test_no_step_waits_for_the_device(attention: str, quant: str, budget: int) -> None:
-    """Steps under torch's sync debug mode, the small budget's mixed ones too: any hidden synchronisation raises in the
-    engine's thread."""
+def test_no_step_waits_for_the_device(attention: str, quant: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run under torch's sync debug mode: a hidden synchronisation raises in the engine's thread. The small budget has
+    mixed steps."""
     import torch
 
     overrides = [FEW, "engine.device=cuda", "engine.depth=2", f"attention={attention}", f"quant={quant}"]
     overrides += [f"engine.token_budget={budget}"]
     with LLM("tiny", overrides=overrides) as llm:
         llm.generate(PROMPTS, GREEDY)
-        runner = llm.engine.executor._runner  # type: ignore[attr-defined]
-        execute = runner.execute
+        execute = Runner.execute
 
-        def strict(plan, blobs):  # type: ignore[no-untyped-def]
+        def strict(self, plan, blobs):  # type: ignore[no-untyped-def]
             torch.cuda.set_sync_debug_mode("error" if not plan.joins else "default")
             try:
-                execute(plan, blobs)
+                execute(self, plan, blobs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        runner.execute = strict
+        monkeypatch.setattr(Runner, "execute", strict)
         llm.generate(PROMPTS, GREEDY)
 
 
@@ -173,7 +175,7 @@ def test_no_step_waits_for_the_device(attention: str, quant: str, budget: int) -
     ],
 )
 def test_grammars(overrides: list[str]) -> None:
-    """The same tokens as on the CPU, beside rows without a grammar; some rows sit steps out."""
+    """Rows with and without a grammar get the tokens of a CPU. Some rows sit out steps."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     params = [
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, grammar=grammar)
@@ -187,8 +189,8 @@ def test_grammars(overrides: list[str]) -> None:
     assert got[0] == got[1]
 
 
-def test_the_device_s_own_time_is_measured() -> None:
-    """By events: work and idleness fill the time in which there are requests, and no more than that."""
+def test_device_time_is_measured_with_events() -> None:
+    """Work and idle time fill the time in which there are requests, and no more."""
     with LLM("tiny", overrides=(FEW, "engine.device=cuda", "attention=triton", "engine.depth=2")) as llm:
         llm.generate(PROMPTS, GREEDY)
         counters = llm.engine.counters
@@ -201,8 +203,8 @@ def test_the_device_s_own_time_is_measured() -> None:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("graphs", ["true", "false"])
-def test_embeddings_beside_generating_equal_the_cpu_s(pooling: str, graphs: str) -> None:
-    """Prompts end in chunks of one token too, which are fed as decode rows are; other rows sample in the same steps."""
+def test_embeddings_during_generation_equal_those_of_a_cpu(pooling: str, graphs: str) -> None:
+    """Some prompts end in chunks of one token, which are fed like decode rows. Other rows of the same steps sample."""
     prompts = [[7] + [i % 200 for i in range(n)] for n in (0, 15, 16, 40, 70)] * 3
     with LLM("tiny", overrides=(FEW, "engine.device=cpu", "engine.dtype=float32")) as llm:
         expected = llm.embed(prompts, pooling=pooling)

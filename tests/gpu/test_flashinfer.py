@@ -1,4 +1,4 @@
-"""attention=flashinfer with its package: the contract suite, and an engine beside the reference."""
+"""attention=flashinfer with its package: the contract suite, and an engine compared with the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.plugins.attention.flashinfer.backend import FlashInfer
 
 pytest.importorskip("flashinfer", reason="the extra `flashinfer` is not installed")
 
-pytestmark = pytest.mark.timeout(900)  # It compiles its kernels the first time that they are asked for.
+pytestmark = pytest.mark.timeout(900)  # FlashInfer compiles kernels at first use.
 
 
 class TestFlashInfer(AttentionContract):
@@ -56,7 +56,8 @@ MODEL = [
 ]
 PROMPTS = [[(7 * n + i * i) % 512 for i in range(5 + 40 * n)] for n in range(8)]
 NEAR = 0.1
-"""Nats that bfloat16 may move a token's log-probability by, from decode steps to one prompt; a wrong key moves more."""
+"""Largest difference in nats between log-probabilities of decode steps and of one prompt in bfloat16. A wrong key
+causes a larger one."""
 
 
 @pytest.mark.parametrize(
@@ -70,8 +71,8 @@ NEAR = 0.1
     ],
     ids=" ".join,
 )
-def test_an_engine_says_what_the_reference_says_of_its_tokens(options: list[str]) -> None:
-    """What it generated goes to the reference as a prompt."""
+def test_log_probabilities_equal_those_of_the_reference(options: list[str]) -> None:
+    """The generated text is a prompt for the reference."""
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=1)
     with LLM(overrides=[*MODEL, *options, "attention=flashinfer"]) as llm:
         ours = [generation.completions[0] for generation in llm.generate(PROMPTS, params)]

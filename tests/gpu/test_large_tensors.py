@@ -1,4 +1,4 @@
-"""Kernels on tensors of more numbers than 32 bits count: the last rows come out as the same rows alone do."""
+"""Kernels on tensors with more elements than a 32-bit index reaches: last rows equal the same rows computed alone."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def layer(x_TC: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def drawing(x_NV: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows that are the same in every respect but their place."""
+    """Draw for rows that differ only in their index."""
     ones_N = torch.ones(len(x_NV), device=x_NV.device)
     many_N = ones_N.long() * 40
-    # Counts alone: sums of probabilities are split by the number of rows.
+    # Top-k only: how sums of probabilities are split depends on the number of rows.
     least_N = step.least_kept(x_NV, ones_N, many_N, ones_N, ones_N * 0)
     drawn = [step.draw(x_NV, many_N, ones_N, many_N, random, least_N if random else None) for random in (True, False)]
     return (least_N, *drawn)

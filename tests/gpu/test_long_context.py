@@ -1,4 +1,4 @@
-"""131072 tokens of context: in chunks, in decode steps and over ranks, beside the reference."""
+"""131072 tokens of context in chunks, in decode steps and over ranks, compared with the reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = [
 ]
 PROMPTS = [[(11 * i + i * i // 7) % 512 for i in range(CONTEXT - TOKENS)], [(5 * i) % 512 for i in range(900)]]
 NEAR = {"float32": 1e-3, "bfloat16": 0.1}
-"""Nats."""
+"""Largest difference of log-probabilities in nats."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -49,8 +49,8 @@ def alone() -> tuple[list[list[int]], list[list[float]]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_end_of_a_full_context_is_what_the_reference_says(dtype: str) -> None:
-    """What was generated goes to the reference as a prompt, up to its last token."""
+def test_the_end_of_a_full_context_equals_the_reference(dtype: str) -> None:
+    """The generated text, up to its last token, is a prompt for the reference."""
     tokens, ours = generated(f"engine.dtype={dtype}", "engine.token_budget=8192")
     texts = [[*prompt, *output][:-1] for prompt, output in zip(PROMPTS, tokens, strict=True)]
     small = ["attention=sdpa", "engine.token_budget=512", "engine.cuda_graphs=false", f"engine.dtype={dtype}"]
@@ -72,7 +72,7 @@ def test_the_end_of_a_full_context_is_what_the_reference_says(dtype: str) -> Non
     ],
     ids=" ".join,
 )
-def test_any_way_of_feeding_it_gives_the_same_tokens(
+def test_every_way_of_feeding_the_context_gives_the_same_tokens(
     options: list[str], alone: tuple[list[list[int]], list[list[float]]]
 ) -> None:
     tokens, logprobs = generated("engine.dtype=float32", *options)

@@ -1,4 +1,4 @@
-"""Every layout of the GPUs at hand says what one GPU says: tensor parallel, replicas, replicas of several ranks.
+"""Every layout of the GPUs at hand gives the tokens of one GPU: tensor parallel, replicas, replicas of several ranks.
 
 The first thing to run on a machine of 4 or 8 GPUs, after tests/gpu/test_symm_mem.py:
 
@@ -21,7 +21,7 @@ from dovetail.plugins.collective.symm_mem.reduce import Reducer
 
 GPUS = torch.cuda.device_count()
 MOST = next((tp for tp in (8, 4, 2) if tp <= GPUS), 1)
-"""Ranks that heads divide by."""
+"""Largest number of ranks that divides the heads."""
 pytestmark = [pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"), pytest.mark.timeout(300)]
 SHAPES = {
     "architectures": "[LlamaForCausalLM]",
@@ -47,7 +47,7 @@ MODEL = [
     "engine.depth=2",
     "attention=triton",
 ]
-"""Chunks, mixed steps and decode steps, all of them in graphs."""
+"""All steps run as graphs: chunks, mixed steps and decode steps."""
 PROMPTS = [[(7 * n + i * i) % 509 for i in range(3 + 130 * n)] for n in range(10)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
@@ -75,7 +75,7 @@ def ranks(tp: int, collective: str, *options: str) -> list[str]:
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("algorithm", ["measured", "one_shot", "two_shot"])
-def test_ranks_say_what_one_says(
+def test_ranks_give_the_tokens_of_one(
     tp: int, algorithm: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tp > GPUS:
@@ -84,21 +84,21 @@ def test_ranks_say_what_one_says(
     for name in ("boundary", "argmax"):
         method = getattr(Reducer, name)
 
-        def noted(*args: object, name: str = name, method: object = method) -> object:
+        def recorded(*args: object, name: str = name, method: object = method) -> object:
             called.add(name)
             return method(*args)  # type: ignore[operator]
 
-        monkeypatch.setattr(Reducer, name, noted)
+        monkeypatch.setattr(Reducer, name, recorded)
     with LLM(overrides=[*MODEL, *ranks(tp, "symm_mem", f"collective.algorithm={algorithm}")]) as llm:
-        # A second time, when prompts begin in the cache.
+        # Prompts of the second run begin in the cache.
         assert [run(llm) for _ in range(2)] == [expected] * 2
-    # Rank 0 is in this process. Measured, NCCL may win where sums are concerned.
+    # Rank 0 is in this process. With `measured`, NCCL may be the faster one for sums.
     assert called >= ({"argmax"} if algorithm == "measured" else {"argmax", "boundary"})
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 @pytest.mark.parametrize("algorithm", ["measured", "two_shot"])
-def test_replicas_of_several_ranks_say_what_one_says(algorithm: str, expected: list[list[int]]) -> None:
+def test_replicas_of_several_ranks_give_the_tokens_of_one(algorithm: str, expected: list[list[int]]) -> None:
     options = ranks(GPUS // 2, "symm_mem", f"collective.algorithm={algorithm}", "engine.dp=2", "router=round_robin")
     with LLM(overrides=[*MODEL, *options]) as llm:
         assert isinstance(llm._engines, EngineProcesses)
@@ -106,15 +106,15 @@ def test_replicas_of_several_ranks_say_what_one_says(algorithm: str, expected: l
         assert all(one["steps"] for one in llm._engines.check())
 
 
-def test_a_replica_on_every_gpu_says_what_one_says(expected: list[list[int]]) -> None:
+def test_a_replica_on_every_gpu_gives_the_tokens_of_one(expected: list[list[int]]) -> None:
     with LLM(overrides=[*MODEL, f"engine.dp={GPUS}", "router=round_robin"]) as llm:
         assert [run(llm) for _ in range(3)] == [expected] * 3
         assert all(one["steps"] for one in llm._engines.check())
 
 
 @pytest.mark.parametrize("collective", ["nccl", "symm_mem"])
-def test_half_batches_say_what_whole_ones_say(collective: str, expected: list[list[int]]) -> None:
-    """Sums on a stream of their own, beside products that fill the multiprocessors."""
+def test_half_batches_give_the_tokens_of_whole_ones(collective: str, expected: list[list[int]]) -> None:
+    """Sums run on a dedicated stream and overlap with matmuls that fill the SMs."""
     options = ["engine.overlap_tokens=64", "engine.graph_tokens=0"]
     with LLM(overrides=[*MODEL, *ranks(MOST, collective, *options)]) as llm:
         assert [run(llm) for _ in range(2)] == [expected] * 2

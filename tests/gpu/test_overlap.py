@@ -1,5 +1,4 @@
-"""Halves of a step on two streams: the bits of one stream, however the streams lag and whatever becomes of free
-memory.
+"""Halves of a step on two streams give the bits of one stream, even if streams lag and free memory is overwritten.
 
 Shapes: T tokens, C channels.
 """
@@ -28,20 +27,20 @@ from dovetail.plugins.model.llama.decoder import Llama
 
 GPU = torch.device("cuda")
 TOKENS, CHANNELS = 768, 1024
-"""Of a half: its tensors are too large for the allocator's blocks of small ones."""
+"""Shape of a half. Its tensors are too large for the allocator's pool of small blocks."""
 CYCLES = (0, 0, 100_000, 1_000_000)
-"""By which a stream lags: half a millisecond at most."""
+"""Delays of a stream: half a millisecond at most."""
 
 
 def overwrite_free_memory() -> None:
-    """Of the current stream, as far as it would be given out for a half's tensors."""
+    """Overwrite free memory of the current stream that the allocator would use for a half's tensors."""
     taken = [torch.full((TOKENS, width), float("nan"), dtype=torch.bfloat16, device=GPU) for width in (CHANNELS,) * 6]
     taken += [torch.full((2, TOKENS, CHANNELS), float("nan"), dtype=torch.bfloat16, device=GPU) for _ in range(3)]
     del taken
 
 
 class Lagging(SideStream):
-    """Now one stream is late and now the other, and what is free is overwritten at once."""
+    """Delays both streams in turns, and overwrites free memory at once."""
 
     def __init__(self) -> None:
         super().__init__(GPU)
@@ -64,7 +63,7 @@ class Lagging(SideStream):
 
 
 class DoesNotWait(Lagging):
-    """Breaks the first rule of `interleave`."""
+    """Broken: the call does not wait for the main stream."""
 
     def start(self, call: Callable[[], Any]) -> Any:
         overwrite_free_memory()
@@ -74,7 +73,7 @@ class DoesNotWait(Lagging):
 
 
 class LetsGo(Lagging):
-    """Breaks the second: what a call reads may go once it is enqueued."""
+    """Broken: the inputs of a call are released once it is enqueued."""
 
     def start(self, call: Callable[[], Any]) -> Any:
         _, result, done = super().start(call)
@@ -82,7 +81,7 @@ class LetsGo(Lagging):
 
 
 def toy(x_TC: torch.Tensor, w_CC: torch.Tensor) -> Iterator[Any]:
-    """A product and a call in turns; what the call reads is held by nobody else."""
+    """Yield a matmul and a call in turns. Only the call refers to its inputs."""
     for _ in range(24):
         x_TC = yield partial(squashed, x_TC @ w_CC)
     return x_TC  # type: ignore[return-value]
@@ -97,9 +96,9 @@ def run_toy(side: Side) -> list[torch.Tensor]:
     generator = torch.Generator(GPU).manual_seed(1)
     w_CC = torch.randn(CHANNELS, CHANNELS, generator=generator, device=GPU).bfloat16() * CHANNELS**-0.5
     halves = [torch.randn(TOKENS, CHANNELS, generator=generator, device=GPU).bfloat16() for _ in range(2)]
-    lanes: list[Any] = [toy(x_TC, w_CC) for x_TC in halves]
+    layers: list[Any] = [toy(x_TC, w_CC) for x_TC in halves]
     del halves
-    found: Any = interleave(lanes, side)
+    found: Any = interleave(layers, side)
     torch.cuda.synchronize()
     return [x_TC.cpu() for x_TC in found]
 
@@ -111,7 +110,7 @@ def test_lagging_streams_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("broken", [DoesNotWait, LetsGo])
-def test_the_test_sees_a_broken_rule(broken: type[Lagging]) -> None:
+def test_the_test_detects_a_broken_side_stream(broken: type[Lagging]) -> None:
     expected = run_toy(Inline())
     assert not all(all(map(torch.equal, run_toy(broken()), expected)) for _ in range(5))
 
@@ -145,7 +144,7 @@ def model(quant: str) -> Llama:
 
 @pytest.mark.parametrize("quant", ["none", "fp8"])
 def test_a_model_on_two_streams_gives_the_bits_of_one(quant: str) -> None:
-    """Long prompts, chunks and decode rows, with taps, again and again."""
+    """Steps have long prompts, chunks and decode rows, with taps."""
     llama = model(quant)
     tokens = torch.randint(512, (2 * TOKENS,), generator=torch.Generator().manual_seed(4)).tolist()
 
@@ -182,7 +181,7 @@ CUDA = ["engine.device=cuda", "engine.dtype=float32", "attention=triton", "engin
 
 
 def tokens_of(*overrides: str) -> list[list[int]]:
-    """Twice, so that prefixes are in the cache."""
+    """Run the prompts twice, so that prefixes are in the cache."""
     with LLM("tiny", overrides=overrides) as llm:
         return [g.token_ids for _ in range(2) for g in llm.generate(PROMPTS, PARAMS)]
 
@@ -196,7 +195,7 @@ def tokens_of(*overrides: str) -> list[list[int]]:
     ],
     ids=["all", "prompts", "drafts"],
 )
-def test_an_engine_gives_the_tokens_of_the_cpu(overrides: list[str]) -> None:
+def test_an_engine_gives_the_tokens_of_a_cpu(overrides: list[str]) -> None:
     assert tokens_of(*CUDA, "engine.max_seqs=8", *overrides) == tokens_of("engine.device=cpu", "engine.max_len=320")
 
 
@@ -216,14 +215,14 @@ RANKS = ["executor=multiproc", "engine.tp=2", "engine.depth=2", "engine.max_seqs
     ],
     ids=lambda words: " ".join(words),
 )
-def test_two_gpus_give_the_tokens_of_the_cpu(overrides: list[str]) -> None:
+def test_two_gpus_give_the_tokens_of_a_cpu(overrides: list[str]) -> None:
     assert tokens_of(*CUDA, *RANKS, *overrides) == tokens_of("engine.device=cpu", "engine.max_len=320")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("collective", ["nccl", "symm_mem"])
 def test_a_killed_rank_ends_sums_on_the_side_stream(collective: str) -> None:
-    """The word that ends the waiting of kernels must reach the GPU past them."""
+    """The write that stops waiting kernels must reach the GPU while they run."""
     with LLM("tiny", overrides=[*CUDA, *RANKS, f"collective={collective}", "engine.cuda_graphs=false"]) as llm:
         (worker,) = llm.engine.executor.worker_pids  # type: ignore[attr-defined]
         llm.generate(PROMPTS, PARAMS)

@@ -1,4 +1,4 @@
-"""What prefix caches do only on a GPU: copies to and from pinned host memory, and hits inside a page, under graphs."""
+"""Prefix caches on a GPU: copies to and from pinned host memory, and hits inside a page, with graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASE = ["engine.device=cuda", "engine.dtype=float32", "attention=triton", "engin
 
 
 def run(turns: list[str], *overrides: str) -> tuple[list[Generation], object]:
-    """One after the other, so that each may find what those before it left."""
+    """Run the prompts one after another, so that each can hit pages of earlier ones."""
     with LLM("tiny", overrides=[*BASE, *overrides]) as llm:
         found = [llm.generate(prompt, PARAMS)[0] for prompt in turns]
         llm.engine.kv.check()
@@ -21,7 +21,7 @@ def run(turns: list[str], *overrides: str) -> tuple[list[Generation], object]:
 
 
 def assert_same(found: list[Generation], plain: list[Generation]) -> None:
-    """Log-probabilities, too: a page that is slightly wrong seldom shows in greedy tokens."""
+    """Compare log-probabilities too: a slightly wrong page rarely changes greedy tokens."""
     for ours, theirs in zip(found, plain, strict=True):
         assert ours.token_ids == theirs.token_ids
         ours_N, theirs_N = ([entry.logprob for entry in g.completions[0].logprobs] for g in (ours, theirs))

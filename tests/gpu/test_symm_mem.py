@@ -22,7 +22,7 @@ from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 
 GPUS = torch.cuda.device_count()
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""What came, and what should have."""
+"""(result, expected result)"""
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
@@ -50,7 +50,7 @@ class TestMeasured(TestNccl):
 
 
 class TestThreeOfFour(TestTwoShot):
-    """Parts of a row that are no power of two."""
+    """The parts of a row are not a power of two."""
 
     size = min(3, max(2, GPUS))
 
@@ -83,8 +83,8 @@ CALLS, REPLAYS = 400, 150
 
 
 class Races:
-    """Calls of every kind and size in one order, while ranks are slowed down at random and once by seconds, eagerly and
-    in graphs that are replayed in another order. Sums are of small integers, so they are exact."""
+    """Makes calls of every kind and size in one order while ranks are delayed at random and once by seconds: first
+    eagerly, then in graphs that are replayed in another order. Values are small integers, so that sums are exact."""
 
     size = max(2, GPUS)
     device = torch.device("cuda")
@@ -104,7 +104,7 @@ class Races:
                 torch.cuda._sleep(int(torch.randint(500_000, (), generator=delays)))
 
         def edge(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, algorithm: str) -> Pair:
-            """(x + residual, all of it; the norm of that)"""
+            """Return (x + residual on all rows, its norm)."""
             if algorithm == "sharded" and reducer.serves_sharded(x, (PLAIN,)):
                 bundle, own = reducer.sharded_boundary(x, own_rows(collective, residual), weight, EPS, (PLAIN,))
                 return whole(collective, RowShard(own, len(x))), bundle[PLAIN].values
@@ -168,7 +168,7 @@ class Races:
                 torch.cuda.synchronize()
                 with torch.cuda.graph(graph):
                     outs = run(x, value_N, index_N, algorithm=algorithm)
-                # All that the graph reads lives as long: freed, it would be another call's.
+                # Keep the tensors that the graph reads: otherwise their memory would be reused.
                 graphs.append((graph, (x, value_N, index_N), outs, seed))
             for again in range(REPLAYS):
                 graph, (x, _, _), (after, winner), seed = choose(graphs)
@@ -182,21 +182,21 @@ class Races:
                 if again % 3 == 0:
                     case = drawn()
                     check(("between replays", again, *case), *call(*case, again))
-        # NCCL's group does not end before the graphs that call it.
+        # NCCL's group does not end before the graphs that call it are gone.
         del graph, graphs, outs, after, winner
         collective.barrier()
         collective.close()
 
 
 class RacesOfThree(Races):
-    """Parts of a row that are no power of two."""
+    """The parts of a row are not a power of two."""
 
     size = min(3, max(2, GPUS))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("races", [Races, RacesOfThree])
-def test_no_call_reads_what_another_one_sent(races: type[Races]) -> None:
+def test_no_call_reads_the_data_of_another(races: type[Races]) -> None:
     on_ranks(races(), "race", races.size, timeout=280)
 
 

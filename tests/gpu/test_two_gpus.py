@@ -1,4 +1,4 @@
-"""Tensor parallel over two GPUs and NCCL: the tokens of one CPU process, and a death that ends everything in order."""
+"""Tensor parallel over two GPUs and NCCL: the tokens of one CPU process, and an orderly end if a rank dies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_two_gpus_equal_one_cpu(overrides: list[str]) -> None:
 
 
 def on_replicas(*overrides: str) -> list[list[int]]:
-    """Of two replicas or more, and each has run something."""
+    """Return the tokens of two or more replicas, all of which ran steps."""
     with LLM("tiny", overrides=overrides) as llm:
         assert isinstance(llm._engines, EngineProcesses)
         found = [g.token_ids for g in llm.generate(PROMPTS * 4, PARAMS * 4)]
@@ -69,7 +69,7 @@ def test_two_replicas_of_two_ranks_equal_one_cpu() -> None:
     assert on_replicas(*REPLICAS, *parts, "engine.dp=2") == tokens("engine.device=cpu", "engine.max_len=256")
 
 
-def test_replicas_take_gpus_of_their_own_and_no_more_than_there_are(capfd: pytest.CaptureFixture[str]) -> None:
+def test_replicas_take_separate_gpus_and_no_more_than_there_are(capfd: pytest.CaptureFixture[str]) -> None:
     gpus = torch.cuda.device_count()
     before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(gpus)]
     with LLM("tiny", overrides=[*REPLICAS, "engine.dp=2", "engine.kv_pages=20000"]):
@@ -80,7 +80,7 @@ def test_replicas_take_gpus_of_their_own_and_no_more_than_there_are(capfd: pytes
     assert f"replica {gpus} failed: engine.device=cuda: rank 0 needs GPU {gpus}" in capfd.readouterr().err
 
 
-def test_a_killed_rank_ends_the_engine_with_its_name() -> None:
+def test_the_error_names_a_killed_rank() -> None:
     with LLM("tiny", overrides=[*TP2, "engine.depth=2"]) as llm:
         (worker,) = llm.engine.executor.worker_pids  # type: ignore[attr-defined]
         llm.generate(PROMPTS, PARAMS)

@@ -1,4 +1,4 @@
-"""Random LoRA adapters as PEFT saves them, and PEFT's own logits for them."""
+"""Random LoRA adapters in PEFT's format, and PEFT's logits for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TARGETS = {
 
 
 def save_adapter(folder: Path, model: torch.nn.Module, *, seed: int, **options: Any) -> None:
-    """A LoRA with random factors, both of them, beside the base model's checkpoint."""
+    """Save a LoRA with two random factors, in a folder next to the base model's checkpoint."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -31,7 +31,7 @@ def save_adapter(folder: Path, model: torch.nn.Module, *, seed: int, **options: 
 
 @torch.no_grad()
 def adapted_logits(model: torch.nn.Module, folder: Path, tokens: list[int]) -> torch.Tensor:
-    """logits_TV, the whole sequence at once, by PEFT."""
+    """logits_TV of the whole sequence in one call, computed by PEFT."""
     from peft import PeftModel
 
     wrapped = PeftModel.from_pretrained(model, folder)

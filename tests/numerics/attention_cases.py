@@ -1,4 +1,4 @@
-"""Paged attention steps of any shape, and the float64 answer row by row.
+"""Paged attention steps of any shape, and their float64 reference, computed row by row.
 
 Shapes: T tokens, B rows, H query heads, K kv heads, D head dim, L keys of a row, W tokens of a tree.
 """
@@ -16,12 +16,12 @@ from dovetail.core.ops.kv_write import FLOAT8, to_float8
 
 @dataclass
 class Case:
-    """One step's rows and what stands in their pages."""
+    """Rows of one step and the contents of their pages."""
 
     lengths: tuple[int, ...]
-    """Keys of each row, the step's own tokens included."""
+    """Number of keys of each row, including the step's own tokens."""
     counts: tuple[int, ...]
-    """Tokens of each row."""
+    """Number of tokens of each row."""
     num_decode: int = 0
     heads: tuple[int, int] = (4, 2)
     dim: int = 32
@@ -34,7 +34,7 @@ class Case:
     kv_dtype: torch.dtype | None = None
     head_scales: bool = False
     empty_rows: int = 0
-    """Rows without tokens after the decode rows, as a captured graph has them."""
+    """Number of rows without tokens after the decode rows, as in a captured graph."""
 
 
 @dataclass
@@ -44,12 +44,12 @@ class Step:
     ctx: AttnCtx
     q_THD: torch.Tensor
     keys: list[torch.Tensor]
-    """[L, K, D] of each row, as the pages hold them, scales taken out."""
+    """[L, K, D] of each row, as stored in the pages, without scales."""
     values: list[torch.Tensor]
 
 
 def make_step(case: Case, backend: AttentionBackend, device: torch.device) -> Step:
-    """Pages in random order; whatever holds no key of a row is NaN."""
+    """Make a step with pages in random order. Slots without a key of a row are NaN."""
     torch.seed()
     (heads, kv_heads), dim, size = case.heads, case.dim, case.page_tokens
     kv_dtype = case.kv_dtype or case.dtype
@@ -86,7 +86,7 @@ def make_step(case: Case, backend: AttentionBackend, device: torch.device) -> St
                 flat[slots] = stored = new.to(kv_dtype)
                 contents[name].append(stored.double())
 
-    # Empty rows: their start is the next row's, and their length is whatever the slot had.
+    # Empty rows start where the next row starts, and their length is stale.
     head, tail = case.counts[: case.num_decode], case.counts[case.num_decode :]
     counts = (*head, *(0,) * case.empty_rows, *tail)
     first, last = case.lengths[: case.num_decode], case.lengths[case.num_decode :]
@@ -117,7 +117,8 @@ def make_step(case: Case, backend: AttentionBackend, device: torch.device) -> St
 
 
 def random_tree(counts: tuple[int, ...], width: int, padding: int) -> torch.Tensor:
-    """Every token sees itself and any of those before it in the tree; its row's tokens are the tree's last ones."""
+    """Random tree mask: each token sees itself and some tokens before it in the tree. A row's tokens are the tree's
+    last ones."""
     masks = []
     for count in counts:
         at = torch.arange(width - count, width)[:, None]
@@ -127,7 +128,7 @@ def random_tree(counts: tuple[int, ...], width: int, padding: int) -> torch.Tens
 
 
 def expected(step: Step) -> torch.Tensor:
-    """float64 [T, H * D], padding zero."""
+    """Reference output, float64 [T, H * D], zero for padding."""
     case, layer, meta = step.case, step.layer, step.ctx.meta
     device = step.q_THD.device
     out = torch.zeros(step.q_THD.shape, dtype=torch.float64, device=device)
@@ -152,5 +153,5 @@ def expected(step: Step) -> torch.Tensor:
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """||got - want|| / ||want||, NaN if anything is."""
+    """||got - want|| / ||want||; NaN if any value is NaN."""
     return float((got.double() - want).norm() / want.norm())

@@ -1,4 +1,4 @@
-"""Random checkpoints as transformers saves them, and transformers' own logits for them."""
+"""Random checkpoints in transformers' format, and transformers' logits for them."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {
 
 
 def save_random(folder: Path, variant: str, seed: int = 0, **changes) -> torch.nn.Module:
-    """A sharded checkpoint in the folder, and the transformers model it holds. Norms and biases are random too."""
-    import transformers  # Seconds, which whoever collects these tests need not wait for.
+    """Save a sharded random checkpoint and return its transformers model. Norms and biases are random too."""
+    import transformers  # Takes seconds, so not at module level, where test collection would wait for it.
 
     family, options = VARIANTS[variant]
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **options, **changes})
@@ -85,7 +85,7 @@ def save_random(folder: Path, variant: str, seed: int = 0, **changes) -> torch.n
 
 @torch.no_grad()
 def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    """logits_TV, the whole sequence at once."""
+    """logits_TV of the whole sequence in one call."""
     return model(torch.tensor([tokens])).logits[0].float()
 
 

@@ -1,4 +1,4 @@
-"""Llama models in front of the driver that runs a model without the engine."""
+"""Llama models for the driver that runs a model without the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def build_model(config: LlamaConfig, **options) -> Llama:
-    """A model without weights; options are those of build_context."""
+    """Build a model without weights. Options are those of build_context."""
     return Llama(config, build_context(Llama.spec(config), **options))
 
 

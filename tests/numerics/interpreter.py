@@ -1,4 +1,4 @@
-"""Triton's interpreter with this NumPy."""
+"""Compatibility of Triton's interpreter with the installed NumPy."""
 
 from dovetail.core.testing.interpreter import mend_interpreter as mend
 

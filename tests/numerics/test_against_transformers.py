@@ -1,4 +1,4 @@
-"""Every family against transformers: random weights, float32, chunked prefill beside decode."""
+"""Every model family against transformers: random weights, float32, chunked prefill mixed with decode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def one_thread():
 def run_mixed(
     driver: Driver, sequences: dict[str, list[int]], prompts: dict[str, int], chunk: int
 ) -> dict[str, torch.Tensor]:
-    """Logits of every token. Prompts go in chunks, two at a time; sequences whose prompt is done decode beside them."""
+    """Return the logits of every token. Prompts are fed in chunks, two at a time, mixed with decoding sequences."""
     fed = dict.fromkeys(sequences, 0)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in sequences}
     while any(fed[name] < len(tokens) for name, tokens in sequences.items()):
@@ -48,7 +48,7 @@ def test_logits_equal_transformers(variant, tmp_path):
 
     for name, tokens in sequences.items():
         expected = reference_logits(reference, tokens)
-        assert expected.std() > 0.5  # logits so flat that any model would pass prove nothing
+        assert expected.std() > 0.5  # logits must not be so flat that any model would pass
         torch.testing.assert_close(found[name], expected, atol=TOLERANCE, rtol=0)
         assert torch.equal(found[name].argmax(-1), expected.argmax(-1))
 
@@ -57,7 +57,7 @@ def test_logits_equal_transformers(variant, tmp_path):
     "variant", ["gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falcon_40b", "falcon_1b", "gptj"]
 )
 def test_greedy_output_of_the_engine_equals_transformers(variant, tmp_path):
-    """The whole engine on a model folder: chunked prompts beside decoding, two plans in flight."""
+    """Run the whole engine on a model folder: chunked prompts mixed with decoding, two plans in flight."""
     reference = save_random(tmp_path, variant)
     prompts = [random_tokens(n, seed=n) for n in (5, 130, 61)]
     overrides = ["engine.device=cpu", "engine.token_budget=48", "engine.depth=2", "engine.page_size=8"]
@@ -71,7 +71,7 @@ def test_greedy_output_of_the_engine_equals_transformers(variant, tmp_path):
 
 
 def test_decode_rows_of_unequal_count(tmp_path):
-    """Decode rows that carry drafts: one of 4 tokens, one of 1, one of 2, over lengths the host knows only roughly."""
+    """Decode rows with drafts, of 4, 1 and 2 tokens. The host has only upper bounds of their lengths."""
     reference = save_random(tmp_path, "mistral_window")
     sequences = {name: random_tokens(n, seed=n) for name, n in (("a", 80), ("b", 21), ("c", 45))}
     driver = Driver(load_model(tmp_path))
@@ -103,8 +103,8 @@ def test_taps_are_the_hidden_states_between_layers(tmp_path):
     ("variant", "pages", "kv_cache"), [("mistral_window", 14, "prefix_hash"), ("qwen2_window", 34, "paged")]
 )
 def test_a_window_slides_over_few_pages(variant, pages, kv_cache, tmp_path):
-    """Sequences many windows long, prompts and outputs, where only the window's pages fit; then again, with what the
-    prefix cache holds. Same tokens as one at a time with room for everything."""
+    """Prompts and outputs are many windows long, and only the window's pages fit; a second run uses the prefix cache.
+    The tokens equal those of sequences run one at a time with enough pages."""
     save_random(tmp_path, variant)
     prompts = [random_tokens(n, seed=n) for n in (150, 40, 7, 90)]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The kernel for single tokens on Hopper, beside float64: rows of any length, in one range or in hundreds."""
+"""The kernel for single tokens on Hopper against float64: rows of any length, in one range or in hundreds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import globaltimer  # noqa: E402
 
 from dovetail.core.ops.kernels.launch import announce, dependent, wait  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton, _has_hopper  # noqa: E402
-from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS, DecodeTile, Shape, Tile, Tiles  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS, DecodeTile, Shape, Tile, Tiles  # noqa: E402
 
 GPU = torch.device("cuda")
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 WHOLE = 1 << 20
-"""Warps, blocks on their way, programs of a multiprocessor, keys of a range at least, slabs of a block."""
+"""Warps, blocks in flight, programs per SM, minimum keys per range, slabs per block."""
 CUTS = {
     "whole": (4, 3, 1, WHOLE, 1),
     "halves": (8, 2, 1, 512, 1),
@@ -46,7 +46,7 @@ class Given(Tiles):
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
         assert shape.decodes and tokens == 1
         warps, stages, programs, least, slabs = self.cut
-        return DecodeTile(shape.group, LANE_KEYS, warps, stages, programs, least=least, slabs=slabs)
+        return DecodeTile(shape.group, WARP_KEYS, warps, stages, programs, least=least, slabs=slabs)
 
 
 def rows(*lengths: int, padding: int = 0) -> dict:
@@ -89,14 +89,14 @@ def test_rows_of_any_length(cut, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", [None, E4M3])
 @pytest.mark.parametrize("least", [64, 128, 512])
 def test_ranges_meet_in_groups(least, kv_dtype):
-    """Up to 300 ranges of a row: groups of eight that are full, or not, and one group alone."""
+    """Up to 300 ranges per row: full and partial groups of eight, and a single group."""
     for lengths in ((20000,), (1150, 9000, 520, 64), (4096 + 64, 512 + 64)):
         check(replace(LLAMA, **rows(*lengths), heads=(8, 1), kv_dtype=kv_dtype), (4, 2, 4, least, 1))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3])
 def test_values_that_are_no_numbers_arrive_too(kv_dtype):
-    """A range that sent EMPTY would be waited for without end."""
+    """If a range sent EMPTY, the receiver would wait forever."""
     case = replace(LLAMA, **rows(9000, 700), heads=(8, 1), kv_dtype=kv_dtype)
     step = make_step(case, made := backend((4, 2, 4, 64, 1)), GPU)
     for plane in made.pools[0].planes.values():
@@ -128,7 +128,7 @@ def test_pages(page_tokens):
 
 
 def test_steps_whose_bounds_are_capacities():
-    """As a captured graph has them: rows shorter than planned for, rows without tokens, prompts behind them."""
+    """Rows as in a captured graph: shorter than planned for, without tokens, then prompts."""
     case = replace(LLAMA, slack=3000, empty_rows=2, padding=5)
     prompts = replace(case, lengths=(1500, 33, 4097, 800, 2061), counts=(1, 1, 1, 700, 513), num_decode=3)
     for some in (case, prompts, replace(case, kv_dtype=E4M3), replace(prompts, kv_dtype=E4M3)):
@@ -139,7 +139,7 @@ def test_steps_whose_bounds_are_capacities():
 @pytest.mark.parametrize("kv_dtype", [None, E4M3, E5M2])
 @pytest.mark.parametrize(("norm", "rotary"), [(False, 128), (True, 128), (False, 64), (True, 0)])
 def test_writes_and_attends_as_the_kernel_for_all_gpus(norm, rotary, kv_dtype):
-    """The new key and value where they belong and nothing else changed, and an output as near as their rounding."""
+    """The new key and value are in their slots, nothing else changed, and outputs agree up to rounding."""
     case = replace(LLAMA, kv_dtype=kv_dtype, head_scales=kv_dtype is E5M2)
     for cut in (None, *CUTS.values()):
         if cut and kv_dtype is None and cut[0] * cut[1] * cut[4] > 16:
@@ -164,14 +164,14 @@ def test_writes_and_attends_as_the_kernel_for_all_gpus(norm, rotary, kv_dtype):
         assert error(found[0][0], found[1][0]) < NEAR[BF16]
         for name, plane in before.items():
             different = (found[0][1][name] != found[1][1][name]).sum().item()
-            # A norm's sum is added in another order.
+            # The norm's sum is computed in another order.
             assert different <= (len(SOME) * kv_heads if norm else 0)
             assert not torch.equal(found[0][1][name], plane.view(torch.uint8)), "nothing was written"
 
 
 @triton.jit
 def late(from_ptr, to_ptr, size, nanoseconds, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Lets the next kernel in long before it writes."""
+    """Kernel that allows the next launch long before it writes."""
     announce(PDL)
     wait(PDL)
     began = globaltimer()
@@ -182,8 +182,8 @@ def late(from_ptr, to_ptr, size, nanoseconds, PDL: tl.constexpr, BLOCK: tl.const
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3])
-def test_what_the_kernel_in_front_writes_is_waited_for_and_what_the_step_before_had_is_gone(kv_dtype):
-    """Steps that find other rows at the same addresses, one after another and as a graph."""
+def test_the_preceding_kernel_is_awaited_and_data_of_the_last_step_is_not_used(kv_dtype):
+    """Consecutive steps with different rows at the same addresses, run eagerly and as a CUDA graph."""
     step = make_step(replace(LLAMA, kv_dtype=kv_dtype, slack=max(SOME)), made := backend(None), GPU)
     meta, host, rope = step.ctx.meta, step.ctx.host, Rope(torch.randn(4096, 128, device=GPU))
     heads, kv_heads = LLAMA.heads
@@ -218,7 +218,7 @@ def test_what_the_kernel_in_front_writes_is_waited_for_and_what_the_step_before_
 
 
 def test_a_graph_finds_its_mailboxes_empty_each_time():
-    """Replays with other rows than it was captured with, of which more or fewer are split."""
+    """Replay with rows other than at capture, of which more or fewer are split."""
     case = replace(LLAMA, **rows(20000, 9000, 300), heads=(8, 1), kv_dtype=E4M3)
     step = make_step(case, made := backend(None), GPU)
 

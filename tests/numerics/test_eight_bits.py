@@ -28,7 +28,7 @@ def test_model_stays_near_the_unquantized_one(kind, tmp_path):
     options = ({}, {"quantizer": quantizer(config())}, {"dtype": torch.bfloat16})
     plain, quantized, bfloat16 = (Driver(load_model(tmp_path, **each)).step([("a", tokens)])[0] for each in options)
     error, bfloat16_error = ((got - plain).norm() / plain.norm() for got in (quantized, bfloat16))
-    # Random weights amplify any rounding, so the yardstick is bfloat16's, which has four bits more than FP8.
+    # Random weights amplify any rounding, so compare with the error of bfloat16, which has four more bits than FP8.
     assert 0 < error < (4 if quantizer is Int8 else 16) * bfloat16_error
     assert bfloat16_error < 0.3 / 4
 

@@ -1,4 +1,4 @@
-"""Embeddings against transformers' final hidden states: any chunking, beside decoding, from every kind of folder."""
+"""Embeddings against transformers' final hidden states: any chunking, mixed with decoding, all folder layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = ["engine.device=cpu", "engine.page_size=8"]
 
 @torch.no_grad()
 def expected(model: torch.nn.Module, pooling: str, normalize: bool = True) -> np.ndarray:
-    """Of PROMPTS, each run by itself."""
+    """Reference embeddings of PROMPTS, each run separately."""
     found = []
     for prompt in PROMPTS:
         states_TC = model.base_model(torch.tensor([prompt])).last_hidden_state[0].float()
@@ -30,7 +30,7 @@ def expected(model: torch.nn.Module, pooling: str, normalize: bool = True) -> np
 
 
 def save_headless(folder, variant: str) -> torch.nn.Module:
-    """As E5-Mistral and Qwen3-Embedding are saved: weights without the head, and without the name of the body."""
+    """Save like E5-Mistral and Qwen3-Embedding: weights without the head and without the prefix of the body."""
     model = save_random(folder, variant, tie_word_embeddings=False)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
@@ -43,10 +43,10 @@ def save_headless(folder, variant: str) -> torch.nn.Module:
 def test_embeddings_equal_transformers(pooling, depth, tmp_path):
     reference = save_random(tmp_path, "qwen3")
     with LLM(str(tmp_path), overrides=[*CPU, "engine.token_budget=16", f"engine.depth={depth}"]) as llm:
-        # 17 tokens leave a last chunk of one, which is fed as a decode row is.
+        # 17 tokens leave a last chunk of one token, which is fed like a decode row.
         plain = llm.embed(PROMPTS, pooling=pooling, normalize=False)
         np.testing.assert_allclose(plain, expected(reference, pooling, normalize=False), atol=TOLERANCE)
-        # The second time the prefix cache has all but the last page of them.
+        # In the second run the prefix cache has all pages but the last.
         again = llm.embed(PROMPTS, pooling=pooling)
         np.testing.assert_allclose(again, expected(reference, pooling), atol=TOLERANCE)
         cut = llm.embed(PROMPTS, pooling=pooling, dimensions=10)
@@ -56,8 +56,8 @@ def test_embeddings_equal_transformers(pooling, depth, tmp_path):
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_beside_generating_and_under_preemption(pooling, tmp_path):
-    """Few pages: prompts are preempted in the middle. Outputs and embeddings are those of a quiet engine."""
+def test_with_generation_and_preemption(pooling, tmp_path):
+    """With few pages, prompts are preempted partway. Outputs and embeddings equal those of an unloaded engine."""
     reference = save_random(tmp_path, "gqa")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     tight = ["engine.kv_pages=24", "engine.token_budget=16", "engine.depth=2", "engine.max_seqs=6"]

@@ -1,4 +1,4 @@
-"""quant=fp8 against the unquantized product.
+"""quant=fp8 against the unquantized matmul.
 
 Shapes: T tokens, I input, O output.
 """
@@ -25,7 +25,7 @@ def test_rounding_is_within_half_a_step():
     x_TC = torch.randn(64, 257) * torch.randn(64, 1).exp()
     values, scale_T1 = quantize_rows(x_TC)
     back = values.float() * scale_T1
-    # Three bits of mantissa down to 2^-6 of the format, and steps of 2^-9 below.
+    # The format has three mantissa bits down to 2^-6 and steps of 2^-9 below.
     assert ((back - x_TC).abs() <= torch.maximum(x_TC.abs() / 16, scale_T1 * 2**-10) * 1.0001).all()
     assert torch.equal(values.float().abs().amax(1), torch.full((64,), 448.0))
 
@@ -33,7 +33,7 @@ def test_rounding_is_within_half_a_step():
 @pytest.mark.parametrize(("tokens", "inp", "out"), [(1, 64, 48), (5, 256, 96), (33, 1024, 256)])
 def test_error_of_a_product(tokens, inp, out):
     torch.seed()
-    # Rows of very different size: scales are a row's own.
+    # Rows differ greatly in magnitude, since each row has its own scale.
     x_TI, weight_OI = torch.randn(tokens, inp) * torch.randn(tokens, 1).exp(), torch.randn(out, inp)
     weight_OI *= torch.randn(out, 1).exp()
     bias_O = torch.randn(out)
@@ -74,8 +74,8 @@ def test_scales_are_of_rows_or_of_all(scales):
     assert len(x.scale.unique()) == (1 if one else 5)
 
 
-def test_scales_that_products_leave_to_the_norm_are_applied(tmp_path, monkeypatch):
-    """As the library's product of many rows leaves them on a GPU."""
+def test_scales_that_matmuls_defer_to_the_norm_are_applied(tmp_path, monkeypatch):
+    """Scales are deferred as by the library's matmul with many rows on a GPU."""
     save_random(tmp_path, "gqa", hidden_size=128, intermediate_size=256, head_dim=16)
     tokens, left = random_tokens(40, seed=2), []
 
@@ -91,5 +91,5 @@ def test_scales_that_products_leave_to_the_norm_are_applied(tmp_path, monkeypatc
     monkeypatch.setattr(FP8Linear, "partial", leave)
     found = logits()
     assert set(left) == {128}
-    # A value on the edge of two 8-bit ones may fall to either side.
+    # A value halfway between two 8-bit ones may be rounded either way.
     assert (found - expected).norm() / expected.norm() < 0.15

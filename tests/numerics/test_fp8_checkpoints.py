@@ -1,4 +1,4 @@
-"""Checkpoints that are in FP8 already, in the layouts that compressed-tensors and AutoFP8 write."""
+"""Checkpoints that are already in FP8, in the layouts of compressed-tensors and AutoFP8."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers"
 
 
 def quantize(folder: Path, config: dict, *, tensor: bool = False, kept: tuple[str, ...] = (), extra=None) -> None:
-    """Rewrite a plain checkpoint in place: linear layers in E4M3, by row or by tensor."""
+    """Rewrite a plain checkpoint in place: linear layers in E4M3, with scales per row or per tensor."""
     tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
     for name in [
         n
@@ -77,7 +77,7 @@ def logits(folder: Path, quantizer=None) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", ["gqa", "biases", "gptj"])
 def test_rows_as_we_would_have_quantized_them(variant, tmp_path):
-    """Quantized by a script or while loading: the same numbers, rows that the layer reorders included."""
+    """Offline quantization and quantization while loading give the same numbers, also for reordered rows."""
     save_random(tmp_path, variant, hidden_size=128)
     expected = logits(tmp_path)
     quantize(tmp_path, CHANNEL)
@@ -85,7 +85,7 @@ def test_rows_as_we_would_have_quantized_them(variant, tmp_path):
 
 
 def test_one_scale_a_matrix_and_static_inputs(tmp_path):
-    """Merged parts keep scales of their own: q, k and v are of very different size here."""
+    """Merged parts keep separate scales; q, k and v differ greatly in magnitude here."""
     save_random(tmp_path, "gqa", hidden_size=128)
     plain = logits(tmp_path, Unquantized(NoneConfig()))
     on_the_fly = logits(tmp_path)
@@ -104,7 +104,7 @@ def test_layers_left_plain(tmp_path):
 
 
 def test_kv_scales_reach_attention(tmp_path):
-    """One for all heads, or one each. Caches that are not in 8 bits are not scaled."""
+    """Scales are per tensor or per head. Caches that are not 8-bit are not scaled."""
     save_random(tmp_path, "gqa", hidden_size=128)
     scales = {}
     for layer in range(3):

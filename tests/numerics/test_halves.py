@@ -1,6 +1,6 @@
-"""A step in two halves that take turns is the step: logits, taps and keys and values, over ranks, formats and families.
+"""A step run as two overlapping half-batches has the same logits, taps, keys and values, for ranks, formats, families.
 
-The halves' products have other sizes, and sum in another order.
+The half-batches' matmuls have other sizes and add in another order.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .driver import CPU, Driver, load_model
 
 SEQUENCES = {name: random_tokens(80, seed=seed) for seed, name in enumerate("abcd")}
 STEPS = (
-    ({"a": 41}, 0),  # cut within the only chunk
-    ({"a": 1, "b": 7, "c": 30}, 1),  # within the last of several, beside a decode row
+    ({"a": 41}, 0),  # split within the only chunk
+    ({"a": 1, "b": 7, "c": 30}, 1),  # within the last of several chunks, with a decode row
     ({"a": 2, "b": 2, "c": 2, "d": 2}, 4),  # between rows with drafts
-    ({"a": 1, "b": 1, "d": 20, "c": 5}, 2),  # within a chunk in the middle, of what was there before
-    ({"a": 3}, 1),  # a single decode row is not cut
+    ({"a": 1, "b": 1, "d": 20, "c": 5}, 2),  # within a middle chunk with a cached prefix
+    ({"a": 3}, 1),  # a single decode row is not split
 )
 
 
 def run(model, halves: bool, lora: LoRA | None = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Logits and taps of each step, and all that stands in the cache."""
+    """Return logits and taps of each step, and the contents of the cache."""
     torch.set_num_threads(1)
     driver, found = Driver(model), []
     turns, collective = [], model.build.collective
@@ -54,7 +54,7 @@ def run(model, halves: bool, lora: LoRA | None = None) -> tuple[list[torch.Tenso
             fed[name] += count
     assert bool(turns) is halves and all(turns) and not collective.overlapped
     planes = [plane for pool in driver.paging.pools.values() for plane in pool.planes.values()]
-    # Page 0 takes what nobody reads.
+    # Page 0 is scratch and never read.
     return found, [plane[:, 1:].float().nan_to_num(-7.0) for plane in planes]
 
 
@@ -68,7 +68,7 @@ def assert_equal(got, expected, atol: float = 1e-5) -> None:
     "variant", ["gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falcon_40b", "gptj"]
 )
 def test_families(variant, size, tmp_path):
-    """Windows, groups of layers with and without one, parallel blocks with one norm and with two."""
+    """Families with windows, layer groups with and without a window, parallel blocks with one norm and with two."""
     save_random(tmp_path, variant)
 
     def on(halves: bool) -> Callable:
@@ -79,7 +79,7 @@ def test_families(variant, size, tmp_path):
 
 
 def test_fp8_activations(tmp_path):
-    """Rounding to 8 bits turns a difference in the last place into one of a step, now and then."""
+    """Rounding to 8 bits occasionally turns a difference in the last place into a whole quantization step."""
     save_random(tmp_path, "gqa")
 
     def fp8() -> Quantizer:
@@ -87,7 +87,7 @@ def test_fp8_activations(tmp_path):
 
     got, expected = (run(load_model(tmp_path, quantizer=fp8()), halves) for halves in (True, False))
     plain = run(load_model(tmp_path), False)
-    assert (expected[0][0] - plain[0][0]).std() > 0.01  # as if nothing had been quantized, this would prove nothing
+    assert (expected[0][0] - plain[0][0]).std() > 0.01  # the results must differ, or nothing was quantized
     for one, other in zip((*got[0], *got[1]), (*expected[0], *expected[1]), strict=True):
         assert (one - other).norm() <= 1e-3 * other.norm()
 

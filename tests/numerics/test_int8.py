@@ -1,4 +1,4 @@
-"""quant=int8 against the unquantized product.
+"""quant=int8 against the unquantized matmul.
 
 Shapes: T tokens, I input, O output.
 """
@@ -33,7 +33,7 @@ def test_error_within_its_bound(tokens, inp, out):
     got = method.apply(params, x, bias_O)
 
     expected = x_TI @ weight_OI.t() + bias_O
-    # Rounding moves an entry of x by at most half its row's step, an entry of the weight by half its channel's.
+    # Rounding changes an entry of x by at most half its row's step, and an entry of the weight by half its channel's.
     step_x, step_w = x.scale / 2, params["scale"] / 2
     bound = step_x * weight_OI.abs().sum(1) + x_TI.abs().sum(1, keepdim=True) * step_w + inp * step_x * step_w
     assert ((got - expected).abs() <= bound + 1e-4).all()

@@ -25,7 +25,7 @@ def one_thread():
 
 
 def load_adapted(folder: Path, adapters: dict[str, Path], **options) -> Driver:
-    """The model with these adapters in slots 0, 1, ..."""
+    """Return the model with these adapters in slots 0, 1, ..."""
     lora = LoRA(LoRAConfig(slots=len(adapters)), torch.device("cpu"), torch.float32)
     model = load_model(folder, adapters=lora, **options)
     lora.allocate()
@@ -66,7 +66,7 @@ def test_logits_equal_peft(variant, family, options, tmp_path):
 
     driver = load_adapted(base, folders)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in sequences}
-    # All prompts in one step, then chunks beside each other's decode rows.
+    # First all prompts in one step, then chunks mixed with decode rows.
     for start, stop, num_decode in ((0, 12, 0), (12, 17, 0), (17, 18, 3), (18, 23, 0)):
         rows = [(name, tokens[start:stop]) for name, tokens in sequences.items()]
         for (name, _), logits_TV in zip(rows, step(driver, rows, slots, num_decode), strict=True):
@@ -75,7 +75,7 @@ def test_logits_equal_peft(variant, family, options, tmp_path):
     plain = {name: reference_logits(reference, tokens[:23]) for name, tokens in sequences.items()}
     for name, tokens in sequences.items():
         expected = adapted_logits(reference, folders[name], tokens[:23]) if name in folders else plain[name]
-        assert name not in folders or (expected - plain[name]).std() > 0.05  # an adapter without effect proves nothing
+        assert name not in folders or (expected - plain[name]).std() > 0.05  # the adapter must have an effect
         torch.testing.assert_close(torch.cat(found[name]), expected, atol=TOLERANCE, rtol=0)
 
 
@@ -96,8 +96,8 @@ def test_ranks_together_equal_one(variant, family, size, tmp_path):
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_beside_a_quantizer_adapters_read_the_plain_activation(quant, tmp_path):
-    """What the adapter adds is as exact as without it."""
+def test_with_a_quantizer_adapters_read_the_plain_activation(quant, tmp_path):
+    """The adapter's contribution is as exact as without the quantizer."""
     from dovetail.core.testing.reference import build
 
     base, folder = tmp_path / "base", tmp_path / "adapter"
@@ -115,7 +115,7 @@ def test_beside_a_quantizer_adapters_read_the_plain_activation(quant, tmp_path):
 
 
 def test_greedy_output_of_the_engine_equals_peft(tmp_path):
-    """The whole engine on a model folder: two plans in flight, chunked prompts, adapters that share one slot."""
+    """Run the whole engine on a model folder: two plans in flight, chunked prompts, several adapters for one slot."""
     from peft import PeftModel
 
     from dovetail import LLM, SamplingParams

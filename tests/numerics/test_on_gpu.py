@@ -1,4 +1,4 @@
-"""The same models compiled on a GPU: Triton kernels, bf16, int8 products of few rows."""
+"""The same models compiled on a GPU: Triton kernels, bf16, int8 matmuls with few rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENS = random_tokens(150, seed=5)
 
 
 def logits_of(model) -> torch.Tensor:
-    """A whole chunk, a chunk behind it, three decode rows' worth of single tokens beside a second prompt."""
+    """Return logits of a first chunk, a second chunk, and three single-token decode rows with a second prompt."""
     driver = Driver(model)
     found = [*driver.step([("a", TOKENS[:90])]), *driver.step([("a", TOKENS[90:140])])]
     for at in range(140, len(TOKENS)):
@@ -48,7 +48,7 @@ def test_float32_equals_transformers(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", ["gqa", "mistral_window", "tied"])
 def test_bfloat16_is_as_near_as_bfloat16_gets(variant, tmp_path):
-    """Teacher-forced, so one rounding does not lead to another text; the bound is the same on the CPU."""
+    """The test is teacher-forced, so one rounding does not change the text. The bound is the same on the CPU."""
     reference = save_random(tmp_path, variant)
     expected = reference_logits(reference, TOKENS)
     on_gpu, on_cpu = (logits_of(load_model(tmp_path, device=d, dtype=torch.bfloat16)) for d in (GPU, CPU))
@@ -90,7 +90,7 @@ def fp8_layer(inp: int, out: int, dtype: torch.dtype, config: FP8Config | None =
 @pytest.mark.parametrize(("inp", "out"), [(4096, 6144), (14336, 4096), (688, 1376), (4096, 28672)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fp8_product_equals_the_reference(tokens, inp, out, dtype):
-    """The same 8-bit numbers on both sides: what differs is the order of sums, their bits and the last rounding."""
+    """Both sides use the same 8-bit numbers. They differ in order and precision of sums and in the last rounding."""
     torch.seed()
     method, params, _ = fp8_layer(inp, out, dtype)
     x_TI, bias_O = torch.randn(tokens, inp, device=GPU).to(dtype), torch.randn(out, device=GPU).to(dtype)
@@ -104,7 +104,7 @@ def test_fp8_product_equals_the_reference(tokens, inp, out, dtype):
 
 @pytest.mark.parametrize("key", MEASURED, ids=str)
 def test_measured_products_equal_the_reference(key):
-    """On the GPU that the table is of, through its tiles; on another by rule or library."""
+    """Tuned tiles are used on the GPU for which they were measured; other GPUs use the rule or the library."""
     _, kind, out, inp = key
     torch.seed()
     for rows in {n for most in MEASURED[key] for n in (most, most // 2 + 1)}:
@@ -124,17 +124,17 @@ def test_measured_products_equal_the_reference(key):
 
 
 EARLY = (
-    MatmulTile(16, 64, 128, stages=2, early=3),
-    MatmulTile(16, 64, 256, stages=3, split=3, early=5, ahead=2),
-    MatmulTile(64, 128, 128, warps=8, stages=2, split=2, early=4, ahead=6),
-    MatmulTile(32, 64, 512, stages=2, split=7, early=3),
-    MatmulTile(128, 64, 128, stages=4, early=6, ahead=1),
+    MatmulTile(16, 64, 128, stages=2, prefetch=3),
+    MatmulTile(16, 64, 256, stages=3, split=3, prefetch=5, prefetch_l2=2),
+    MatmulTile(64, 128, 128, warps=8, stages=2, split=2, prefetch=4, prefetch_l2=6),
+    MatmulTile(32, 64, 512, stages=2, split=7, prefetch=3),
+    MatmulTile(128, 64, 128, stages=4, prefetch=6, prefetch_l2=1),
 )
-"""Inputs of a block are for FP8; half of them for 16 bits."""
+"""Tiles for FP8; with 16 bits, blocks have half as many inputs."""
 
 
 def early_product(dtype, tile, tokens, out, inp):
-    """(the product by the tile, what it should be), as functions of x; and counters."""
+    """Return (matmul with the tile, reference), both functions of x, and counters."""
     counts = torch.zeros(256, dtype=torch.int32, device=GPU)
     weight_OI = torch.randn(out, inp, device=GPU).to(dtype)
     scales, bias_O = (torch.rand(tokens, 1, device=GPU), torch.rand(out, device=GPU)), torch.randn(out, device=GPU)
@@ -154,8 +154,8 @@ def early_product(dtype, tile, tokens, out, inp):
 @pytest.mark.parametrize("tile", EARLY, ids=lambda tile: f"{tile.tokens}x{tile.outputs}x{tile.inputs}-{tile.split}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(("out", "inp"), [(1280, 8192), (72, 176), (200, 4112)])
-def test_products_that_begin_early(dtype, tile, out, inp):
-    """Sides that tiles do not divide, more tokens than a tile has, and programs without a block."""
+def test_prefetching_matmuls(dtype, tile, out, inp):
+    """Sizes that tiles do not divide, more tokens than a tile has, and programs without a block."""
     torch.seed()
     for tokens in (1, tile.tokens, tile.tokens + 3):
         product, reference, counts = early_product(dtype, tile, tokens, out, inp)
@@ -167,8 +167,8 @@ def test_products_that_begin_early(dtype, tile, out, inp):
 
 @on_hopper
 @pytest.mark.parametrize("tile", EARLY[:3], ids=lambda tile: f"{tile.tokens}x{tile.outputs}x{tile.inputs}-{tile.split}")
-def test_products_that_begin_early_wait_for_their_input(tile):
-    """Each reads what the kernel in front of it wrote, a norm that announces at its start; none begins too early."""
+def test_prefetching_matmuls_wait_for_their_input(tile):
+    """Each matmul reads the output of its preceding kernel, a norm that allows the next launch at its start."""
     torch.seed()
     size = 1024
     steps = [early_product(torch.bfloat16, tile, 16, size, size) for _ in range(12)]
@@ -227,8 +227,8 @@ def test_fp8_layer_in_a_graph():
 
 
 def test_fp8_model_is_as_near_as_fp8_gets(tmp_path):
-    """Not compared with each other: the library rounds products of many rows to bfloat16, and a value on the edge of
-    two 8-bit ones may fall to either side, which is a step of a sixteenth."""
+    """CPU and GPU are not compared with each other: the library rounds matmuls with many rows to bfloat16, and a value
+    halfway between two 8-bit ones may be rounded either way, a step of one sixteenth."""
     reference = save_random(tmp_path, "gqa", hidden_size=128, intermediate_size=256, head_dim=16)
     expected = reference_logits(reference, TOKENS)
     on_gpu, on_cpu = (logits_of(load_model(tmp_path, quantizer=FP8(FP8Config()), device=d)) for d in (GPU, CPU))

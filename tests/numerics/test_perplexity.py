@@ -1,4 +1,4 @@
-"""What a number format costs in perplexity, on the bundled model."""
+"""Perplexity cost of number formats, on the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel for prompts on Hopper, beside float64: rows of any length, behind any prefix, in pages of any size."""
+"""The kernel for prompts on Hopper against float64: rows of any length, after any prefix, in pages of any size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Given(Tiles):
 
 
 def rows(*pairs: tuple[int, int], padding: int = 0) -> dict:
-    """Tokens of each row, and keys before them."""
+    """Make rows, given the tokens of each row and the keys before them."""
     counts = tuple(count for count, _ in pairs)
     return {"counts": counts, "lengths": tuple(count + before for count, before in pairs), "padding": padding}
 
@@ -99,7 +99,7 @@ def test_pages(page_tokens):
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_steps_whose_bounds_are_capacities(tile):
-    """As a captured graph has them: rows shorter than planned for, rows without tokens, decode rows before."""
+    """Rows as in a captured graph: decode rows first, then shorter than planned for or without tokens."""
     case = replace(LLAMA, lengths=(1500, 33, 4097, 800, 2061), counts=(1, 1, 1, 700, 513), num_decode=3, padding=5)
     for slack in (0, 3000):
         check(replace(case, slack=slack, empty_rows=2), tile)

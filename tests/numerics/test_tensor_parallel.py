@@ -1,4 +1,4 @@
-"""Shards over ranks add up to the whole model."""
+"""A model split over ranks gives the same results as the whole model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = random_tokens(50, seed=3)
 
 
 FAMILIES = ("gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falcon_40b", "falcon_1b", "gptj")
-"""A variant of each family, and of each way its checkpoints are laid out."""
+"""A variant of each family and of each of its checkpoint layouts."""
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ FAMILIES = ("gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falc
     ],
 )
 def test_ranks_together_equal_one(variant, size, tmp_path):
-    """199 words do not divide by 2; one kv head over 2 ranks and two over 4 are repeated."""
+    """A vocabulary of 199 does not divide by 2. One kv head over 2 ranks, and two over 4, are replicated."""
     save_random(tmp_path, variant)
     expected = logits_of(load_model(tmp_path), TOKENS)
     for got in on_threads(size, lambda collective: logits_of(load_model(tmp_path, collective=collective), TOKENS)):
@@ -49,8 +49,8 @@ def test_ranks_together_equal_one(variant, size, tmp_path):
 
 
 @pytest.mark.parametrize("variant", ("gqa", "falcon_40b", "gptj"))
-def test_a_residual_that_lies_over_the_ranks_changes_nothing(variant, tmp_path):
-    """Sums in rank order have the same bits wherever they are made. 49 rows and then one; falcon_40b norms twice."""
+def test_a_sharded_residual_changes_nothing(variant, tmp_path):
+    """Sums in rank order are bitwise equal on every rank. Steps have 49 rows and then one; falcon_40b has two norms."""
     save_random(tmp_path, variant)
 
     with socket.create_server(("127.0.0.1", 0)) as probe:

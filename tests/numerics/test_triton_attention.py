@@ -1,7 +1,7 @@
-"""attention=triton against a float64 loop: every kind of row, split and whole, over poisoned pages.
+"""attention=triton against a float64 loop: every kind of row, split and whole, with poisoned pages.
 
-Runs compiled where there is a GPU, and in Triton's interpreter when TRITON_INTERPRET=1 was set before Triton was
-imported (tests/test_in_interpreter.py starts such a process).
+Kernels run compiled on a GPU, or in Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is imported
+(tests/test_in_interpreter.py starts such a process).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
 from dovetail.plugins.attention.triton import backend  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
-from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
 from .attention_cases import Case, error, expected, make_step  # noqa: E402
@@ -54,7 +54,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class SmallTiles(Tiles):
-    """Short blocks and ranges, so that short rows have many of both."""
+    """Tiles with short blocks and ranges, so that short rows have many of both."""
 
     def __init__(self, programs: int = 64, tma: bool = False) -> None:
         self.programs, self.tma = programs, tma
@@ -68,7 +68,7 @@ class SmallTiles(Tiles):
 
 
 class WholeRows(SmallTiles):
-    """No row is split."""
+    """Tiles that never split a row."""
 
     def decode(self, shape, tokens, programs):
         return replace(super().decode(shape, tokens, programs), least=4096)
@@ -77,17 +77,17 @@ class WholeRows(SmallTiles):
         return replace(super().prefill(shape, tokens, rows), least=4096)
 
 
-class LaneTiles(SmallTiles):
-    """Every warp has keys of its own; some have none, or none that count."""
+class WarpTiles(SmallTiles):
+    """Tiles whose warps each process different keys. Some warps have no keys, or only masked ones."""
 
     def decode(self, shape, tokens, programs):
         tile = super().decode(shape, tokens, programs)
         rows = next_power_of_2(max(8, shape.group * tokens))
-        return fit(replace(tile, block_m=rows, lanes=4, warps=4, pairs=rows <= 32), shape)
+        return fit(replace(tile, block_m=rows, key_warps=4, warps=4, pairs=rows <= 32), shape)
 
 
 class GatheringTiles(SmallTiles):
-    """Prompts read copies of their pages."""
+    """Tiles for which prompts read copies of their pages."""
 
     def gather(self, shape, tokens, bounds, kv_heads):
         return True
@@ -128,12 +128,11 @@ CUTS = {
     "whole": None,
     "split": SmallTiles(),
     "few splits": SmallTiles(programs=1),
-    "lanes": LaneTiles(programs=1),
-    "lanes, split": LaneTiles(),
+    "keys per warp": WarpTiles(programs=1),
+    "keys per warp, split": WarpTiles(),
 }
 MOST = torch.cuda.is_available() or os.environ.get("DOVETAIL_KERNELS") == "all"
-"""The interpreter takes a second for a case: there, combinations of two things that are tested by themselves are a
-nightly job's."""
+"""A case takes a second in the interpreter, so there combinations of separately tested features run only nightly."""
 
 
 FEW = [
@@ -143,10 +142,10 @@ FEW = [
     ("mixed", "split"),
     ("window", "split"),
     ("tree and window", "split"),
-    ("drafts", "lanes"),
-    ("mixed", "lanes, split"),
-    ("window", "lanes"),
-    ("tree and window", "lanes, split"),
+    ("drafts", "keys per warp"),
+    ("mixed", "keys per warp, split"),
+    ("window", "keys per warp"),
+    ("tree and window", "keys per warp, split"),
 ]
 
 
@@ -163,13 +162,13 @@ def test_page_sizes(page_tokens, window):
     check(replace(MIXED, page_tokens=page_tokens, window=window), SmallTiles())
     check(replace(MIXED, page_tokens=page_tokens, window=window))
     if MOST:
-        check(replace(MIXED, page_tokens=page_tokens, window=window), LaneTiles())
+        check(replace(MIXED, page_tokens=page_tokens, window=window), WarpTiles())
 
 
 @pytest.mark.parametrize("window", [0, 40] if MOST else [40])
 @pytest.mark.parametrize("step", ["prompts", "chunks", "mixed"])
 def test_tensor_maps(step, window):
-    """K and V through tensor map descriptors, which read whole pages, poison included."""
+    """K and V are read through tensor maps, which read whole pages including poison."""
     case = replace(STEPS[step], dtype=torch.float16, page_tokens=32, dim=64, window=window)
     check(case, SmallTiles(programs=1, tma=True))
 
@@ -182,7 +181,7 @@ def test_head_groups(heads):
 @pytest.mark.parametrize("dim", [16, 40, 80, 128, 192] if MOST else [40, 192])
 def test_head_dims(dim):
     check(replace(MIXED, dim=dim), SmallTiles())
-    check(replace(MIXED, dim=dim, dtype=torch.float16), LaneTiles() if dim == 40 else None)
+    check(replace(MIXED, dim=dim, dtype=torch.float16), WarpTiles() if dim == 40 else None)
     if MOST:
         check(replace(MIXED, dim=dim, dtype=torch.float16))
 
@@ -194,7 +193,7 @@ EIGHT_BITS = [(E4M3, True), (E5M2, False), (E4M3, False), (E5M2, True)]
 def test_float8_pages(kv_dtype, head_scales):
     case = replace(MIXED, kv_dtype=kv_dtype, head_scales=head_scales)
     check(case, SmallTiles())
-    check(replace(case, dtype=torch.float16), LaneTiles())
+    check(replace(case, dtype=torch.float16), WarpTiles())
     if MOST:
         check(replace(case, dtype=torch.float16))
 
@@ -205,7 +204,7 @@ PAGES_8 = [(E4M3, 8), (E5M2, 64), (None, 16)]
 @pytest.mark.parametrize("step", ["mixed", "empty rows", "chunks"] if MOST else ["empty rows"])
 @pytest.mark.parametrize(("kv_dtype", "page_tokens"), PAGES_8 if MOST else PAGES_8[:1])
 def test_gathered_pages(step, kv_dtype, page_tokens, monkeypatch):
-    # The interpreter copies all of what a tensor is a part of.
+    # The interpreter copies the whole storage of a tensor.
     monkeypatch.setattr(backend, "ROOM_BYTES", 1 << 20)
     case = replace(STEPS[step], kv_dtype=kv_dtype, page_tokens=page_tokens, dtype=torch.float16, slack=90)
     check(case, GatheringTiles())
@@ -213,7 +212,7 @@ def test_gathered_pages(step, kv_dtype, page_tokens, monkeypatch):
 
 
 def test_which_steps_gather_pages():
-    """Long prompts over pages that are read slowly, as long as the copy takes little room."""
+    """Pages are gathered for long prompts whose pages are slow to read, if the copy is small enough."""
     tiles, shape = Tiles(), Shape(4, 128, torch.bfloat16, E4M3, 16)
     assert tiles.gather(shape, 8192, (512,) * 16, 8)
     assert not tiles.gather(shape, 8192, (128,) * 64, 8), "short prompts"
@@ -259,7 +258,7 @@ def test_which_rows_go_to_the_kernel_for_single_tokens():
 
 
 def test_decode_rows_do_not_make_a_short_prompt_long():
-    """What is fed beside them counts; a prompt's few tokens would pay for a copy of all its keys."""
+    """Only the prompt's tokens count: a few of them do not pay for a copy of all its keys."""
     counts = (50,) * 8 + (60,)
     meta = BatchMeta(
         row_start_B1=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE),
@@ -276,14 +275,14 @@ def test_decode_rows_do_not_make_a_short_prompt_long():
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("head_scales", [False, True])
 def test_float8_write(kv_dtype, head_scales):
-    """What the kernel stores is what the reference stores, up to a tie between two neighbours."""
+    """The kernel stores the same values as the reference, up to ties between adjacent values."""
     tokens, heads, kv_heads, dim = 9, 6, 2, 40
     group = KVGroup(0, (0,), tuple(Plane(name, (kv_heads, dim), kv_dtype) for name in ("k", "v")), page_tokens=8)
     scales = (torch.tensor([0.125, 0.5], device=DEVICE), torch.tensor([0.25, 2.0], device=DEVICE))
     layer = AttentionLayer(0, 0, 0, heads, kv_heads, dim, 1.0, 0, *(scales if head_scales else (0.125, 0.5)))
     step = make_step(Case(lengths=(tokens,), counts=(tokens,)), make(), DEVICE)
     meta = replace(step.ctx.meta, write_T=torch.randperm(24, device=DEVICE)[:tokens])
-    # Numbers that both formats hold; the interpreter's own rounding to 8 bits loses carries.
+    # Use numbers that both formats represent, since the interpreter's rounding to 8 bits loses carries.
     qkv = torch.randint(-7, 8, (tokens, (heads + 2 * kv_heads) * dim), device=DEVICE) / 4
     qkv[2] *= 1e6
     stored, rope = [], None
@@ -305,7 +304,7 @@ def test_other_kv_dtype():
 @pytest.mark.parametrize("cut", CUTS if MOST else ["split"])
 @pytest.mark.parametrize("step", ["decode", "mixed"] if MOST else ["decode"])
 def test_emits(step, cut):
-    """Encoded as it is joined: as encoding the rounded plain output, which is joined in another order."""
+    """Encoded output equals encoding the rounded plain output."""
     step = make_step(STEPS[step], backend := make(CUTS[cut]), DEVICE)
     want = backend.attend(step.layer, step.ctx, step.q_THD)[PLAIN].values
     for emit in ((INT8_TOKEN,), (SCALED_ROWS, PLAIN), (PLAIN, INT8_TOKEN, SCALED_ROWS)):
@@ -323,7 +322,7 @@ def test_emits(step, cut):
 
 @pytest.mark.parametrize(("counts", "decodes"), [((1, 1), 2), ((20, 1), 0)])
 def test_numbers_of_a_pool_past_what_32_bits_count(counts, decodes):
-    """The same pages at a pool's beginning and past 2^31 numbers of one layer: written alike, and read alike."""
+    """The same pages, at the start of a pool and past 2^31 elements of one layer, are written and read identically."""
     kv_heads, dim, size, lengths = 8, 64, 16, (37, 60)
     group = KVGroup(0, (0,), tuple(Plane(name, (kv_heads, dim), E4M3) for name in "kv"), page_tokens=size)
     layer = AttentionLayer(0, 0, 0, 2 * kv_heads, kv_heads, dim, dim**-0.5, 0, 0.5, 0.25)
@@ -362,8 +361,8 @@ def test_numbers_of_a_pool_past_what_32_bits_count(counts, decodes):
 
 @pytest.mark.parametrize(("programs", "window"), [(0, 0), (64, 0), (64, 40)])
 def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
-    """More rows than a program of plan_items looks at together, decode rows and prompts, and tokens of no row."""
-    monkeypatch.setattr(backend, "TOGETHER", 16)
+    """More rows than a program of plan_items processes at once, decode rows and prompts, and tokens of no row."""
+    monkeypatch.setattr(backend, "ROWS_AT_ONCE", 16)
     random = torch.Generator().manual_seed(3)
     decodes, counts, padding = 35, (1,) * 35 + tuple(torch.randint(1, 90, (20,), generator=random).tolist()), 5
     lengths = tuple(n + int(torch.randint(2500, (), generator=random)) for n in counts)
@@ -400,9 +399,9 @@ def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
 
 @pytest.mark.parametrize(("page_tokens", "window"), [(16, 0), (48, 0), (256, 0), (32, 100)])
 def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
-    """Of the blocks that are asked for at once; and ranges no shorter than the longest row's cube root says."""
+    """Items list the pages of their first blocks. Ranges respect the minimum from the longest row's cube root."""
     lengths = (1, 700, 64, 65, 3000, 333)
-    counts, tile = (1,) * len(lengths), DecodeTile(2, LANE_KEYS, 2, 3, 64, least=32, slabs=1, root=8)
+    counts, tile = (1,) * len(lengths), DecodeTile(2, WARP_KEYS, 2, 3, 64, least=32, slabs=1, root=8)
 
     class Decoding(Tiles):
         def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
@@ -432,15 +431,15 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
         keys = range(lo, lo + len(noted) * grain, grain)
         want = [table[row, key // page_tokens].item() if key < length else 0 for key in keys]
         assert noted == want, (row, lo, hi)
-        # A range is a row's even share of whole blocks, so it may be half of what was asked for, and a block less.
+        # Ranges divide a row evenly in whole blocks, so they may be half of the minimum, less one block.
         assert splits == 1 or hi - lo > 8 * 3000 ** (1 / 3) / 2 - tile.span or hi == length
     work = [min(length, window + 1 + tile.span) if window else length for length in lengths]
     assert all(1 <= found <= keys / (8 * max(work) ** (1 / 3)) + 1 for found, keys in zip(ranges, work, strict=True))
 
 
-@pytest.mark.parametrize(("tile", "words"), [(DecodeTile(2, LANE_KEYS, 2, 3, 2), 1), (Tile(16, 64, 4, 2, 2), 0)])
-def test_mailboxes_are_filled_behind_the_plan_even_where_no_row_is_split(tile, words, monkeypatch):
-    """attend_decode does not wait for the kernel in front before it reads the plan: plan_items must not be that one."""
+@pytest.mark.parametrize(("tile", "words"), [(DecodeTile(2, WARP_KEYS, 2, 3, 2), 1), (Tile(16, 64, 4, 2, 2), 0)])
+def test_mailboxes_are_filled_after_the_plan_even_if_no_row_is_split(tile, words, monkeypatch):
+    """attend_decode reads the plan without waiting for its preceding kernel, so that must not be plan_items."""
 
     class Decoding(Tiles):
         def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:

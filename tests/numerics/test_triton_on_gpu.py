@@ -75,7 +75,7 @@ def test_float32_stays_float32():
 
 
 def test_one_graph_serves_other_lengths():
-    """Captured at capacity; replayed with fewer rows, other lengths and other queries."""
+    """The graph is captured at capacity and replayed with fewer rows, other lengths and other queries."""
     capacity = Case(
         lengths=(3000, 3000, 3000, 900), counts=(1, 1, 1, 300), num_decode=3, heads=(8, 2), dim=128, dtype=BF16
     )

@@ -13,14 +13,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 def test_scripts_of_the_page(start):
     server = start("serve.pooling=last", "serve.tool_parser=hermes").wait_ready()
     scripts = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.S)
-    said = {}
+    outputs = {}
     for name, script in scripts:
         assert "http://127.0.0.1:8000/v1" in script
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(script.replace("http://127.0.0.1:8000", server.url), {})
-        said[name] = out.getvalue()
-    assert said.pop("embed.py").split()[0] == "2"
-    assert "get_weather" in said.pop("call_tools.py")
-    assert said.keys() == {"ask.py"} and said["ask.py"]
+        outputs[name] = out.getvalue()
+    assert outputs.pop("embed.py").split()[0] == "2"
+    assert "get_weather" in outputs.pop("call_tools.py")
+    assert outputs.keys() == {"ask.py"} and outputs["ask.py"]
     assert server.stats()["pages_owned"] == 0

@@ -47,7 +47,7 @@ def vectors(answer: openai.types.CreateEmbeddingResponse) -> np.ndarray:
     return np.array([entry.embedding for entry in answer.data], np.float32)
 
 
-def test_what_comes_back_is_what_python_gets(served):
+def test_vectors_equal_those_of_the_python_api(served):
     server, expected, tokenizer = served
     client = server.client()
     assert [model.id for model in client.models.list()] == ["tiny-embed"]

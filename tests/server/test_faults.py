@@ -21,7 +21,7 @@ LONG = dict(model="tiny", prompt="x = 1\n", max_tokens=2000, stream=True, extra_
 SHORT = dict(model="tiny", prompt="x = 1\n", max_tokens=4)
 
 
-def test_a_dead_rank_fails_its_requests_and_the_engine_comes_back_then_it_stops_in_order(start):
+def test_a_dead_rank_fails_its_requests_and_the_engine_restarts_then_it_stops_in_order(start):
     server = start("executor=multiproc", "engine.tp=2", "serve.grace=6").wait_ready()
     client, engine = server.client(), server.engine_pid()
     (rank,) = children(engine)
@@ -87,12 +87,12 @@ def test_exit_on_failure(start):
     assert sum("SIGKILL" in line for line in server.log) == 1, server.log
 
 
-def test_an_engine_that_hangs_is_dead(start):
+def test_an_engine_that_hangs_is_killed(start):
     """One rank is suspended: the others wait for it, and none of them dies."""
     server = start("executor=multiproc", "engine.tp=2", "serve.engine_timeout=3", "serve.on_engine_failure=exit")
     server.wait_ready()
     (rank,) = children(server.engine_pid())
-    with pytest.raises(openai.APIError, match="the engine hangs: it had work and said nothing for 3 s"):
+    with pytest.raises(openai.APIError, match="the engine hangs: it had work and sent nothing for 3 s"):
         for number, _ in enumerate(server.client().completions.create(**LONG)):
             if number == 3:
                 os.kill(rank, signal.SIGSTOP)
@@ -103,7 +103,7 @@ def test_an_engine_that_hangs_is_dead(start):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "words"),
     [
         ("model.path=/nowhere", "/nowhere"),
         ("serve.host=203.0.113.1", "serve.host=203.0.113.1"),
@@ -111,9 +111,9 @@ def test_an_engine_that_hangs_is_dead(start):
         ("attention=triton", "triton"),
     ],
 )
-def test_what_cannot_start_says_why(override, said):
-    words = ["run.py", "app=serve", "+preset=tiny_cpu", "serve.port=0", *override.split()]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+def test_a_failed_start_reports_the_reason(override, words):
+    command = ["run.py", "app=serve", "+preset=tiny_cpu", "serve.port=0", *override.split()]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr.splitlines()[-1] or said in done.stderr.partition("dovetail: ")[2]
+    assert words in done.stderr.splitlines()[-1] or words in done.stderr.partition("dovetail: ")[2]
     assert "Traceback" not in done.stderr

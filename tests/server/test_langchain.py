@@ -35,9 +35,11 @@ def test_a_tool_is_called_and_answered(conversing, responses):
     chat = langchain_openai.ChatOpenAI(
         base_url=f"{conversing.url}/v1", api_key="none", model="tiny", max_tokens=64, use_responses_api=responses
     )
-    asked = [HumanMessage("Stop.")]
-    answer = chat.bind_tools([stop], tool_choice="stop").invoke(asked)
+    question = [HumanMessage("Stop.")]
+    answer = chat.bind_tools([stop], tool_choice="stop").invoke(question)
     (call,) = answer.tool_calls
     assert call["name"] == "stop" and call["args"]["reason"] in ("done", "tired")
-    told = [*asked, answer, ToolMessage(stop.invoke(call["args"]), tool_call_id=call["id"])]
-    assert chat.bind_tools([stop]).invoke(told).usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
+    messages = [*question, answer, ToolMessage(stop.invoke(call["args"]), tool_call_id=call["id"])]
+    assert (
+        chat.bind_tools([stop]).invoke(messages).usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
+    )

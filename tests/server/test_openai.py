@@ -139,7 +139,7 @@ def test_models_and_health(server, client):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "said"),
+    ("path", "body", "status", "words"),
     [
         ("completions", {"prompt": "x", "model": "gpt-5"}, 404, "does not exist"),
         ("completions", {"prompt": "x" * 40000}, 400, "context"),
@@ -156,11 +156,11 @@ def test_models_and_health(server, client):
         ("nowhere", {}, 404, "nowhere"),
     ],
 )
-def test_errors_are_openai_s(server, path, body, status, said):
+def test_errors_are_openai_s(server, path, body, status, words):
     answer = httpx.post(f"{server.url}/v1/{path}", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error.keys()) == (status, {"message", "type", "param", "code"})
-    assert said in error["message"]
+    assert words in error["message"]
 
 
 def test_the_client_raises_its_own_errors(client):

@@ -113,17 +113,17 @@ def test_both_processes_answer_and_every_scrape_covers_both(two):
     expected = {prompt: first.complete(prompt, 24)[1]["choices"][0]["text"] for prompt in prompts}
 
     def stream(connection: Connection) -> list[str]:
-        told = []
+        ids = []
         for prompt in prompts:
             connection.send(prompt, 24, stream=True)
             events = connection.events()
             assert "".join(event["choices"][0]["text"] for event in events) == expected[prompt]
-            told.append(events[0]["id"])
-        return told
+            ids.append(events[0]["id"])
+        return ids
 
     with ThreadPoolExecutor(2) as pool:
-        ids = [id for told in pool.map(stream, (first, second)) for id in told]
-    assert len(set(ids)) == 8
+        ids = {id for found in pool.map(stream, (first, second)) for id in found}
+    assert len(ids) == 8
     assert second.complete(model="other")[0] == 404
     after = counted(first)
     again = counted(second)
@@ -154,7 +154,7 @@ def test_the_queue_is_shared_and_a_disconnect_aborts(two):
     assert two.stats()["pages_owned"] == 0
 
 
-def test_a_death_of_either_kind_is_noticed_where_it_matters(two):
+def test_a_dead_front_end_fails_its_requests_and_a_dead_engine_fails_all(two):
     first, second = one_to_each(two)
     before = counted(first)
     for connection in (first, second):
@@ -178,7 +178,7 @@ def test_a_death_of_either_kind_is_noticed_where_it_matters(two):
     for connection in alive:
         connection.send(stream=True)
     until(lambda: two.stats()["running"] == 2)
-    os.kill(children(two.process.pid, "engine_process:main")[0], signal.SIGKILL)
+    os.kill(children(two.process.pid, "engine_main:main")[0], signal.SIGKILL)
     for connection in alive:
         assert "the engine was killed by SIGKILL" in connection.events()[-1]["error"]["message"]
         assert connection.complete()[0] == 503
@@ -187,7 +187,7 @@ def test_a_death_of_either_kind_is_noticed_where_it_matters(two):
     assert sum("SIGKILL" in line for line in two.log) == 2, two.log
 
 
-def test_one_that_hangs_is_replaced_while_the_other_goes_on(two):
+def test_a_front_end_that_hangs_is_replaced_while_the_other_goes_on(two):
     first, second = one_to_each(two)
     first.send(stream=True)
     until(lambda: json.loads(second.get("/stats"))["running"] == 1)

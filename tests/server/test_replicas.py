@@ -104,8 +104,8 @@ def test_one_replica_dies_and_the_other_goes_on(replicas):
     for thread in threads:
         thread.join(60)
     assert sorted(map(type, ended.values()), key=str) == [int, int, str, str], ended
-    said = [text for text in ended.values() if isinstance(text, str)]
-    assert all(re.search(r"replica [01] was killed by SIGKILL", text) for text in said)
+    errors = [text for text in ended.values() if isinstance(text, str)]
+    assert all(re.search(r"replica [01] was killed by SIGKILL", text) for text in errors)
     until(lambda: [one["state"] for one in health(replicas)] == ["ready", "ready"])
     assert sum("SIGKILL" in line and "started again" in line for line in replicas.log) == 1
     restarts = re.findall(r"engine_restarts_total\{.*\} (\S+)", httpx.get(f"{replicas.url}/metrics").text)

@@ -93,10 +93,10 @@ def test_a_call_that_is_forced(client, choice):
 def test_an_answer_may_be_sent_back(client):
     first = client.responses.create(**ASK, extra_body=wrote(TEXT))
     call = first.output[-1]
-    told = [{"role": "user", "content": "Weather?"}, *(item.model_dump() for item in first.output)]
-    told.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
+    items = [{"role": "user", "content": "Weather?"}, *(item.model_dump() for item in first.output)]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
     again = client.responses.create(
-        **ASK | {"input": told}, include=["reasoning.encrypted_content"], extra_body=wrote("Rain.")
+        **ASK | {"input": items}, include=["reasoning.encrypted_content"], extra_body=wrote("Rain.")
     )
     assert again.output_text == "Rain." and again.usage.input_tokens > first.usage.input_tokens
 
@@ -123,7 +123,7 @@ def test_form_reasoning_and_instructions(client):
     assert answer.instructions == "Be short." and answer.reasoning.effort == "low" and answer.text.format.name == "a"
 
 
-def test_a_stream_that_fails_says_so(client):
+def test_a_stream_that_fails_ends_with_an_error(client):
     ask = ASK | {"max_output_tokens": 1500}
     with pytest.raises(openai.APIError, match="not complete after"):
         for event in client.responses.create(**ask, stream=True, extra_body={"ignore_eos": True, "timeout": 0.5}):

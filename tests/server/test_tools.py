@@ -132,7 +132,7 @@ def test_a_conversation_with_calls_goes_on(client):
         ({"tool_choice": "required", "extra_body": {"tool_parser": "none"}}, "cannot force a tool call"),
         ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "already constrains the output"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "not a valid name"),
-        ({"tool_choice": "required", "tools": [ARRAY]}, "arguments are an object"),
+        ({"tool_choice": "required", "tools": [ARRAY]}, "arguments must be an object"),
     ],
 )
 def test_mistakes_are_reported(client, changes, says):

@@ -1,4 +1,4 @@
-"""Stand-ins for the engine's runner: ranks that add numbers, and ranks that fail in every possible way."""
+"""Stand-ins for a loaded rank and its runner: ranks that add numbers, and ranks that fail in every possible way."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,14 +21,26 @@ SPEC = ModelSpec("Sums", 10, 1, 1, 1, 1, 1, 1, 100, "float32")
 
 
 class Runner:
-    """Each step sums a checksum of the rank's inputs over all ranks; without torch if `connected` is false."""
+    """Each step sums a checksum of the rank's inputs over all ranks; without torch if `connected` is false. The class
+    is its own loader: an instance is the loaded rank, and then the runner."""
 
     connected: ClassVar[bool] = False
 
-    def __init__(self, composition: Composition, *, rank: int, size: int, address: str) -> None:
+    def __init__(
+        self,
+        composition: Composition,
+        progress: Progress,
+        *,
+        rank: int = 0,
+        size: int,
+        address: str,
+        on_connect: Callable[[Any], None] = lambda connection: None,
+    ) -> None:
         self.composition, self.rank, self.size, self.address = composition, rank, size, address
+        self.on_connect = on_connect
         self.results: list[StepResult] = []
         self.collective: Any = None
+        self.info = self.load(progress)
 
     def load(self, progress: Progress) -> ExecutorInfo:
         progress("weights", None)
@@ -35,12 +48,14 @@ class Runner:
             import torch
 
             self.collective = self.composition.build("collective")
+            self.on_connect(self.collective)
             self.collective.connect(self.rank, self.size, self.address, torch.device("cpu"))
         pages = {0: 50 - self.rank, 3: 20 + self.rank}
         return ExecutorInfo(SPEC, (), pages, 100, 0, "cpu", {})
 
-    def bind(self, num_pages: dict[int, int]) -> None:
+    def bind(self, num_pages: dict[int, int]) -> Runner:
         assert num_pages == {0: 50 - (self.size - 1), 3: 20}
+        return self
 
     def execute(self, plan: StepPlan, blobs: Blobs) -> None:
         total = checksum(plan, blobs)
@@ -144,12 +159,12 @@ class KilledInCapture(Connected):
         self.progress = progress
         return super().load(progress)
 
-    def bind(self, num_pages: dict[int, int]) -> None:
-        super().bind(num_pages)
+    def bind(self, num_pages: dict[int, int]) -> Runner:
         self.progress("capture graphs", None)
         if self.rank == 2:
             self.end()
         self.collective.barrier()
+        return super().bind(num_pages)
 
     def end(self) -> None:
         time.sleep(0.2)
@@ -196,15 +211,10 @@ class SlowToClose(Runner):
 class WaitsInClose(Runner):
     """Rank 0 waits in close for another rank, which never takes part."""
 
-    def __init__(self, composition: Composition, *, rank: int, size: int, address: str) -> None:
-        super().__init__(composition, rank=rank, size=size, address=address)
-        self.aborted = threading.Event()
-        self.collective = SimpleNamespace(abort=self.aborted.set)
-
     def load(self, progress: Progress) -> ExecutorInfo:
-        waits, info = self.collective, super().load(progress)
-        self.collective = waits
-        return info
+        self.aborted = threading.Event()
+        self.on_connect(SimpleNamespace(abort=self.aborted.set))
+        return super().load(progress)
 
     def close(self) -> None:
         if self.rank == 0:
@@ -221,6 +231,6 @@ class DeafInStep(Runner):
 
 
 def executor(runner: type[Runner], composition: Composition, **options: Any) -> MultiprocExecutor:
-    named = type("TestExecutor", (MultiprocExecutor,), {"runner_class": f"{__name__}:{runner.__name__}"})
+    named = type("TestExecutor", (MultiprocExecutor,), {"loader": f"{__name__}:{runner.__name__}"})
     made: MultiprocExecutor = named(MultiprocConfig(**options), composition)
     return made

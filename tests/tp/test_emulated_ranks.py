@@ -46,8 +46,8 @@ def as_all(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def of_owners(rank: int, shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    """What a player sums as the owner of its part of a dimension: its own, and what the other sent to each of the
-    others, which it cut out for that one."""
+    """Sum of one emulating process for its part of a dimension: its own part, and the parts that the other process
+    sent to each of the other ranks."""
     mine, other = (summand(r, shape, torch.float16).float().chunk(RANKS, dim) for r in (rank, 1 - rank))
     return sum((part for owner, part in enumerate(other) if owner != 1 - rank), mine[rank]).half()
 

@@ -1,1 +1,1 @@
-"""Triton kernels of the operations. Imported on first use on a GPU, since Triton exists on Linux alone."""
+"""Triton kernels of the operations. They are imported on first use on a GPU, since Triton exists only for Linux."""

@@ -1,4 +1,4 @@
-"""GELU and encoding in one pass: a program takes a block of columns, or a whole row where a scale needs it.
+"""GELU and encoding in one pass. A program processes a block of columns, or a whole row if the scale needs it.
 
 Shapes: T tokens, F intermediate columns.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
-from dovetail.core.ops.kernels.formats import Target, collect, encode_row, warps
+from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def gelu_triton(x_TF: torch.Tensor, tanh: bool = False, emit: tuple[ActFormat, .
     tokens, columns = x_TF.shape
     plan = plan_emit(emit)
     plain = torch.empty_like(x_TF) if plan.plain else None
-    target = Target.allocate(plan.fused, tokens, columns, x_TF.dtype, x_TF.device)
+    target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TF.dtype, x_TF.device)
     if tokens:
         block = target.block(columns)
         grid = (tokens, triton.cdiv(columns, block))

@@ -1,4 +1,4 @@
-"""-inf where a bit is 0: a program takes a block of one row's columns. Memory is written only where a token is banned.
+"""Write -inf where a bit is 0. A program processes a block of one row's columns and writes only banned tokens.
 
 Shapes: N rows of logits, V vocabulary, M rows that have a mask, W words of 32 tokens.
 """

@@ -1,9 +1,9 @@
-"""Top-k, top-p and min-p without a sort: the least logit kept is found by narrowing the range that it lies in.
+"""Top-k, top-p and min-p without a sort: a search narrows the range that contains the smallest logit to keep.
 
-Floats are compared as integers of the same order, so that narrowing ends at the exact value. Each launch divides every
-row's range by WAYS, all programs of a row summing over a part of the vocabulary what lies above each of the bounds
-between; the next launch takes up their sums. A row that has top-k and top-p is narrowed twice. Launches depend on
-nothing on the device, and programs of rows that are done, or have no filters, end at once.
+Floats are compared as integers of the same order, so the search ends at the exact value. Each launch divides every
+row's range by WAYS: each program sums, over its part of the vocabulary, what is above each bound, and the next launch
+picks the subrange from these sums. A row with both top-k and top-p is searched twice. The launches do not depend on
+device data; programs of rows that are finished or have no filters return immediately.
 
 Shapes: N rows, V vocabulary, P parts of it, W = WAYS.
 """
@@ -16,48 +16,48 @@ import triton.language as tl
 
 WAYS = 8
 LEVELS = 11
-"""Launches that narrow 2^32 values to one."""
+"""Number of launches that narrow 2^32 values to one."""
 BLOCK = 1024
-SHARE = 2048
-"""Logits of a part, at least."""
+PART_COLUMNS = 2048
+"""Minimum number of logits per part."""
 PROGRAMS = 1024
-"""Programs to spread over, all rows together."""
+"""Target number of programs for all rows together."""
 
 LOWEST = tl.constexpr(-2139095041)
-"""Of minus infinity, as `_ordered` has it."""
+"""`_ordered` of minus infinity."""
 
 
 @triton.jit
 def _ordered(x):
-    """int32 in the order of float32 x. Its own inverse on the bits."""
+    """Map float32 to int32 of the same order. On the bits, this function is its own inverse."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 @triton.jit
 def _load(row_ptr, i, end, BLOCK: tl.constexpr):
-    """Logits; NaN and what lies past the end count as -inf."""
+    """Load logits. NaN and columns past the end become -inf."""
     column = i + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + column, mask=column < end, other=float("-inf")).to(tl.float32)
     return tl.where(x == x, x, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["share"])
-def _largest(logits_ptr, temperature_ptr, largest_ptr, V, share, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["part_columns"])
+def _largest(logits_ptr, temperature_ptr, largest_ptr, V, part_columns, BLOCK: tl.constexpr):
     """Program (row, part)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     if temperature <= 0:
         return
-    end = tl.minimum(part * share + share, V)
+    end = tl.minimum(part * part_columns + part_columns, V)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for i in range(part * share, end, BLOCK):
+    for i in range(part * part_columns, end, BLOCK):
         best = tl.maximum(best, _load(logits_ptr + row * V, i, end, BLOCK))
     tl.store(largest_ptr + row * tl.num_programs(1) + part, tl.max(best, axis=0))
 
 
-@triton.jit(do_not_specialize=["share", "parts"])
+@triton.jit(do_not_specialize=["part_columns", "parts"])
 def _narrow(
     logits_ptr,
     temperature_ptr,
@@ -73,7 +73,7 @@ def _narrow(
     next_sums_ptr,
     least_ptr,
     V,
-    share,
+    part_columns,
     parts,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
@@ -81,8 +81,9 @@ def _narrow(
     WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, part). A row's range [N, 3] is low (kept), high (not kept) and whether it is by count, for top-k,
-    or by mass, for top-p; `wanted` is what must lie at or above the least kept, -1 = top_p of all that do now."""
+    """Program (row, part). A row's range [N, 3] is low (kept), high (not kept), and whether the search is by count (for
+    top-k) or by mass (for top-p). `wanted` is the count or mass to reach at the smallest logit kept; -1 = top_p of the
+    mass that is left now."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -137,8 +138,8 @@ def _narrow(
     bounds = low + (high - low) * way.to(tl.int64) // WAYS
     bounds = tl.maximum(tl.minimum(bounds, 2147483647), -2147483648).to(tl.int32)
     found = tl.zeros((BLOCK, WAYS), tl.float32)
-    end = tl.minimum(part * share + share, V)
-    for i in range(part * share, end, BLOCK):
+    end = tl.minimum(part * part_columns + part_columns, V)
+    for i in range(part * part_columns, end, BLOCK):
         x = _load(logits_ptr + row * V, i, end, BLOCK)
         inside = i + tl.arange(0, BLOCK) < end
         weight = tl.where(inside, tl.where(by_count != 0, 1.0, tl.exp((x - largest) / temperature)), 0.0)
@@ -159,17 +160,17 @@ def least_kept_triton(
     if not rows:
         return least_N
     filters = [filter_N.contiguous() for filter_N in (temperature_N, top_k_N, top_p_N, min_p_N)]
-    most = triton.cdiv(vocab, SHARE)
+    most = triton.cdiv(vocab, PART_COLUMNS)
     parts = max(1, min(most, PROGRAMS // rows))
-    share = triton.cdiv(triton.cdiv(vocab, parts), BLOCK) * BLOCK
-    parts = triton.cdiv(vocab, share)
+    part_columns = triton.cdiv(triton.cdiv(vocab, parts), BLOCK) * BLOCK
+    parts = triton.cdiv(vocab, part_columns)
     largest_NP = torch.empty(rows, parts, device=device)
-    # Programs of one launch write while others still read: two of each, in turn, aligned alike.
+    # Double buffers: some programs of a launch write while others still read. All have the same alignment.
     aligned = -(-rows // 16) * 16
     ranges = torch.empty(2, aligned, 3, dtype=torch.int64, device=device)
     wanted = torch.empty(2, aligned, device=device)
     sums = torch.empty(2, rows, parts, WAYS, device=device)
-    _largest[rows, parts](logits_NV, filters[0], largest_NP, vocab, share, BLOCK=BLOCK, num_warps=4)
+    _largest[rows, parts](logits_NV, filters[0], largest_NP, vocab, part_columns, BLOCK=BLOCK, num_warps=4)
     for level in range(2 * LEVELS + 1):
         now, then = level % 2, 1 - level % 2
         last = level == 2 * LEVELS
@@ -185,7 +186,7 @@ def least_kept_triton(
             sums[then],
             least_N,
             vocab,
-            share,
+            part_columns,
             parts,
             FIRST=level == 0,
             LAST=last,

@@ -1,4 +1,4 @@
-"""Encoding a row inside a kernel, with the format's own `encode` inlined.
+"""Row encoding inside a kernel, with the format's `encode` inlined.
 
 Shapes: T tokens, C columns, G scale groups of a row.
 """
@@ -17,8 +17,8 @@ from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where one fused format goes: the launch arguments that every producer's kernel shares."""
+class EncodeTarget:
+    """Output tensors of one fused format, and the launch arguments for them that all producers have in common."""
 
     fmt: ActFormat | None
     values: torch.Tensor | None = None
@@ -27,7 +27,7 @@ class Target:
     @classmethod
     def allocate(
         cls, fmt: ActFormat | None, tokens: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> Target:
+    ) -> EncodeTarget:
         if fmt is None:
             return cls(None)
         values = torch.empty(tokens, columns, dtype=fmt.dtype or dtype, device=device)
@@ -41,7 +41,7 @@ class Target:
         return cls(fmt, values, torch.empty(tokens, groups, dtype=torch.float32, device=device))
 
     def block(self, columns: int, whole_row: bool = False) -> int:
-        """Columns that one program takes. A scale for the row needs a program that sees all of it."""
+        """Columns per program. A scale per row needs a program that reads the whole row."""
         group = self.fmt.group if self.fmt is not None else "none"
         block = triton.next_power_of_2(columns)
         if not whole_row and group != "token":
@@ -49,7 +49,7 @@ class Target:
         return max(block, group) if isinstance(group, int) else block
 
     def arguments(self, block: int) -> dict:
-        """Keyword arguments of `encode_row` for rows cut into blocks of this many columns."""
+        """Keyword arguments for `encode_row`, for rows in blocks of this many columns."""
         fmt = self.fmt
         dynamic = fmt is not None and (fmt.group == "token" or isinstance(fmt.group, int))
         return {
@@ -68,9 +68,9 @@ class Target:
 
 
 def collect(
-    emit: tuple[ActFormat, ...], rest: tuple[ActFormat, ...], plain: torch.Tensor | None, target: Target
+    emit: tuple[ActFormat, ...], rest: tuple[ActFormat, ...], plain: torch.Tensor | None, target: EncodeTarget
 ) -> Bundle:
-    """The bundle of a fused kernel's outputs; formats that it could not fuse are encoded from the plain one."""
+    """Bundle a fused kernel's outputs. Formats that it could not fuse are encoded from the plain output."""
     items = [] if target.fmt is None else [target.activation()]
     if PLAIN in emit:
         items.append(Activation(PLAIN, plain))
@@ -93,7 +93,7 @@ def encode_row(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode columns [start, start + BLOCK) of a row; y is float32 [BLOCK], zero past C."""
+    """Encode columns [start, start + BLOCK) of a row. y is float32 [BLOCK] and zero past C."""
     cols = start + tl.arange(0, BLOCK)
     if pre_ptr is not None:
         y = y * tl.load(pre_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
@@ -135,7 +135,7 @@ def _encode(
 def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
     x_TC = x_TC.contiguous()
     tokens, columns = x_TC.shape
-    target = Target.allocate(fmt, tokens, columns, x_TC.dtype, x_TC.device)
+    target = EncodeTarget.allocate(fmt, tokens, columns, x_TC.dtype, x_TC.device)
     if tokens:
         block = target.block(columns)
         grid = (tokens, triton.cdiv(columns, block))
@@ -147,12 +147,14 @@ def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
 
 
 FEW_ROWS = 256
-"""Rows up to which a program for each of them has more threads."""
+"""Number of rows up to which kernels with one program per row use more threads."""
 
 
 def warps(block: int, rows: int | None = None) -> int:
-    """About 16 elements a thread. `rows`, of a kernel whose programs take a whole one each: fewer where there are few,
-    since such a kernel's time is one program's (benchmarks/kernels.py)."""
+    """Warps for about 16 elements per thread. `rows`: number of rows, for kernels with one program per row.
+
+    With few rows a thread gets fewer elements, since one program's time is then the kernel's (benchmarks/kernels.py).
+    """
     elements = 16
     if rows is not None and rows <= FEW_ROWS:
         elements = 4 if rows > 16 else 8

@@ -1,4 +1,4 @@
-"""silu(gate) * up and encoding in one pass: a program takes a block of columns, or a whole row where a scale needs it.
+"""silu(gate) * up and encoding in one pass. A program processes a block of columns, or a whole row for a row scale.
 
 Shapes: T tokens, F intermediate columns.
 """
@@ -11,12 +11,12 @@ import triton.language as tl
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
-from dovetail.core.ops.kernels.formats import Target, collect, encode_row, warps
+from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 WHOLE = tl.constexpr(8192)
-"""Columns from which a program lets the product behind it in only with its own numbers at hand: a single multiprocessor
-reads them all, for longer than a launch takes, and the product's weights would be in their way."""
+"""Block size from which a program allows the next launch only after its own loads. One SM reads the whole row, which
+takes longer than a launch, and the weight fetches of the next matmul would compete with these loads."""
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _silu_and_mul(
     gate = tl.load(gate_up_ptr + row * 2 * C + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * C + C + cols, mask=inside, other=0.0).to(tl.float32)
     announce(PDL and BLOCK >= WHOLE)
-    # Rounded to the model's dtype after silu and after the product, as the two separate operations would.
+    # Round to the model's dtype after silu and after the multiplication, as two separate operations would.
     y = ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
     if plain_ptr is not None:
         tl.store(plain_ptr + row * C + cols, y, mask=inside)
@@ -61,7 +61,7 @@ def silu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] =
     tokens, columns = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     plan = plan_emit(emit)
     plain = gate_up_T2F.new_empty(tokens, columns) if plan.plain else None
-    target = Target.allocate(plan.fused, tokens, columns, gate_up_T2F.dtype, gate_up_T2F.device)
+    target = EncodeTarget.allocate(plan.fused, tokens, columns, gate_up_T2F.dtype, gate_up_T2F.device)
     if tokens:
         block = target.block(columns)
         grid = (tokens, triton.cdiv(columns, block))

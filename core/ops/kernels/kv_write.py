@@ -1,4 +1,4 @@
-"""Norm and rotate q and k, write k and v into pages, in one pass: a program takes a few heads of one token.
+"""Norm and rotate q and k, and write k and v to pages, in one pass. A program processes a few heads of one token.
 
 Shapes: T tokens, H query heads, K kv heads, D head dim, R rotary dim (R <= D).
 """
@@ -75,7 +75,7 @@ def _rope_kv_write(
     exists = (head < H + 2 * K)[:, None]
     dtype = qkv_ptr.dtype.element_ty
 
-    # Three tiles of a head: the two rotated halves, and what lies past the rotary dimensions.
+    # A head is processed as three tiles: the two rotated halves and the dimensions past the rotary ones.
     dims = tl.arange(0, HALF_BLOCK)
     in_half = dims < HALF
     rest_dims = 2 * HALF + tl.arange(0, REST_BLOCK)
@@ -96,9 +96,9 @@ def _rope_kv_write(
         row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF)
         cos = tl.load(row + dims, mask=in_half, other=1.0)[None, :]
         sin = tl.load(row + HALF + dims, mask=in_half, other=0.0)[None, :]
-        turned1, turned2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-        x1 = tl.where(is_v[:, None], x1, turned1)
-        x2 = tl.where(is_v[:, None], x2, turned2)
+        rotated1, rotated2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        x1 = tl.where(is_v[:, None], x1, rotated1)
+        x2 = tl.where(is_v[:, None], x2, rotated2)
     scale = tl.full((HEADS,), 1.0, tl.float32)
     if LARGEST is not None:
         if HEAD_SCALES:

@@ -1,9 +1,8 @@
-"""Programmatic dependent launch: a kernel of ours starts while the one before it ends.
+"""Programmatic dependent launch (PDL): a kernel starts while the preceding one ends, which hides the launch time.
 
-A kernel waits until the one before has ended before it touches anything but weights and what is older than any kernel
-that may still run, so that its launch costs no time between the two. Small kernels announce at their start that the
-next one may come in; products, which fill every multiprocessor, do not, and the next one comes in as they end: its
-waiting blocks would take their room.
+Until the preceding kernel has ended, a kernel may access only weights and data older than any kernel that may still
+run. Small kernels allow the next launch at their start. Matmuls fill every SM and allow it only near their end, since
+the waiting blocks of the next kernel would take their resources.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ PREFER_SHARED = 1
 
 @triton.jit
 def announce(PDL: tl.constexpr):
-    """First thing in a kernel: the next one may be brought in as soon as multiprocessors have room."""
+    """Allow the next kernel to launch as soon as SMs have room for it."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Before the first access to anything that a kernel which may still run reads or writes."""
+    """Wait for the preceding kernels. Call it before the first access to data that a running kernel may use."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def prefetch(pointers, ok):
-    """Bring the cache lines of these addresses into the L2 cache; nothing waits for them."""
+    """Prefetch the cache lines of these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "{.reg .pred ok; setp.ne.b32 ok, $2, 0; @ok prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
         "=r,l,r",
@@ -53,26 +52,27 @@ def prefetch(pointers, ok):
 
 
 def dependent(tensor: torch.Tensor) -> dict[str, Any]:
-    """Launch arguments of a kernel that calls `announce` and `wait`."""
+    """Launch arguments for a kernel that calls `announce` and `wait`."""
     if tensor.is_cuda and _capable(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
 
 def keep_shared_memory(device: torch.device) -> None:
-    """Every kernel of this process leaves a multiprocessor's memory shared, which else is its cache wherever the driver
-    finds a kernel that shares little. The memory is divided anew only where nothing runs, so that a product would wait
-    on such multiprocessors until the small kernel in front has ended, for all that `dependent` says.
+    """Make the driver prefer shared memory over L1 cache for all kernels of this process.
+
+    Otherwise it chooses the carve-out per kernel. A change needs an idle SM, so a matmul would have to wait until the
+    small preceding kernel has ended, in spite of programmatic dependent launch.
     """
     if device.type == "cuda" and torch.version.cuda is not None:
-        # There is a context from here on.
+        # Creates the CUDA context.
         torch.cuda.synchronize(device)
         try:
             failed = ctypes.CDLL("libcuda.so.1").cuCtxSetCacheConfig(PREFER_SHARED)
         except (OSError, AttributeError) as error:
             failed = error
         if failed:
-            log.warning("the CUDA driver does not keep shared memory (%s): steps of few rows take longer", failed)
+            log.warning("the CUDA driver does not prefer shared memory (%s): steps with few rows take longer", failed)
 
 
 @cache

@@ -1,10 +1,10 @@
-"""x @ weight^T for few rows: its time is the weight's way out of memory, so each multiprocessor streams an equal share.
+"""x @ weight^T for few rows. Its time is bound by reading the weight, so each SM streams an equal part of it.
 
-Work is cut as in Stream-K (Osama et al. 2023): the (tile, block of input) units of all tiles stand in one line, and
-each program takes an equal run of them. Tiles that several programs share are summed by the last one to arrive, always
-in the order of the programs, so the bits are the same each time. One program a tile and split-K are special cases.
+The work is divided as in Stream-K (Osama et al. 2023): the (tile, input block) units of all tiles are numbered, and
+each program processes an equal range of them. The last program to arrive at a split tile sums it, always in the order
+of the programs, so results are bitwise reproducible. One program per tile and split-K are special cases.
 
-The weight is the left operand: the matrix units want 64 rows there and are content with 16 columns, the tokens.
+The weight is the left operand: tensor cores need 64 rows there but only 16 columns, which are the tokens.
 
 Shapes: T tokens, I input, O output.
 """
@@ -23,7 +23,7 @@ from dovetail.core.ops.tiles import MatmulTile
 @triton.jit
 def _load(source, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
           TMA: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
-    """A block of a row-major matrix, zero outside. EVEN: its columns divide by the block's."""
+    """Load a block of a row-major matrix, zero outside. EVEN: the block width divides the number of columns."""
     if TMA:
         return source.load([row, column])
     else:
@@ -37,9 +37,9 @@ def _load(source, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def _write(acc, row_o, row_t, ends, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr):
-    """acc_OT, scaled, biased and rounded once."""
-    x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr = ends
+def _write(acc, row_o, row_t, epilogue, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr):
+    """Scale acc_OT, add the bias, round once and store."""
+    x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr = epilogue
     tokens, outputs, _ = size
     o = row_o + tl.arange(0, BLOCK_O)
     t = row_t + tl.arange(0, BLOCK_T)
@@ -57,7 +57,7 @@ def _write(acc, row_o, row_t, ends, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.con
 def _add(acc, x, weight, row_o, row_t, row_i, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
          BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, IMPRECISE: tl.constexpr,
          PRECISION: tl.constexpr):  # fmt: skip
-    """acc + weight @ x^T of one block of inputs; the transpose of both without SWAP."""
+    """Return acc + weight @ x^T for one input block; without SWAP, both operands of the sum are transposed."""
     tokens, outputs, inputs = size
     w_OI = _load(weight, row_o, row_i, outputs, inputs, BLOCK_O, BLOCK_I, EVEN, TMA, "evict_first")
     x_TI = _load(x, row_t, row_i, tokens, inputs, BLOCK_T, BLOCK_I, EVEN, TMA, "evict_last")
@@ -69,13 +69,15 @@ def _add(acc, x, weight, row_o, row_t, row_i, size, BLOCK_T: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _share(total, tile, done, part_ptr, count_ptr, ends, size, cut, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr):
-    """This program summed `done` units of a tile: left in memory for the last of its programs, which adds them all."""
+def _reduce_split(
+    total, tile, done, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr
+):
+    """Store this program's sum over `done` units of a split tile. The tile's last program to arrive adds all sums."""
     t_tiles, blocks, units, programs = cut
     mine = tl.program_id(0)
     start = tile * blocks
     at = part_ptr + tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
-    # A program shares at most its first and its last tile.
+    # Only the first and the last tile of a program can be split.
     slot = 2 * mine + (start > mine * units // programs).to(tl.int32)
     tl.store(at + slot.to(tl.int64) * (BLOCK_O * BLOCK_T), total)
     tl.debug_barrier()
@@ -87,14 +89,14 @@ def _share(total, tile, done, part_ptr, count_ptr, ends, size, cut, BLOCK_T: tl.
         for program in range(first, last + 1):
             slot = 2 * program + (start > program * units // programs).to(tl.int32)
             total += tl.load(at + slot.to(tl.int64) * (BLOCK_O * BLOCK_T), cache_modifier=".cg")
-        _write(total, tile // t_tiles * BLOCK_O, tile % t_tiles * BLOCK_T, ends, size, BLOCK_T, BLOCK_O)
+        _write(total, tile // t_tiles * BLOCK_O, tile % t_tiles * BLOCK_T, epilogue, size, BLOCK_T, BLOCK_O)
 
 
 @triton.jit
-def _part(x, weight, first, last, part_ptr, count_ptr, ends, size, cut, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
-          BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, IMPRECISE: tl.constexpr,
-          PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Units [first, last) of one tile."""
+def _run_units(x, weight, first, last, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T: tl.constexpr,
+               BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
+               IMPRECISE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Process units [first, last) of one tile."""
     t_tiles, blocks, units, programs = cut
     tile = first // blocks
     row_o = tile // t_tiles * BLOCK_O
@@ -103,20 +105,20 @@ def _part(x, weight, first, last, part_ptr, count_ptr, ends, size, cut, BLOCK_T:
     for block in range(first - tile * blocks, last - tile * blocks):
         acc = _add(acc, x, weight, row_o, row_t, block * BLOCK_I, size, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
                    IMPRECISE, PRECISION)  # fmt: skip
-    # The weight has come: whoever follows may be brought in while the rest is added up and written.
+    # The weight has been read, so the next kernel may launch while the sums are reduced and written.
     announce(PDL)
     total = acc if SWAP else acc.T
     if part_ptr is None:
-        _write(total, row_o, row_t, ends, size, BLOCK_T, BLOCK_O)
+        _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
     elif last - first == blocks:
-        _write(total, row_o, row_t, ends, size, BLOCK_T, BLOCK_O)
+        _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
     else:
-        _share(total, tile, last - first, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O)
+        _reduce_split(total, tile, last - first, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O)
 
 
-AHEAD_LINES = tl.constexpr(4)
-"""Cache lines of each of its first rows of the weight that a program asks for before it may start: more than that gets
-in the way of those who stream."""
+PREFETCH_LINES = tl.constexpr(4)
+"""Cache lines that a program prefetches from each of its first weight rows before it may start. More of them would
+slow down the programs that are still streaming."""
 
 
 @triton.jit(do_not_specialize=["tokens", "x_scale_st", "weight_scale_so", "t_tiles", "blocks", "units", "programs"])
@@ -150,34 +152,34 @@ def _matmul(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ONE_TILE: no program's units reach into a second tile. IMPRECISE: products that FP8 matrix units may sum in fewer
-    bits than float32 before they are added to it; None = all."""
-    ends = (x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr)
+    """ONE_TILE: no program has units of two tiles. IMPRECISE: number of products that FP8 tensor cores may sum in fewer
+    bits before adding to float32; None = all."""
+    epilogue = (x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr)
     size = (tokens, outputs, inputs)
     cut = (t_tiles, blocks, units, programs)
     mine = tl.program_id(0)
     lo = mine * units // programs
     hi = (mine + 1) * units // programs
     if PDL:
-        # While the kernel before ends, the weight's first blocks are on their way.
+        # Prefetch the first weight blocks while the preceding kernel ends.
         LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
         row = lo // blocks // t_tiles * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]
-        column = lo % blocks * BLOCK_I + tl.arange(0, AHEAD_LINES)[None, :] * LINE
-        ahead = weight_ptr + row.to(tl.int64) * inputs + column
-        prefetch(ahead, (row < outputs) & (column < inputs))
+        column = lo % blocks * BLOCK_I + tl.arange(0, PREFETCH_LINES)[None, :] * LINE
+        first_lines = weight_ptr + row.to(tl.int64) * inputs + column
+        prefetch(first_lines, (row < outputs) & (column < inputs))
     wait(PDL)
     if ONE_TILE:
-        _part(x, weight, lo, hi, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
-              IMPRECISE, PRECISION, PDL)  # fmt: skip
+        _run_units(x, weight, lo, hi, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA,
+                   SWAP, IMPRECISE, PRECISION, PDL)  # fmt: skip
     else:
-        # The end of a tile that others began, whole tiles, the beginning of one that others end. The whole ones are one
-        # loop, so that a tile's last products run while the next one's first blocks are on their way.
+        # The end of a tile begun by another program, whole tiles, and the beginning of a tile that another program
+        # ends. Whole tiles form one loop, so the last matmuls of a tile overlap with the first loads of the next.
         whole_lo = tl.minimum(tl.cdiv(lo, blocks) * blocks, hi)
         whole_hi = tl.maximum(hi // blocks * blocks, whole_lo)
         if part_ptr is not None:
             if whole_lo > lo:
-                _part(x, weight, lo, whole_lo, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN,
-                      TMA, SWAP, IMPRECISE, PRECISION, False)  # fmt: skip
+                _run_units(x, weight, lo, whole_lo, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I,
+                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, False)  # fmt: skip
         acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), tl.float32)
         for unit in range(whole_lo, whole_hi):
             tile = unit // blocks
@@ -188,12 +190,12 @@ def _matmul(
                        IMPRECISE, PRECISION)  # fmt: skip
             if block == blocks - 1:
                 total = acc if SWAP else acc.T
-                _write(total, row_o, row_t, ends, size, BLOCK_T, BLOCK_O)
+                _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
                 acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), tl.float32)
         if part_ptr is not None:
             if whole_hi < hi:
-                _part(x, weight, whole_hi, hi, part_ptr, count_ptr, ends, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN,
-                      TMA, SWAP, IMPRECISE, PRECISION, False)  # fmt: skip
+                _run_units(x, weight, whole_hi, hi, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I,
+                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, False)  # fmt: skip
 
 
 def matmul_triton(
@@ -207,23 +209,26 @@ def matmul_triton(
     dtype: torch.dtype | None = None,
     imprecise: int | None = None,
 ) -> torch.Tensor:
-    """As core.ops.matmul. `counts`, for tiles that programs share: zeros, int32, one for each tile at least; zeros
-    again when the kernel ends. Two products that may run at once need two of them."""
+    """Launch the matmul kernel of a tile. Arguments are as in core.ops.matmul.
+
+    `counts`, for split tiles: int32 zeros, at least one per tile, which are zero again when the kernel ends. Matmuls
+    that may run concurrently need separate ones.
+    """
     tokens, inputs = x_TI.shape
     outputs = weight_OI.shape[0]
     out_TO = torch.empty(tokens, outputs, dtype=dtype or x_TI.dtype, device=x_TI.device)
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
     parts = None
-    if tile.shares(tokens, outputs, inputs):
+    if tile.splits_tiles(tokens, outputs, inputs):
         have = 0 if counts is None else counts.numel()
         if have < tiles:
-            raise ValueError(f"{tiles} shared tiles need as many counters, and there are {have}")
+            raise ValueError(f"{tiles} split tiles need one counter each; `counts` has {have}")
         parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
-    if tile.early:
-        from dovetail.core.ops.kernels.prefetch_matmul import multiply
+    if tile.prefetch:
+        from dovetail.core.ops.kernels.prefetch_matmul import launch_matmul
 
         scales = (x_scale, _step(x_scale), weight_scale, _step(weight_scale))
-        multiply(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O)
+        launch_matmul(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O)
         return out_TO
     x, weight = x_TI, weight_OI
     if tile.tma:
@@ -265,5 +270,5 @@ def matmul_triton(
 
 
 def _step(scale: torch.Tensor | None) -> int:
-    """From one row's scale to the next; 0 where one serves all."""
+    """Stride from one row's scale to the next; 0 for a single scale."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

@@ -1,4 +1,4 @@
-"""Residual addition, RMSNorm and encoding in one pass: one program a row.
+"""Residual addition, RMSNorm and encoding in one pass, with one program per row.
 
 Shapes: T tokens, C channels.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
-from dovetail.core.ops.kernels.formats import Target, collect, encode_row, warps
+from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 
@@ -82,7 +82,7 @@ def rms_norm_triton(
     plain = torch.empty_like(x_TC) if plan.plain else None
     summed = x_TC if residual_TC is None and scale is None else torch.empty_like(x_TC)
     row_T1, column_C = scale or (None, None)
-    target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
+    target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
     if tokens:
         block = target.block(columns, whole_row=True)
         residual = None if residual_TC is None else residual_TC.contiguous()

@@ -1,11 +1,11 @@
-"""x @ weight^T for few rows on Hopper, whose weight is on its way before the kernel in front has ended.
+"""x @ weight^T for few rows on Hopper, with the weight prefetched before the preceding kernel has ended.
 
-In a step of several ranks a product stands behind an all-reduce, which leaves the device's memory idle while it waits.
-So each program first asks for as much of its weight as its multiprocessor's shared memory holds (all of them hold 26
-MB), and for some more into the L2 cache; only then it waits for the kernel in front, and asks for its input. Both come
-through tensor maps into rings of their own; one thread asks, the warps multiply.
+With tensor parallelism a matmul follows an all-reduce, which leaves device memory idle while it waits. So each program
+first fetches as much of its weight as its SM's shared memory holds (26 MB over all SMs) and prefetches some more into
+the L2 cache. Only then does it wait for the preceding kernel and fetch its input. Weight and input each have a ring of
+blocks, filled through tensor maps; one thread issues the copies and all warps multiply.
 
-Tiles, sums of programs that share one, and the order of additions are as in matmul.py.
+Tiles, sums of split tiles and the order of additions are as in matmul.py.
 
 Shapes: T tokens, I input, O output.
 """
@@ -30,8 +30,8 @@ from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.tiles import MatmulTile
 
 LINE = gl.constexpr(128)
-"""Bytes of a row of a box, as a tensor map delivers it, and FP8 products that the matrix unit sums by itself: of more
-it would lose bits."""
+"""Row size of a tensor map's box in bytes. Also the number of FP8 products that the tensor core sums in its own
+accumulator; longer sums would lose bits."""
 
 
 @gluon.jit
@@ -40,8 +40,8 @@ def _expect(full, place, source, BOXES: gl.constexpr, wanted):
 
 
 @gluon.jit
-def _ask(source, ring, full, place, row, block, BOXES: gl.constexpr, wanted):
-    """Let a block come into a place of a ring, which expects it."""
+def _fetch(source, ring, full, place, row, block, BOXES: gl.constexpr, wanted):
+    """Start the copy of a block to a place of a ring whose barrier expects it."""
     WIDE: gl.constexpr = source.block_type.shape[1]
     for box in gl.static_range(BOXES):
         at = [row, (block * BOXES + box) * WIDE]
@@ -54,11 +54,11 @@ def _cycles():
 
 
 @gluon.jit
-def _bring_near(weight_ptr, row_o, block, outputs, inputs, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr):
-    """Ask for a block of the weight into the L2 cache; nothing waits for it."""
+def _prefetch_l2(weight_ptr, row_o, block, outputs, inputs, BLOCK_O: gl.constexpr, BLOCK_I: gl.constexpr):
+    """Prefetch a weight block into the L2 cache."""
     THREADS: gl.constexpr = 32 * gl.num_warps()
     thread = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    # Each thread asks for its part of a row.
+    # Each thread prefetches a part of one row.
     SIZE: gl.constexpr = BLOCK_I * BLOCK_O // THREADS
     BYTES: gl.constexpr = SIZE * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     row = row_o + thread % BLOCK_O
@@ -80,14 +80,14 @@ def _bring_near(weight_ptr, row_o, block, outputs, inputs, BLOCK_O: gl.constexpr
 
 @gluon.jit
 def _multiply(weight, x, place, x_place, acc, BOXES: gl.constexpr):
-    """acc + weight @ x^T of a block, once the matrix unit is done with it."""
+    """Return acc + weight @ x^T of a block, after the tensor core has finished it."""
     if weight.dtype.primitive_bitwidth > 8:
         for box in gl.static_range(BOXES):
             x_box = x.index(x_place * BOXES + box).permute((1, 0))
             acc = warpgroup_mma(weight.index(place * BOXES + box), x_box, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     else:
-        # All boxes are asked for before the first one's sums are added.
+        # Issue the products of all boxes before adding the first one's sums.
         sums = ()
         for box in gl.static_range(BOXES):
             x_box = x.index(x_place * BOXES + box).permute((1, 0))
@@ -101,15 +101,15 @@ def _multiply(weight, x, place, x_place, acc, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def _next(place, phase, PLACES: gl.constexpr):
+def _advance(place, phase, PLACES: gl.constexpr):
     around = place == PLACES - 1
     return gl.where(around, 0, place + 1), gl.where(around, phase ^ 1, phase)
 
 
 @gluon.jit
-def _write(acc, row_o, row_t, ends, tokens, outputs, BLOCK_T: gl.constexpr, BLOCK_O: gl.constexpr):
-    """acc_OT, scaled, biased and rounded once."""
-    x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr = ends
+def _write(acc, row_o, row_t, epilogue, tokens, outputs, BLOCK_T: gl.constexpr, BLOCK_O: gl.constexpr):
+    """Scale acc_OT, add the bias, round once and store."""
+    x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr = epilogue
     o = row_o + gl.arange(0, BLOCK_O, gl.SliceLayout(1, acc.type.layout))
     t = row_t + gl.arange(0, BLOCK_T, gl.SliceLayout(0, acc.type.layout))
     if x_scale_ptr is not None:
@@ -118,7 +118,7 @@ def _write(acc, row_o, row_t, ends, tokens, outputs, BLOCK_T: gl.constexpr, BLOC
         acc = acc * gl.load(weight_scale_ptr + o * weight_scale_so, mask=o < outputs, other=0.0)[:, None]
     if bias_ptr is not None:
         acc += gl.load(bias_ptr + o, mask=o < outputs, other=0.0).to(gl.float32)[:, None]
-    # 16 bytes a thread, along the outputs.
+    # Each thread stores 16 bytes along the outputs.
     THREADS: gl.constexpr = BLOCK_O // 8
     WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [THREADS, 32 // THREADS], [1, gl.num_warps()], [0, 1])
     values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
@@ -137,11 +137,11 @@ def _write(acc, row_o, row_t, ends, tokens, outputs, BLOCK_T: gl.constexpr, BLOC
         "t_tiles",
         "blocks",
         "split",
-        "ahead",
-        "pace",
+        "prefetch_l2",
+        "prefetch_cycles",
     ]
 )
-def matmul_early(
+def matmul_prefetching(
     x_source,
     weight_source,
     weight_ptr,
@@ -159,8 +159,8 @@ def matmul_early(
     t_tiles,
     blocks,
     split,
-    ahead,
-    pace,
+    prefetch_l2,
+    prefetch_cycles,
     BLOCK_T: gl.constexpr,
     BLOCK_O: gl.constexpr,
     BOXES: gl.constexpr,
@@ -168,8 +168,8 @@ def matmul_early(
     PLACES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """`split` programs share each tile. BOXES of a block, side by side. PLACES, X_PLACES: for blocks, in the weight's
-    ring and in the input's."""
+    """`split` programs sum each tile. A block has BOXES adjacent boxes. PLACES, X_PLACES: blocks in the ring of the
+    weight and of the input."""
     dtype: gl.constexpr = weight_source.dtype
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, BLOCK_T, 256 // dtype.primitive_bitwidth]
@@ -197,35 +197,35 @@ def matmul_early(
         _expect(x_full, i, x_source, BOXES, lo + i < hi)
     began = _cycles()
     for i in gl.static_range(PLACES):
-        while (lo + i < hi) & (_cycles() - began < i * pace):
+        while (lo + i < hi) & (_cycles() - began < i * prefetch_cycles):
             pass
-        _ask(weight_source, weight, weight_full, i, row_o, lo + i, BOXES, lo + i < hi)
+        _fetch(weight_source, weight, weight_full, i, row_o, lo + i, BOXES, lo + i < hi)
     if PDL:
-        for block in range(lo + PLACES, gl.minimum(lo + PLACES + ahead, hi)):
-            _bring_near(weight_ptr, row_o, block, outputs, inputs, BLOCK_O, BOXES * WIDE)
+        for block in range(lo + PLACES, gl.minimum(lo + PLACES + prefetch_l2, hi)):
+            _prefetch_l2(weight_ptr, row_o, block, outputs, inputs, BLOCK_O, BOXES * WIDE)
         gdc_wait()
     for i in gl.static_range(X_PLACES):
-        _ask(x_source, x, x_full, i, row_t, lo + i, BOXES, lo + i < hi)
+        _fetch(x_source, x, x_full, i, row_t, lo + i, BOXES, lo + i < hi)
     acc = gl.zeros([BLOCK_O, BLOCK_T], gl.float32, ACC)
     place, phase, x_place, x_phase = 0, 0, 0, 0
     for block in range(lo, hi):
         mbarrier.wait(weight_full.index(place), phase)
         mbarrier.wait(x_full.index(x_place), x_phase)
         acc = _multiply(weight, x, place, x_place, acc, BOXES)
-        # All warps have read both.
+        # Wait until all warps have read both blocks.
         barrier()
         _expect(weight_full, place, weight_source, BOXES, block + PLACES < hi)
         _expect(x_full, x_place, x_source, BOXES, block + X_PLACES < hi)
-        _ask(weight_source, weight, weight_full, place, row_o, block + PLACES, BOXES, block + PLACES < hi)
-        _ask(x_source, x, x_full, x_place, row_t, block + X_PLACES, BOXES, block + X_PLACES < hi)
-        place, phase = _next(place, phase, PLACES)
-        x_place, x_phase = _next(x_place, x_phase, X_PLACES)
-    # The weight has come: whoever follows may be brought in while the rest is added up and written.
+        _fetch(weight_source, weight, weight_full, place, row_o, block + PLACES, BOXES, block + PLACES < hi)
+        _fetch(x_source, x, x_full, x_place, row_t, block + X_PLACES, BOXES, block + X_PLACES < hi)
+        place, phase = _advance(place, phase, PLACES)
+        x_place, x_phase = _advance(x_place, x_phase, X_PLACES)
+    # The weight has been read, so the next kernel may launch while the sums are reduced and written.
     if PDL:
         gdc_launch_dependents()
-    ends = (x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr)
+    epilogue = (x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr)
     if part_ptr is None:
-        _write(acc, row_o, row_t, ends, tokens, outputs, BLOCK_T, BLOCK_O)
+        _write(acc, row_o, row_t, epilogue, tokens, outputs, BLOCK_T, BLOCK_O)
     else:
         o = gl.arange(0, BLOCK_O, gl.SliceLayout(1, ACC))
         t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, ACC))
@@ -237,17 +237,17 @@ def matmul_early(
         if arrived == split - 1:
             gl.store(count_ptr + tile, 0)
             total = gl.zeros([BLOCK_O, BLOCK_T], gl.float32, ACC)
-            # Several are asked for at once: one after another, each is a way to memory and back.
+            # Load several sums at once: one at a time, each would cost a round trip to memory.
             AT_ONCE: gl.constexpr = max(1, min(6, 64 * 32 * gl.num_warps() // (BLOCK_O * BLOCK_T)))
             for first in range(0, split, AT_ONCE):
                 for k in gl.static_range(AT_ONCE):
                     there = first + k < split
                     from_ptr = at + (tile * split + first + k) * (BLOCK_O * BLOCK_T)
                     total += gl.load(from_ptr, mask=there, other=0.0, cache_modifier=".cg")
-            _write(total, row_o, row_t, ends, tokens, outputs, BLOCK_T, BLOCK_O)
+            _write(total, row_o, row_t, epilogue, tokens, outputs, BLOCK_T, BLOCK_O)
 
 
-def multiply(
+def launch_matmul(
     x_TI: torch.Tensor,
     weight_OI: torch.Tensor,
     out_TO: torch.Tensor,
@@ -257,12 +257,12 @@ def multiply(
     scales: tuple[torch.Tensor | None, int, torch.Tensor | None, int],
     bias_O: torch.Tensor | None,
 ) -> None:
-    """`scales`: of x and of the weight, each with the step from one row's to the next."""
+    """Launch the kernel. `scales`: those of x and of the weight, each followed by its stride between rows."""
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
     x_scale, x_scale_st, weight_scale, weight_scale_so = scales
-    matmul_early[(programs,)](
+    matmul_prefetching[(programs,)](
         _tensor_map(x_TI, tile.tokens),
         _tensor_map(weight_OI, tile.outputs),
         weight_OI,
@@ -280,20 +280,20 @@ def multiply(
         t_tiles,
         blocks,
         programs // tiles,
-        tile.ahead,
-        tile.pace,
+        tile.prefetch_l2,
+        tile.prefetch_cycles,
         BLOCK_T=tile.tokens,
         BLOCK_O=tile.outputs,
         BOXES=tile.inputs * x_TI.element_size() // LINE.value,
         X_PLACES=tile.stages,
-        PLACES=tile.early,
+        PLACES=tile.prefetch,
         num_warps=tile.warps,
         **dependent(x_TI),
     )
 
 
 def _tensor_map(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Of boxes of so many rows."""
+    """Tensor map whose boxes have this many rows."""
     size = x.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=8 * size, rank=2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, LINE.value // size], layout)

@@ -1,4 +1,4 @@
-"""A step's bookkeeping on the device: layout of tokens and pages, draws, verification by matching.
+"""Bookkeeping kernels of a step: layout of tokens and pages, draws, draft verification by matching.
 
 Shapes: T tokens, B rows, S slots, L token capacity, P pages of a table, N rows of logits, V vocabulary, R rows that
 sample, W sampled positions of a row.
@@ -16,7 +16,7 @@ from dovetail.core.ops.step import Accepted, PageLayout, SampleInputs, TokenLayo
 VOCAB_BLOCK = 2048
 """Logits that a program compares at a time."""
 PROGRAMS = 1024
-"""Programs to spread the vocabulary over, all rows together: enough to fill a large GPU several times."""
+"""Target number of programs for the vocabularies of all rows; enough to fill a large GPU several times."""
 
 
 @triton.jit(do_not_specialize=["rows", "total", "padding"])
@@ -36,7 +36,7 @@ def _lay_out_tokens(
     padding,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, part); row `rows` is the padding."""
+    """Program (row, part). Row `rows` is the padding."""
     row = tl.program_id(0)
     first = tl.load(row_start_ptr + row)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -72,7 +72,7 @@ def lay_out_tokens_triton(
 ) -> TokenLayout:
     device = slots_B.device
     ids_T = torch.empty(total, dtype=torch.int32, device=device)
-    # Each begins where 16 bytes may be read at a time: an odd total would need kernels of its own.
+    # Align each tensor to 16 bytes. Otherwise Triton would compile separate kernels for odd totals.
     indices_3T = torch.empty(3, total + total % 2, dtype=torch.int64, device=device).narrow(1, 0, total)
     positions_T, rows_T, slots_T = indices_3T.unbind(0)
     kv_len_B = torch.empty(len(slots_B), dtype=torch.int32, device=device)
@@ -112,7 +112,7 @@ def _lay_out_pages(
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first programs copy COPY pages of a row's table each, the others place BLOCK tokens each."""
+    """The first programs each copy COPY pages of a row's table; the others each place BLOCK tokens."""
     program = tl.program_id(0)
     PARTS: tl.constexpr = (P + COPY - 1) // COPY
     if program < rows * PARTS:
@@ -136,7 +136,7 @@ def lay_out_pages_triton(
     page_table_BP = table_SP.new_empty(rows, pages)
     write_T = torch.empty_like(tokens.positions_T)
     block = 256
-    # Parts of a table are copied side by side: one of 131072 tokens has thousands of pages.
+    # Several programs copy one table in parallel: a table of 131072 tokens has thousands of pages.
     copy = min(triton.next_power_of_2(pages), 1024)
     _lay_out_pages[(rows * triton.cdiv(pages, copy) + triton.cdiv(total, block),)](
         slots_B,
@@ -229,7 +229,7 @@ def _mix(x):
 
 @triton.jit
 def _better(value_a, index_a, value_b, index_b):
-    """The larger value; of equal ones the first."""
+    """Return the larger value and its index; ties go to the lower index."""
     left = (value_a > value_b) | ((value_a == value_b) & (index_a < index_b))
     return tl.where(left, value_a, value_b), tl.where(left, index_a, index_b)
 
@@ -244,17 +244,17 @@ def _draw_parts(
     value_ptr,
     index_ptr,
     V,
-    share,
+    part_columns,
     first,
     PURPOSE: tl.constexpr,
     RANDOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, part): the best of `share` logits, the first of all being that of token `first`."""
+    """Program (row, part): find the best of `part_columns` logits. Column 0 of the row is token `first`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    begin = part * share
-    end = tl.minimum(begin + share, V)
+    begin = part * part_columns
+    end = tl.minimum(begin + part_columns, V)
     temperature = 0.0
     if RANDOM:
         temperature = tl.load(temperature_ptr + row)
@@ -274,7 +274,7 @@ def _draw_parts(
         column = i + tl.arange(0, BLOCK)
         ok = column < end
         x = tl.load(logits_ptr + row * V + column, mask=ok, other=float("-inf")).to(tl.float32)
-        x = tl.where(x == x, x, float("-inf"))  # NaN never wins.
+        x = tl.where(x == x, x, float("-inf"))  # NaN never wins
         if RANDOM:
             bits = _mix(_mix(a + (first + column).to(tl.uint32) * 0x9E3779B9) ^ b)
             uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
@@ -317,8 +317,8 @@ def best_triton(
     if not rows:
         return best_N, out_N
     parts = max(1, min(triton.cdiv(vocab, VOCAB_BLOCK), PROGRAMS // rows))
-    share = triton.cdiv(triton.cdiv(vocab, parts), VOCAB_BLOCK) * VOCAB_BLOCK
-    parts = triton.cdiv(vocab, share)
+    part_columns = triton.cdiv(triton.cdiv(vocab, parts), VOCAB_BLOCK) * VOCAB_BLOCK
+    parts = triton.cdiv(vocab, part_columns)
     value = torch.empty(rows, parts, device=logits_NV.device)
     index = torch.empty(rows, parts, dtype=torch.int32, device=logits_NV.device)
     _draw_parts[rows, parts](
@@ -330,7 +330,7 @@ def best_triton(
         value,
         index,
         vocab,
-        share,
+        part_columns,
         first,
         PURPOSE=int(Purpose.SAMPLE),
         RANDOM=random,
@@ -368,7 +368,7 @@ def _accept(
     disagree = (w >= count) | (drawn != draft)
     accepted = tl.min(tl.where(disagree, w, W - 1), axis=0).to(tl.int64)
     real = slot != padding
-    # Every thread has read its draft before one writes over it.
+    # All threads must have read their drafts before any is overwritten.
     tl.debug_barrier()
     tl.store(place, drawn.to(tl.int32), mask=(w <= accepted) & real)
     if real:

@@ -1,4 +1,4 @@
-"""The contract suites that Dovetail's own parts pass, over the parts of this package."""
+"""Dovetail's contract suites, applied to the parts of this package."""
 
 import functools
 import itertools
@@ -38,7 +38,7 @@ class TestNewestFirst(SchedulerContract):
 
 
 class TestAllLate(SchedulerContract):
-    """On the allocator with this package's policy."""
+    """Uses the allocator with this package's eviction policy."""
 
     def make(self, limits, kv):
         return Lighthouse(LighthouseConfig(max_age=0), limits, kv)
@@ -65,11 +65,11 @@ class NoRepeatNgramContract(LogitsProcessorContract):
 
 
 class TestUnigrams(NoRepeatNgramContract):
-    """No token comes twice, which every history shows."""
+    """No token may occur twice, so every history has a token to ban."""
 
 
 class TestTrigrams(NoRepeatNgramContract):
-    """Histories of two tokens alone, whose prompt has every pair of them: each has a trigram to ban."""
+    """Histories consist of two tokens, and the prompt has every pair of them, so each has a trigram to ban."""
 
     size = 3
     prompt = (1, 1, 2, 2, 1)

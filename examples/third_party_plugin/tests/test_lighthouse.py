@@ -1,4 +1,4 @@
-"""What the parts do, beside what every part must."""
+"""Tests of each part's own behaviour; test_contracts.py has the rules common to all plugins."""
 
 import csv
 import dataclasses
@@ -26,7 +26,7 @@ def waiting(*arrivals):
     ("max_age", "order", "victims"),
     [(100, [3, 2, 1, 0], [0, 1, 2, 3]), (0, [0, 1, 2, 3], [3, 2, 1, 0]), (10, [0, 1, 3, 2], [2, 3, 1, 0])],
 )
-def test_newest_first_but_late_ones_before_all(max_age, order, victims):
+def test_newest_first_but_late_ones_before_all_others(max_age, order, victims):
     scheduler = Lighthouse(LighthouseConfig(max_age=max_age), SchedulerLimits(16, 4, 64), kv=None)
     seqs, ctx = waiting(0.0, 1.0, 5.0, 6.0), SimpleNamespace(clock=12.0)
     assert [seq.uid for seq in scheduler.order(seqs, ctx)] == order
@@ -51,7 +51,7 @@ def test_a_page_that_was_reused_outlives_a_scan():
     assert policy.victim() == 1
     policy.on_publish(1, 0, 0)
     policy.on_release(1)
-    assert 1 in policy.probation, "new contents start anew"
+    assert 1 in policy.probation, "a page with new contents starts in probation"
 
 
 def asking(size):
@@ -59,7 +59,7 @@ def asking(size):
 
 
 def banned(history, size, prompt_len):
-    """The definition, one token at a time; n-grams lie wholly after `prompt_len`."""
+    """Return the banned tokens by definition, from n-grams wholly after `prompt_len`."""
     grams = {tuple(history[i : i + size]) for i in range(prompt_len, len(history) - size + 1)} if size else set()
     last = tuple(history[len(history) - size + 1 :]) if size else ()
     return {gram[-1] for gram in grams if gram[:-1] == last}
@@ -99,13 +99,13 @@ def test_an_n_that_is_too_long_is_refused():
         NoRepeatNgram(NoRepeatNgramConfig()).validate(asking(9), 100)
 
 
-def test_the_file_has_a_line_a_step(tmp_path):
+def test_the_file_has_one_line_per_step(tmp_path):
     path = tmp_path / "steps.csv"
     observer, seen = StepCsv(StepCsvConfig(path=str(path))), list(records(5))
     for record in seen:
         observer.step(record)
     with path.open() as file:
-        assert len(list(csv.DictReader(file))) == 5, "a line can be read as soon as its step is done"
+        assert len(list(csv.DictReader(file))) == 5, "each line is written when its step is done"
     observer.close()
     with path.open() as file:
         lines = list(csv.DictReader(file))
@@ -113,7 +113,7 @@ def test_the_file_has_a_line_a_step(tmp_path):
     assert [float(line["clock"]) for line in lines] == [record.clock for record in seen]
 
 
-def test_all_of_it_in_one_engine(tmp_path):
+def test_all_parts_in_one_engine(tmp_path):
     path = tmp_path / "steps.csv"
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     overrides = ["+preset=lighthouse", f"observer.step_csv.path={path}", "engine.device=cpu"]

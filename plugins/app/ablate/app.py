@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from dovetail.core.interfaces import App
 from dovetail.core.parallel.process import order_for
@@ -25,7 +24,7 @@ from dovetail.plugins.app.bench.app import check_writable
 from dovetail.plugins.app.bench.config import RunsConfig
 from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.app.bench.report import check_plot
-from dovetail.plugins.app.waiting import phases_in_lines
+from dovetail.plugins.app.waiting import bar, in_words, phases_in_lines
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -46,14 +45,16 @@ class AblateApp(App):
         check_writable(config.out, "ablate.out")
         make(config, composition)  # report composition errors before any process starts
         self.console = Console(stderr=True, highlight=False)
+        self._requests: dict[tuple[Any, int], str] = {}
+        """(rate, run number) -> hash of the requests that the first variant got."""
         order: dict[str, Any] = {
             "workload": composition.choices["workload"],
             "config": config.model_dump(mode="json", include=set(RunsConfig.model_fields)),
             "ask": config.quality.model_dump(mode="json"),
         }
-        with self._bar(None) as bar, phases_in_lines(self.console, "check") as progress:
-            progress("every variant on this host", None)
-            bar.set_phase("check every variant on this host")
+        what = "every variant on this host"
+        with bar(self.console, f"check {what}"), phases_in_lines(self.console, "check") as progress:
+            progress(what, None)
             checked = check(config, composition, order)
         rates = list(composition.part("workload").build().rates())
         records = [_record(variant) for variant in checked.variants]
@@ -83,14 +84,15 @@ class AblateApp(App):
         """Run the rounds. Each round starts every variant once."""
         records = {record["name"]: record for record in result["variants"]}
         running, plan = checked.running, checked.quality
-        requests: dict[tuple[Any, int], str] = {}
-        with self._bar(self.config.rounds * len(running)) as bar:
+        starts = self.config.rounds * len(running)
+        with bar(self.console, "", starts, refresh_per_second=REFRESHES) as update:
             for number in range(self.config.rounds):
-                for place in turns(len(running), number):
+                for begun, place in enumerate(turns(len(running), number), number * len(running)):
                     record = records[running[place].name]
-                    bar.begin(f"round {number + 1} of {self.config.rounds}, {record['name']}")
+                    title = f"round {number + 1} of {self.config.rounds}, {record['name']}"
+                    update(description=title, completed=begun)
                     if record["failure"] is None:
-                        self._start(running[place], record, number, order | {"quality": plan}, requests, bar)
+                        self._start(running[place], record, number, order | {"quality": plan}, title, update)
                         # The first variant that answers samples the texts on which all others are scored.
                         windows = (record["quality"] or {}).pop("windows", None)
                         if plan is not None and windows is not None:
@@ -105,8 +107,8 @@ class AblateApp(App):
         record: dict[str, Any],
         number: int,
         order: dict[str, Any],
-        requests: dict[tuple[Any, int], str],
-        bar: Bar,
+        title: str,
+        update: Callable[..., None],
     ) -> None:
         """Run one start of a variant in a process; store its runs, or the failure, in the record."""
         began = time.monotonic()
@@ -114,11 +116,11 @@ class AblateApp(App):
 
             def phase(name: str, share: float | None) -> None:
                 progress(name, share)
-                bar.set_phase(name, share)
+                update(description=f"{title}: {in_words(name, share)}")
 
             try:
                 found = child.ask(order_for(variant.composition) | order | {"first": number * self.config.runs}, phase)
-                _check_runs(found, number * self.config.runs, requests)
+                _check_runs(found, number * self.config.runs, self._requests)
             except Failure as failure:
                 record["failure"] = {"round": number, "reason": str(failure)}
         if record["failure"] is None:
@@ -127,39 +129,12 @@ class AblateApp(App):
             record["starts"].append({"round": number, **found})
         if not self.console.is_terminal:
             how = "failed" if record["failure"] else "done"
-            self.console.print(f"{bar.title}: {how} in {time.monotonic() - began:.1f} s", soft_wrap=True)
+            self.console.print(f"{title}: {how} in {time.monotonic() - began:.1f} s", soft_wrap=True)
 
     def _keep(self, result: dict[str, Any]) -> None:
         result["comparisons"] = comparisons(result["variants"], result["rates"])
         if self.config.out is not None:
             Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-    @contextmanager
-    def _bar(self, total: int | None) -> Iterator[Bar]:
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        shown = columns if total else [columns[0], columns[1], columns[3]]
-        hidden = not self.console.is_terminal
-        progress = Progress(*shown, console=self.console, transient=True, disable=hidden, refresh_per_second=REFRESHES)
-        with progress:
-            yield Bar(progress, progress.add_task("", total=total))
-
-
-class Bar:
-    """Progress bar: starts done so far, and the phase of the running process."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
-        self._begun = -1
-        self.title = ""
-
-    def begin(self, title: str) -> None:
-        self.title = title
-        self._begun += 1
-        self._progress.update(self._task, description=title, completed=self._begun)
-
-    def set_phase(self, phase: str, share: float | None = None) -> None:
-        text = phase if share is None else f"{phase}, {share:.0%}"
-        self._progress.update(self._task, description=f"{self.title}: {text}" if self.title else text)
 
 
 def _record(variant: Variant) -> dict[str, Any]:
@@ -176,10 +151,7 @@ def _record(variant: Variant) -> dict[str, Any]:
 
 
 def _check_runs(found: Mapping[str, Any], first: int, requests: dict[tuple[Any, int], str]) -> None:
-    """Raise Failure if the figures cannot be compared with those of other variants.
-
-    `requests` maps (rate, run number) to the hash of the requests that the first variant got; it is filled here.
-    """
+    """Raise Failure if the figures cannot be compared with those of other variants. Fills `requests`."""
     for load in found["loads"]:
         for number, run in enumerate(load["runs"], first):
             if run["failed"]:

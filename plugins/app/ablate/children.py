@@ -1,5 +1,4 @@
-"""Parent side of the measuring processes: start one, receive its messages, and wait for its end before the next one
-starts."""
+"""Parent side of the measuring processes, of which one runs at a time: start, messages and end."""
 
 from __future__ import annotations
 

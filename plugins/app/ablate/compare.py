@@ -1,5 +1,4 @@
-"""Comparison of variants: from the records of all runs to the change that each variant made. Pure functions on plain
-data."""
+"""The change that each variant made, computed from the records of all runs. Pure functions on plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +8,8 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
-from dovetail.plugins.app.ablate.stats import Estimate, mean, paired
+from dovetail.plugins.app.ablate.stats import mean, paired
+from dovetail.plugins.app.bench.metrics import at
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,6 @@ METRICS = (
 )
 
 
-def at(record: Any, path: str) -> float | None:
-    for name in path.split("."):
-        record = record.get(name) if record is not None else None
-    return None if record is None else float(record)
-
-
 def samples(variant: Mapping[str, Any], rate: float | None, metric: Metric) -> dict[int, list[float]]:
     """Return round -> the values of its runs. A round in which a run lacks the value is left out."""
     found = {}
@@ -65,8 +59,7 @@ def summary(variant: Mapping[str, Any], rate: float | None) -> dict[str, float]:
 
 
 def comparisons(variants: Sequence[Mapping[str, Any]], rates: Sequence[float | None]) -> list[dict[str, Any]]:
-    """Compare each variant with its baselines. A baseline without figures is replaced by its own nearest baseline that
-    has some."""
+    """Compare each variant with its baselines. One without figures is replaced by its own nearest that has some."""
     by_name = {variant["name"]: variant for variant in variants}
     found = []
     for variant in variants:
@@ -75,7 +68,8 @@ def comparisons(variants: Sequence[Mapping[str, Any]], rates: Sequence[float | N
         for baseline in _measured(variant["baselines"], by_name):
             other = by_name[baseline]
             for rate in rates:
-                changes = {m.path: _change(variant, other, rate, m) for m in METRICS}
+                values = {m: (samples(variant, rate, m), samples(other, rate, m)) for m in METRICS}
+                changes = {m.path: paired(*both, ratio=m.ratio) for m, both in values.items()}
                 found.append(
                     {
                         "variant": variant["name"],
@@ -96,10 +90,6 @@ def _measured(names: Sequence[str], by_name: Mapping[str, Mapping[str, Any]]) ->
         if by_name[name]["starts"]:
             found.append(name)
     return list(dict.fromkeys(found))
-
-
-def _change(variant: Any, other: Any, rate: float | None, metric: Metric) -> Estimate | None:
-    return paired(samples(variant, rate, metric), samples(other, rate, metric), ratio=metric.ratio)
 
 
 def quality(mine: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a variant answers, for `quality`: greedy outputs of fixed prompts, and how likely it finds fixed texts."""
+"""Answers of a variant for `quality`: greedy outputs of fixed prompts, and log-probabilities of fixed texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ids = list[int]
 
 
 def plan(config: QualityConfig, target: Target, runs: Runs, name: str, workload: Workload) -> dict[str, Any] | None:
-    """The same for every variant: prompts of the workload that no run has, and windows of a text where one is given."""
+    """Return the prompts, which no run has, and the windows of `config.text` if given. Equal for every variant."""
     if not config.prompts:
         return None
     length = min(config.prompt_tokens, target.max_len - config.tokens - 1)
@@ -28,7 +28,7 @@ def plan(config: QualityConfig, target: Target, runs: Runs, name: str, workload:
         )
     rate = workload.rates()[0]
     drawn = (request for number in count(1) for request in runs.requests(name, workload, -number, rate))
-    # Their ends: the beginnings may be a system prompt that all share.
+    # Cut from the ends: all may begin with the same system prompt.
     prompts = [list(request.prompt_ids[-length:]) for request in islice(drawn, config.prompts)]
     return {"prompts": prompts, "tokens": config.tokens, "windows": _windows_of_text(config, target, length)}
 
@@ -51,19 +51,17 @@ def _windows_of_text(config: QualityConfig, target: Target, length: int) -> list
 
 
 def probe(target: EngineTarget, plan: dict[str, Any], seed: int) -> dict[str, Any]:
-    """`target` has started and is idle. Where the plan has no windows yet, they are the prompts, each followed by what
-    this variant samples from its whole distribution."""
+    """Return the answers of a started, idle target. Without windows in the plan, they are the prompts, each followed by
+    a sample from this variant's whole distribution."""
     prompts, tokens, windows = plan["prompts"], plan["tokens"], plan["windows"]
     greedily = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     greedy = _complete(target, prompts, [greedily] * len(prompts))
     if windows is None:
-        drawn = [
-            SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=seed + i)
-            for i in range(len(prompts))
-        ]
-        sampled = _complete(target, prompts, drawn)
+        random = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+        seeded = [random.model_copy(update={"seed": seed + i}) for i in range(len(prompts))]
+        sampled = _complete(target, prompts, seeded)
         windows = [[prompt + out, len(prompt)] for prompt, (out, _) in zip(prompts, sampled, strict=True)]
-    # Prompt log-probabilities are of a pass over the whole text: teacher forcing, without the prefix cache.
+    # Prompt log-probabilities come from one pass over the whole text (teacher forcing), without the prefix cache.
     reading = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
     read = _complete(target, [ids for ids, _ in windows], [reading] * len(windows))
     scored = [logprobs[start - 1 :] for (_, logprobs), (_, start) in zip(read, windows, strict=True)]

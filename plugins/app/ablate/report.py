@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dovetail.plugins.app.ablate.compare import METRICS, Metric, summary
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
+from dovetail.plugins.app.tables import NONE, console, figures_table, number, share
 
-NONE = "n/a"
 DRAWN = ("output_tokens_per_s", "ttft_ms.median", "tpot_ms.median")
 
 
 def show(result: Mapping[str, Any]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 150
-    console.print(_where(result))
+    out = console(150, highlight=False)
+    out.print(_where(result))
     for rate in result["rates"]:
-        console.print(_figures(result, rate))
-        for table in _changes(result, rate):
-            console.print(table)
+        for table in (_figures(result, rate), *_changes(result, rate)):
+            out.print(table)
     for table in _quality(result):
-        console.print(table)
+        out.print(table)
     for variant in result["variants"]:
         if variant["skipped"]:
-            console.print(f"[bold]{_plain(variant['name'])}[/] was skipped: {_plain(variant['skipped'])}")
+            out.print(f"[bold]{_plain(variant['name'])}[/] was skipped: {_plain(variant['skipped'])}")
         if variant["failure"]:
             round_, reason = variant["failure"]["round"] + 1, _plain(variant["failure"]["reason"])
-            console.print(f"[bold red]{_plain(variant['name'])}[/] failed in round {round_}: {reason}")
+            out.print(f"[bold red]{_plain(variant['name'])}[/] failed in round {round_}: {reason}")
     if result["interrupted"]:
-        console.print("[bold red]interrupted[/]: the figures cover only what was measured before")
+        out.print("[bold red]interrupted[/]: the figures cover only what was measured before")
 
 
 def _plain(text: str) -> str:
@@ -53,30 +48,20 @@ def _many(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number > 1 else "")
 
 
-def _titled(result: Mapping[str, Any], title: str, rate: float | None) -> Table:
+def _table(result: Mapping[str, Any], title: str, rate: float | None, heads: Iterable[str]) -> Table:
     at = "" if rate is None else f", {rate:g} requests/s"
-    table = Table(title=title + at, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step" if result["design"] == "ladder" else "variant", overflow="fold")
-    return table
+    return figures_table(title + at, "step" if result["design"] == "ladder" else "variant", heads, overflow="fold")
 
 
 def _figures(result: Mapping[str, Any], rate: float | None) -> Table:
-    table = _titled(result, "medians over runs; latency in ms, output in tokens/s", rate)
     rows = [(variant, summary(variant, rate)) for variant in result["variants"]]
     metrics = [metric for metric in METRICS if any(metric.path in found for _, found in rows)]
-    for metric in metrics:
-        table.add_column(metric.title, justify="right")
+    title = "medians over runs; latency in ms, output in tokens/s"
+    table = _table(result, title, rate, (metric.title for metric in metrics))
     for variant, found in rows:
-        table.add_row(Text(variant["name"]), *(_value(metric, found.get(metric.path)) for metric in metrics))
+        cells = ((number if metric.ratio else share)(found.get(metric.path)) for metric in metrics)
+        table.add_row(Text(variant["name"]), *cells)
     return table
-
-
-def _value(metric: Metric, value: float | None) -> str:
-    if value is None:
-        return NONE
-    if not metric.ratio:
-        return f"{value:.1%}"
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _by_baseline(result: Mapping[str, Any], rate: float | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -97,10 +82,9 @@ def _changes(result: Mapping[str, Any], rate: float | None) -> Iterator[Table]:
     for against, rows in _by_baseline(result, rate):
         if not rows:
             continue
-        table = _titled(result, f"{against}: ratios (differences for shares), {CONFIDENCE:.0%} intervals", rate)
         metrics = [metric for metric in METRICS if any(metric.path in row["changes"] for row in rows)]
-        for metric in metrics:
-            table.add_column(metric.title, justify="right")
+        title = f"{against}: ratios (differences for shares), {CONFIDENCE:.0%} intervals"
+        table = _table(result, title, rate, (metric.title for metric in metrics))
         for row in rows:
             cells = [_change(metric, row["changes"].get(metric.path)) for metric in metrics]
             table.add_row(Text(row["variant"]), *cells)
@@ -119,12 +103,12 @@ def _change(metric: Metric, change: Mapping[str, Any] | None) -> Text:
         return Text(NONE)
     estimate = Estimate(**change)
 
-    def number(value: float) -> str:
+    def words(value: float) -> str:
         return f"{value:.3g}" if metric.ratio else f"{value * 100:+.1f}"
 
-    cell = ("x" if metric.ratio else "") + number(estimate.value)
+    cell = ("x" if metric.ratio else "") + words(estimate.value)
     if estimate.low is not None and estimate.high is not None:
-        cell += f"\n{number(estimate.low)} to {number(estimate.high)}"
+        cell += f"\n{words(estimate.low)} to {words(estimate.high)}"
     unchanged = 1.0 if metric.ratio else 0.0
     if not estimate.excludes(unchanged):
         return Text(cell)
@@ -135,17 +119,16 @@ def _quality(result: Mapping[str, Any]) -> Iterator[Table]:
     for against, rows in _by_baseline(result, result["rates"][0]):
         if not any(row["quality"] for row in rows):
             continue
-        table = _titled(result, f"answers {against}", None)
-        for head in ("greedy tokens equal", "outputs equal", "top-1 agreement", "NLL change, nats/token"):
-            table.add_column(head, justify="right")
+        heads = ("greedy tokens equal", "outputs equal", "top-1 agreement", "NLL change, nats/token")
+        table = _table(result, f"answers {against}", None, heads)
         for row in rows:
             if (found := row["quality"]) is None:
                 table.add_row(Text(row["variant"]), *[NONE] * 4)
                 continue
             change = Estimate(**found["nll_change"])
             interval = "" if change.low is None else f" [{change.low:+.4f}, {change.high:+.4f}]"
-            shares = (found[name] for name in ("greedy_tokens_equal", "outputs_equal", "top1_agreement"))
-            table.add_row(Text(row["variant"]), *(f"{share:.1%}" for share in shares), f"{change.value:+.4f}{interval}")
+            shares = (share(found[name]) for name in ("greedy_tokens_equal", "outputs_equal", "top1_agreement"))
+            table.add_row(Text(row["variant"]), *shares, f"{change.value:+.4f}{interval}")
         yield table
 
 

@@ -67,8 +67,7 @@ def paired(
 
 
 def t_within(t: float, df: int) -> float:
-    """Return P(|T| <= t) of Student's t for an integer number of degrees of freedom (Abramowitz and Stegun 26.7.3,
-    26.7.4)."""
+    """Return P(|T| <= t) of Student's t for a whole number of degrees of freedom (Abramowitz and Stegun 26.7.3-4)."""
     theta = math.atan2(t, math.sqrt(df))
     cos2 = math.cos(theta) ** 2
     odd = df % 2

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from dovetail.core.compose import Selected, compose
 from dovetail.core.errors import ConfigError
@@ -18,10 +17,10 @@ from dovetail.core.interfaces import App, Workload
 from dovetail.plugins.app.bench.config import BenchConfig
 from dovetail.plugins.app.bench.metrics import knee, summarize
 from dovetail.plugins.app.bench.record import describe
-from dovetail.plugins.app.bench.report import check_plot, draw, show
+from dovetail.plugins.app.bench.report import check_plot, draw, rows, show
 from dovetail.plugins.app.bench.runs import Runs
 from dovetail.plugins.app.bench.target import OnDone, Target
-from dovetail.plugins.app.waiting import phases_in_lines
+from dovetail.plugins.app.waiting import bar, phases
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -39,18 +38,13 @@ class BenchApp(App):
         check_writable(self.config.out, "bench.out")
         self.console = Console(stderr=True, highlight=False)
         target = self._target(composition)
-        runs = Runs(self.config, target, self._bar_of_run, self.console.print)
+        runs = Runs(self.config, target, self._bar, self.console.print)
         for name, part in workloads.items():
             runs.check(name, part.build())
         timelines: dict[str, Any] = {}
         with closing(target):
-            with self._bar("start") as bar, phases_in_lines(self.console) as print_phase:
-
-                def phase(name: str, share: float | None) -> None:
-                    print_phase(name, share)
-                    bar.phase(name, share)
-
-                startup = target.start(phase)
+            with phases(self.console) as progress:
+                startup = target.start(progress)
             result = describe(composition) | {"startup": startup, "results": []}
             for name, part in workloads.items():
                 found, timelines[name] = self._measure(runs, name, part)
@@ -60,7 +54,7 @@ class BenchApp(App):
             Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if self.config.plot is not None:
             draw(self.config.plot, result, timelines)
-        return 1 if any(run["failed"] for run in all_runs(result)) else 0
+        return 1 if any(run["failed"] for _, load in rows(result) for run in load["runs"]) else 0
 
     def _workloads(self, composition: Composition) -> dict[str, Selected]:
         """Return the workloads by name; several names may be one component with different options."""
@@ -69,15 +63,12 @@ class BenchApp(App):
             return {composition.choices["workload"]: composition.part("workload")}
         if chosen := [text for text in composition.overrides if text.startswith("workload=")]:
             raise ConfigError(f"`{chosen[0]}` and bench.workloads={list(names)}: give one of them")
-        return {name: self._compose(composition, name).part("workload") for name in names}
-
-    @staticmethod
-    def _compose(composition: Composition, workload: str) -> Composition:
-        return compose(
-            [*composition.overrides, f"workload={workload}"],
-            registry=composition.registry,
-            config_dirs=composition.config_dirs,
-        )
+        found = {}
+        for name in names:
+            words = [*composition.overrides, f"workload={name}"]
+            made = compose(words, registry=composition.registry, config_dirs=composition.config_dirs)
+            found[name] = made.part("workload")
+        return found
 
     def _target(self, composition: Composition) -> Target:
         if self.config.url is None:
@@ -89,8 +80,7 @@ class BenchApp(App):
         return ServerTarget(composition, self.config)
 
     def _measure(self, runs: Runs, name: str, part: Selected) -> tuple[dict[str, Any], list[Any]]:
-        """Measure one workload at all its rates. Returns its figures, and for the plot the timelines of the last run at
-        each rate."""
+        """Measure one workload at all its rates. Returns its figures, and for the plot each rate's last timelines."""
         workload: Workload = part.build()
         loads: list[dict[str, Any]] = []
         timelines = []
@@ -106,39 +96,19 @@ class BenchApp(App):
         return result, timelines
 
     @contextmanager
-    def _bar_of_run(self, title: str, requests: int) -> Iterator[OnDone]:
-        with self._bar(title, requests) as bar:
-            yield bar.done
+    def _bar(self, title: str, requests: int) -> Iterator[OnDone]:
+        """Show a progress bar that redraws rarely, and only in the calling thread."""
+        drawn = 0.0
 
-    @contextmanager
-    def _bar(self, title: str, total: int | None = None) -> Iterator[Bar]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        shown = columns if total else (columns[0], columns[1], columns[3])
-        hidden = not self.console.is_terminal
-        with Progress(*shown, console=self.console, transient=True, auto_refresh=not total, disable=hidden) as progress:
-            yield Bar(progress, progress.add_task(title, total=total))
+        def done(number: int) -> None:
+            nonlocal drawn
+            now = time.perf_counter()
+            if now - drawn >= REFRESH:
+                drawn = now
+                update(completed=number, refresh=True)
 
-
-class Bar:
-    """Progress bar that redraws rarely; during a measurement it draws only in the calling thread."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
-        self._drawn = 0.0
-
-    def phase(self, name: str, share: float | None) -> None:
-        total = None if share is None else 1.0
-        self._progress.update(self._task, description=name, total=total, completed=share or 0.0)
-
-    def done(self, requests: int) -> None:
-        now = time.perf_counter()
-        if now - self._drawn >= REFRESH:
-            self._drawn = now
-            self._progress.update(self._task, completed=requests, refresh=True)
-
-
-def all_runs(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    return (run for found in result["results"] for load in found["loads"] for run in load["runs"])
+        with bar(self.console, title, requests, auto_refresh=False) as update:
+            yield done
 
 
 def check_writable(path: str | None, option: str) -> None:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from dovetail.core.engine.results import SequenceEvent
     from dovetail.core.frontend.engines import Engines
     from dovetail.core.frontend.messages import EngineStats
-    from dovetail.core.frontend.outputs import Delta
-    from dovetail.core.frontend.request_table import OpenRequest
+    from dovetail.core.frontend.request_table import Delivery, OpenRequest
 
 KV_EVERY = 16
 """Steps between samples of KV cache usage, whose cost grows with the number of sequences."""
@@ -79,8 +78,7 @@ class EngineTarget(Target):
         return drive.timelines, drive.figures() | ({} if reset else {"prefix_cache_kept": True})
 
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """Run each prompt with its parameters, all at once, without prefixes of earlier calls. Raises RequestError for
-        a prompt that cannot run."""
+        """Run all prompts at once, without cached prefixes. Raises RequestError for a prompt that cannot run."""
         self.engine.reset_cache()
         complete = _step_to_the_end if self.composition.engine.dp == 1 else _submit_and_wait
         return complete(self.engine, prompts, params)
@@ -140,13 +138,13 @@ def _submit_and_wait(
     found: list[Answer] = [([], []) for _ in prompts]
     done: list[Future[None]] = [Future() for _ in prompts]
 
-    def deliver(number: int, request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
-        for delta in deltas:
+    def deliver(number: int, request: OpenRequest, delivery: Delivery) -> None:
+        for delta in delivery.deltas:
             found[number][0].extend(delta.token_ids)
             found[number][1].extend(delta.prompt_logprobs)
-        if error is not None:
-            done[number].set_exception(error)
-        elif request.ended:
+        if delivery.error is not None:
+            done[number].set_exception(delivery.error)
+        elif delivery.last:
             done[number].set_result(None)
 
     pairs = enumerate(zip(prompts, params, strict=True))
@@ -184,23 +182,23 @@ class Drive(ABC):
         self.timelines = [Timeline(r.arrival, len(r.prompt_ids), r.slo) for r in requests]
         self._added = self._done = 0
         self.stopped = False
-        """Set from another thread: `run` returns soon."""
+        """Set by another thread to make `run` return soon."""
         self.replicas = [ReplicaRun(before) for before in self._counted()]
 
     @abstractmethod
     def run(self) -> None:
-        """Send every request at its time and wait for its end."""
+        """Send every request at its arrival time and wait for its end."""
 
     @abstractmethod
     def _counted(self) -> list[tuple[Counters, int]]:
-        """Counters and preemptions of each replica."""
+        """Return the counters and preemptions of each replica."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """From another thread: `run` hangs."""
+        """Make a hung `run` return; called by another thread."""
 
     def figures(self) -> dict[str, Any]:
-        """What the engines can tell of the run; None = they cannot."""
+        """Return the engines' figures of the run; a value that they cannot measure is None."""
         return _figures(self.replicas, self._counted())
 
     def _next(self) -> tuple[Sequence[int], SamplingParams, RequestOptions]:
@@ -217,13 +215,13 @@ class Drive(ABC):
 
 
 class StepDrive(Drive):
-    """Steps the one engine of this process."""
+    """Steps the engine in this process."""
 
     def __init__(self, engine: Engine, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
         self.engine = engine
         super().__init__(requests, on_done)
         self._running: dict[int, Timeline] = {}
-        """By uid."""
+        """Timelines by uid."""
         self._steps = 0
 
     def _counted(self) -> list[tuple[Counters, int]]:
@@ -243,7 +241,7 @@ class StepDrive(Drive):
                 _sleep_until(began + requests[self._added].arrival)
                 continue
             if self._added < len(requests) and (delay := engine.launch_delay()):
-                # The launch waits for requests, as it does in a server.
+                # The launch waits for requests, as in a server.
                 _sleep_until(began + now + min(requests[self._added].arrival - now, delay))
                 continue
             events = self._step()
@@ -277,7 +275,7 @@ class StepDrive(Drive):
 
 
 class TableDrive(Drive):
-    """Submits to the table over all replicas, which deliver in threads of their own."""
+    """Submits to the request table of all replicas, which deliver in their own threads."""
 
     def __init__(self, engines: Engines, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
         self.engines = engines
@@ -310,15 +308,15 @@ class TableDrive(Drive):
 
         line = self.timelines[self._added]
 
-        def deliver(request: OpenRequest, deltas: list[Delta], error: Exception | None) -> None:
-            tokens = sum(len(delta.token_ids) for delta in deltas)
+        def deliver(request: OpenRequest, delivery: Delivery) -> None:
+            tokens = sum(len(delta.token_ids) for delta in delivery.deltas)
             with self._lock:
                 if tokens:
                     line.came(time.perf_counter() - began, tokens)
                     self.replicas[request.replica].output_tokens += tokens
-                if error is not None:
-                    line.failure = str(error)
-                if request.ended:
+                if delivery.error is not None:
+                    line.failure = str(delivery.error)
+                if delivery.last:
                     self._finished()
                     if self._done == len(self.requests):
                         self._ended.set()
@@ -332,7 +330,7 @@ class TableDrive(Drive):
             self.replicas[replica].kv.append(KVSample(stats.kv_usage, stats.tokens_owned, stats.tokens_used))
 
     def figures(self) -> dict[str, Any]:
-        """Of all replicas together, and of each."""
+        """Figures of all replicas together, and of each."""
         now = self._counted()
         each = [
             {"requests": one.requests, "output_tokens": one.output_tokens} | _figures([one], [after])

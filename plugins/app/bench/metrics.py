@@ -115,39 +115,28 @@ def per_token_of_run(whole: float, one_token: float, output_tokens: int) -> floa
 
 
 SUMMARY = (
-    ("seconds",),
-    ("requests_per_s",),
-    ("output_tokens_per_s",),
-    ("total_tokens_per_s",),
-    ("run_tpot_ms",),
-    ("ttft_ms", "median"),
-    ("ttft_ms", "p99"),
-    ("tpot_ms", "median"),
-    ("tpot_ms", "p99"),
-    ("itl_ms", "median"),
-    ("itl_ms", "p99"),
-    ("e2e_ms", "median"),
-    ("e2e_ms", "p99"),
-    ("goodput", "requests_per_s"),
-    ("goodput", "share"),
+    *("seconds", "requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "run_tpot_ms"),
+    *(f"{latency}_ms.{figure}" for latency in ("ttft", "tpot", "itl", "e2e") for figure in ("median", "p99")),
+    *("goodput.requests_per_s", "goodput.share"),
 )
-"""Figures of a run that are compared over repeats."""
+"""Dotted paths of the figures of a run that are compared over repeats."""
 
 
 def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return path, such as "ttft_ms.median" -> median, minimum and maximum over the runs that have the value."""
     found = {}
     for path in SUMMARY:
-        values = [value for run in runs if (value := _at(run, path)) is not None]
+        values = [value for run in runs if (value := at(run, path)) is not None]
         if values:
-            found[".".join(path)] = {"median": float(np.median(values)), "min": min(values), "max": max(values)}
+            found[path] = {"median": float(np.median(values)), "min": min(values), "max": max(values)}
     return found
 
 
-def _at(run: Any, path: tuple[str, ...]) -> float | None:
-    for name in path:
-        run = run.get(name) if run is not None else None
-    return run
+def at(record: Any, path: str) -> float | None:
+    """Return the value at a dotted path of nested records; None if one of them is missing."""
+    for name in path.split("."):
+        record = record.get(name) if record is not None else None
+    return record
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from dovetail.core.errors import ConfigError
+from dovetail.plugins.app.tables import NONE, console, figures_table, number, share
+from dovetail.plugins.app.waiting import long_phases
 
-NONE = "n/a"
 BUSY = 0.8
 """Busy share above which the client's own work distorts the figures."""
 SUFFIXES = ("png", "svg", "pdf")
 
 
 def show(result: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 130
-    console.print(_where(result))
+    out = console(130, highlight=False)
+    out.print(_where(result))
     if names := result["config"]["bench"]["adapters"]:
-        console.print(f"requests spread over {len(names)} adapters, skew {result['config']['bench']['adapter_skew']:g}")
-    console.print(_speed(result))
-    if any("steps" in load["runs"][-1] for found in result["results"] for load in found["loads"]):
-        console.print(_inside(result))
-    if any("replicas" in load["runs"][-1] for _, load in _rows(result)):
-        console.print(_replicas(result))
+        out.print(f"requests spread over {len(names)} adapters, skew {result['config']['bench']['adapter_skew']:g}")
+    out.print(_speed(result))
+    last = [load["runs"][-1] for _, load in rows(result)]
+    if any("steps" in run for run in last):
+        out.print(_inside(result))
+    if any("replicas" in run for run in last):
+        out.print(_replicas(result))
     for found in result["results"]:
         if "knee" in found:
             bend = found["knee"] or {"rate": None, "rule": "too few rates, or no bend"}
             where = "none" if bend["rate"] is None else f"{bend['rate']:g} requests/s"
-            console.print(f"knee of {found['workload']}: {where} ({bend['rule']})")
+            out.print(f"knee of {found['workload']}: {where} ({bend['rule']})")
         for load in found["loads"]:
             for run in load["runs"]:
                 if run["failed"]:
                     which = f"{found['workload']}: {run['failed']} of {run['requests']} requests failed"
-                    console.print(f"[bold red]{which}[/]: {run['failures'][0]}")
+                    out.print(f"[bold red]{which}[/]: {run['failures'][0]}")
                 if run.get("client_busy", 0.0) > BUSY:
                     which = f"{found['workload']}: this client was busy {run['client_busy']:.0%} of the time"
-                    console.print(f"[bold red]{which}[/], so the figures include its own limits")
+                    out.print(f"[bold red]{which}[/], so the figures include its own limits")
 
 
 def _where(result: dict[str, Any]) -> str:
     startup = result["startup"]
     if startup["target"] == "server":
         return f"{startup['model']} at {startup['url']}"
-    long = [f"{name} {seconds:.1f} s" for name, seconds in startup["phases_s"].items() if seconds >= 0.05]
     layout = startup["layout"]
     gpus = layout["tp"] * layout["pp"] * layout["dp"]
     many = f"{gpus} x " if gpus > 1 else ""
     spread = f" ({' '.join(f'{name}={n}' for name, n in layout.items() if n > 1)})" if gpus > 1 else ""
-    phases = f" ({', '.join(long)})" if long else ""
+    phases = long_phases(startup["phases_s"])
     lines = [f"{many}{startup['device']}{spread}, started in {startup['startup_s']:.1f} s{phases}"]
     return "\n".join(lines + [f"note: {note}" for note in startup["slower_paths"]])
 
 
-def _rows(result: dict[str, Any]) -> Any:
+def rows(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (workload and rate, its figures)."""
     for found in result["results"]:
         for load in found["loads"]:
             rate = load["rate"]
@@ -67,8 +66,7 @@ def _rows(result: dict[str, Any]) -> Any:
 
 def _speed(result: dict[str, Any]) -> Table:
     """Build the table of medians over runs, with the range of the throughput."""
-    table = _table("latency in ms, throughput in tokens/s")
-    goodput = any("goodput.share" in load["summary"] for _, load in _rows(result))
+    goodput = any("goodput.share" in load["summary"] for _, load in rows(result))
     columns = [
         ("TTFT p50", "ttft_ms.median"),
         ("p99", "ttft_ms.p99"),
@@ -82,14 +80,12 @@ def _speed(result: dict[str, Any]) -> Table:
     ]
     if goodput:
         columns += [("good req/s", "goodput.requests_per_s"), ("share", "goodput.share")]
-    for head, _ in columns:
-        table.add_column(head, justify="right")
-    several = any(len(load["runs"]) > 1 for _, load in _rows(result))
-    if several:
-        table.add_column("runs", justify="right")
-    for name, load in _rows(result):
+    several = any(len(load["runs"]) > 1 for _, load in rows(result))
+    heads = [head for head, _ in columns] + (["runs"] if several else [])
+    table = _table("latency in ms, throughput in tokens/s", heads)
+    for name, load in rows(result):
         summary = load["summary"]
-        cells = [_number(summary[key]["median"]) if key in summary else NONE for _, key in columns]
+        cells = [number(summary[key]["median"]) if key in summary else NONE for _, key in columns]
         if several:
             speed = summary["output_tokens_per_s"]
             around = (speed["max"] - speed["min"]) / speed["median"] / 2 if speed["median"] else 0.0
@@ -100,21 +96,19 @@ def _speed(result: dict[str, Any]) -> Table:
 
 def _inside(result: dict[str, Any]) -> Table:
     """Build the table of engine figures of the last run."""
-    table = _table("inside the engine, last run: ms per step on host and device, share of device time idle, KV cache")
-    for head in (
-        "steps", "schedule", "submit", "wait", "update", "device", "idle", "KV used", "waste", "hits", "preempted",
-        "accepted",
-    ):  # fmt: skip
-        table.add_column(head, justify="right")
-    for name, load in _rows(result):
+    host_parts = ("schedule", "submit", "wait", "update")
+    heads = ("steps", *host_parts, "device", "idle", "KV used", "waste", "hits", "preempted", "accepted")
+    title = "inside the engine, last run: ms per step on host and device, share of device time idle, KV cache"
+    table = _table(title, heads)
+    for name, load in rows(result):
         run = load["runs"][-1]
         host = run["host_ms_per_step"]
         table.add_row(
             name,
             str(run["steps"]),
-            *(f"{host[part]:.3f}" for part in ("schedule", "submit", "wait", "update")),
+            *(f"{host[part]:.3f}" for part in host_parts),
             f"{run['device_ms_per_step']:.3f}",
-            *(_share(run[key]) for key in ("device_idle", "kv_used_max", "kv_waste", "prefix_hit_rate")),
+            *(share(run[key]) for key in ("device_idle", "kv_used_max", "kv_waste", "prefix_hit_rate")),
             str(run["preemptions"]),
             NONE if run["acceptance_length"] is None else f"{run['acceptance_length']:.2f}",
         )
@@ -123,39 +117,26 @@ def _inside(result: dict[str, Any]) -> Table:
 
 def _replicas(result: dict[str, Any]) -> Table:
     """Build the table of figures per replica of the last run."""
-    table = _table("replicas, last run")
-    for head in ("replica", "requests", "output/s", "steps", "KV used", "hits", "preempted"):
-        table.add_column(head, justify="right")
-    for name, load in _rows(result):
+    heads = ("replica", "requests", "output/s", "steps", "KV used", "hits", "preempted")
+    table = _table("replicas, last run", heads)
+    for name, load in rows(result):
         run = load["runs"][-1]
-        for number, one in enumerate(run.get("replicas", ())):
+        for replica, one in enumerate(run.get("replicas", ())):
             table.add_row(
-                name if not number else "",
-                str(number),
+                name if not replica else "",
+                str(replica),
                 str(one["requests"]),
-                _number(one["output_tokens"] / run["seconds"] if run["seconds"] else None),
+                number(one["output_tokens"] / run["seconds"] if run["seconds"] else None),
                 str(one["steps"]),
-                _share(one["kv_used_max"]),
-                _share(one["prefix_hit_rate"]),
+                share(one["kv_used_max"]),
+                share(one["prefix_hit_rate"]),
                 str(one["preemptions"]),
             )
     return table
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("workload", no_wrap=True)
-    return table
-
-
-def _share(value: float | None) -> str:
-    return NONE if value is None else f"{value:.1%}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def _table(title: str, heads: Iterable[str]) -> Table:
+    return figures_table(title, "workload", heads, no_wrap=True)
 
 
 # Plot.

@@ -13,19 +13,20 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
-from dovetail.plugins.app.generate.prompts import gather
-from dovetail.plugins.app.waiting import phases_in_lines
+from dovetail.plugins.app.waiting import bar, long_phases, phases
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
     from dovetail.core.frontend.llm import LLM
     from dovetail.core.frontend.outputs import Generation
+
+DEFAULT = "def read_json(path):\n    with open(path) as f:\n"
+"""Default prompt; Python, since the bundled model is trained on it."""
 
 
 class GenerateApp(App):
@@ -37,7 +38,6 @@ class GenerateApp(App):
         texts = gather(prompts, self.config.prompts)
         params = self._params()
         self._console = Console(stderr=True, highlight=False)
-        self._quiet = not self._console.is_terminal
         with ExitStack() as stack:
             output = None
             if self.config.output is not None:
@@ -70,22 +70,10 @@ class GenerateApp(App):
     def _start(self, composition: Composition) -> LLM:
         from dovetail.core.frontend.llm import LLM
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with (
-            Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar,
-            phases_in_lines(self._console) as print_phase,
-        ):
-            task = bar.add_task("start", total=None)
-
-            def progress(phase: str, share: float | None) -> None:
-                print_phase(phase, share)
-                bar.update(task, description=phase, total=None if share is None else 1.0, completed=share or 0.0)
-
+        with phases(self._console) as progress:
             llm = LLM(composition=composition, progress=progress)
         info = llm.info
-        long = [f"{name} {seconds:.1f} s" for name, seconds in info.phases.items() if seconds >= 0.05]
-        phases = f" ({', '.join(long)})" if long else ""
-        self._console.print(f"[dim]{info.device}, started in {llm.start_seconds:.1f} s{phases}[/]")
+        self._console.print(f"[dim]{info.device}, started in {llm.start_seconds:.1f} s{long_phases(info.phases)}[/]")
         for note in info.notes:
             self._console.print(f"[dim]note: {note}[/]")
         return llm
@@ -108,11 +96,8 @@ class GenerateApp(App):
         return ttft
 
     def _complete(self, llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Generation]:
-        columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True, disable=self._quiet) as bar:
-            task = bar.add_task("generate", total=len(prompts))
-            done = partial(bar.advance, task)
-            return llm.generate(prompts, params, on_done=done, adapter=self.config.adapter)
+        with bar(self._console, "generate", len(prompts)) as update:
+            return llm.generate(prompts, params, on_done=partial(update, advance=1), adapter=self.config.adapter)
 
     def _summary(self, llm: LLM, seconds: float, ttft: Sequence[float]) -> None:
         counters = llm.counters
@@ -145,3 +130,39 @@ def _show(generation: Generation) -> None:
     for i, completion in enumerate(generation.completions):
         mark = f" [{i}]" if len(generation.completions) > 1 else ""
         print(f"=== {generation.prompt!r}{mark}\n{generation.prompt}{completion.text}\n")
+
+
+def gather(words: Sequence[str], source: str | None) -> list[str]:
+    """Return the prompts: the arguments after `--`, else the file, else stdin for "-", else the default."""
+    if words and source:
+        raise ConfigError(f"prompts come after `--` or from generate.prompts={source}, not from both")
+    if words:
+        prompts = list(words)
+    elif source is None:
+        prompts = [DEFAULT]
+    elif source == "-":
+        prompts = [sys.stdin.read()]
+    else:
+        prompts = _read(Path(source))
+    if not prompts or not all(prompts):
+        raise ConfigError("a prompt is empty: every prompt needs at least one character")
+    return prompts
+
+
+def _read(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"generate.prompts={file}: cannot be read ({error})") from None
+    lines = [line for line in lines if line.strip()]
+    return [_from_json(line, file, i) for i, line in enumerate(lines, 1)] if file.suffix == ".jsonl" else lines
+
+
+def _from_json(line: str, file: Path, number: int) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{file}:{number}: not an object with "prompt" ({type(error).__name__}: {error})') from None
+    if not isinstance(prompt, str):
+        raise ConfigError(f'{file}:{number}: "prompt" is {type(prompt).__name__}, not text')
+    return prompt

@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from dovetail.core.interfaces.app import App
 from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plan.memory import CONTEXT_BYTES, Plan, make_plan
 from dovetail.plugins.app.plan.remedies import remedies
+from dovetail.plugins.app.tables import console
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -79,46 +79,44 @@ class PlanApp(App):
 
 
 def _print(facts: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 110
+    out = console(110)
     gib = 2**30
     sizes = facts["bytes_per_gpu"]
     total, active = facts["parameters"], facts["active_parameters"]
     count = f"{total / 1e9:.2f} B parameters" + (f", {active / 1e9:.2f} B active" if active != total else "")
     layout = " ".join(f"{name}={n}" for name, n in facts["layout"].items())
-    console.print(f"[bold]{facts['model']}[/], {count}, on {facts['gpus']} devices ({layout})")
+    out.print(f"[bold]{facts['model']}[/], {count}, on {facts['gpus']} devices ({layout})")
 
     memory = Table("per GPU", "GiB", title="memory", title_justify="left")
     for name in ("memory", "usable", "weights", "adapters", "activations", "context", "kv_cache"):
         if name != "adapters" or sizes[name]:
             memory.add_row(name.replace("_", " "), f"{sizes[name] / gib:.2f}")
-    console.print(memory)
+    out.print(memory)
     per_token = facts["kv_bytes_per_token"]
-    console.print(f"KV cache: {per_token} bytes per token, {facts['kv_bytes_per_token_and_gpu']} on each GPU")
+    out.print(f"KV cache: {per_token} bytes per token, {facts['kv_bytes_per_token_and_gpu']} on each GPU")
 
     fit = Table("tokens", "sequences at once", title="how many fit", title_justify="left")
     for length, number in facts["sequences"].items():
         fit.add_row(length, str(number))
-    console.print(fit)
+    out.print(fit)
 
     if facts["fits"]:
         speed = Table("running", "TPOT ms", "output tokens/s", title="predicted speed", title_justify="left")
         for row in facts["speed"]:
             mark = "" if row["fits"] else " (does not fit at once)"
             speed.add_row(f"{row['batch']}{mark}", f"{row['tpot_ms']:.2f}", f"{row['output_tokens_per_s']:.0f}")
-        console.print(speed)
+        out.print(speed)
         prefill = ", ".join(f"{n} tokens {s * 1e3:.1f} ms" for n, s in facts["ttft_s"].items())
-        console.print(f"predicted prefill of one prompt: {prefill or 'none: max_len is shorter'}")
-        console.print(
+        out.print(f"predicted prefill of one prompt: {prefill or 'none: max_len is shorter'}")
+        out.print(
             f"[bold green]fits[/]: {facts['sequences_of_max_len']} sequences of {facts['max_len']} tokens at once"
         )
         return
-    console.print(
+    out.print(
         f"[bold red]does not fit[/]: one sequence of {facts['max_len']} tokens lacks "
         f"{facts['missing_bytes'] / gib:.2f} GiB per GPU"
     )
     for remedy in facts["remedies"]:
-        console.print(f"  fits with {remedy['overrides']} ({remedy['sequences_of_max_len']} such sequences)")
+        out.print(f"  fits with {remedy['overrides']} ({remedy['sequences_of_max_len']} such sequences)")
     if not facts["remedies"]:
-        console.print("  nothing within 16 GPUs makes it fit")
+        out.print("  nothing within 16 GPUs makes it fit")

@@ -95,8 +95,7 @@ def matrices(spec: ModelSpec, tp: int) -> Iterator[tuple[int, int, int]]:
 
 
 def make_plan(composition: Composition) -> Plan:
-    """Plan a composition; builds nothing of it but the cost model. Raises CapabilityError for a layout that the model
-    does not support."""
+    """Plan a composition; builds only its cost model. Raises CapabilityError for a layout unsupported by the model."""
     composition.check_layout(HOST)
     model, part = composition.part("model"), composition.part("cost")
     spec: ModelSpec = model.facts() or model.target().spec(model.config)

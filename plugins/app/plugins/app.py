@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,6 +18,7 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.app import App
 from dovetail.plugins.app.plugins.config import PluginsConfig
 from dovetail.plugins.app.plugins.listing import describe, packages
+from dovetail.plugins.app.tables import console
 
 
 class PluginsApp(App):
@@ -43,42 +43,43 @@ class PluginsApp(App):
 
 
 def _print_tables(found: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140  # no window to fit: long lines help grep
+    out = console(140)
     rows = [*found["components"], *found["variants"]]
     for kind in sorted({row["kind"] for row in rows}, key=list(KINDS).index):
-        table = Table(title=f"{kind}: {KINDS[kind].about}", title_justify="left", show_lines=True, expand=True)
-        for column in ("name", "package, api"):
-            table.add_column(column, no_wrap=True)
-        for column, ratio in (("options", 5), ("capabilities", 3)):
-            table.add_column(column, ratio=ratio, overflow="fold")
+        title = f"{kind}: {KINDS[kind].about}"
+        table = _Table(title, ("name", "package, api"), {"options": 5, "capabilities": 3})
         for c in found["components"]:
             if c["kind"] == kind:
                 package = f"{c['package']} {c['version']}\n{c['api']}"
-                table.add_row(*(escape(cell) for cell in (c["name"], package, _options(c), _capabilities(c))))
+                table.add(c["name"], package, _options(c), _capabilities(c))
         for v in found["variants"]:
             if v["kind"] == kind:
                 about = f"variant of {v['base']}: {v['about']}"
-                table.add_row(*(escape(cell) for cell in (v["name"], v["package"], about, "")))
-        console.print(table)
+                table.add(v["name"], v["package"], about, "")
+        out.print(table)
     if found["presets"]:
-        table = Table(title="presets: choose several parts at once", title_justify="left", show_lines=True, expand=True)
-        for column in ("name", "package"):
-            table.add_column(column, no_wrap=True)
-        for column in ("what", "chooses"):
-            table.add_column(column, ratio=1, overflow="fold")
+        table = _Table("presets: choose several parts at once", ("name", "package"), {"what": 1, "chooses": 1})
         for p in found["presets"]:
-            cells = (f"+preset={p['name']}", p["package"], p["about"], "\n".join(p["chooses"]))
-            table.add_row(*(escape(cell) for cell in cells))
-        console.print(table)
+            table.add(f"+preset={p['name']}", p["package"], p["about"], "\n".join(p["chooses"]))
+        out.print(table)
     if found["problems"]:
-        table = Table(title="cannot be used", title_justify="left", show_lines=True, expand=True)
-        for column in ("package", "component", "reason"):
-            table.add_column(column, overflow="fold")
+        table = _Table("cannot be used", (), dict.fromkeys(("package", "component", "reason")))
         for p in found["problems"]:
-            table.add_row(escape(p["package"]), f"{p['kind']}={p['name']}" if p["kind"] else "all", escape(p["reason"]))
-        console.print(table)
+            table.add(p["package"], f"{p['kind']}={p['name']}" if p["kind"] else "all", p["reason"])
+        out.print(table)
+
+
+class _Table(Table):
+    def __init__(self, title: str, fixed: Sequence[str], folded: Mapping[str, int | None]) -> None:
+        """`folded`: column that wraps -> its share of the width."""
+        super().__init__(title=title, title_justify="left", show_lines=True, expand=True)
+        for column in fixed:
+            self.add_column(column, no_wrap=True)
+        for column, ratio in folded.items():
+            self.add_column(column, ratio=ratio, overflow="fold")
+
+    def add(self, *cells: str) -> None:
+        self.add_row(*map(escape, cells))
 
 
 def _options(component: dict[str, Any]) -> str:

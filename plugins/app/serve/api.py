@@ -12,30 +12,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 import dovetail
-from dovetail.plugins.app.serve import adapters, chat, completions, embeddings, errors, meta, responses
+from dovetail.plugins.app.serve import chat, completions, embeddings, errors, meta, responses
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.service import Service
-from dovetail.plugins.app.serve.transport import ClientDisconnected, Gate, disconnected_response
+from dovetail.plugins.app.serve.transport import CLIENT_DISCONNECTED, ClientDisconnected, Gate
 
 _STATIC = Path(__file__).parent / "static"
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
 """Content-Security-Policy of the page: resources of this server only, no inline scripts."""
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 _STATUSES = {
     400: "The request is invalid; the message gives the reason.",
     401: "No valid API key.",
@@ -49,22 +33,26 @@ _STATUSES = {
 }
 
 
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
 def build(service: Service, keys: Keys) -> ASGIApp:
+    text, optional = {"type": "string"}, {"type": ["string", "null"]}
+    error = _object(error=_object(message=text, type=text, param=optional, code=optional))
     answers: dict[int | str, dict[str, Any]] = {
-        status: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
-        for status, text in _STATUSES.items()
+        status: {"description": about, "content": {"application/json": {"schema": error}}}
+        for status, about in _STATUSES.items()
     }
     app = FastAPI(title="Dovetail", version=dovetail.__version__, responses=answers, docs_url=None, redoc_url=None)
     errors.install(app)
 
     async def disconnected(request: Request, error: Exception) -> Response:
-        return disconnected_response()
+        return Response(status_code=CLIENT_DISCONNECTED)
 
     app.add_exception_handler(ClientDisconnected, disconnected)
     for part in (completions, chat, responses, embeddings, meta):
-        app.include_router(part.router(service))
-    if service.config.adapter_root is not None:
-        app.include_router(adapters.router(service))
+        part.install(app, service)
     if service.config.page:
         app.mount("/static", StaticFiles(directory=_STATIC), name="static")
 
@@ -72,14 +60,7 @@ def build(service: Service, keys: Keys) -> ASGIApp:
         async def page() -> Response:
             return FileResponse(_STATIC / "index.html", headers={"content-security-policy": _POLICY})
 
-    gate: ASGIApp = Gate(
-        app,
-        keys=keys,
-        max_body_bytes=service.config.max_body_bytes,
-        receive_timeout=service.config.receive_timeout,
-        log_requests=service.config.log_requests,
-        on_status=service.monitor.response_sent,
-    )
+    gate: ASGIApp = Gate(app, service.config, keys, service.monitor.response_sent)
     if service.config.cors_origins:
         # Outermost, so that error responses carry CORS headers too.
         gate = CORSMiddleware(

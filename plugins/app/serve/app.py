@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.core import logs
 from dovetail.core.compose import Host
-from dovetail.core.errors import ConfigError, EngineDown
+from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.interfaces import App
 from dovetail.plugins.app.serve import keys, lifecycle, ports
@@ -47,13 +47,12 @@ class ServeApp(App):
     async def _run_single(self, composition: Composition, accepted: keys.Keys, sock: socket.socket) -> int:
         """Answer HTTP and supervise the engine in one process."""
         monitor = Monitor()
-        fleet = lifecycle.owned_fleet(
+        fleet = lifecycle.supervised_fleet(
             self.config, composition, Reports(monitor.stats, monitor.token_gaps, monitor.restarted)
         )
         service = Service(self.config, composition, fleet, monitor, int(time.time()))
         server = HttpServer(service, accepted, lambda: lifecycle.log_listening(sock))
         grace_given: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        was_ready = asyncio.Event()
 
         def stop(grace: float) -> None:
             if server.stop():
@@ -68,18 +67,13 @@ class ServeApp(App):
             lifecycle.log_unfinished(fleet, grace)
             await server.cut_off()
 
+        def ready() -> None:
+            lifecycle.log_ready(fleet)
+            freeze_heap()
+
         async def end_of_engine() -> None:
-            try:
-                await fleet.wait_ready()
-            except EngineDown:
-                pass
-            else:
-                was_ready.set()
-                monitor.engine_ready(service.model_names[0], len(fleet.clients))
-                lifecycle.log_ready(fleet)
-                freeze_heap()
-                await fleet.failed.wait()
+            await lifecycle.watch_engines(self.config, fleet, monitor, ready)
             server.should_exit = True
 
         await server.answer(sock, end_of_grace(), end_of_engine())
-        return lifecycle.exit_status(fleet, was_ready.is_set())
+        return lifecycle.exit_status(fleet, monitor)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from dovetail.core.frontend.outputs import Delta
@@ -17,35 +16,21 @@ from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.output_parsing import OutputParsing, offered_tools, template_variables
 from dovetail.plugins.app.serve.schemas import ChatRequest, NamedTool
 from dovetail.plugins.app.serve.service import Job, Service
-from dovetail.plugins.app.serve.transport import DONE, STREAMS, Chunks, event
+from dovetail.plugins.app.serve.transport import STREAMS
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/chat/completions", responses=STREAMS)
+def install(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await _Chat(service, body, request).answer()
 
-    return routes
 
-
-class _Chat:
+class _Chat(output.Generation[ChatRequest]):
     def __init__(self, service: Service, body: ChatRequest, request: Request) -> None:
-        self.service, self.body, self.request = service, body, request
+        super().__init__(service, body, request, "chatcmpl")
         self.n = body.n or 1
-        self.head = {
-            "id": output.new_id("chatcmpl"),
-            "created": int(time.time()),
-            "model": service.model(body.model),
-        }
-
-    def _check(self) -> None:
-        body = self.body
         if body.top_logprobs and not body.logprobs:
             raise FieldError("top_logprobs needs logprobs=true", "top_logprobs")
-        if body.stream_options is not None and not body.stream:
-            raise FieldError("stream_options needs stream=true", "stream_options")
         choice = body.tool_choice
         # none: the prompt does not list the tools either.
         self.functions = [] if choice == "none" else [tool.function for tool in body.tools or ()]
@@ -53,7 +38,6 @@ class _Chat:
         self.offered = offered_tools(self.functions, forced)
 
     async def answer(self) -> Response:
-        self._check()
         body, service = self.body, self.service
         variables = template_variables(body, self.functions, body.reasoning_effort)
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -70,13 +54,12 @@ class _Chat:
             grammar=self.parsing.grammar(),
         )
         jobs = service.submit(self.request, body, "chat", [ids], params, keep=self.parsing.special)
-        chunks = self._chunks(jobs) if body.stream else None
-        return await output.answer(self.request, jobs, self.n, whole=self._whole, chunks=chunks)
+        return await self.reply(jobs, self.n)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         return output.chat_logprobs(self.service.text.tokenizer, delta) if self.body.logprobs else None
 
-    def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
+    def whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
         choices = []
         for index, delta in enumerate(outputs):
             choice = _Choice(self.parsing)
@@ -91,15 +74,11 @@ class _Chat:
             )
         return {**self.head, "object": "chat.completion", "choices": choices, "usage": output.usage(jobs)}
 
-    async def _chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
-        options = self.body.stream_options
-        every = options is not None and options.continuous_usage_stats
-        head = {**self.head, "object": "chat.completion.chunk"}
-        chunks = Chunks(head)
+    async def chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
+        chunks = output.Chunks({**self.head, "object": "chat.completion.chunk"}, jobs, self.body.stream_options)
 
         def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
-            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            return chunks.event(choice, output.usage(jobs) if every else None)
+            return chunks.event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
         begun: dict[int, _Choice] = {}
         async for items in output.choice_deltas(jobs, self.n):
@@ -117,10 +96,7 @@ class _Chat:
                     piece += chunk(index, {}, None, choice.reason(delta.finish_reason))
             if piece:
                 yield piece
-        tail = b""
-        if options is not None and options.include_usage:
-            tail = event({**head, "choices": [], "usage": output.usage(jobs)})
-        yield tail + DONE
+        yield chunks.end()
 
 
 class _Choice:

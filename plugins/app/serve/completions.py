@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from dovetail.core.frontend.outputs import Delta
@@ -14,50 +13,38 @@ from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import CompletionRequest
 from dovetail.plugins.app.serve.service import Job, Service
-from dovetail.plugins.app.serve.transport import DONE, STREAMS, Chunks, event
+from dovetail.plugins.app.serve.transport import STREAMS
 
 _DEFAULT_TOKENS = 16
 """Default of max_tokens in OpenAI's API."""
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/completions", responses=STREAMS)
+def install(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", responses=STREAMS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _Completion(service, body, request).answer()
 
-    return routes
 
-
-class _Completion:
+class _Completion(output.Generation[CompletionRequest]):
     def __init__(self, service: Service, body: CompletionRequest, request: Request) -> None:
-        self.service, self.body, self.request = service, body, request
+        super().__init__(service, body, request, "cmpl")
         self.n = body.n or 1
         self.samples = max(self.n, body.best_of or 0)
         self.prompt_only = body.max_tokens == 0
-        self.head = {
-            "id": output.new_id("cmpl"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": service.model(body.model),
-        }
-
-    def _check(self) -> None:
-        body = self.body
         if body.suffix:
             raise FieldError("suffix: this server does not support fill-in-the-middle", "suffix")
         if body.best_of is not None and body.best_of < self.n:
             raise FieldError(f"best_of={body.best_of} is less than n={self.n}", "best_of")
         if body.stream and self.samples > self.n:
             raise FieldError("best_of: cannot be combined with stream", "best_of")
-        if body.stream_options is not None and not body.stream:
-            raise FieldError("stream_options needs stream=true", "stream_options")
         if self.prompt_only and not body.echo:
             raise FieldError("max_tokens=0 needs echo=true", "max_tokens")
 
+    @property
+    def head(self) -> dict[str, Any]:
+        return {"object": "text_completion", **super().head}
+
     async def answer(self) -> Response:
-        self._check()
         body, service = self.body, self.service
         self.prompts = await service.text.prompts(body.prompt, "prompt")
         self.texts = self._texts() if body.echo else []
@@ -71,8 +58,7 @@ class _Completion:
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         jobs = service.submit(self.request, body, "completions", self.prompts, params)
-        chunks = self._chunks(jobs) if body.stream else None
-        return await output.answer(self.request, jobs, self.samples, whole=self._whole, chunks=chunks)
+        return await self.reply(jobs, self.samples)
 
     def _texts(self) -> list[str]:
         """Return the text of each prompt."""
@@ -83,7 +69,7 @@ class _Completion:
             return list(given)
         return [decode(ids) for ids in self.prompts]
 
-    def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
+    def whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for at in range(len(jobs)):
             drawn = outputs[at * self.samples : (at + 1) * self.samples]
@@ -94,9 +80,7 @@ class _Completion:
         return {**self.head, "choices": choices, "usage": output.usage(jobs)}
 
     def _logprobs(self) -> output.CompletionLogprobs | None:
-        if self.body.logprobs is None:
-            return None
-        return output.CompletionLogprobs(self.service.text.tokenizer)
+        return None if self.body.logprobs is None else output.CompletionLogprobs(self.service.text.tokenizer)
 
     def _choice(
         self, index: int, at: int, delta: Delta, logprobs: output.CompletionLogprobs | None, *, first: bool = True
@@ -116,10 +100,8 @@ class _Completion:
             found = logprobs.take()
         return {"index": index, "text": text, "logprobs": found, "finish_reason": delta.finish_reason}
 
-    async def _chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
-        options = self.body.stream_options
-        every = options is not None and options.continuous_usage_stats
-        chunks = Chunks(self.head)
+    async def chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
+        chunks = output.Chunks(self.head, jobs, self.body.stream_options)
         begun: dict[int, output.CompletionLogprobs | None] = {}
         # Prefill chunks deliver prompt logprobs piecewise, to the first sample only: hold them until a token arrives.
         waiting: dict[int, list[Delta]] = {}
@@ -135,10 +117,7 @@ class _Completion:
                 if first:
                     begun[index] = self._logprobs()
                 choice = self._choice(index, index // self.n, delta, begun[index], first=first)
-                piece += chunks.event(choice, output.usage(jobs) if every else None)
+                piece += chunks.event(choice)
             if piece:
                 yield piece
-        tail = b""
-        if options is not None and options.include_usage:
-            tail = event({**self.head, "choices": [], "usage": output.usage(jobs)})
-        yield tail + DONE
+        yield chunks.end()

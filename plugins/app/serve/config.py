@@ -43,8 +43,7 @@ class ServeConfig(AppConfig):
     supports it."""
 
     max_waiting: int = Field(1024, ge=0)
-    """Maximum number of queued samples, in addition to running ones (engine.max_seqs); more get 429 with Retry-After.
-    """
+    """Maximum number of queued samples, beyond the running ones (engine.max_seqs); more get 429 with Retry-After."""
     max_body_bytes: int = Field(8 << 20, ge=1024)
     """Maximum size of a request body, bytes; larger ones get 413."""
     max_prompts: int = Field(256, ge=1)

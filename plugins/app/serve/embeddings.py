@@ -6,7 +6,7 @@ import base64
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from numpy.typing import NDArray
 from starlette.responses import Response
 
@@ -19,10 +19,8 @@ from dovetail.plugins.app.serve.service import Service
 from dovetail.plugins.app.serve.transport import json_response, while_connected
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/embeddings")
+def install(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         model = service.model(body.model)
         how = _how(service, model)
@@ -30,7 +28,7 @@ def router(service: Service) -> APIRouter:
         prompts = await service.text.prompts(body.input, "input")
         jobs = service.submit(request, body, "embeddings", prompts, SamplingParams(max_tokens=1), pooling=how.pooling)
         try:
-            found = await while_connected(request, output.collect(jobs, 1))
+            found = await while_connected(request.receive, output.collect(jobs, 1))
             vectors = np.stack([delta.pooled_C for delta in found])
             vectors = truncate_and_normalize(vectors, normalize=how.normalize, dimensions=body.dimensions)
             data = await service.text.threaded(_data, vectors, body.encoding_format == "base64")
@@ -39,8 +37,6 @@ def router(service: Service) -> APIRouter:
             return json_response({"object": "list", "data": data, "model": model, "usage": usage})
         finally:
             output.close(jobs)
-
-    return routes
 
 
 def _how(service: Service, model: str) -> EmbeddingSpec:

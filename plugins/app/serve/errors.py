@@ -24,7 +24,7 @@ class ServerError(Exception):
     """Error response whose cause is not the form of the request."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, retry_after: int | None = None) -> None:
-        self.status, self.message, self.code, self.retry_after = status, message, code, retry_after
+        self.status, self.code, self.retry_after = status, code, retry_after
         super().__init__(message)
 
 
@@ -38,21 +38,17 @@ class FieldError(RequestError):
 
 def body_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return status, body and headers. An unexpected exception is a 500 that does not reveal its cause."""
-    param = code = retry_after = None
     if isinstance(error, EngineDown):
-        status, message, code, retry_after = 503, str(error), "engine_unavailable", 1
-    elif isinstance(error, ServerError):
-        status, message, code, retry_after = error.status, error.message, error.code, error.retry_after
-    elif isinstance(error, RequestError):
-        status, message = error.status, str(error)
-        param, code = getattr(error, "param", None), getattr(error, "code", None)
-    else:
-        status, message = 500, "the server failed on this request; see its log for the cause"
+        error = ServerError(503, str(error), code="engine_unavailable", retry_after=1)
+    elif not isinstance(error, ServerError | RequestError):
+        error = ServerError(500, "the server failed on this request; see its log for the cause")
+    status, retry_after = error.status, getattr(error, "retry_after", None)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     headers = {"retry-after": str(retry_after)} if retry_after is not None else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
+    field = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    return status, {"error": {"message": str(error), "type": kind, **field}}, headers
 
 
 def body_bytes(error: Exception) -> bytes:
@@ -65,7 +61,7 @@ def respond(error: Exception) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    async def known(request: Request, error: Exception) -> Response:
+    async def other(request: Request, error: Exception) -> Response:
         return respond(error)
 
     async def invalid(request: Request, error: Exception) -> Response:
@@ -78,15 +74,10 @@ def install(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    async def unknown(request: Request, error: Exception) -> Response:
-        return respond(error)
-
-    app.add_exception_handler(RequestError, known)
-    app.add_exception_handler(ServerError, known)
-    app.add_exception_handler(EngineDown, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unknown)
+    for kind in (RequestError, ServerError, EngineDown, Exception):
+        app.add_exception_handler(kind, other)
 
 
 def _field_error(error: RequestValidationError) -> FieldError:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dovetail.core import logs
 from dovetail.core.frontend.attached import AttachedFleet
 from dovetail.core.frontend.fleet import Reports
-from dovetail.core.frontend.process_rpc import Peer
-from dovetail.core.frontend.shared_counters import Board
+from dovetail.core.frontend.process_rpc import ProcessRPC
+from dovetail.core.frontend.shared_counters import SharedCounters
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.plugins.app.serve import ports
@@ -53,33 +53,30 @@ def main(control_fd: int, parent: int) -> None:
 
 
 async def _answer(config: ServeConfig, composition: Composition, channel: Channel, order: dict[str, Any]) -> None:
-    owner = Peer(channel, asyncio.get_running_loop())
+    owner = ProcessRPC(channel, asyncio.get_running_loop())
     monitor = Reporter(owner)
-    board = Board(config.processes + 1, composition.engine.dp, own=order["number"], fd=order["board"])
-    reports = Reports(more=monitor.token_gaps)
-    fleet = AttachedFleet(composition, owner, board, timeout=seconds_or_inf(config.engine_timeout), reports=reports)
+    counters = SharedCounters(config.processes + 1, composition.engine.dp, own=order["number"], fd=order["counters"])
+    reports = Reports(inter_token=monitor.token_gaps)
+    fleet = AttachedFleet(composition, owner, counters, timeout=seconds_or_inf(config.engine_timeout), reports=reports)
     service = Service(config, composition, fleet, monitor, order["started"])
     accepted = Keys({bytes.fromhex(digest): name for digest, name in order["keys"].items()})
-    server = HttpServer(service, accepted, lambda: owner.tell("listening"))
+    server = HttpServer(service, accepted, lambda: owner.notify("listening"))
     cutting: list[asyncio.Future[None]] = []
-    owner.handlers |= {
-        "stop": server.stop,
-        "cut_off": lambda: cutting.append(asyncio.ensure_future(server.cut_off())),
-    }
+    owner.handlers |= {"stop": server.stop, "cut_off": lambda: cutting.append(asyncio.ensure_future(server.cut_off()))}
 
     async def ready() -> None:
         await fleet.wait_ready()
         freeze_heap()
-        owner.tell("ready")
+        owner.notify("ready")
 
     threading.Thread(target=_listen, args=(owner,), name="dovetail-owner", daemon=True).start()
     await server.answer(
-        ports.bind_shared(order["address"]), ready(), heartbeat(board, seconds_or_inf(config.front_end_timeout))
+        ports.bind_shared(order["address"]), ready(), heartbeat(counters, seconds_or_inf(config.front_end_timeout))
     )
-    monitor.close()
+    monitor.report()
 
 
-def _listen(owner: Peer) -> None:
+def _listen(owner: ProcessRPC) -> None:
     """Receive messages of the owner of the engines; exit when it ends."""
     owner.listen()
     os._exit(1)

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dovetail.core.errors import DovetailError
+from dovetail.core.errors import DovetailError, EngineDown
 from dovetail.core.frontend.fleet import Fleet, Reports
-from dovetail.core.frontend.shared_counters import Board
-from dovetail.core.frontend.supervised import OwnedFleet
+from dovetail.core.frontend.shared_counters import SharedCounters
+from dovetail.core.frontend.supervised import SupervisedFleet
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.http_server import seconds_or_inf
+from dovetail.plugins.app.serve.monitor import Monitor
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -29,8 +30,7 @@ _FIRST_PHASE = "load libraries"
 
 
 class Phases:
-    """Logs each phase of a starting engine as it begins, and the duration of the previous one. If several engines
-    start, the first is followed."""
+    """Logs each phase of a starting engine, of several the first, and the duration of the previous phase."""
 
     def __init__(self) -> None:
         self._phase, self._since = _FIRST_PHASE, time.monotonic()
@@ -55,9 +55,9 @@ class Phases:
         log.info(text, extra=facts)
 
 
-def owned_fleet(
-    config: ServeConfig, composition: Composition, reports: Reports, board: Board | None = None
-) -> OwnedFleet:
+def supervised_fleet(
+    config: ServeConfig, composition: Composition, reports: Reports, counters: SharedCounters | None = None
+) -> SupervisedFleet:
     restarts = config.max_restarts if config.on_engine_failure == "restart" else 0
     phases = Phases()
 
@@ -65,12 +65,12 @@ def owned_fleet(
         phases.update(fleet)
         reports.changed()
 
-    fleet = OwnedFleet(
+    fleet = SupervisedFleet(
         composition,
         max_restarts=restarts,
         timeout=seconds_or_inf(config.engine_timeout),
         reports=replace(reports, changed=changed),
-        board=board,
+        counters=counters,
     )
     return fleet
 
@@ -88,9 +88,19 @@ def log_ready(fleet: Fleet) -> None:
         log.info("note: %s", note)
 
 
+async def watch_engines(config: ServeConfig, fleet: Fleet, monitor: Monitor, on_ready: Callable[[], None]) -> None:
+    """Create the metrics and call `on_ready` once the engines have started. Returns when they have failed for good."""
+    try:
+        info = await fleet.wait_ready()
+    except EngineDown:
+        return
+    monitor.engine_ready((config.model_names or (info.model,))[0], len(fleet.clients))
+    on_ready()
+    await fleet.failed.wait()
+
+
 def on_signals(config: ServeConfig, stop: Callable[[float], None]) -> None:
-    """Call `stop` on SIGTERM, which service managers send, with config.grace, and on Ctrl-C with 0: the seconds for
-    running requests."""
+    """Call `stop` with the seconds for running requests: config.grace on SIGTERM, 0 on Ctrl-C."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop, config.grace)
     loop.add_signal_handler(signal.SIGINT, stop, 0.0)
@@ -108,10 +118,10 @@ def log_unfinished(fleet: Fleet, grace: float) -> None:
         log.warning("%d samples did not finish within %g s", fleet.samples, grace)
 
 
-def exit_status(fleet: Fleet, was_ready: bool) -> int:
+def exit_status(fleet: Fleet, monitor: Monitor) -> int:
     """Return the exit status of a server that has ended. Raises DovetailError if its engine could not start."""
     if fleet.state != "failed":
         return 0
-    if not was_ready:
+    if monitor.metrics is None:
         raise DovetailError(fleet.failure)
     return 1

@@ -1,35 +1,39 @@
-"""Endpoints that do not generate: models, tokenization, health, metrics, live figures."""
+"""Endpoints that do not generate: models, adapters, tokenization, health, metrics, live figures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 import dovetail
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.output import spell
-from dovetail.plugins.app.serve.schemas import DetokenizeRequest, TokenizeRequest
+from dovetail.plugins.app.serve.schemas import (
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 from dovetail.plugins.app.serve.service import Service
 from dovetail.plugins.app.serve.transport import json_response
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+def install(app: FastAPI, service: Service) -> None:
     client = service.client
 
-    @routes.get("/v1/models")
+    @app.get("/v1/models")
     async def models() -> Response:
-        names = (*service.model_names, *service.client.adapters)
+        names = (*service.model_names, *client.adapters)
         return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
-    @routes.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         return json_response(_model(service, service.model(model)))
 
-    @routes.post("/tokenize")
+    @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         service.model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -44,7 +48,7 @@ def router(service: Service) -> APIRouter:
             answer["token_strs"] = [spell(service.text.tokenizer, token) for token in ids]
         return json_response(answer)
 
-    @routes.post("/detokenize")
+    @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         service.model(body.model)
         if wrong := [token for token in body.tokens if token >= client.info.vocab]:
@@ -52,13 +56,13 @@ def router(service: Service) -> APIRouter:
         text = await service.text.threaded(service.text.tokenizer.decode, body.tokens, skip_special=False)
         return json_response({"prompt": text})
 
-    @routes.get("/health")
+    @app.get("/health")
     async def health() -> Response:
         """Liveness probe: 200 unless the engine has failed for good."""
         status = 503 if client.state == "failed" else 200
         return json_response({"status": client.state, "replicas": client.health()}, status)
 
-    @routes.get("/ready")
+    @app.get("/ready")
     async def ready() -> Response:
         """Readiness probe: 200 while requests are accepted."""
         if service.ready:
@@ -66,22 +70,22 @@ def router(service: Service) -> APIRouter:
         status = "draining" if service.draining else client.state
         return json_response({"status": status, "phase": client.phase, "failure": client.failure}, 503)
 
-    @routes.get("/version")
+    @app.get("/version")
     async def version() -> Response:
         return json_response({"version": dovetail.__version__})
 
-    @routes.get("/metrics", response_class=PlainTextResponse)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         shown = await service.monitor.exposition(request.headers.get("accept", ""))
         return Response(shown.text, headers={"content-type": shown.content_type})
 
-    @routes.get("/stats")
+    @app.get("/stats")
     async def stats() -> Response:
         """Live figures, for the page at /."""
         health = {"samples": client.samples, "state": client.state, "replicas": client.health()}
         return json_response(await service.monitor.live() | health)
 
-    @routes.get("/composition")
+    @app.get("/composition")
     async def composition() -> Response:
         """Components chosen for each kind."""
         info = client.info
@@ -98,10 +102,9 @@ def router(service: Service) -> APIRouter:
 
     if service.config.debug:
 
-        @routes.post("/debug/check")
+        @app.post("/debug/check")
         async def check() -> Response:
-            """Run the KV allocator's integrity check between two steps. Returns its counters per replica, and their
-            sums."""
+            """Run the KV allocator's integrity check between two steps. Returns its counters: sums, and per replica."""
             try:
                 found = await client.control("check")
                 sums = {name: sum(counters[name] for counters in found) for name in found[0]}
@@ -109,7 +112,34 @@ def router(service: Service) -> APIRouter:
             except dovetail.RequestError as error:
                 raise ServerError(500, str(error), code="integrity") from None
 
-    return routes
+    if service.config.adapter_root is None:
+        return
+    root = Path(service.config.adapter_root).expanduser().resolve()
+
+    @app.post("/v1/load_lora_adapter")
+    async def load(body: LoadAdapterRequest) -> Response:
+        """Load an adapter; answers once requests can use it. Other requests keep running."""
+        if body.lora_name in service.model_names:
+            raise FieldError(f"lora_name: {body.lora_name!r} is the base model's name", "lora_name")
+        await client.load_adapter(body.lora_name, str(_inside(root, body.lora_path)))
+        return json_response({"status": "loaded", "lora_name": body.lora_name})
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(body: UnloadAdapterRequest) -> Response:
+        """Unload an adapter. Requests that use it still run to their end."""
+        await client.unload_adapter(body.lora_name)
+        return json_response({"status": "unloaded", "lora_name": body.lora_name})
+
+
+def _inside(root: Path, asked: str) -> Path:
+    """Return the requested folder. Raises FieldError if it is outside `root` once symlinks are resolved."""
+    try:
+        folder = (root / asked).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise FieldError(f"lora_path: {asked!r} is not a valid path: {error}", "lora_path") from None
+    if not folder.is_relative_to(root):
+        raise FieldError(f"lora_path: {asked!r} is not in serve.adapter_root", "lora_path")
+    return folder
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Monitoring: one record per request and the engine's counters, passed to listeners such as metrics and traces.
+"""Monitoring: one record per request and the engine's counters, passed to metrics and traces.
 
 With several processes, each front-end process has a Reporter; it reports to the Monitor in the process that owns the
 engines.
@@ -11,16 +11,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from statistics import median_high
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from dovetail.core.frontend.messages import EngineStats, total
-from dovetail.core.frontend.process_rpc import Peer
-from dovetail.core.metrics import SHORT, Metrics, Tally
+from dovetail.core.frontend.process_rpc import ProcessRPC
+from dovetail.core.metrics import SHORT, Metrics, RequestRecord, Tally
 from dovetail.core.traces import Traces
 
 log = logging.getLogger(__name__)
@@ -31,43 +31,12 @@ _REPORT_SECONDS = 0.25
 """Interval between reports of a front-end process."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """Record of one prompt that has ended. Times are in seconds."""
-
-    endpoint: str
-    """One of completions, chat, responses, embeddings."""
-    outcome: str
-    """One of stop, length, abort (client disconnected, or time limit), error."""
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    arrival: float
-    """`time.perf_counter()` at arrival."""
-    ttft: float
-    """Arrival to first token; 0 = no token."""
-    duration: float
-    """Arrival to end."""
-    traceparent: str = ""
-    """The traceparent header of the request."""
-
-    @property
-    def tpot(self) -> float:
-        """Mean time per output token after the first; 0 = fewer than two tokens."""
-        later = self.output_tokens - 1
-        return (self.duration - self.ttft) / later if later > 0 and self.ttft else 0.0
-
-
-class Listener(Protocol):
-    """Consumer of monitoring data. Called in the event loop, so it must not block."""
-
-    def request(self, record: RequestRecord) -> None: ...
-
-    def stats(self, replica: int, stats: EngineStats) -> None: ...
+Listener = Callable[[RequestRecord], None]
+"""Consumer of finished requests. Called in the event loop, so it must not block."""
 
 
 class Tracer:
-    """Listener that exports one span per request."""
+    """Exports one span per request."""
 
     def __init__(self, endpoint: str, model: Callable[[], str]) -> None:
         self._traces, self._model = Traces(endpoint), model
@@ -88,9 +57,6 @@ class Tracer:
             error=record.outcome if record.outcome == "error" else None,
             traceparent=record.traceparent,
         )
-
-    def stats(self, replica: int, stats: EngineStats) -> None:
-        """Do nothing: traces have no counters."""
 
     def close(self) -> None:
         """Send the remaining spans; takes seconds if the collector does not answer."""
@@ -116,7 +82,7 @@ class ProcessReport(msgspec.Struct):
 
 
 class Monitor:
-    """State of /metrics and /stats. Listeners fill `registry`, which /metrics shows."""
+    """State of /metrics and /stats."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -130,7 +96,7 @@ class Monitor:
     def engine_ready(self, model: str, replicas: int) -> None:
         """Create the metrics, now that the model's name is known."""
         self.metrics = Metrics(model, self.registry, replicas)
-        self.listeners.append(self.metrics)
+        self.listeners.append(self.metrics.request)
 
     def restarted(self, replica: int) -> None:
         """Count a restart of an engine that had died."""
@@ -150,13 +116,13 @@ class Monitor:
         if record.ttft:
             self._ttft.append((now, record.ttft))
         for listener in self.listeners:
-            listener.request(record)
+            listener(record)
 
     def stats(self, replica: int, stats: EngineStats) -> None:
         self._latest[replica] = stats
         self._samples.append((time.perf_counter(), self.latest))
-        for listener in self.listeners:
-            listener.stats(replica, stats)
+        if self.metrics is not None:
+            self.metrics.stats(replica, stats)
 
     @property
     def latest(self) -> EngineStats:
@@ -189,7 +155,7 @@ class Monitor:
             "waiting": stats.waiting,
             "kv_usage": stats.kv_usage,
             "tokens_per_second": self._rate(now),
-            "ttft_median": self._median(),
+            "ttft_median": median_high(ttft for _, ttft in self._ttft) if self._ttft else None,
             "prefix_hit_rate": self._hit_rate(),
             "preemptions": stats.preemptions,
             "acceptance_length": 1 + stats.accepted / stats.decode_rows if stats.drafted else None,
@@ -203,10 +169,6 @@ class Monitor:
             return 0.0
         return max(0.0, (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0]))
 
-    def _median(self) -> float | None:
-        values = sorted(ttft for _, ttft in self._ttft)
-        return values[len(values) // 2] if values else None
-
     def _hit_rate(self) -> float | None:
         if not self._samples:
             return None
@@ -218,11 +180,11 @@ class Monitor:
 class Reporter:
     """Monitor of a front-end process. It sends its observations to the Monitor in the process that owns the engines."""
 
-    def __init__(self, owner: Peer) -> None:
+    def __init__(self, owner: ProcessRPC) -> None:
         self.listeners: list[Listener] = []
         """Listeners to the requests of this process only."""
         self._owner = owner
-        owner.handlers["tell_all"] = self._report
+        owner.handlers["tell_all"] = self.report
         self._timer: asyncio.TimerHandle | None = None
         self._begin()
 
@@ -242,30 +204,27 @@ class Reporter:
 
     def request(self, record: RequestRecord) -> None:
         for listener in self.listeners:
-            listener.request(record)
+            listener(record)
         self._requests.append(record)
         self._schedule_report()
 
     def _schedule_report(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._report)
+            self._timer = asyncio.get_running_loop().call_later(_REPORT_SECONDS, self.report)
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Send the observations since the last report."""
         if self._timer is None:
             return
         self._timer.cancel()
         self._timer = None
         report = ProcessReport(self._requests, self._errors, self._gaps.counts, self._gaps.sum)
         self._begin()
-        self._owner.tell("seen", seen=msgspec.to_builtins(report))
-
-    def close(self) -> None:
-        """Send the remaining observations."""
-        self._report()
+        self._owner.notify("seen", seen=msgspec.to_builtins(report))
 
     async def exposition(self, accept: str) -> Exposition:
         """Return the metrics of all processes."""
-        return msgspec.convert(await self._owner.ask("exposition", accept=accept), Exposition)
+        return msgspec.convert(await self._owner.call("exposition", accept=accept), Exposition)
 
     async def live(self) -> dict[str, Any]:
-        return dict(await self._owner.ask("live"))
+        return dict(await self._owner.call("live"))

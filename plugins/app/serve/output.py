@@ -1,12 +1,13 @@
-"""Parts that all answers have in common, built from engine streams: choices, logprobs, usage."""
+"""Common parts of the endpoints that generate text: request handling, choices, logprobs, usage, stream chunks."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,8 +15,10 @@ from starlette.responses import Response
 from dovetail.core.frontend.outputs import Delta
 from dovetail.core.interfaces import TokenLogprobs
 from dovetail.core.tokenizer import Tokenizer
-from dovetail.plugins.app.serve.service import Job
-from dovetail.plugins.app.serve.transport import EventStream, json_response, while_connected
+from dovetail.plugins.app.serve.errors import FieldError
+from dovetail.plugins.app.serve.schemas import Common, StreamOptions
+from dovetail.plugins.app.serve.service import Job, Service
+from dovetail.plugins.app.serve.transport import DONE, ENCODER, EventStream, event, json_response, while_connected
 
 _FLOOR = -9999.0
 """Logprob of an impossible token in OpenAI's API; JSON has no infinity."""
@@ -24,8 +27,67 @@ ChoiceDeltas = list[tuple[int, Delta]]
 """(index of the choice, its new output), at most one entry per choice."""
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+B = TypeVar("B", bound=Common)
+
+
+class Generation(ABC, Generic[B]):
+    """One request to an endpoint that generates text."""
+
+    def __init__(self, service: Service, body: B, request: Request, prefix: str) -> None:
+        """`prefix`: begin of the answer's id."""
+        self.service, self.body, self.request = service, body, request
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = service.model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise FieldError("stream_options needs stream=true", "stream_options")
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return {"id": self.id, "created": self.created, "model": self.model}
+
+    @abstractmethod
+    def whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
+        """Build the answer from the complete output of every choice."""
+
+    @abstractmethod
+    def chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
+        """Yield the answer as a stream of events."""
+
+    async def reply(self, jobs: list[Job], n: int = 1) -> Response:
+        """Stream the answer, or send it once all choices are complete, n for each job. Closes the jobs."""
+        if not self.body.stream:
+            try:
+                outputs = await while_connected(self.request.receive, collect(jobs, n))
+                return json_response(self.whole(jobs, outputs))
+            finally:
+                close(jobs)
+        chunks = self.chunks(jobs)
+        try:
+            # Wait for the first chunk before the status is sent, so that a refused request gets an error status.
+            first = await while_connected(self.request.receive, anext(chunks))
+        except BaseException:
+            close(jobs)
+            raise
+        return EventStream(first, chunks, lambda: close(jobs))
+
+
+class Chunks:
+    """Encoder of stream events that differ only in their single choice and the usage; the rest is encoded once."""
+
+    def __init__(self, head: Mapping[str, Any], jobs: list[Job], options: StreamOptions | None) -> None:
+        self._head, self._jobs, self._options = head, jobs, options or StreamOptions()
+        self._begin = b"data: " + ENCODER.encode(head)[:-1] + b',"choices":['
+
+    def event(self, choice: object) -> bytes:
+        tail = b"]}\n\n"
+        if self._options.continuous_usage_stats:
+            tail = b'],"usage":' + ENCODER.encode(usage(self._jobs)) + b"}\n\n"
+        return b"".join((self._begin, ENCODER.encode(choice), tail))
+
+    def end(self) -> bytes:
+        wants_usage = self._options.include_usage
+        return (event({**self._head, "choices": [], "usage": usage(self._jobs)}) if wants_usage else b"") + DONE
 
 
 async def choice_deltas(jobs: Sequence[Job], n: int) -> AsyncIterator[ChoiceDeltas]:
@@ -93,29 +155,6 @@ async def collect(jobs: Sequence[Job], n: int) -> list[Delta]:
     return [join(some) for some in parts]
 
 
-async def answer(
-    request: Request,
-    jobs: list[Job],
-    n: int,
-    *,
-    whole: Callable[[list[Job], list[Delta]], dict[str, Any]],
-    chunks: AsyncIterator[bytes] | None,
-) -> Response:
-    """Stream `chunks`, or if None, answer with `whole` once all choices are complete. Closes the jobs."""
-    if chunks is None:
-        try:
-            return json_response(whole(jobs, await while_connected(request, collect(jobs, n))))
-        finally:
-            close(jobs)
-    try:
-        # Wait for the first chunk before the status is sent, so that a refused request gets an error status.
-        first = await while_connected(request, anext(chunks))
-    except BaseException:
-        close(jobs)
-        raise
-    return EventStream(first, chunks, lambda: close(jobs))
-
-
 def close(jobs: Iterable[Job]) -> None:
     for job in jobs:
         job.close()
@@ -143,11 +182,7 @@ def spell(tokenizer: Tokenizer, token: int) -> str:
 def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         spelled = tokenizer.token_bytes(token)
-        return {
-            "token": spelled.decode("utf-8", "replace"),
-            "logprob": max(logprob, _FLOOR),
-            "bytes": list(spelled),
-        }
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": max(logprob, _FLOOR), "bytes": list(spelled)}
 
     return {
         "content": [
@@ -158,37 +193,27 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
 class CompletionLogprobs:
     """Logprobs in the format of /v1/completions, over all chunks of one choice."""
 
-    tokenizer: Tokenizer
-    offset: int = 0
-    """Position of the next token in the text, characters."""
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+        """Position of the next token in the text, characters."""
+        self._added: list[dict[str, Any]] = []
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> None:
         for token, found in zip(tokens, logprobs, strict=True):
-            text = spell(self.tokenizer, token)
-            self.tokens.append(text)
-            self.token_logprobs.append(None if found is None else max(found.logprob, _FLOOR))
-            top = None
+            text, own, top = spell(self._tokenizer, token), None, None
             if found is not None:
-                top = {spell(self.tokenizer, other): max(logprob, _FLOOR) for other, logprob in found.top}
-            self.top_logprobs.append(top)
-            self.text_offset.append(self.offset)
-            self.offset += len(text)
+                own = max(found.logprob, _FLOOR)
+                top = {spell(self._tokenizer, other): max(logprob, _FLOOR) for other, logprob in found.top}
+            entry = {"tokens": text, "token_logprobs": own, "top_logprobs": top, "text_offset": self._offset}
+            self._added.append(entry)
+            self._offset += len(text)
 
     def take(self) -> dict[str, Any]:
         """Return what was added since the last call."""
-        taken = {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "text_offset": self.text_offset,
-        }
-        self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
-        return taken
+        taken, self._added = self._added, []
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [entry[name] for entry in taken] for name in names}

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import (
-    Content,
-    Grammar,
-    ParserEvent,
-    ParserStream,
-    ReasoningParser,
-    Tool,
-    ToolParser,
-)
+from dovetail.core.interfaces import Content, Grammar, ParserEvent, ParserStream, ReasoningParser, Tool, ToolParser
 from dovetail.core.parsing import OutputStream, fitting
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError
@@ -42,9 +34,8 @@ class Parsers:
 
     def for_request(self, body: Conversing, offered: OfferedTools, template: str, prompt: str) -> OutputParsing:
         """Choose the parsers of a request, whose prompt was rendered by `template`. Raises FieldError if none fits."""
-        tools, forced = offered.tools, offered.forced
         tool_parser = reasoning_parser = None
-        if tools:
+        if offered.tools:
             asked = body.tool_parser or self._config.tool_parser
             tool_parser = _pick("tool_parser", self._tools, asked, template)
             if tool_parser is None:
@@ -55,14 +46,12 @@ class Parsers:
                     "tools",
                 )
         # A forced call starts at the first token, so there is no reasoning.
-        if not forced:
+        if not offered.forced:
             asked = body.reasoning_parser or self._config.reasoning_parser
             reasoning_parser = _pick("reasoning_parser", self._reasoning, asked, template)
         elif body.reasoning_parser is not None:
             _pick("reasoning_parser", self._reasoning, body.reasoning_parser, template)
-        return OutputParsing(
-            tools, tool_parser, reasoning_parser, forced, body.parallel_tool_calls is not False, prompt
-        )
+        return OutputParsing(offered, tool_parser, reasoning_parser, body.parallel_tool_calls is not False, prompt)
 
 
 def _build(composition: Composition, kind: str, chosen: str) -> dict[str, Any]:
@@ -124,41 +113,39 @@ def template_variables(body: Conversing, functions: Sequence[Function], effort: 
     return variables | {"tools": tools or None}
 
 
+@dataclass(frozen=True, slots=True)
 class OutputParsing:
     """Parsers of one request, and the grammar of a forced tool call."""
 
-    def __init__(
-        self,
-        tools: Sequence[Tool],
-        tool_parser: ToolParser | None,
-        reasoning_parser: ReasoningParser | None,
-        forced: bool,
-        parallel: bool,
-        prompt: str,
-    ) -> None:
-        self._tools, self._tool_parser, self._reasoning_parser = tools, tool_parser, reasoning_parser
-        self._forced, self._parallel, self._prompt = forced, parallel, prompt
-        self.special = tuple(mark for parser in (tool_parser, reasoning_parser) if parser for mark in parser.special)
+    offered: OfferedTools
+    tool_parser: ToolParser | None
+    reasoning_parser: ReasoningParser | None
+    parallel: bool
+    prompt: str
+
+    @property
+    def special(self) -> tuple[str, ...]:
         """Special tokens whose text must stay in the output."""
+        return tuple(mark for parser in (self.tool_parser, self.reasoning_parser) if parser for mark in parser.special)
 
     def grammar(self) -> Grammar | None:
         """Return the grammar that forces a tool call; None if none is forced."""
-        if not self._forced:
+        tools = self.offered.tools
+        if not self.offered.forced:
             return None
-        assert self._tool_parser is not None
-        parallel = self._parallel and len(self._tools) > 1
+        assert self.tool_parser is not None
         try:
-            return self._tool_parser.grammar(self._tools, parallel=parallel)
+            return self.tool_parser.grammar(tools, parallel=self.parallel and len(tools) > 1)
         except ValidationError as error:
             raise FieldError(f"tools: {error.errors()[0]['msg']}", "tools") from None
 
     def output(self) -> ParsedOutput:
         """Return a parser for one output."""
         streams: list[ParserStream] = []
-        if self._reasoning_parser is not None:
-            streams.append(self._reasoning_parser.stream(self._prompt))
-        if self._tool_parser is not None:
-            streams.append(self._tool_parser.stream(self._tools, forced=self._forced))
+        if self.reasoning_parser is not None:
+            streams.append(self.reasoning_parser.stream(self.prompt))
+        if self.tool_parser is not None:
+            streams.append(self.tool_parser.stream(self.offered.tools, forced=self.offered.forced))
         return ParsedOutput(OutputStream(*streams) if len(streams) == 2 else streams[0] if streams else None)
 
 

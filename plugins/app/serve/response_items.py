@@ -6,14 +6,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dovetail.core.interfaces import (
-    Content,
-    ParserEvent,
-    Reasoning,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
-)
+from dovetail.core.interfaces import Content, ParserEvent, Reasoning, ToolCallArguments, ToolCallBegin, ToolCallEnd
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import FunctionCall, Message, ResponseItem, ToolCall
 from dovetail.plugins.app.serve.text import text_of

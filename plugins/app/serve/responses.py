@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from dovetail.core.frontend.outputs import Delta
@@ -19,24 +18,15 @@ from dovetail.plugins.app.serve.service import Job, Service
 from dovetail.plugins.app.serve.transport import STREAMS, event
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/responses", responses=STREAMS)
+def install(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/responses", responses=STREAMS)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await _Response(service, body, request).answer()
 
-    return routes
 
-
-class _Response:
+class _Response(output.Generation[ResponsesRequest]):
     def __init__(self, service: Service, body: ResponsesRequest, request: Request) -> None:
-        self.service, self.body, self.request = service, body, request
-        self.id = output.new_id("resp")
-        self.model = service.model(body.model)
-        self.created = int(time.time())
-        if body.stream_options is not None and not body.stream:
-            raise FieldError("stream_options needs stream=true", "stream_options")
+        super().__init__(service, body, request, "resp")
         choice = body.tool_choice
         self.tools = [] if choice == "none" else list(body.tools or ())
         self.offered = offered_tools(
@@ -62,11 +52,9 @@ class _Response:
         ids = await service.text.encode(text, special=False, param="input")
         params = service.params(body, max_tokens=body.max_output_tokens, grammar=self.parsing.grammar())
         jobs = service.submit(self.request, body, "responses", [ids], params, keep=self.parsing.special)
-        return await output.answer(
-            self.request, jobs, 1, whole=self._whole, chunks=self._events(jobs) if body.stream else None
-        )
+        return await self.reply(jobs)
 
-    def _whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
+    def whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:
         (whole,) = outputs
         items, status = OutputItems(), _status(whole)
         for parsed in self.parsing.output().take(whole.text, whole.finish_reason):
@@ -120,7 +108,7 @@ class _Response:
             "total_tokens": used["total_tokens"],
         }
 
-    async def _events(self, jobs: list[Job]) -> AsyncIterator[bytes]:
+    async def chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
         count = 0
 
         def numbered(kind: str, fields: dict[str, Any]) -> bytes:

@@ -78,6 +78,7 @@ class Common(Queued):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     metadata: JsonObject | None = None
     """Accepted without effect."""
     service_tier: Literal["auto", "default"] | None = None
@@ -108,7 +109,6 @@ class Penalised(Common):
     logit_bias: Annotated[dict[Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
-    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
 
@@ -236,12 +236,8 @@ class ResponseItem(BaseModel):
     output: Text | list[ContentPart] | None = None
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Label = ""
-    description: Text | None = None
-    schema_: JsonObject | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(Body):
@@ -281,7 +277,6 @@ class ResponsesRequest(Common, Conversing):
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     """Accepted without effect: reasoning is returned in plain text and can be sent back as such."""
     reasoning: ReasoningOptions | None = None
-    stream_options: StreamOptions | None = None
 
 
 class EmbeddingRequest(Queued):

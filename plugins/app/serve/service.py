@@ -15,12 +15,12 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.client import Stream
 from dovetail.core.frontend.fleet import Fleet
 from dovetail.core.interfaces import Pooling, RequestOptions, SamplingParams
+from dovetail.core.metrics import RequestRecord
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
-from dovetail.plugins.app.serve.monitor import Monitor, Reporter, RequestRecord, Tracer
+from dovetail.plugins.app.serve.monitor import Monitor, Reporter, Tracer
 from dovetail.plugins.app.serve.output_parsing import Parsers
-from dovetail.plugins.app.serve.schemas import Common, Penalised, Queued
-from dovetail.plugins.app.serve.structured import grammar_of
+from dovetail.plugins.app.serve.schemas import Common, Penalised, Queued, ResponsesRequest
 from dovetail.plugins.app.serve.text import Texts, too_long
 from dovetail.plugins.app.serve.transport import KEY
 
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 _MASK63 = 2**63 - 1
+_SAMPLING = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *("min_tokens", "stop_token_ids", "ignore_eos", "extra"),
+)
+"""Fields of requests that SamplingParams has too."""
 _PROMPT_FIELD = {"completions": "prompt", "chat": "messages", "responses": "input", "embeddings": "input"}
 """Endpoint -> request field that holds the prompt."""
 
@@ -75,12 +80,7 @@ class Service:
     """State of a server process. Used only in the event loop."""
 
     def __init__(
-        self,
-        config: ServeConfig,
-        composition: Composition,
-        client: Fleet,
-        monitor: Monitor | Reporter,
-        started: int,
+        self, config: ServeConfig, composition: Composition, client: Fleet, monitor: Monitor | Reporter, started: int
     ) -> None:
         """`started`: time.time() at the start of the server."""
         self.config, self.composition = config, composition
@@ -89,7 +89,7 @@ class Service:
         self._tracer: Tracer | None = None
         if config.traces is not None:
             self._tracer = Tracer(config.traces, lambda: self.model_names[0])
-            self.monitor.listeners.append(self._tracer)
+            self.monitor.listeners.append(self._tracer.request)
         self.draining = False
         """Set by the HTTP server on shutdown: new requests are refused."""
         self.text = Texts(config, self.client)
@@ -136,42 +136,25 @@ class Service:
 
     def params(self, body: Common, **chosen: Any) -> SamplingParams:
         """Build the sampling parameters of a request; None means the default. `chosen`: values set by the endpoint."""
-        given: dict[str, Any] = {
-            name: value
-            for name in ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "extra")
-            if (value := getattr(body, name)) is not None
-        }
+        given = {name: getattr(body, name, None) for name in _SAMPLING}
+        given["include_stop"] = body.include_stop_str_in_output
         if body.top_k is not None:
             given["top_k"] = max(body.top_k, 0)
-        given |= {
-            to: value
-            for name, to in (
-                ("stop_token_ids", "stop_token_ids"),
-                ("ignore_eos", "ignore_eos"),
-                ("include_stop_str_in_output", "include_stop"),
-            )
-            if (value := getattr(body, name)) is not None
-        }
         if isinstance(body, Penalised):
-            for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-                if (value := getattr(body, name)) is not None:
-                    given[name] = value
             if body.stop:
                 given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
             if body.seed is not None:
                 given["seed"] = body.seed & _MASK63
-        if (grammar := grammar_of(body)) is not None:
+        if (grammar := _grammar_of(body)) is not None:
             given["grammar"] = grammar
             if chosen.get("grammar") is not None:
                 raise FieldError(
                     "tool_choice: a forced call already constrains the output; give no other constraint",
                     "tool_choice",
                 )
-        given |= {name: value for name, value in chosen.items() if value is not None}
-        if "max_tokens" not in given:
-            given["max_tokens"] = None
+        stated = {name: value for name, value in (*given.items(), *chosen.items()) if value is not None}
         try:
-            return SamplingParams(**given)
+            return SamplingParams(**{"max_tokens": None, **stated})
         except ValidationError as error:
             first = error.errors()[0]
             field = str(first["loc"][0]) if first["loc"] else None
@@ -257,3 +240,32 @@ class Service:
     def finished(self, record: RequestRecord) -> None:
         self._ends.append(time.perf_counter())
         self.monitor.request(record)
+
+
+def _grammar_of(body: Common) -> dict[str, Any] | None:
+    """Return the constraint that a request sets, as for SamplingParams.grammar; None = free text."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    if body.regex is not None:
+        found.append(("regex", {"kind": "regex", "value": body.regex}))
+    if body.choice is not None:
+        found.append(("choice", {"kind": "choice", "value": tuple(body.choice)}))
+    if body.grammar is not None:
+        found.append(("grammar", {"kind": "lark", "value": body.grammar}))
+    if isinstance(body, Penalised) and (wanted := body.response_format) is not None:
+        schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+        found += _json("response_format", wanted.type, schema)
+    if isinstance(body, ResponsesRequest) and body.text is not None and (form := body.text.format) is not None:
+        found += _json("text", form.type, form.schema_)
+    if len(found) > 1:
+        raise FieldError(f"{' and '.join(name for name, _ in found)}: give only one of them", found[1][0])
+    return found[0][1] if found else None
+
+
+def _json(param: str, kind: str, schema: dict[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [(param, {"kind": "json_object"})]
+    if schema is None:
+        raise FieldError(f"{param}: type json_schema needs a schema", param)
+    return [(param, {"kind": "json_schema", "value": schema})]

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dovetail.core.errors import DovetailError, EngineDown
-from dovetail.core.frontend.attached import Sharing
+from dovetail.core.errors import DovetailError
+from dovetail.core.frontend.attached import EngineSharing
 from dovetail.core.frontend.fleet import Reports
-from dovetail.core.frontend.process_rpc import Peer
-from dovetail.core.frontend.shared_counters import Board
+from dovetail.core.frontend.process_rpc import ProcessRPC
+from dovetail.core.frontend.shared_counters import SharedCounters
 from dovetail.core.frontend.supervised import Restarts
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.failure import describe_exit
@@ -55,13 +55,13 @@ class FrontEndProcess:
         order: Mapping[str, Any],
         inherited: tuple[int, ...],
         *,
-        on_start: Callable[[FrontEndProcess, Peer], None],
+        on_start: Callable[[FrontEndProcess, ProcessRPC], None],
         on_end: Callable[[FrontEndProcess, int, str], None],
     ) -> None:
         """`on_start` and `on_end` are called in the event loop. `on_end` gets the exit status and the cause, a phrase
         that follows the name of the process."""
         self.number = number
-        self.peer: Peer | None = None
+        self.rpc: ProcessRPC | None = None
         self.failed = False
         """Whether it reported an error before it ended. Final when `on_end` is called."""
         self._order, self._inherited = order, inherited
@@ -73,9 +73,9 @@ class FrontEndProcess:
         # The child ends with the thread that started it (PR_SET_PDEATHSIG), so this thread lives as long as the child.
         threading.Thread(target=self._run, name=f"dovetail-front-{number}", daemon=True).start()
 
-    def tell(self, op: str) -> None:
-        if self.peer is not None:
-            self.peer.tell(op)
+    def notify(self, op: str) -> None:
+        if self.rpc is not None:
+            self.rpc.notify(op)
 
     def kill(self) -> None:
         if self._popen is not None:
@@ -104,9 +104,9 @@ class FrontEndProcess:
         self._popen, channel = start_process(_MAIN, self._inherited)
         try:
             channel.send(self._order)
-            peer = Peer(channel, self._loop)
-            self._loop.call_soon_threadsafe(self._started, peer)
-            peer.listen()
+            rpc = ProcessRPC(channel, self._loop)
+            self._loop.call_soon_threadsafe(self._started, rpc)
+            rpc.listen()
             status = self._popen.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._popen.kill()
@@ -115,14 +115,14 @@ class FrontEndProcess:
             return self._popen.wait(_EXIT_SECONDS), "ended before it received its configuration"
         finally:
             channel.close()
-        if peer.last_words:
+        if rpc.exit_reason:
             self.failed = True
-            return status, f"failed: {peer.last_words}"
+            return status, f"failed: {rpc.exit_reason}"
         return status, self._hung or describe_exit(status, "serving")
 
-    def _started(self, peer: Peer) -> None:
-        self.peer = peer
-        self._on_start(self, peer)
+    def _started(self, rpc: ProcessRPC) -> None:
+        self.rpc = rpc
+        self._on_start(self, rpc)
 
 
 class Supervisor:
@@ -130,18 +130,16 @@ class Supervisor:
 
     def __init__(self, config: ServeConfig, composition: Composition, accepted: Keys, sock: socket.socket) -> None:
         self._config, self._sock = config, sock
-        self._board = Board(config.processes + 1, composition.engine.dp)
+        self._counters = SharedCounters(config.processes + 1, composition.engine.dp)
         self._monitor = Monitor()
         reports = Reports(
-            stats=self._monitor.stats,
-            restarted=self._monitor.restarted,
-            changed=lambda: self._sharing.publish(),
+            stats=self._monitor.stats, restarted=self._monitor.restarted, changed=lambda: self._sharing.publish()
         )
-        self._fleet = lifecycle.owned_fleet(config, composition, reports, self._board)
-        self._sharing = Sharing(self._fleet)
+        self._fleet = lifecycle.supervised_fleet(config, composition, reports, self._counters)
+        self._sharing = EngineSharing(self._fleet)
         self._order = {
             **order_for(composition),
-            "board": self._board.fd,
+            "counters": self._counters.fd,
             "address": sock.getsockname(),
             "keys": {digest.hex(): name for digest, name in accepted.hashes.items()},
             "started": int(time.time()),
@@ -151,7 +149,7 @@ class Supervisor:
         """Numbers of the front-ends that have been ready at least once."""
         self._restarts = Restarts(config.max_restarts)
         self._stopping, self._all_ended = asyncio.Event(), asyncio.Event()
-        self._listening = self._was_ready = False
+        self._listening = False
         self._error: DovetailError | None = None
         self._status = 0
         self._grace = config.grace
@@ -162,7 +160,7 @@ class Supervisor:
         for number in range(1, self._config.processes + 1):
             self._start(number)
         engines, gone = asyncio.ensure_future(self._watch_engines()), threading.Event()
-        watchdog = Watchdog(self._board, seconds_or_inf(self._config.front_end_timeout), self._hangs)
+        watchdog = Watchdog(self._counters, seconds_or_inf(self._config.front_end_timeout), self._hangs)
         threading.Thread(target=watchdog.run, args=(gone,), name="dovetail-watchdog", daemon=True).start()
         try:
             await self._stopping.wait()
@@ -173,18 +171,10 @@ class Supervisor:
             await self._fleet.close()
         if self._error is not None:
             raise self._error
-        return self._status or lifecycle.exit_status(self._fleet, self._was_ready)
+        return self._status or lifecycle.exit_status(self._fleet, self._monitor)
 
     async def _watch_engines(self) -> None:
-        try:
-            info = await self._fleet.wait_ready()
-        except EngineDown:
-            pass
-        else:
-            self._was_ready = True
-            names = self._config.model_names or (info.model,)
-            self._monitor.engine_ready(names[0], len(self._fleet.clients))
-            await self._fleet.failed.wait()
+        await lifecycle.watch_engines(self._config, self._fleet, self._monitor, lambda: None)
         self._stopping.set()
 
     # Front-end processes.
@@ -193,22 +183,22 @@ class Supervisor:
         self._front_ends[number] = FrontEndProcess(
             number,
             {**self._order, "number": number},
-            (self._board.fd,),
+            (self._counters.fd,),
             on_start=self._started,
             on_end=self._ended,
         )
 
-    def _started(self, front_end: FrontEndProcess, peer: Peer) -> None:
-        peer.handlers |= {
+    def _started(self, front_end: FrontEndProcess, rpc: ProcessRPC) -> None:
+        rpc.handlers |= {
             "listening": self._is_listening,
             "ready": lambda: self._is_ready(front_end.number),
             "seen": lambda seen: self._monitor.merge(msgspec.convert(seen, ProcessReport)),
             "exposition": self._exposition,
             "live": self._monitor.live,
         }
-        self._sharing.join(front_end.number, peer)
+        self._sharing.join(front_end.number, rpc)
         if self._stopping.is_set():
-            peer.tell("stop")
+            rpc.notify("stop")
 
     def _is_listening(self) -> None:
         if not self._listening:
@@ -251,10 +241,10 @@ class Supervisor:
 
     async def _exposition(self, accept: str) -> Any:
         """Return the current metrics, after every process has reported its observations."""
-        asks = [asyncio.ensure_future(one.peer.ask("tell_all")) for one in self._front_ends.values() if one.peer]
-        await asyncio.wait(asks, timeout=_REPORT_SECONDS)
-        for ask in asks:
-            ask.cancel()
+        calls = [asyncio.ensure_future(one.rpc.call("tell_all")) for one in self._front_ends.values() if one.rpc]
+        await asyncio.wait(calls, timeout=_REPORT_SECONDS)
+        for call in calls:
+            call.cancel()
         return msgspec.to_builtins(await self._monitor.exposition(accept))
 
     # Shutdown.
@@ -269,7 +259,7 @@ class Supervisor:
 
     def _broadcast(self, op: str) -> None:
         for front_end in self._front_ends.values():
-            front_end.tell(op)
+            front_end.notify(op)
 
     async def _stop_front_ends(self) -> None:
         self._sock.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +35,6 @@ class Texts:
     def __init__(self, config: ServeConfig, client: Fleet) -> None:
         self.config, self.client = config, client
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dovetail-text")
-        self._template: ChatTemplate | None = None
-        self._template_known = False
         if config.chat_template is not None and not Path(config.chat_template).expanduser().is_file():
             raise ConfigError(f"serve.chat_template={config.chat_template}: no such file")
 
@@ -70,12 +69,6 @@ class Texts:
         return await self.threaded(self._render, [plain(message) for message in messages], variables)
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        if not self._template_known:
-            folder, file = self.client.info.folder, self.config.chat_template
-            if folder is not None or file is not None:
-                path = None if file is None else Path(file).expanduser()
-                self._template = ChatTemplate.load(Path(folder or "."), path)
-            self._template_known = True
         if self._template is None:
             raise RequestError(
                 f"the model {self.client.info.model} has no chat template: use /v1/completions, or start the server "
@@ -83,9 +76,16 @@ class Texts:
             )
         return self._template.render(messages, **variables)
 
+    @functools.cached_property
+    def _template(self) -> ChatTemplate | None:
+        folder, file = self.client.info.folder, self.config.chat_template
+        if folder is None and file is None:
+            return None
+        return ChatTemplate.load(Path(folder or "."), None if file is None else Path(file).expanduser())
+
     @property
     def template(self) -> str:
-        """Source of the chat template; empty before the first call of `render`."""
+        """Source of the chat template."""
         return "" if self._template is None else self._template.source
 
     async def prompts(self, given: Prompts, param: str) -> list[Sequence[int]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, body_of, respond
 from dovetail.plugins.app.serve.keys import Keys
 
@@ -25,7 +25,8 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/open
 """Paths that need no API key, since they reveal nothing about requests."""
 KEY = "dovetail.key"
 """Scope entry with the name of the request's API key."""
-_CLIENT_DISCONNECTED = 499
+CLIENT_DISCONNECTED = 499
+"""Status in the log of a request whose client has closed its connection."""
 
 
 class ClientDisconnected(Exception):
@@ -35,37 +36,24 @@ class ClientDisconnected(Exception):
 class Gate:
     """Middleware that refuses requests without an accepted key, and bodies that are too long or too slow."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: Keys,
-        max_body_bytes: int,
-        receive_timeout: float,
-        log_requests: bool,
-        on_status: Callable[[int], None],
-    ) -> None:
-        """`receive_timeout`: seconds for a body to arrive. `on_status` gets the status of every non-probe answer."""
-        self._app, self._keys, self._limit, self._log = app, keys, max_body_bytes, log_requests
-        self._seconds = receive_timeout
-        self._on_status = on_status
+    def __init__(self, app: ASGIApp, config: ServeConfig, keys: Keys, on_status: Callable[[int], None]) -> None:
+        """`on_status` gets the status of every non-probe answer."""
+        self._app, self._keys, self._on_status = app, keys, on_status
+        self._limit, self._seconds, self._log = config.max_body_bytes, config.receive_timeout, config.log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] not in PROBES:
-            send = self._counted(send)
-        if self._log:
-            send = self._logged(scope, send)
+        send = self._noted(scope, send)
         headers = dict(scope["headers"])
         path: str = scope["path"]
         if self._keys and path not in OPEN_PATHS and not path.startswith("/static/") and scope["method"] != "OPTIONS":
             scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
             name = self._keys.name(key.strip()) if scheme.lower() == "bearer" else None
             if name is None:
-                error = FieldError("no valid API key: send `Authorization: Bearer KEY`", status=401)
-                error.code = "invalid_api_key"
+                refusal = "no valid API key: send `Authorization: Bearer KEY`"
+                error = FieldError(refusal, status=401, code="invalid_api_key")
                 await respond(error)(scope, receive, send)
                 return
             scope[KEY] = name
@@ -88,7 +76,8 @@ class Gate:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise _Refused(self._too_slow()) from None
+                late = f"the body took more than {self._seconds:g} s (serve.receive_timeout)"
+                raise _Refused(FieldError(late, status=408)) from None
             whole = not message.get("more_body", False)
             taken += len(message.get("body", b""))
             if taken > self._limit:
@@ -116,30 +105,21 @@ class Gate:
             # The 500 was already sent. Re-raising would also make uvicorn close the connection.
             log.exception("%s %s failed", scope["method"], scope["path"])
 
-    def _too_slow(self) -> FieldError:
-        return FieldError(f"the body took more than {self._seconds:g} s (serve.receive_timeout)", status=408)
-
     def _too_long(self) -> FieldError:
         return FieldError(f"the body is longer than {self._limit} bytes (serve.max_body_bytes)", status=413)
 
-    def _counted(self, send: Send) -> Send:
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._on_status(message["status"])
-            await send(message)
-
-        return counting
-
-    def _logged(self, scope: Scope, send: Send) -> Send:
-        began = time.perf_counter()
-        status = 0
+    def _noted(self, scope: Scope, send: Send) -> Send:
+        """Return a `send` that reports the status of the answer and logs its end."""
+        began, status = time.perf_counter(), 0
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if scope["path"] not in PROBES:
+                    self._on_status(status)
             await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body"):
+            if self._log and message["type"] == "http.response.body" and not message.get("more_body"):
                 taken = time.perf_counter() - began
                 log.info("%s %s %d %.1f ms", scope["method"], scope["path"], status, taken * 1e3)
 
@@ -147,8 +127,7 @@ class Gate:
 
 
 class _Refused(BaseException):
-    """Refusal raised while the body is read. A BaseException, since FastAPI would turn an Exception into its own
-    answer."""
+    """Refusal raised while the body is read. A BaseException, since FastAPI would answer an Exception itself."""
 
     def __init__(self, error: FieldError) -> None:
         self.error = error
@@ -158,10 +137,10 @@ def json_response(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
+async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
     """Return the result of `work`. If the client disconnects, cancel it and raise ClientDisconnected."""
     task: asyncio.Future[_T] = asyncio.ensure_future(work)
-    listener = asyncio.ensure_future(_wait_disconnect(request.receive))
+    listener = asyncio.ensure_future(_wait_disconnect(receive))
     try:
         await asyncio.wait((task, listener), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -179,11 +158,6 @@ async def _wait_disconnect(receive: Receive) -> None:
         pass
 
 
-def disconnected_response() -> Response:
-    """Return a response that only the log shows."""
-    return Response(status_code=_CLIENT_DISCONNECTED)
-
-
 STREAMS: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
@@ -194,8 +168,7 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 
 
 class EventStream(Response):
-    """Server-sent events. If the client reads slowly, the source of `pieces` merges the output that accumulates, and it
-    is sent in one write."""
+    """Server-sent events. For a client that reads slowly, the source of `pieces` merges the output that accumulates."""
 
     media_type = "text/event-stream"
 
@@ -207,15 +180,11 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.ensure_future(self._pump(send))
-        listener = asyncio.ensure_future(_wait_disconnect(receive))
         try:
-            await asyncio.wait((pump, listener), return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
+            await while_connected(receive, self._pump(send))
+        except ClientDisconnected:
+            pass
         finally:
-            for future in (pump, listener):
-                future.cancel()
             self._on_end()
 
     async def _pump(self, send: Send) -> None:
@@ -233,21 +202,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-_encoder = msgspec.json.Encoder()
+ENCODER = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
 
 
 def event(data: object, name: str | None = None) -> bytes:
     head = b"data: " if name is None else b"event: " + name.encode() + b"\ndata: "
-    return head + _encoder.encode(data) + b"\n\n"
-
-
-class Chunks:
-    """Encoder of events that differ only in their single choice and the usage; the rest is encoded once."""
-
-    def __init__(self, head: Mapping[str, Any]) -> None:
-        self._head = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
-
-    def event(self, choice: object, usage: object | None = None) -> bytes:
-        tail = b"]}\n\n" if usage is None else b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
-        return b"".join((self._head, _encoder.encode(choice), tail))
+    return head + ENCODER.encode(data) + b"\n\n"

@@ -1,1 +1,1 @@
-"""FlashInfer's paged attention, where its package is installed."""
+"""FlashInfer's paged attention, available if its package is installed."""

@@ -1,8 +1,8 @@
-"""Attention by FlashInfer (Ye et al. 2025) over the house's pages, which have its layout [page, token, kv head, dim].
+"""Attention by FlashInfer (Ye et al. 2025). Our pages have its layout [page, token, kv head, dim].
 
-FlashInfer plans on the host, from exact lengths, how it spreads a step over the GPU; `run` then launches. So one plan
-serves every layer of equal shape, and none can be made inside a CUDA graph. Decode rows of one token each go to its
-decode kernel, which splits long rows; all others, rows with drafts included, to its prefill kernel.
+FlashInfer plans the distribution of a step over the GPU on the host, from exact lengths, and `run` then launches. One
+plan serves every layer of the same shape; planning inside a CUDA graph is not possible. Decode rows of one token use
+its decode kernel, which splits long rows. All other rows, including those with drafts, use its prefill kernel.
 
 Shapes: T tokens, B rows, P pages of a table, N pages of all rows, H query heads, D head dim.
 """
@@ -34,35 +34,35 @@ from dovetail.plugins.attention.config import FlashInferConfig
 
 DTYPES = (torch.bfloat16, torch.float16)
 TILE = 128
-"""Query rows of FlashInfer's largest tile."""
+"""Number of query rows in FlashInfer's largest tile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Consecutive rows of a step that one kernel serves, for one KV group. int32; on the host but for pages_N."""
+class RowSpan:
+    """Consecutive rows of a step for one kernel and one KV group. int32 tensors, all on the host except pages_N."""
 
     tokens: slice
-    """Of the step's tokens."""
+    """Range of the step's tokens."""
     decode: bool
-    """One token each."""
+    """Whether each row has one token."""
     longest: int
-    """Tokens of the row with the most."""
+    """Largest number of tokens of a row."""
     query_start_B1: torch.Tensor
     page_start_B1: torch.Tensor
     last_page_B: torch.Tensor
-    """Tokens in each row's last page."""
+    """Number of tokens in each row's last page."""
     kv_len_B: torch.Tensor
     pages_N: torch.Tensor
 
 
 @dataclass(slots=True)
-class Planned:
-    """One of FlashInfer's wrappers, and the rows that it was planned for last."""
+class PlannedWrapper:
+    """A FlashInfer wrapper and the rows for which it was last planned."""
 
     wrapper: Any
-    rows: Rows | None = None
+    rows: RowSpan | None = None
     sent: torch.cuda.Event | None = None
-    """The copies that the plan began are over."""
+    """Recorded after the copies that the plan started."""
 
 
 class FlashInfer(AttentionBackend):
@@ -71,11 +71,11 @@ class FlashInfer(AttentionBackend):
 
     def __init__(self, config: FlashInferConfig) -> None:
         super().__init__(config)
-        self._planned: dict[tuple[object, ...], Planned] = {}
+        self._planned: dict[tuple[object, ...], PlannedWrapper] = {}
         self._workspace: torch.Tensor | None = None
 
     def plan_device(self, meta: BatchMeta, host: HostBounds, state: object) -> AttnCtx:
-        # Wrappers are planned for heads and windows, too: the first layer of each shape does it.
+        # A wrapper's plan also depends on heads and window, so the first layer of each shape makes it.
         single = host.num_decode if all(count == 1 for count in host.counts[: host.num_decode]) else 0
         spans = ((0, single), (single, len(host.counts)))
         return AttnCtx(meta, host, tuple(_rows(meta, host, a, b, a < single) for a, b in spans if a < b))
@@ -87,7 +87,7 @@ class FlashInfer(AttentionBackend):
         _check_dtypes(q.dtype, k.dtype)
         k_scale, v_scale = (layer.k_scale, layer.v_scale) if k.dtype in FLOAT8 else (None, None)
         if isinstance(k_scale, torch.Tensor):
-            # FlashInfer takes one number; what is one per head goes to the queries before and the output after.
+            # FlashInfer takes a single scale. Scales per head are applied to the queries and to the output instead.
             q, k_scale = (q * _per_query_head(k_scale, layer)).to(q.dtype), None
         tokens = sum(ctx.host.counts)
         # Tokens past the last row are padding.
@@ -100,20 +100,20 @@ class FlashInfer(AttentionBackend):
             out_THD *= _per_query_head(v_scale, layer)
         return encode(out_THD.flatten(1), emit)
 
-    def _plan(self, layer: AttentionLayer, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> Any:
-        """The wrapper for these rows in layers of this shape, planned by the first of them."""
+    def _plan(self, layer: AttentionLayer, rows: RowSpan, q: torch.Tensor, k: torch.Tensor) -> Any:
+        """Return the wrapper for these rows and layers of this shape. The first such layer plans it."""
         page_tokens = k.shape[1]
         heads = (layer.heads, layer.kv_heads, layer.head_dim)
         key = (layer.group, rows.decode, heads, layer.window, layer.scale, q.dtype, k.dtype, page_tokens)
         if key not in self._planned:
-            self._planned[key] = Planned(self._wrapper(rows.decode, layer, q.device))
+            self._planned[key] = PlannedWrapper(self._wrapper(rows.decode, layer, q.device))
         planned = self._planned[key]
         if planned.rows is rows:
             return planned.wrapper
         if planned.sent is not None:
-            # A plan is written to pinned memory of the wrapper's and copied from there: the last copy must be over.
+            # The wrapper copies each plan from the same pinned memory, so the last copy must be complete.
             planned.sent.synchronize()
-        # FlashInfer counts the keys before the token itself; -1 is all of them.
+        # FlashInfer's window counts the keys before the token itself; -1 means all.
         options = dict(window_left=layer.window - 1, sm_scale=layer.scale, seq_lens=rows.kv_len_B)
         options |= dict(q_data_type=q.dtype, kv_data_type=k.dtype)
         pages = (rows.page_start_B1, rows.pages_N, rows.last_page_B)
@@ -128,24 +128,24 @@ class FlashInfer(AttentionBackend):
         return planned.wrapper
 
     def _wrapper(self, decode: bool, layer: AttentionLayer, device: torch.device) -> Any:
-        # It takes seconds, and compiles: only who chose it waits for it.
+        # The import takes seconds and compiles, so it happens only where this backend is used.
         import flashinfer
 
         size = max(self.config.workspace_mib << 20, _partial_bytes(layer, _processors(device)))
         if self._workspace is None or self._workspace.numel() < size:
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         if decode:
-            # With tensor cores any number of query heads may share a kv head; fa2 alone splits rows.
+            # With tensor cores a kv head may have any number of query heads. Only fa2 splits rows.
             options = dict(use_tensor_cores=True, backend="fa2")
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", **options)
-        # FlashAttention-3 reads whole tiles at a window's start, and pages behind it may be gone.
+        # FlashAttention-3 reads whole tiles at a window's start, but pages before the window may be released.
         backend = "fa2" if layer.window else "auto"
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
 
 
 def _partial_bytes(layer: AttentionLayer, processors: int) -> int:
-    """What FlashInfer may ask for rows that it splits: float32 sums and their weights of as many tiles as fill the GPU,
-    two blocks a multiprocessor, for every query head."""
+    """Bytes that FlashInfer may need for split rows: float32 sums and weights for every query head, of as many tiles as
+    fill the GPU with two blocks per SM."""
     return layer.heads * (2 * processors // layer.kv_heads) * TILE * (layer.head_dim + 1) * 4 + (1 << 10)
 
 
@@ -153,7 +153,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool) -> Rows:
+def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool) -> RowSpan:
     device, size = meta.page_table_BP.device, meta.page_tokens
     counts, lengths = host.counts[first:last], host.bounds[first:last]
     pages = [ceil_div(length, size) for length in lengths]
@@ -167,7 +167,7 @@ def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool
     rows_B = torch.arange(first, last, device=device)
     row_N = torch.repeat_interleave(rows_B, starts_B1.diff(), output_size=sum(pages))
     place_N = torch.arange(sum(pages), device=device) - starts_B1[row_N - first]
-    return Rows(
+    return RowSpan(
         tokens=slice(start, start + sum(counts)),
         decode=decode,
         longest=max(counts),
@@ -180,7 +180,7 @@ def _rows(meta: BatchMeta, host: HostBounds, first: int, last: int, decode: bool
 
 
 def _per_query_head(scale_K: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-    """[H, 1]"""
+    """Return the scale of each query head, [H, 1]."""
     return scale_K.repeat_interleave(layer.heads // layer.kv_heads)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""What the FlashInfer backend can do, and whether its package is here."""
+"""Capabilities of the FlashInfer backend, and whether its package is installed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ AMPERE = (8, 0)
 def capabilities(config: FlashInferConfig, host: Host) -> Capabilities:
     requires = (
         Requires(kind="host", key="device", allowed=("cuda",), reason="its kernels are compiled for a GPU"),
-        Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason="it runs on a GPU alone"),
+        Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason="it runs only on a GPU"),
         Requires(kind="engine", key="dtype", allowed=DTYPES, reason="its kernels take 16-bit queries"),
         Requires(kind="engine", key="kv_dtype", allowed=KV_DTYPES, reason="pages have the queries' dtype or 8 bits"),
         Requires(
             kind="engine",
             key="overlap_tokens",
             allowed=(0,),
-            reason="it plans on the host for one batch at a time: halves in turns would have it plan in every layer",
+            reason="it plans on the host for one batch at a time: two half-batches would need new plans in every layer",
         ),
         Requires(kind="model", key="head_dim", allowed=HEAD_DIMS, reason="its kernels are made for these"),
     )

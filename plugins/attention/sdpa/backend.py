@@ -1,7 +1,7 @@
-"""Attention by torch's scaled_dot_product_attention over gathered pages. The reference: any device, no kernel of ours.
+"""Attention by torch's scaled_dot_product_attention over gathered pages: the reference backend, for any device.
 
-Decode rows run as one padded batch, prefill rows one at a time. Masks come from device lengths; the host knows only
-upper bounds, so nothing waits for the device.
+Decode rows run as one padded batch, prefill rows one at a time. Masks are computed from lengths on the device, and the
+host uses only upper bounds, so nothing waits for the device.
 
 Shapes: T tokens, B rows, N tokens of a row (padded), L keys of a row (padded), H query heads, K kv heads, D head dim.
 """
@@ -30,29 +30,29 @@ from dovetail.core.ops.kv_write import FLOAT8
 
 @dataclass(slots=True)
 class RowBatch:
-    """Rows that are attended together, for one KV group and step."""
+    """Rows of one KV group and step that are processed in one call."""
 
     tokens: slice
-    """Of the step's tokens."""
+    """Range of the step's tokens."""
     gather_BN: torch.Tensor
-    """int64: token of the step at each row and position; padding repeats some token of the step."""
+    """int64: token of the step at each row and position. Padding repeats some token of the step."""
     scatter_T: torch.Tensor
-    """int64: where each token lies in the flattened [B, N]."""
+    """int64: index of each token in the flattened [B, N]."""
     keys_BL: torch.Tensor
-    """int64: flat token slot of each key; padding points at some slot of the pool."""
+    """int64: flat token slot of each key. Padding points at some slot of the pool."""
     exists_BL: torch.Tensor
-    """bool: the key is within the row's length."""
+    """bool: whether the key is within the row's length."""
     at_BN: torch.Tensor
     """int64: index of each query's own key."""
     tree_BNL: torch.Tensor | None
-    """bool: what a tree-draft token sees; None = a chain."""
+    """bool: keys visible to each tree-draft token; None = a chain."""
     whole_prompt: bool
-    """One row that attends to nothing but its own tokens of this step."""
+    """Whether this is one row that attends only to its own tokens of this step."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     """window -> bool [B, N, L]; filled by the first layer that needs it."""
 
     def reached_BL(self, window: int) -> torch.Tensor:
-        """bool: some query of the row sees the key. A page behind the window may be another sequence's by now."""
+        """bool: whether some query of the row sees the key. A page behind the window may belong to another sequence."""
         if not window:
             return self.exists_BL
         key_L = torch.arange(self.keys_BL.shape[1], device=self.keys_BL.device)
@@ -84,7 +84,7 @@ class SDPA(AttentionBackend):
         k_SKD, v_SKD = (pool.layer(layer.local, name).flatten(0, 1) for name in ("k", "v"))
         out_THD = torch.zeros_like(q)
         for rows in ctx.state:
-            # Stale pages may hold anything, NaN included, which no mask takes out of a sum.
+            # Stale pages may hold NaN, which a mask cannot remove from a sum.
             reached = rows.reached_BL(layer.window)[:, :, None, None]
             k_BLKD, v_BLKD = (
                 torch.where(reached, _read(plane, rows.keys_BL, scale, q.dtype), 0)
@@ -98,10 +98,10 @@ class SDPA(AttentionBackend):
 def _read(
     plane_SKD: torch.Tensor, slots_BL: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[B, L, K, D] in `dtype`; what is stored in 8 bits is multiplied by its scale, one number or one per head."""
+    """Read keys or values as [B, L, K, D] in `dtype`. 8-bit values are multiplied by the scale, one or one per head."""
     if plane_SKD.dtype not in FLOAT8:
         return plane_SKD[slots_BL].to(dtype)
-    # Indexing knows no 8-bit floats; their bytes it does.
+    # torch cannot index 8-bit floats, so their bytes are indexed instead.
     stored = plane_SKD.view(torch.uint8)[slots_BL].view(plane_SKD.dtype).float()
     return (stored * (scale[:, None] if isinstance(scale, torch.Tensor) else scale)).to(dtype)
 
@@ -135,7 +135,7 @@ def _plan_rows(meta: BatchMeta, host: HostBounds, first: int, last: int) -> RowB
 
 
 def _tree(tree_BNW: torch.Tensor, key_L: torch.Tensor, len_B: torch.Tensor) -> torch.Tensor:
-    """Everything before the row's last W keys, and of those what the tree says."""
+    """Mask [B, N, L]: all keys before the row's last W, and of these W the ones in the tree mask."""
     width = tree_BNW.shape[-1]
     back_BL = key_L - (len_B[:, None] - width)
     index_BNL = back_BL.clamp(0, width - 1)[:, None, :].expand(-1, tree_BNW.shape[1], -1)
@@ -147,20 +147,20 @@ def _attend(
 ) -> torch.Tensor:
     batch, count, heads, dim = q_BNHD.shape
     kv_heads = k_BLKD.shape[2]
-    share = heads // kv_heads
+    group = heads // kv_heads
     if rows.whole_prompt and not (layer.window and layer.window < count):
-        # No mask to build: flash kernels serve a prompt's first chunk.
+        # The first chunk of a prompt needs no mask tensor, so torch can use a flash kernel.
         q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BLKD[:, :count], v_BLKD[:, :count]))
-        k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale).transpose(1, 2)
-    # The query heads of one kv head become extra query positions, so that keys and values are never copied per head.
-    q_BKGND = q_BNHD.view(batch, count, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
+    # Query heads of one kv head become extra query positions, so keys and values are not copied per head.
+    q_BKGND = q_BNHD.view(batch, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     mask_BNL = rows.mask_BNL(layer.window)
     out = F.scaled_dot_product_attention(
         q_BKGND.flatten(2, 3),
         k_BLKD.transpose(1, 2),
         v_BLKD.transpose(1, 2),
-        attn_mask=mask_BNL.repeat(1, share, 1).unsqueeze(1),
+        attn_mask=mask_BNL.repeat(1, group, 1).unsqueeze(1),
         scale=layer.scale,
     )
-    return out.view(batch, kv_heads, share, count, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out.view(batch, kv_heads, group, count, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)

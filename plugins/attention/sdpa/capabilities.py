@@ -1,4 +1,4 @@
-"""What the reference backend can do: every head dim, page size, mask and KV dtype."""
+"""Capabilities of the reference backend: every head dim, page size, mask and KV dtype."""
 
 from __future__ import annotations
 

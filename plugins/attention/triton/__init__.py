@@ -1,1 +1,1 @@
-"""Paged attention in Triton: decode, drafts, prefill and chunks from one kernel."""
+"""Paged attention in Triton: one kernel for decode, drafts, prefill and chunks."""

@@ -1,8 +1,8 @@
-"""Paged attention in Triton. A step is two lists of work items, decode rows and the others, and one kernel for both.
+"""Paged attention in Triton. A step has two lists of work items, for decode rows and for other rows.
 
-Nothing here depends on lengths: grids and buffers follow from the number of tokens and rows, and from how many rows are
-decode rows and how many tokens the longest of these has. A CUDA graph captured for a step serves any step with as many
-tokens and rows whose rows are as many or fewer, shorter or longer, in the same two classes: unused rows are empty.
+Nothing here depends on lengths. Grids and buffers depend on the number of tokens and rows, the number of decode rows,
+and the tokens of the longest decode row. So a CUDA graph serves all steps that fit its token and row counts, whatever
+their lengths, if their rows are in the same two classes; unused rows are empty.
 
 Shapes: T tokens, B rows, W items, H query heads, D head dim, C = H * D columns.
 """
@@ -33,6 +33,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import HOPPER, dependent
+from dovetail.core.ops.kv_write import FLOAT8
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
@@ -42,52 +43,51 @@ from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, EMPTY, DecodeTi
 log = logging.getLogger(__name__)
 
 Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
-"""window, heads, kv heads, head dim, dtype of q, dtype of the pages: layers that share it share their items."""
+"""Window, heads, kv heads, head dim, dtype of q, dtype of the pages. Layers of the same geometry use the same items."""
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-PLENTY = 3
-"""Programs of whole rows for each multiprocessor from which on ..."""
-SHORT = 2048
-"""... rows of at most so many keys are left whole: splitting them evens out less than joining them costs."""
-TOGETHER = 256
-"""Rows that a program of plan_items looks at together."""
+MANY_PROGRAMS = 3
+"""Programs per SM, counting whole rows, from which rows of up to SHORT_KEYS keys are not split."""
+SHORT_KEYS = 2048
+"""Number of keys up to which splitting rows then gains less by balancing than joining the ranges costs."""
+ROWS_AT_ONCE = 256
+"""Rows that a program of plan_items processes at once."""
 WHOLE = 1 << 30
-"""Keys of the shortest range where no row is split: more than any row has."""
+"""Minimum range length, in keys, that prevents any row from being split."""
 INTERPRETED_PROCESSORS = 4
-"""Multiprocessors to plan for where there is none."""
+"""Number of SMs to plan for in Triton's interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """One launch of the attention kernel: rows of a class, cut into work items."""
+    """One launch of an attention kernel: rows of a class, divided into work items."""
 
     tile: Tile
     items: torch.Tensor
     """int32 [W, ITEM]"""
     counts: torch.Tensor
-    """int32, zero between launches: ranges of each tile that are done. None where they leave mail."""
+    """int32, zero between launches: number of finished ranges per tile. Empty if ranges use mailboxes."""
     gathered: Gathered | None
-    """Where the rows read their pages; None = where they are."""
+    """Copies of the pages that the rows read; None = the pages themselves."""
     first_pages: torch.Tensor
-    """int32 [W * those of a range's first keys], as many keys as tile.ahead"""
+    """int32: for each item, the pages of the first tile.prefetch_keys keys of its range."""
     mail: torch.Tensor
-    """int32 [W * kv heads * tile.box_words], EMPTY between launches; one word where no row is split."""
+    """Mailboxes, int32 [W * kv heads * tile.box_words], EMPTY between launches; one word if no row is split."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     lists: tuple[Items, ...]
     part_rows: int
-    """Capacity for partial results; 0 = no row is split."""
+    """Number of rows of partial results; 0 = no row is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    """What a launch needs that also writes the step's keys and values."""
+    """Extra inputs of a launch that also writes the step's keys and values."""
 
     tokens: int
-    """Of the longest row."""
+    """Number of tokens of the longest row."""
     rope: Rope | None
     norm: QKNorm | None
 
@@ -102,7 +102,7 @@ class Triton(AttentionBackend):
         self._room: torch.Tensor | None = None
 
     def plan_device(self, meta: BatchMeta, host: HostBounds, state: object) -> AttnCtx:
-        # Items depend on a layer's window and heads: the first layer of each geometry makes them.
+        # Items depend on a layer's window and heads, so the first layer of each geometry makes them.
         return AttnCtx(meta, host, {})
 
     def attend(
@@ -120,7 +120,7 @@ class Triton(AttentionBackend):
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> Bundle:
         host = ctx.host
-        # A tile of all of a row's tokens can write them itself; longer rows would be written by several.
+        # A tile that holds all tokens of a row can write them itself. Longer rows would be written by several tiles.
         longest = max(host.counts, default=0)
         one_tile = longest * (layer.heads // layer.kv_heads) <= DECODE_ROWS
         if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree_mask_TW is not None:
@@ -140,7 +140,7 @@ class Triton(AttentionBackend):
                 self._attend(layer, ctx.meta, q, items, out_TC, parts, lse, writes)
         return encode(out_TC, emit)
 
-    def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> Plan:
+    def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> LaunchPlan:
         kv_dtype = self.pools[layer.group].planes["k"].dtype
         geometry = (layer.window, layer.heads, layer.kv_heads, layer.head_dim, q.dtype, kv_dtype)
         if geometry not in ctx.state:
@@ -151,7 +151,7 @@ class Triton(AttentionBackend):
         return ctx.state[geometry]
 
     def _room_on(self, device: torch.device) -> torch.Tensor:
-        """Made once and kept, so that start-up, which rehearses prompts, has measured it."""
+        """Buffer for gathered pages. Allocated once and kept, so the warm-up step at start-up measures it."""
         if self._room is None:
             self._room = torch.empty(ROOM_BYTES, dtype=torch.uint8, device=device)
         return self._room
@@ -188,7 +188,7 @@ class Triton(AttentionBackend):
             decode(layer, q, k, v, table, tile, *lists, out_TC, writes is not None, rope, norm)
             return
         compute = torch.float16 if k_from.dtype in FLOAT8 and q.dtype.itemsize == 2 else q.dtype
-        # The interpreter has no assembly.
+        # The interpreter does not support inline assembly.
         pairs = tile.pairs and q.is_cuda
         if pairs:
             v_from = v_from.view(torch.int16)
@@ -226,7 +226,7 @@ class Triton(AttentionBackend):
             PRECISION="ieee" if compute == torch.float32 else "tf32",
             HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
             ONE_LOOP=tile.block_m <= 32,
-            LANES=tile.lanes,
+            KEY_WARPS=tile.key_warps,
             TMA=tile.tma,
             PAIRS=pairs,
             WRITES=0 if writes is None else writes.tokens,
@@ -246,8 +246,8 @@ def _make_plan(
     tokens: int,
     room: Callable[[], torch.Tensor],
     hopper: bool = False,
-) -> Plan:
-    """`room`: memory for gathered pages. `hopper`: Shape's."""
+) -> LaunchPlan:
+    """Create work items for both classes of rows. `room`: memory for gathered pages. `hopper`: as in Shape."""
     window, heads, kv_heads, dim, dtype, kv_dtype = geometry
     shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens, hopper)
     rows, decode = len(host.counts), host.num_decode
@@ -267,17 +267,17 @@ def _make_plan(
     for first_row, count, tile, gathered in launches:
         queries = tile.block_m // shape.group
         last = first_row + count == rows
-        # Every row may end in a tile of its own; so may the tokens of no row.
+        # Every row may end in a partly filled tile, and so may the tokens that belong to no row.
         own = tokens if last else min(tokens, sum(host.counts[first_row : first_row + count]))
         whole = own // queries + count + 1
         target = triton.cdiv(tile.programs * _processors(device), kv_heads)
         longest = max(host.bounds[first_row : first_row + count])
-        plenty = whole * kv_heads >= PLENTY * _processors(device)
-        split = longest > (SHORT if plenty else tile.least)
+        many = whole * kv_heads >= MANY_PROGRAMS * _processors(device)
+        split = longest > (SHORT_KEYS if many else tile.least)
         capacity = whole + target if split else whole
         items = torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device)
         grain, words = tile.grain(meta.page_tokens), tile.box_words(dim)
-        entries = tile.ahead // grain
+        entries = tile.prefetch_keys // grain
         first_pages = torch.empty(capacity * entries, dtype=torch.int32, device=device)
         plan_items[(count + 2,)](
             meta.row_start_B1,
@@ -301,37 +301,37 @@ def _make_plan(
             meta.page_tokens,
             entries,
             grain,
-            ROWS=TOGETHER,
+            ROWS=ROWS_AT_ONCE,
             BLOCK=64,
             num_warps=1,
         )
         counts = torch.zeros(0 if words else capacity * kv_heads, dtype=torch.int32, device=device)
-        # Some, even where nobody writes: attend_decode reads the plan without waiting for the kernel in front of it,
-        # which must not be plan_items, then. What fills mailboxes starts only when plan_items has ended.
+        # Fill at least one word: attend_decode reads the plan without waiting for its preceding kernel, so that kernel
+        # must not be plan_items. The fill kernel starts only after plan_items has ended.
         boxes = capacity * kv_heads * words if split else min(1, words)
         mail = torch.full((boxes,), EMPTY, dtype=torch.int32, device=device)
         lists.append(Items(tile, items, counts, gathered, first_pages, mail))
         part_rows += capacity * queries if split and not words else 0
-    return Plan(tuple(lists), part_rows)
+    return LaunchPlan(tuple(lists), part_rows)
 
 
 def _tensor_map(plane: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Token slots x columns, read as blocks of one head's keys."""
+    """Tensor map of token slots x columns, read in blocks of one head's keys."""
     slots = plane.flatten(0, 1).flatten(1)
     return TensorDescriptor(slots, list(slots.shape), list(slots.stride()), [rows, plane.shape[-1]])
 
 
 @cache
 def _has_hopper(device: torch.device) -> bool:
-    """Whether GPU and Triton have what the kernels for Hopper take."""
+    """Whether GPU and Triton support the kernels for Hopper."""
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != HOPPER:
         return False
     try:
         from dovetail.plugins.attention.triton.hopper import launch  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning(
-            "attention=triton: prompts and single tokens go to the kernel for all GPUs, about three quarters as fast: "
-            "Triton %s has a Gluon that those for Hopper are not written for (%s)",
+            "attention=triton: prompts and single tokens use the kernel for all GPUs, about three quarters as fast: "
+            "the kernels for Hopper do not support the Gluon version of Triton %s (%s)",
             triton.__version__,
             error,
         )

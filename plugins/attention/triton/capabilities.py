@@ -1,4 +1,4 @@
-"""What the Triton backend can do."""
+"""Capabilities of the Triton backend."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def capabilities(config: TritonConfig, host: Host) -> Capabilities:
         },
         requires=(
             Requires(kind="host", key="device", allowed=("cuda",), reason="its kernels are compiled for a GPU"),
-            Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason="it runs on a GPU alone"),
+            Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason="it runs only on a GPU"),
             Requires(kind="engine", key="kv_dtype", allowed=KV_DTYPES, reason="its kernels read these"),
-            Requires(kind="model", key="head_dim", at_most=MAX_HEAD_DIM, reason="a head stands in one tile"),
+            Requires(kind="model", key="head_dim", at_most=MAX_HEAD_DIM, reason="a head must fit into one tile"),
         ),
     )

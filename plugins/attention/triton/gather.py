@@ -1,9 +1,9 @@
-"""A prompt's pages gathered, for queries that read each key many times.
+"""Gathered copies of a prompt's pages, for queries that read each key many times.
 
-Reading 8-bit keys, each tile of queries converts them anew between memory and the matrix units, which read 16 bits; and
-pages shorter than a block of keys rule out tensor maps. A long prompt has dozens of tiles over the same keys: they are
-copied once a layer instead, 16 bits wide, to pages that hold a block and stand in the order of rows. Both 16-bit
-formats hold both 8-bit ones exactly, so nothing else changes.
+Tensor cores read 16 bits, so each query tile would convert 8-bit keys again; and pages shorter than a block of keys
+rule out tensor maps. A long prompt has dozens of tiles over the same keys. So the keys are copied once per layer, 16
+bits wide, to pages that hold a block and are in the order of rows. Both 16-bit formats represent both 8-bit ones
+exactly, so results do not change.
 
 Shapes: B rows, P pages of a row, N pages of all rows, K kv heads, D head dim.
 """
@@ -22,18 +22,18 @@ from dovetail.core.interfaces import BatchMeta
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 PAGE = 64
-"""Least tokens of a copy's page."""
+"""Minimum number of tokens in a page of the copy."""
 ROOM_BYTES = 256 << 20
-"""Memory that copies may take."""
+"""Size of the buffer for copies."""
 MOST_ROWS = 256
-"""Rows that can be gathered: a program looks at all of them."""
+"""Maximum number of gathered rows, since each program reads the lengths of all."""
 BLOCK = 8192
-"""Values of a program."""
+"""Values copied per program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Where some of a step's rows read their pages. Layers take turns in it."""
+    """Copies of the pages of some rows of a step. All layers use the same buffer, one after another."""
 
     k: torch.Tensor
     """[N, page tokens, K, D]"""
@@ -54,7 +54,7 @@ class Gathered:
         head_dim: int,
         dtype: torch.dtype,
     ) -> Gathered:
-        """In memory of ROOM_BYTES, for rows from `first_row` on, which have at most so many keys."""
+        """Lay out copies in `room`, of ROOM_BYTES, for rows from `first_row` on. `bounds`: maximum keys of each row."""
         pages, table = copied_pages(bounds, meta.page_tokens), meta.page_table_BP
         shape = (2, sum(pages), copied_page(meta.page_tokens), kv_heads, head_dim)
         k, v = room.narrow(0, 0, math.prod(shape) * dtype.itemsize).view(dtype).view(shape).unbind()
@@ -65,7 +65,7 @@ class Gathered:
         return self.k.shape[1]
 
     def fill(self, meta: BatchMeta, k: torch.Tensor, v: torch.Tensor) -> None:
-        """From a layer's pages."""
+        """Copy a layer's pages."""
         fold, width = self.page_tokens // meta.page_tokens, k[0].numel()
         _gather_pages[len(self.k), fold * triton.cdiv(width, BLOCK)](
             k,
@@ -90,12 +90,12 @@ class Gathered:
 
 
 def copied_page(page_tokens: int) -> int:
-    """Tokens of a copy's page, which holds one or more pages."""
+    """Tokens in a page of the copy, which holds one or more original pages."""
     return page_tokens * max(1, PAGE // page_tokens)
 
 
 def copied_pages(bounds: Sequence[int], page_tokens: int) -> list[int]:
-    """Pages of each row's copy."""
+    """Number of pages in each row's copy."""
     tokens = copied_page(page_tokens)
     return [triton.cdiv(bound, tokens) for bound in bounds]
 
@@ -120,7 +120,7 @@ def _gather_pages(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (page of the copy, part of one of the FOLD pages in it). Whose it is follows from the exact lengths."""
+    """Program (page of the copy, part of one of the FOLD pages in it). Its row follows from the exact lengths."""
     announce(PDL)
     wait(PDL)
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
@@ -133,7 +133,7 @@ def _gather_pages(
     first = tl.sum(tl.where(before, pages, 0), axis=0)
     place = (mine - first) * FOLD + part // PARTS
     length = tl.sum(tl.where(row == index, lengths, 0), axis=0)
-    if place * PAGE >= length:  # room to spare
+    if place * PAGE >= length:  # unused page of the copy
         return
     at_row = (first_row + index).to(tl.int64)
     page = tl.load(table_ptr + at_row * table_stride + place)

@@ -1,10 +1,10 @@
 """The attention kernel for all GPUs.
 
-Items (plan.py): the partial results of a row's ranges are joined by log-sum-exp by the last program to arrive. Those of
-tokens that belong to no row have no keys, and write zeros.
+Items (plan.py): the last program to arrive joins the partial results of a row's ranges by log-sum-exp. Items of tokens
+that belong to no row have no keys and write zeros.
 
-Tiles. The query heads that share a kv head stand beside the query tokens as rows of one matrix tile (GQA packing), so
-a kv head is read once for all of them. Softmax is online (FlashAttention, Dao et al. 2022), in base 2.
+Tiles: all query heads of a kv head and the query tokens form the rows of one matrix tile (GQA packing), so a kv head is
+read once for all of them. Softmax is online (FlashAttention, Dao et al. 2022), in base 2.
 
 Shapes: M rows of a query tile (tokens x query heads of a kv head), N keys of a block, D head dim, C = H * D columns.
 """
@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 
 from dovetail.core.ops.kernels.launch import announce, wait
-from dovetail.plugins.attention.triton.lanes import LOG2_E, LOW, attend_lanes
+from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW, attend_per_warp
 from dovetail.plugins.attention.triton.plan import ITEM
 from dovetail.plugins.attention.triton.visible import visible
 
 
 @triton.jit
 def _page(table, n, hi, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of a block of keys, or of each of its keys where blocks are longer than pages."""
+    """Page of a block of keys, or of each of its keys if blocks are longer than pages."""
     if PAGE % BLOCK_N == 0:
         return tl.load(table + n // PAGE, mask=n < hi, other=0)
     else:
@@ -46,7 +46,7 @@ def _load(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Block of K or V [N, D]. MASKED leaves out keys outside [lo, hi): their pages may hold anything, NaN included."""
+    """Load a block of K or V [N, D]. MASKED zeroes keys outside [lo, hi), whose pages may hold NaN."""
     keys = n + tl.arange(0, BLOCK_N)
     exists = (keys >= lo) & (keys < hi)
     if TMA:
@@ -68,7 +68,7 @@ def _load(
 
 @triton.jit
 def _unpair(x, SELECT: tl.constexpr, E4M3: tl.constexpr):
-    """One of the two 8-bit values in each 16-bit word as float16: two words at a time, picked, packed and converted."""
+    """Return one of the two 8-bit values in each 16-bit word as float16, processing two words at a time."""
     return tl.inline_asm_elementwise(
         "{.reg .b32 both; .reg .b16 pair; prmt.b32 both, $1, 0, "
         + SELECT
@@ -114,7 +114,7 @@ def _step(
     PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys: scores, running maximum and sum, weighted values. at_M is each query's own key."""
+    """Process one block of keys: scores, running maximum and sum, weighted values. at_M is each query's own key."""
     k = _load(k_source, page, n, seen_from, hi, kv_head, K, D, PAGE, BLOCK_N, BLOCK_D, MASKED and not TMA, TMA)
     s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * qk_scale
     if MASKED:
@@ -139,31 +139,31 @@ def _step(
 
 
 @triton.jit
-def _turn(x_ptr, position, weight_ptr, rope_ptr, eps, dims, ok, D: tl.constexpr, HALF: tl.constexpr):
-    """Norm and rotate heads, as core.ops.kv_write does; x_ptr points at each head's first value. HALF rotary pairs."""
+def _norm_rotate(x_ptr, position, weight_ptr, rope_ptr, eps, dims, ok, D: tl.constexpr, HALF: tl.constexpr):
+    """Norm and rotate heads like core.ops.kv_write. x_ptr points at each head's first value. HALF: rotary pairs."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     partner = tl.where(dims < HALF, dims + HALF, dims - HALF)
-    turned = dims < 2 * HALF
+    rotated = dims < 2 * HALF
     x = tl.load(x_ptr + dims, mask=ok & (dims < D), other=0.0).to(tl.float32)
-    y = tl.load(x_ptr + partner, mask=ok & turned, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + partner, mask=ok & rotated, other=0.0).to(tl.float32)
     if weight_ptr is not None:
         inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         weight = tl.load(weight_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
-        other = tl.load(weight_ptr + partner, mask=turned, other=0.0).to(tl.float32)
+        other = tl.load(weight_ptr + partner, mask=rotated, other=0.0).to(tl.float32)
         x = (weight * (x * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         y = (other * (y * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     if rope_ptr is not None:
         row = rope_ptr + position.to(tl.int64) * (2 * HALF)
         pair = tl.where(dims < HALF, dims, dims - HALF)
-        cos = tl.load(row + pair, mask=ok & turned, other=1.0)
-        sin = tl.load(row + HALF + pair, mask=ok & turned, other=0.0)
+        cos = tl.load(row + pair, mask=ok & rotated, other=1.0)
+        sin = tl.load(row + HALF + pair, mask=ok & rotated, other=0.0)
         x = x * cos + tl.where(dims < HALF, -y, y) * sin
     return x.to(dtype)
 
 
 @triton.jit
 def _put(pointers, x, scale, ok, LARGEST: tl.constexpr):
-    """Store as pages hold it: divided by its scale and clamped where they are 8 bits wide."""
+    """Store in the pages' format: divided by the scale and clamped if it has 8 bits."""
     if LARGEST is not None:
         x = tl.clamp(x.to(tl.float32) / scale, -LARGEST, LARGEST)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=ok)
@@ -204,7 +204,7 @@ def attend_items(
     PRECISION: tl.constexpr,
     HEAD_SCALES: tl.constexpr,
     ONE_LOOP: tl.constexpr,
-    LANES: tl.constexpr,
+    KEY_WARPS: tl.constexpr,
     TMA: tl.constexpr,
     PAIRS: tl.constexpr,
     WRITES: tl.constexpr,
@@ -213,15 +213,16 @@ def attend_items(
     PDL: tl.constexpr,
 ):
     """Program (kv head, item). ONE_LOOP masks every block; otherwise blocks that all queries see whole are not masked.
-    LANES > 0: so many warps take a block of BLOCK_N keys each, instead of all of them the same one (attend_lanes).
+    KEY_WARPS > 0: number of warps that each process a different block of BLOCK_N keys (attend_per_warp); 0 = all warps
+    process the same block.
 
-    8-bit K and V are cast to float16, which holds both formats exactly, and so is q, multiplied by `scale` first so
-    that it fits; their scales multiply scores and output. PAIRS reads V as 16-bit words of two neighbouring columns and
-    keeps a sum for the even and one for the odd ones: the hardware transposes 16-bit words on their way to the matrix
-    units, and 8-bit values only one by one.
+    8-bit K and V are cast to float16, which represents both formats exactly. q is cast too, after multiplication by
+    `scale` so that it fits. The scales of K and V multiply scores and output. PAIRS reads V as 16-bit words of two
+    adjacent columns and keeps separate sums for even and odd columns, since the hardware transposes 16-bit words on the
+    way to the tensor cores, but 8-bit values only one by one.
 
-    WRITES > 0: q_ptr holds q|k|v of rows of at most so many tokens, before norm and rotary. A program turns its queries
-    itself, and first writes those new keys and values that its range holds.
+    WRITES > 0: q_ptr holds q|k|v, before norm and rotary, of rows of at most WRITES tokens. A program norms and rotates
+    its queries, and first writes the new keys and values in its range.
     """
     announce(PDL)
     wait(PDL)
@@ -257,20 +258,20 @@ def attend_items(
     table = table_ptr + row.to(tl.int64) * table_stride
     if WRITES:
         q_at = q_ptr + ((token.to(tl.int64) * (H + 2 * K) + head) * D)[:, None]
-        q = _turn(q_at, at[:, None], q_weight_ptr, rope_ptr, eps, dims[None, :], exists[:, None], D, HALF)
+        q = _norm_rotate(q_at, at[:, None], q_weight_ptr, rope_ptr, eps, dims[None, :], exists[:, None], D, HALF)
         for i in tl.static_range(WRITES):
             key = first_at + i
             if (i < count) & (key >= lo) & (key < hi):
                 k_at = q_ptr + ((first + i).to(tl.int64) * (H + 2 * K) + H + kv_head) * D
                 v_at = k_at + K * D
-                new_k = _turn(
+                new_k = _norm_rotate(
                     k_at, key + tl.zeros((1, 1), tl.int32), k_weight_ptr, rope_ptr, eps, dims[None, :], True, D, HALF
                 )
                 new_v = tl.load(v_at + dims, mask=dims < D, other=0.0)
                 to = (tl.load(table + key // PAGE).to(tl.int64) * PAGE + key % PAGE) * (K * D) + kv_head * D
                 _put(k_ptr + to + dims[None, :], new_k, k_scale, (dims < D)[None, :], LARGEST)
                 _put(v_ptr + to + dims, new_v, v_scale, dims < D, LARGEST)
-        # What this block wrote, its other threads read below.
+        # Other threads of this block read below what was written here.
         tl.debug_barrier()
     else:
         q = tl.load(q_ptr + offset[:, None] + dims[None, :], mask=ok, other=0.0)
@@ -280,13 +281,13 @@ def attend_items(
         qk_scale = LOG2_E * k_scale
     token = tl.where(exists, token, first)
 
-    if LANES:
-        acc, total, m = attend_lanes(
+    if KEY_WARPS:
+        acc, total, m = attend_per_warp(
             q, k_source, v_source, table, tree_ptr, tree_width, token, at, seen_from, lo, hi, length, kv_head, qk_scale,
-            K, D, WINDOW, PAGE, LANES, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION,
+            K, D, WINDOW, PAGE, KEY_WARPS, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION,
         )  # fmt: skip
     else:
-        # Blocks from whole_lo to whole_hi are seen whole by every query of the tile.
+        # Every query of the tile sees all keys of the blocks from whole_lo to whole_hi.
         whole_lo = lo
         whole_hi = lo
         if not ONE_LOOP:
@@ -303,7 +304,7 @@ def attend_items(
         odd = acc if PAIRS else 0.0
         total = tl.zeros((BLOCK_M,), tl.float32)
         m = tl.full((BLOCK_M,), LOW, tl.float32)
-        # The page of the next block is looked up one block ahead: its address then waits for no load.
+        # Look up the page of the next block one block ahead, so its address does not wait for a load.
         page = _page(table, lo, hi, PAGE, BLOCK_N)
         if WINDOW and not ONE_LOOP:
             for n in range(lo, whole_lo, BLOCK_N):
@@ -338,11 +339,11 @@ def attend_items(
     if part < 0:
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
     else:
-        # Partial rows are tokens of a tile: [parts, H, D], and their log-sum-exp [parts, H].
+        # Partial results [parts, H, D] of the tile's tokens, and their log-sum-exp [parts, H].
         to = (part + query).to(tl.int64) * H + head
         tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok)
         tl.store(lse_ptr + to, tl.where(total > 0, m + tl.log2(total), float("-inf")), mask=exists)
-        # The last of a tile's programs to arrive joins all its ranges, in their order.
+        # The tile's last program to arrive joins all ranges, in their order.
         tl.debug_barrier()
         count_ptr += first_item * K + kv_head
         if tl.atomic_add(count_ptr, 1, sem="acq_rel") == splits - 1:

@@ -1,8 +1,8 @@
-"""The kernel that cuts a step into the attention kernels' work items.
+"""The kernel that divides a step into work items for the attention kernels.
 
-A work item is a tile of one row's queries over a range of its keys; `plan_items` makes them on the device from
-exact lengths, so the host launches a grid that depends on capacities alone. Long rows are cut into ranges of keys
-(FlashDecoding, Dao et al. 2023) of about equal work over the whole batch; their partial results are joined by
+A work item is a tile of one row's queries over a range of its keys. `plan_items` creates items on the device from exact
+lengths, so the host launches a grid that depends only on capacities. Long rows are split into ranges of keys
+(FlashDecoding, Dao et al. 2023) of about equal work over the whole batch, and their partial results are joined by
 log-sum-exp. Tokens that belong to no row become items without keys, which write zeros.
 """
 
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 ITEM = tl.constexpr(11)
-"""int32 fields of an item: row (-1: unused), first token, tokens, index of the first token's key, first key that one of
-them sees, start and end of the range, first partial row (-1: write the output), length of the row, ranges of the tile,
-the tile's first item."""
+"""Number of int32 fields of an item: row (-1: unused), first token, number of tokens, index of the first token's key,
+first key that one of them sees, start and end of the range, first partial row (-1: write the output), row length,
+number of ranges of the tile, the tile's first item."""
 
 
 @triton.jit(
@@ -48,15 +48,16 @@ def plan_items(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Items of rows [first_row, first_row + rows), and of the tokens past the last row where `tokens`, the step's, are
-    not 0. Ranges have `least` keys or more, and `root` for each unit of the longest row's cube root; `least` that no
-    row has leaves every row whole. Of an item's range `entries` pages are noted too, `grain` keys from one to the next.
+    """Write the items of rows [first_row, first_row + rows). If `tokens`, the step's token count, is not 0, also write
+    items for the tokens past the last row.
 
-    Program r < rows writes the items of one row, program `rows` those of the padding; the last one marks the unused.
-    All is told by numbers, none by constants: a step of another shape needs no kernel of its own.
+    Ranges have at least `least` keys and at least `root` times the cube root of the longest row's keys; a very large
+    `least` leaves every row whole. For each item, `entries` pages of its range are stored too, `grain` keys apart.
+    Program r < rows writes the items of one row, program `rows` those of the padding, and the last one marks unused
+    items. No argument but ROWS and BLOCK is a constant, so one compiled kernel serves steps of every shape.
     """
     mine = tl.program_id(0)
-    # 64 bits: up to 2 ** 17 tokens of 2 ** 17 keys.
+    # 64 bits, for up to 2 ** 17 tokens with 2 ** 17 keys each.
     total = tl.zeros((), tl.int64)
     longest = tl.full((), 1, tl.int32)
     for base in range(0, rows + 1, ROWS):
@@ -94,7 +95,7 @@ def plan_items(
         index = i + tl.arange(0, BLOCK)
         ok = index < my_items
         place = index % my_splits
-        # The last tile of a prompt sees the most keys: it comes first, so that the grid ends evenly.
+        # The last tile of a prompt sees the most keys. It comes first, so that the programs end at similar times.
         query = (my_tiles - 1 - index // my_splits) * queries
         at = my_length - my_count + query
         n = tl.minimum(my_count - query, queries)
@@ -134,7 +135,7 @@ def plan_items(
 def _rows_to_plan(
     row_start_ptr, kv_len_ptr, first_row, rows, base, tokens, window, queries, block_n, ROWS: tl.constexpr
 ):
-    """Of ROWS rows from `base` on: first token, tokens, length, keys to read, tiles. Row `rows` is the padding."""
+    """Return (first token, tokens, length, keys to read, tiles) of ROWS rows from `base` on. Row `rows` is padding."""
     row = base + tl.arange(0, ROWS)
     real = row < rows
     start = tl.load(row_start_ptr + first_row + row, mask=row <= rows, other=0)

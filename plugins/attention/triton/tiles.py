@@ -1,4 +1,4 @@
-"""Block sizes by shape, from `benchmarks/attention.py --tune` on an H200. No tuning happens at run time."""
+"""Block sizes by shape, tuned by `benchmarks/attention.py --tune` on an H200. There is no autotuning at run time."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import triton
 from dovetail.plugins.attention.triton.gather import MOST_ROWS, PAGE, ROOM_BYTES, copied_page, copied_pages
 
 SHARED_BYTES = 200 * 1024
-"""Shared memory that the blocks in flight of one program may take, of 227 KiB on Hopper."""
+"""Shared memory for the blocks in flight of one program, of 227 KiB on Hopper."""
 
 
 DECODE_ROWS = 64
-"""Most query rows of a tile for decode."""
+"""Maximum number of query rows in a decode tile."""
 GATHER, GATHER_16 = 256, 1024
-"""Tokens of a prompt, on average, from which on its pages are gathered, and of 16 bits for a kernel that reads them
-nearly as well as they are: tiles then read each key often enough."""
-LANE_KEYS = 16
-"""Keys of a lane in a slab (DecodeTile)."""
+"""Mean number of tokens per prompt from which pages are gathered: tiles then read each key often enough. The second
+value is for 16-bit pages and a kernel that reads them in place nearly as fast."""
+WARP_KEYS = 16
+"""Keys of a warp in a slab (DecodeTile)."""
 EMPTY = -1
-"""The word that stands in a mailbox of attend_decode where nothing has arrived: of float32, one of the NaNs."""
+"""Word of an empty mailbox of attend_decode; as float32 it is a NaN."""
 SHORT_PROMPT = 768
-"""Tokens of a prompt, on average, up to which blocks of 64 keys lose less beside the diagonal than those of 128."""
+"""Mean number of tokens per prompt up to which blocks of 64 keys waste less at the diagonal than blocks of 128."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one launch of the attention kernel is cut."""
+    """Tiling of one launch of the attention kernel."""
 
     block_m: int
     """Rows: query tokens x query heads of a kv head."""
@@ -38,80 +38,80 @@ class Tile:
     """Keys in a block."""
     warps: int
     stages: int
-    """Blocks of K and V on their way from memory at a time."""
+    """Blocks of K and V in flight."""
     programs: int
-    """Programs for each multiprocessor that splitting long rows aims at."""
+    """Target number of programs per SM when long rows are split."""
     least: int = 256
-    """Keys of the shortest range that a row is split into: shorter ones cost more to join than they save."""
+    """Minimum number of keys per range of a split row. Shorter ranges cost more to join than they save."""
     root: int = 0
-    """The same for each unit of the longest row's cube root: longer ranges cost the row's time, more of them the time
-    in which its last one reads them."""
+    """Minimum number of keys per range for each unit of the cube root of the longest row's keys. Longer ranges take
+    more time each; more ranges take more time to join."""
     tma: bool = False
-    """Read K and V through tensor map descriptors where pages allow it."""
+    """Whether K and V are read through tensor maps, where pages allow it."""
     pairs: bool = False
-    """Read 8-bit V as words of two columns."""
-    lanes: int = 0
-    """Warps that take a block of keys each; 0: all of them work on each block together."""
+    """Whether 8-bit V is read as words of two columns."""
+    key_warps: int = 0
+    """Number of warps that each process a different block of keys; 0 = all warps process the same block."""
 
     @property
     def span(self) -> int:
-        """Keys that a program works on at a time."""
-        return self.block_n * max(self.lanes, 1)
+        """Keys that a program processes at a time."""
+        return self.block_n * max(self.key_warps, 1)
 
     @property
-    def ahead(self) -> int:
-        """Keys whose pages come with an item."""
+    def prefetch_keys(self) -> int:
+        """Number of a range's first keys whose pages are stored with the item."""
         return 0
 
     def grain(self, page_tokens: int) -> int:
-        """Keys, from a block's first one on, that surely share a page."""
+        """Number of consecutive keys, from the start of a block, that are always in the same page."""
         return math.gcd(page_tokens, self.span)
 
     def box_words(self, head_dim: int) -> int:
-        """What a range of a split row leaves in a mailbox; 0: it leaves a partial result, and is counted."""
+        """Words of a mailbox for a range of a split row; 0 = ranges write partial results and use counters."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTile(Tile):
-    """Of attend_prompts (hopper/kernel.py): two warp groups with 64 rows each, and a warp that fetches for both."""
+    """Tile of attend_prompts (hopper/kernel.py): two warp groups with 64 rows each, and a producer warp for both."""
 
     persistent: bool = False
-    """As many programs as multiprocessors, which take items in turn; otherwise a program for each item."""
+    """Whether there is one program per SM, which processes several items; otherwise one program per item."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile(Tile):
-    """Of attend_decode (hopper/decode.py): rows of one token, each warp a lane with keys of its own."""
+    """Tile of attend_decode (hopper/decode.py) for rows of one token. Each warp processes different keys."""
 
     slabs: int = 1
-    """Of 16 keys of each lane, in a block."""
+    """Slabs per block; a slab has 16 keys of each warp."""
 
     @property
     def span(self) -> int:
-        return self.slabs * self.warps * LANE_KEYS
+        return self.slabs * self.warps * WARP_KEYS
 
     @property
-    def ahead(self) -> int:
+    def prefetch_keys(self) -> int:
         return self.stages * self.span
 
     def box_words(self, head_dim: int) -> int:
-        """For each head a column of the output, and a logarithm."""
+        """A column of the output and a logarithm for each head."""
         return (head_dim + 1) * (8 if self.block_m <= 8 else 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What tiles are chosen by."""
+    """Properties of a layer and step by which tiles are chosen."""
 
     group: int
-    """Query heads of a kv head."""
+    """Number of query heads per kv head."""
     head_dim: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
     page_tokens: int
     hopper: bool = False
-    """attend_prompts and attend_decode may serve it: the GPU and Triton can, and no tree masks keys."""
+    """Whether attend_prompts and attend_decode can run: GPU and Triton support them, and there is no tree mask."""
 
     @property
     def padded_dim(self) -> int:
@@ -119,7 +119,7 @@ class Shape:
 
     @property
     def reads_tensor_maps(self) -> bool:
-        """A tensor map moves whole rows of 16-bit values, as wide as the tile."""
+        """Whether tensor maps can be used: they copy whole rows of 16-bit values, as wide as the tile."""
         return self.padded_dim == self.head_dim and self.kv_dtype == self.dtype and self.dtype.itemsize == 2
 
     @property
@@ -135,7 +135,7 @@ class Shape:
 
     @property
     def decodes(self) -> bool:
-        """attend_decode takes rows of one token: 16-bit queries, and lines of 128 bytes."""
+        """Whether attend_decode supports rows of one token: 16-bit queries, and keys of at least 128 bytes."""
         return (
             self.hopper
             and self.dtype.itemsize == 2
@@ -147,24 +147,24 @@ class Shape:
 
     @property
     def reads_pairs(self) -> bool:
-        """Words of two 8-bit values become float16."""
+        """Whether V can be read as words of two 8-bit values, which are converted to float16."""
         return (
             self.kv_dtype.itemsize == 1 and self.dtype.itemsize == 2 and self.head_dim % 2 == 0 and self.head_dim > 16
         )
 
 
 class Tiles:
-    """The table. Benchmarks put another one in its place."""
+    """Tile table. Benchmarks replace it."""
 
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
-        """For rows of at most so many tokens; programs: rows times kv heads for each multiprocessor."""
+        """Tile for decode rows of at most `tokens` tokens. `programs`: rows times kv heads per SM."""
         if tokens == 1 and shape.decodes:
             wide = shape.kv_dtype.itemsize * shape.head_dim > 128
             if wide or programs <= 2:
-                # Three blocks of 32 KB on their way.
-                return DecodeTile(shape.group, LANE_KEYS, 4, 3, 2, least=128, slabs=1 if wide else 2, root=16)
-            # Of more programs than a multiprocessor has room for, several begin and end beside others.
-            return DecodeTile(shape.group, LANE_KEYS, 4, 2, 2, least=128, slabs=1, root=16)
+                # Three blocks of 32 KB in flight.
+                return DecodeTile(shape.group, WARP_KEYS, 4, 3, 2, least=128, slabs=1 if wide else 2, root=16)
+            # With more programs than fit on an SM, their starts and ends overlap with other programs.
+            return DecodeTile(shape.group, WARP_KEYS, 4, 2, 2, least=128, slabs=1, root=16)
         scarce = programs < 1
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
         if shape.dtype.itemsize == 4:
@@ -179,21 +179,21 @@ class Tiles:
             return fit(Tile(rows, 128, 4, 4, 1, least=128), shape)
         if shape.kv_dtype.itemsize == 1 and shape.page_tokens < 64 and shape.group * tokens <= 16:
             columns = triton.next_power_of_2(max(8, shape.group * tokens))
-            return fit(Tile(columns, 32, 2, 4, 4, pairs=True, lanes=2), shape)
+            return fit(Tile(columns, 32, 2, 4, 4, pairs=True, key_warps=2), shape)
         if shape.kv_dtype.itemsize == 1:
             return fit(Tile(rows, 64, 4, 3, 2, pairs=True), shape)
         return fit(Tile(rows, 32, 2, 4, 4) if rows <= 16 else Tile(rows, 64, 4, 4, 2), shape)
 
     def prefill(self, shape: Shape, tokens: int, rows: int) -> Tile:
-        """For rows that are fed so many tokens together."""
+        """Tile for `rows` prompt rows with `tokens` tokens in total."""
         if shape.attends_prompts:
             if tokens <= rows * SHORT_PROMPT:
                 return PromptTile(128, 64, 4, 4, 1, least=1024, tma=True, persistent=True)
-            # Several prompts end more evenly where the GPU hands out the items.
+            # With several prompts, the load is more balanced if the GPU schedules the items.
             return PromptTile(128, 128, 4, 2, 1, least=1024, tma=True, persistent=rows == 1)
         least = triton.next_power_of_2(shape.group)
         if shape.dtype.itemsize == 4:
-            # Products run without matrix units and keep both operands in registers.
+            # float32 matmuls do not use tensor cores and keep both operands in registers.
             return fit(Tile(max(16, least), 16, 4, 2, 1, least=1024), shape)
         if shape.padded_dim > 128:
             return fit(Tile(max(64, least), 64, 8, 2, 1, least=1024), shape)
@@ -204,8 +204,7 @@ class Tiles:
         return fit(Tile(max(128, least), 64, 8, 3, 1, least=1024, tma=True), shape)
 
     def gather(self, shape: Shape, tokens: int, bounds: Sequence[int], kv_heads: int) -> bool:
-        """Whether pages are copied first (gather.py), for rows of at most so many keys that are fed so many tokens
-        together."""
+        """Whether to copy pages first (gather.py). `bounds`: maximum keys per row. `tokens`: tokens of all rows."""
         if shape.dtype.itemsize != 2 or len(bounds) > MOST_ROWS:
             return False
         narrow = shape.kv_dtype.itemsize == 1
@@ -219,12 +218,12 @@ class Tiles:
 
 
 def fit(tile: Tile, shape: Shape) -> Tile:
-    """Fewer stages and shorter blocks until they fit in shared memory; no way of reading that the shape rules out."""
+    """Reduce stages and block length until they fit in shared memory, and disable reads that the shape rules out."""
     block_n, stages = tile.block_n, tile.stages
-    bytes_per_key = shape.padded_dim * shape.kv_dtype.itemsize * max(tile.lanes, 1)
+    bytes_per_key = shape.padded_dim * shape.kv_dtype.itemsize * max(tile.key_warps, 1)
     while 2 * stages * block_n * bytes_per_key > SHARED_BYTES and block_n > 16:
         stages, block_n = (stages - 1, block_n) if stages > 2 else (stages, block_n // 2)
     tma = tile.tma and shape.reads_tensor_maps and shape.page_tokens % block_n == 0
-    # Larger tiles take the instructions of a warp group, which read 16-bit values from shared memory in any case.
+    # Larger tiles use warp-group instructions, which read 16-bit values from shared memory in any case.
     pairs = tile.pairs and shape.reads_pairs and tile.block_m <= 32
     return replace(tile, block_n=block_n, stages=stages, tma=tma, pairs=pairs)

@@ -1,4 +1,4 @@
-"""Which keys a query sees: those up to its own, within its window, and of a draft tree its ancestors."""
+"""Visibility mask: a query sees keys up to its own, within its window, and only its ancestors in a draft tree."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def visible(key, at, token, tree_ptr, tree_width, hi, length, WINDOW: tl.constexpr):
-    """Whether each query sees each key before `hi`, in the shape to which `key` and the queries' `at` (their own keys)
-    and `token` (their rows of the tree's mask) broadcast."""
+    """Whether each query sees each key before `hi`, in the broadcast shape of `key`, `at` (the index of each query's
+    own key) and `token` (each query's row of the tree mask)."""
     if tree_ptr is None:
         seen = key <= at
     else:

@@ -21,7 +21,7 @@ import triton
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle
 from dovetail.core.ops.formats import plan_emit, scales_of_row
-from dovetail.core.ops.kernels.formats import Target, warps
+from dovetail.core.ops.kernels.formats import EncodeTarget, warps
 from dovetail.plugins.collective.sharded import padded, shard_rows, with_scale
 from dovetail.plugins.collective.symm_mem.driver import WAIT, WRITE, Driver
 from dovetail.plugins.collective.symm_mem.memory import SharedBlock, SharedMemory
@@ -105,7 +105,7 @@ class CopiedRows:
                 shapes["scale"] = groups, torch.float32
         layout = self._gather_layout(rows, tuple(shapes.values()))
         every = dict(zip(shapes, layout.every, strict=True))
-        target = Target(fmt, every.get("values"), every.get("scale"))
+        target = EncodeTarget(fmt, every.get("values"), every.get("scale"))
         if self._after_reduce:
             self._barrier()
         self._after_reduce = False
@@ -219,7 +219,7 @@ def barrier_operations(words: Sequence[int], rank: int, others: Sequence[int]) -
     return [*writes, *((WAIT, words[rank] + 4 * other) for other in others)]
 
 
-_SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **Target(None).arguments(1)}
+_SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **EncodeTarget(None).arguments(1)}
 """Arguments of a kernel that stores only the sum."""
 
 

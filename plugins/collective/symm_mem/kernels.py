@@ -160,7 +160,6 @@ def fence():
 def finish(
     total,
     row,
-    columns,
     inside,
     out_ptr,
     residual,
@@ -179,7 +178,7 @@ def finish(
     encoding: pointers and strides of `encode_row`.
     """
     dtype = out_ptr.dtype.element_ty
-    place = row * C + columns
+    place = row * C + tl.arange(0, VALUES)
     rounded = (total + residual).to(dtype)
     tl.store(out_ptr + place, rounded, mask=inside)
     if NORM:
@@ -233,6 +232,7 @@ def one_shot(
     row = tl.program_id(0)
     part = tl.program_id(1)
     dtype = out_ptr.dtype.element_ty
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg)
     columns = tl.arange(0, VALUES)
     inside = (columns < length * PER) & (row * length * PER + columns < size * PER)
     weight = 1.0
@@ -255,23 +255,8 @@ def one_shot(
         total = receive(mail_ptr, box + words, _BOX, words_inside, stop_ptr, dtype, WORLD, VALUES)
         # All parts have been sent, so all programs of the row have read half_ptr.
         tl.store(half_ptr + row, 1 - half)
-        finish(
-            total,
-            row,
-            columns,
-            inside,
-            out_ptr,
-            residual,
-            weight,
-            plain_ptr,
-            length * PER,
-            eps,
-            (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg),
-            ENCODE,
-            GROUP,
-            NORM,
-            VALUES,
-        )
+        C = length * PER
+        finish(total, row, inside, out_ptr, residual, weight, plain_ptr, C, eps, encoding, ENCODE, GROUP, NORM, VALUES)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -370,6 +355,7 @@ def two_shot(
     announce(PDL)
     program = tl.program_id(0)
     dtype = out_ptr.dtype.element_ty
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg)
     columns = tl.arange(0, VALUES)
     words = tl.arange(0, VALUES // PER)
     part = tl.arange(0, PART)
@@ -395,22 +381,7 @@ def two_shot(
         summed = receive(mail_ptr, box + part, _BOX // WORLD, mine, stop_ptr, dtype, WORLD, PART * PER)
         send(narrow(summed, dtype, PART), box + _BOX + rank * part_length + part, mine, boxes)
         total = receive(mail_ptr, box + _BOX + words, 0, words_inside, stop_ptr, dtype, 1, VALUES)
-        finish(
-            total,
-            row,
-            columns,
-            inside,
-            out_ptr,
-            residual,
-            weight,
-            plain_ptr,
-            length * PER,
-            eps,
-            (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg),
-            ENCODE,
-            GROUP,
-            NORM,
-            VALUES,
-        )
+        C = length * PER
+        finish(total, row, inside, out_ptr, residual, weight, plain_ptr, C, eps, encoding, ENCODE, GROUP, NORM, VALUES)
         half = 1 - half
     tl.store(half_ptr + program, half)

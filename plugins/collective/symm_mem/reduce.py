@@ -12,7 +12,7 @@ import triton
 
 from dovetail.core.interfaces import ActFormat, Bundle
 from dovetail.core.ops.formats import EmitPlan, plan_emit, scales_of_row
-from dovetail.core.ops.kernels.formats import Target, collect
+from dovetail.core.ops.kernels.formats import EncodeTarget, collect
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.collective.sharded import shard_rows
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, argmax_over_ranks, one_shot, two_shot
@@ -44,6 +44,14 @@ class Reducer:
     def __init__(self, mail: Mailbox, rank: int, size: int) -> None:
         self.mail, self.rank, self.size = mail, rank, size
         self.most_argmax = mail.boxes * ROWS
+        # Arguments of all kernels that send through these boxes.
+        shared = {"stop_ptr": mail.stopped, "rank": rank, "WORLD": size}
+        self._one_shot_boxes = dict(
+            peers_ptr=mail.one_shot_peers, mail_ptr=mail.one_shot, half_ptr=mail.one_shot_halves, **shared
+        )
+        self._two_shot_boxes = dict(
+            peers_ptr=mail.two_shot_peers, mail_ptr=mail.two_shot, half_ptr=mail.two_shot_halves, **shared
+        )
         self._longest = min(BOX_WORDS, 1 << (IN_FLIGHT // size).bit_length() - 1)
         """Most words of a row of one_shot."""
 
@@ -80,7 +88,7 @@ class Reducer:
         x_TC = x_TC.contiguous()
         tokens, columns = x_TC.shape
         plan = plan_emit(emit)
-        target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
+        target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
         plain = torch.empty_like(x_TC) if plan.plain else None
         summed = torch.empty_like(x_TC)
         block = _waited(target.block(columns, whole_row=True), x_TC)
@@ -124,7 +132,7 @@ class Reducer:
         tokens, columns = x_TC.shape
         rows = shard_rows(tokens, self.size)
         plan, mail = plan_emit(emit), self.mail
-        target = Target.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
+        target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
         plain = torch.empty_like(x_TC) if plan.plain else None
         summed_SC = x_TC.new_empty(rows, columns)
         block = _waited(target.block(columns, whole_row=True), x_TC)
@@ -140,13 +148,9 @@ class Reducer:
             plain,
             plain_words_ptr=None if plain is None else _words(plain),
             values_words_ptr=None if target.values is None else _words(target.values),
-            peers_ptr=mail.one_shot_peers,
-            mail_ptr=mail.one_shot,
+            **self._one_shot_boxes,
             gather_peers_ptr=mail.gather_peers,
             gather_ptr=mail.gather,
-            half_ptr=mail.one_shot_halves,
-            stop_ptr=mail.stopped,
-            rank=self.rank,
             tokens=tokens,
             shard_rows=rows,
             length=words,
@@ -155,7 +159,6 @@ class Reducer:
             scale_at=plain_words + value_words,
             eps=eps,
             **arguments,
-            WORLD=self.size,
             PER=WORD // x_TC.element_size(),
             VALUES=block,
             VALUES_WORDS=wide,
@@ -175,19 +178,14 @@ class Reducer:
 
     def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
         """Implement Collective.argmax."""
-        mail, rows = self.mail, len(index_N)
+        rows = len(index_N)
         out_N = torch.empty_like(index_N)
         argmax_over_ranks[(triton.cdiv(rows, ROWS),)](
             value_N,
             index_N,
             out_N,
-            peers_ptr=mail.one_shot_peers,
-            mail_ptr=mail.one_shot,
-            half_ptr=mail.one_shot_halves,
-            stop_ptr=mail.stopped,
-            rank=self.rank,
+            **self._one_shot_boxes,
             rows=rows,
-            WORLD=self.size,
             BLOCK=ROWS,
             num_warps=4,
             **dependent(value_N),
@@ -203,19 +201,13 @@ class Reducer:
         split: int,
         fused: dict[str, Any] | None = None,
     ) -> None:
-        mail = self.mail
         one_shot[triton.cdiv(words, row), split](
             _words(x),
             out,
             **(fused or _alone(row, x)),
-            peers_ptr=mail.one_shot_peers,
-            mail_ptr=mail.one_shot,
-            half_ptr=mail.one_shot_halves,
-            stop_ptr=mail.stopped,
-            rank=self.rank,
+            **self._one_shot_boxes,
             size=words,
             length=row,
-            WORLD=self.size,
             SPLIT=split,
             PER=WORD // x.element_size(),
             num_warps=_warps(row // 256, most=16),
@@ -225,23 +217,17 @@ class Reducer:
     def _two_shot(
         self, x: torch.Tensor, out: torch.Tensor, words: int, row: int, fused: dict[str, Any] | None = None
     ) -> None:
-        mail = self.mail
         part_length, warps = row // self.size, _warps(row // 512, most=8)
         # With longer rows the registers of an SM hold one program.
         each = TWO_SHOT_PROGRAMS if row <= LARGE_ROW else 1
-        two_shot[(min(each * mail.boxes, triton.cdiv(words, row)),)](
+        two_shot[(min(each * self.mail.boxes, triton.cdiv(words, row)),)](
             _words(x),
             out,
             **(fused or _alone(row, x)),
-            peers_ptr=mail.two_shot_peers,
-            mail_ptr=mail.two_shot,
-            half_ptr=mail.two_shot_halves,
-            stop_ptr=mail.stopped,
-            rank=self.rank,
+            **self._two_shot_boxes,
             size=words,
             length=row,
             part_length=part_length,
-            WORLD=self.size,
             PER=WORD // x.element_size(),
             PART=max(triton.next_power_of_2(part_length), 32 * warps),
             num_warps=warps,
@@ -269,7 +255,7 @@ def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
         "eps": 0.0,
         "NORM": False,
         "VALUES": block,
-        **Target(None).arguments(block),
+        **EncodeTarget(None).arguments(block),
     }
 
 

@@ -117,6 +117,7 @@ def sharded(
     announce(PDL)
     program = tl.program_id(0)
     dtype = out_ptr.dtype.element_ty
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg)
     columns = tl.arange(0, VALUES)
     words = tl.arange(0, VALUES // PER)
     inside = columns < length * PER
@@ -148,22 +149,10 @@ def sharded(
             total = receive(mail_ptr, box + words, _BOX, words_inside, stop_ptr, dtype, WORLD, VALUES)
             # Loaded only now: the polled words need the registers.
             weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            own_ptr = out_ptr - rank * shard_rows * length * PER
+            C = length * PER
             finish(
-                total,
-                row,
-                columns,
-                inside,
-                out_ptr - rank * shard_rows * length * PER,
-                residual,
-                weight,
-                plain_ptr,
-                length * PER,
-                eps,
-                (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg),
-                ENCODE,
-                GROUP,
-                True,
-                VALUES,
+                total, row, inside, own_ptr, residual, weight, plain_ptr, C, eps, encoding, ENCODE, GROUP, True, VALUES
             )
             # The sent words are read back from this program's output, whatever its dtype.
             tl.debug_barrier()
@@ -221,6 +210,7 @@ def sum_copies(
     """Sum `rows` rows from every rank in rank order in float32. This rank's own rows are not in the inbox. out and
     residual have `rows` rows; the normalized outputs have the rows of all ranks, of which this rank's are written."""
     row = tl.program_id(0).to(tl.int64)
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg)
     columns = tl.arange(0, VALUES)
     inside = columns < C
     place = row * C + columns
@@ -236,20 +226,6 @@ def sum_copies(
     weight = 0.0
     if NORM:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    finish(
-        total,
-        rank * rows + row,
-        columns,
-        inside,
-        out_ptr - rank * shard_size,
-        residual,
-        weight,
-        plain_ptr,
-        C,
-        eps,
-        (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg),
-        ENCODE,
-        GROUP,
-        NORM,
-        VALUES,
-    )
+    own_row = rank * rows + row
+    own_ptr = out_ptr - rank * shard_size
+    finish(total, own_row, inside, own_ptr, residual, weight, plain_ptr, C, eps, encoding, ENCODE, GROUP, NORM, VALUES)

@@ -52,6 +52,7 @@ from dovetail.core.layers import (
     local_heads,
     run_layers,
 )
+from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, silu_and_mul
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.families import RUNNABLE, Layout, Names, read_model, spec_of
@@ -182,7 +183,7 @@ class Llama(Model):
                 f"model=llama has no {' and no '.join(lacks)}: {layout.architecture} works with app=plan only. "
                 f"It runs {', '.join(RUNNABLE)}"
             )
-        self._kv_groups = _group_layers(build)
+        self._kv_groups = _kv_groups(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
         rope = build_rope(layout.rope, build.max_len, build.device)
         embeddings = VocabTable(layout.names.embedding, build, spec.vocab, spec.hidden)
@@ -277,22 +278,9 @@ def _defers(layout: Layout) -> bool:
     return layout.norm == "rms" and not layout.block.parallel
 
 
-def _group_layers(build: BuildContext) -> tuple[KVGroup, ...]:
-    """Group layers by attention window; a group shares pages. Planes have this rank's kv heads."""
+def _kv_groups(build: BuildContext) -> tuple[KVGroup, ...]:
+    """Return groups whose planes have this rank's kv heads."""
     spec = build.spec
     _, kv_heads = local_heads(spec.heads, spec.kv_heads, build.collective.size)
     planes = tuple(Plane(name, (kv_heads, spec.head_dim), build.kv_dtype) for name in ("k", "v"))
-    layers_of: dict[int, list[int]] = {}
-    for index, window in enumerate(spec.windows or (0,) * spec.layers):
-        layers_of.setdefault(window, []).append(index)
-    return tuple(
-        KVGroup(
-            id=id,
-            layers=tuple(layers),
-            planes=planes,
-            kind="window" if window else "full",
-            window=window,
-            page_tokens=build.page_tokens,
-        )
-        for id, (window, layers) in enumerate(layers_of.items())
-    )
+    return group_layers(spec.windows or (0,) * spec.layers, planes, build.page_tokens)

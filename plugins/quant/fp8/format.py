@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from dovetail.core.interfaces import ActFormat
+from dovetail.core.ops.formats import triton_encode
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -32,23 +33,12 @@ def quantize_tensor(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x_TC * (LARGEST / amax_T1)).to(E4M3), (amax_T1 / LARGEST).contiguous()
 
 
-def _triton_encode() -> object | None:
-    """Return the Triton version of quantize_rows; None without Triton, so without CUDA."""
-    try:
-        from dovetail.plugins.quant.fp8.kernel import encode_fp8
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        return None
-    return encode_fp8
-
-
 FP8_TOKEN = ActFormat(
     "fp8_token",
     dtype=E4M3,
     group="token",
     scale_layout="row",
-    encode=_triton_encode(),
+    encode=triton_encode("dovetail.plugins.quant.fp8.kernel:encode_fp8"),
     reference=quantize_rows,
 )
 FP8_TENSOR = replace(FP8_TOKEN, name="fp8_tensor", group="tensor", reference=quantize_tensor)

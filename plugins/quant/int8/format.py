@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.core.interfaces import ActFormat
+from dovetail.core.ops.formats import triton_encode
 
 SMALLEST = 1e-10
 """Lower bound of a row's magnitude: a row of zeros must not divide by zero."""
@@ -19,22 +20,11 @@ def quantize_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.floor(x_TC * (127.0 / amax_T1) + 0.5).to(torch.int8), amax_T1 / 127.0
 
 
-def _triton_encode() -> object | None:
-    """Return the Triton version of quantize_rows; None without Triton, so without CUDA."""
-    try:
-        from dovetail.plugins.quant.int8.kernel import encode_int8
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        return None
-    return encode_int8
-
-
 INT8_TOKEN = ActFormat(
     "int8_token",
     dtype=torch.int8,
     group="token",
     scale_layout="row",
-    encode=_triton_encode(),
+    encode=triton_encode("dovetail.plugins.quant.int8.kernel:encode_int8"),
     reference=quantize_rows,
 )

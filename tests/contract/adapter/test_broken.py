@@ -107,13 +107,13 @@ BROKEN: dict[str, list[type[LoRA]]] = {
         )
     ],
     "test_apply_waits_for_nothing": [layered("Synchronizes", apply=synchronizes)],
-    "test_matrices_that_it_does_not_name_stay_as_they_are": [layered("FirstPartAlone", fill=first_part_alone)],
+    "test_matrices_that_an_adapter_lacks_do_not_change": [layered("FirstPartAlone", fill=first_part_alone)],
     "test_ranks_together_equal_one": [layered("WholeOnEveryRank", apply=whole_on_every_rank)],
-    "test_any_slot_gives_the_same": [NeverReplaces],
-    "test_a_slot_keeps_what_was_dropped": [DropEmptiesSlots],
-    "test_reading_in_a_thread_of_its_own": [ReadsLate],
-    "test_what_does_not_fit_is_refused_and_harms_nobody": [TakesAnything],
-    "test_slots_are_without_effect_at_first": [Forgetful],
+    "test_all_slots_are_equivalent": [NeverReplaces],
+    "test_a_slot_keeps_its_adapter_after_drop": [DropEmptiesSlots],
+    "test_reading_in_a_separate_thread": [ReadsLate],
+    "test_an_invalid_adapter_is_refused_without_side_effects": [TakesAnything],
+    "test_empty_slots_have_no_effect": [Forgetful],
 }
 
 

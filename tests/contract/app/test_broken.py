@@ -97,7 +97,7 @@ class SetsUpLogging(Sound):
 
 BROKEN: list[tuple[type[App], type[AppConfig], str]] = [
     (Sound, Undocumented, "test_its_class_and_config_are_an_app_s"),
-    (Sound, Random, "test_what_was_asked_composes_again"),
+    (Sound, Random, "test_its_overrides_compose_again"),
     (Sound, Heavy, "test_its_config_needs_no_torch"),
     (ReturnsNothing, SoundConfig, "test_it_runs"),
     (SaysNothing, SoundConfig, "test_it_runs"),
@@ -145,7 +145,7 @@ def test_the_suite_rejects_prompts_for_an_app_that_takes_none(suite_of) -> None:
     suite = suite_of(Sound, SoundConfig)
     suite.prompts = ("hello",)
     with pytest.raises(AssertionError, match="takes_prompts is False"):
-        suite.test_it_takes_the_prompts_it_is_given()
+        suite.test_it_accepts_prompts()
 
 
 TESTS = [name for name in vars(AppContract) if name.startswith("test_") and "torch" not in name]

@@ -336,7 +336,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
         ),
     ],
     "test_pages_behind_the_window_may_be_gone": [GathersBehindTheWindow],
-    "test_tree_mask_says_which_drafts_are_seen": [
+    "test_tree_mask_selects_visible_drafts": [
         fault(
             "IgnoresTheTree",
             plan_device=lambda self, meta, *rest: Sound.plan_device(self, replace(meta, tree_mask_TW=None), *rest),
@@ -354,7 +354,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
         fault("ForgetsTheScaleOfValues", kv_scales=lambda self, layer: (layer.k_scale, 1.0)),
         HasOneScaleForAllHeads,
     ],
-    "test_groups_have_contexts_of_their_own": [KeepsTheLastContext, RefinesTheSharedPlan, TakesTheLayersIndex],
+    "test_groups_have_separate_contexts": [KeepsTheLastContext, RefinesTheSharedPlan, TakesTheLayersIndex],
     "test_contexts_of_several_steps_live_at_once": [KeepsAContextPerGroup],
     "test_metadata_is_read_only": [ClearsStaleEntries],
     "test_bind_takes_new_pools": [

@@ -136,8 +136,8 @@ BROKEN: dict[str, list[type[Sound]]] = {
     "test_broadcast_from_each_root": [
         fault("HasOneRoot", broadcast=lambda self, x, root=0: Sound.broadcast(self, x, 0))
     ],
-    "test_nobody_leaves_a_barrier_before_all_have_come": [GreetsOnce],
-    "test_calls_answer_each_other_in_order": [RepeatsItself],
+    "test_a_barrier_waits_for_every_rank": [GreetsOnce],
+    "test_calls_match_in_order": [RepeatsItself],
     "test_argmax_takes_the_largest_and_of_equals_the_first": [
         fault("TakesTheLastOfEquals", argmax=lambda self, value_N, index_N: -Sound.argmax(self, value_N, -index_N))
     ],
@@ -152,7 +152,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
             boundary=lambda self, x, residual, norm, emit=(PLAIN,): Sound.boundary(self, x, residual, norm, emit[:1]),
         ),
     ],
-    "test_edges_follow_each_other": [TakesItsRowsForAll, ForgetsTheResidualOfATap],
+    "test_boundaries_form_a_chain": [TakesItsRowsForAll, ForgetsTheResidualOfATap],
     "test_one_rank_alone_changes_nothing": [
         fault("DoublesAlone", all_reduce=lambda self, x: Sound.all_reduce(self, x) * (2 if self.size == 1 else 1))
     ],

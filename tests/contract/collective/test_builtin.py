@@ -60,7 +60,7 @@ def test_edges_of_a_residual_that_lies_over_the_ranks(kind: type[OnThreads], siz
     suite = kind()
     suite.size = size
     suite.test_boundary_reduces_adds_and_norms()
-    suite.test_edges_follow_each_other()
+    suite.test_boundaries_form_a_chain()
 
 
 class Halves(OnThreads):

@@ -51,9 +51,7 @@ BROKEN: dict[str, list[type[CostModel]]] = {
     "test_more_work_takes_no_less_time": [
         fault("LikesLongContexts", work=lambda self, row: row.tokens * row.times * 100 / row.bound)
     ],
-    "test_times_stands_for_so_many_equal_rows": [
-        fault("MissesTimes", work=lambda self, row: row.tokens + row.bound / 16)
-    ],
+    "test_times_multiplies_a_row": [fault("MissesTimes", work=lambda self, row: row.tokens + row.bound / 16)],
     "test_the_order_of_rows_does_not_matter": [GoesByTheFirst],
     "test_rows_may_come_from_a_generator": [
         fault(
@@ -61,8 +59,8 @@ BROKEN: dict[str, list[type[CostModel]]] = {
             step_seconds=lambda self, rows: Sound.step_seconds(self, rows) + 1e-6 * sum(row.sampled for row in rows),
         )
     ],
-    "test_asking_changes_nothing": [Learns],
-    "test_a_plan_takes_what_its_rows_take": [
+    "test_predictions_are_pure": [Learns],
+    "test_a_plan_takes_as_long_as_its_rows": [
         fault("PlansCostMore", seconds=lambda self, plan: 2 * Sound.seconds(self, plan))
     ],
     "test_decode_and_prefill_are_sums_of_steps": [

@@ -135,12 +135,12 @@ class RemembersTheLast(Compiler):
 
 
 BROKEN: dict[str, list[type]] = {
-    "test_what_does_not_fit_cannot": [fault("AllowsEverything", mask=lambda self, out: out.fill(0xFFFFFFFF))],
+    "test_other_texts_are_not_allowed": [fault("AllowsEverything", mask=lambda self, out: out.fill(0xFFFFFFFF))],
     "test_mask_overwrites_and_changes_nothing": [AddsToWhatWasThere, MovesOnWithEachMask],
-    "test_what_fits_can_be_written": [ShiftsByOne, fault("MayNeverEnd", accepting=False)],
+    "test_matching_texts_are_allowed": [ShiftsByOne, fault("MayNeverEnd", accepting=False)],
     "test_special_tokens_and_spare_ids_are_never_allowed": [AllowsSpareTokens],
     "test_a_token_that_is_not_allowed_is_refused": [SwallowsWrongTokens],
-    "test_whatever_is_written_fits": [fault("MayAlwaysEnd", accepting=True)],
+    "test_random_outputs_match": [fault("MayAlwaysEnd", accepting=True)],
     "test_an_output_that_can_only_end_is_finished": [
         # Ends at the first point where the output may end.
         fault("EndsTooSoon", finished=True),
@@ -148,7 +148,7 @@ BROKEN: dict[str, list[type]] = {
     ],
     "test_forks_are_independent": [fault("ForksShare", fork=lambda self: type(self)(self.inner)), ForksStartAnew],
     "test_a_wrong_grammar_is_refused_with_its_reason": [CompilesAnything, NamesNoReason],
-    "test_threads_may_compile_fork_and_mask_at_once": [RemembersTheLast],
+    "test_threads_may_compile_fork_and_mask_concurrently": [RemembersTheLast],
 }
 
 

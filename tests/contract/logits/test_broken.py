@@ -173,7 +173,9 @@ BROKEN: dict[str, list[type[Charge]]] = {
         fault("WantsAll", wants=lambda self, request: True),
         fault("NeedsStateToWant", wants=lambda self, request: Charge.wants(self, request) and len(self.charge_S) > 0),
     ],
-    "test_it_changes_the_logits_of_who_wants_it": [fault("DoesNothing", apply=lambda self, logits_NV, ctx: logits_NV)],
+    "test_it_changes_the_logits_of_requests_that_want_it": [
+        fault("DoesNothing", apply=lambda self, logits_NV, ctx: logits_NV)
+    ],
     "test_rows_that_do_not_want_it_come_out_bit_equal": [
         fault("TouchesEveryone", apply=lambda self, *args: Charge.apply(self, *args) + 0.0),
         ChargesPaddingToo,
@@ -185,7 +187,7 @@ BROKEN: dict[str, list[type[Charge]]] = {
         fault("MixesRows", counted=lambda self, ctx: Charge.counted(self, ctx).max().expand(len(ctx.slots_N)))
     ],
     "test_joins_of_other_slots_change_nothing": [HasOneStateForAll, ForgetsWhenItGrows],
-    "test_every_slot_is_as_good_as_another": [PrefersLowSlots],
+    "test_all_slots_are_equivalent": [PrefersLowSlots],
     "test_history_is_read_up_to_lengths": [
         fault("ReadsAhead", counted=lambda self, ctx: (ctx.tokens_SL[ctx.slots_N] > 9).sum(-1) + 1),
         fault("ReadsTheBound", counted=lambda self, ctx: Charge.counted(self, ctx) + ctx.max_length),

@@ -244,7 +244,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
     ],
     "test_parameters_count_the_checkpoint": [CountsTooFewParameters],
     "test_spec_comes_from_config_json": [TrustsItsConfig],
-    "test_a_folder_that_is_not_there_is_named": [TrustsItsFolder],
+    "test_the_error_names_a_missing_folder": [TrustsItsFolder],
     "test_model_keeps_its_build_and_config": [ForgetsItsBuild],
     "test_kv_groups_have_each_layer_once": [
         grouped("HasNoCacheForItsLastLayer", layers=(0, 1)),
@@ -252,13 +252,13 @@ BROKEN: dict[str, list[type[Sound]]] = {
         built("CachesInFloat32", lambda build: replace(build, kv_dtype=torch.float64)),
         grouped("CallsAWindowFull", tiny.MISTRAL, kind="full", window=0),
     ],
-    "test_attention_is_asked_with_the_groups_layers": [grouped("PlacesLayersBackwards", layers=(2, 1, 0))],
-    "test_linear_layers_ask_the_quantizer": [
+    "test_attention_is_called_with_the_groups_layers": [grouped("PlacesLayersBackwards", layers=(2, 1, 0))],
+    "test_linear_layers_use_the_quantizer": [
         built("QuantizesNothing", lambda build: replace(build, quantizer=Unquantized(NoneConfig()))),
         built("NamesEveryLayerAlike", lambda build: replace(build, quantizer=NamesEveryLayerAlike(build.quantizer))),
     ],
     "test_rows_do_not_see_each_other": [MixesRows],
-    "test_tokens_see_what_came_before_alone": [
+    "test_tokens_see_only_earlier_tokens": [
         fault(
             "SeesTheNextToken",
             forward=lambda self, embeds_TC, *rest: Sound.forward(self, embeds_TC + 0.01 * embeds_TC.roll(-1, 0), *rest),
@@ -280,8 +280,8 @@ BROKEN: dict[str, list[type[Sound]]] = {
         )
     ],
     "test_taps_change_nothing": [TapsChangeItsStates, GivesTheLastTapForAll],
-    "test_layers_hand_out_every_collective_call": [ReducesByItself, CallsOnceMoreForManyTokens],
-    "test_halves_in_turns_are_one_step": [KeepsItsTokensOnTheModel, OverridesForwardAlone],
+    "test_layers_yield_every_collective_call": [ReducesByItself, CallsOnceMoreForManyTokens],
+    "test_half_batches_equal_one_step": [KeepsItsTokensOnTheModel, OverridesForwardAlone],
     "test_embed_looks_tokens_up": [
         fault(
             "EmbedsByPlace",
@@ -327,7 +327,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
     ],
     "test_load_takes_weights_in_any_order": [TakesQueriesAndOutputsAsTheyCome, LeavesANormUnset],
     "test_every_weight_counts": [LoadsGateTwice],
-    "test_load_names_all_that_does_not_fit": [AcceptsAnyCheckpoint, ComplainsOfMissingAlone],
+    "test_load_names_missing_and_unexpected_tensors": [AcceptsAnyCheckpoint, ComplainsOfMissingAlone],
 }
 
 

@@ -100,10 +100,10 @@ BROKEN: dict[str, list[type[Observer]]] = {
         variant(Speed, "ClosesOnce", close=lambda self: delattr(self, "tokens")),
         ClosesWhatIsOpen,
     ],
-    "test_observers_do_not_know_each_other": [SharesItsState],
+    "test_observers_share_nothing": [SharesItsState],
     "test_a_step_costs_little": [does("Waits", lambda self, record: time.sleep(0.01))],
     "test_a_step_costs_no_more_after_many": [AddsUpAnew],
-    "test_the_engine_keeps_it_and_does_as_without_it": [FailsInTheEngine],
+    "test_the_engine_keeps_it_and_outputs_do_not_change": [FailsInTheEngine],
 }
 
 

@@ -46,10 +46,10 @@ def dovetail_config_dirs():
 '''
 VARIANT = "defaults:\n  - acme\n  - _self_\n\nfactor: 3.0\n"
 BROKEN: dict[str, tuple[tuple[str, str], str]] = {
-    "another contract's version": (("router/0.1", "router/9.0"), "test_nothing_is_wrong_with_it"),
+    "another contract's version": (("router/0.1", "router/9.0"), "test_it_has_no_problems"),
     "no components, no folders": (
         (SOUND[SOUND.index("@hookimpl") :], "@hookimpl\ndef dovetail_components():\n    return []\n"),
-        "test_nothing_is_wrong_with_it",
+        "test_it_has_no_problems",
     ),
     "torch where components are listed": (
         ("from dovetail import", "import torch\nfrom dovetail import"),
@@ -57,8 +57,8 @@ BROKEN: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "a config without words": (('    """One router."""\n', ""), "test_options_are_described"),
     "an option without words": (('    """Times."""\n', ""), "test_options_are_described"),
-    "an abstract class": (("def route(", "def root("), "test_classes_are_whole"),
-    "a class of another kind": (("class Mine(Router)", "class Mine"), "test_classes_are_whole"),
+    "an abstract class": (("def route(", "def root("), "test_classes_are_complete"),
+    "a class of another kind": (("class Mine(Router)", "class Mine"), "test_classes_are_complete"),
     "a setting that does not exist": (('key="tp"', 'key="ranks"'), "test_capabilities_are_stated_for_any_machine"),
     "a kind that does not exist": (('"engine"', '"engines"'), "test_capabilities_are_stated_for_any_machine"),
     "capabilities that need a GPU": (

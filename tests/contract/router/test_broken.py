@@ -57,7 +57,7 @@ class ReadsItAllAgain(Sound):
 
 
 BROKEN: dict[str, list[type[Sound]]] = {
-    "test_it_chooses_one_that_takes_requests": [
+    "test_it_chooses_an_available_replica": [
         # Also returns replicas that are not in `loads`.
         fault("AnyReplica", route=lambda self, arrival, loads: len(arrival.prompt_ids) % self.replicas),
         fault(
@@ -67,7 +67,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
     "test_equal_calls_give_equal_choices": [
         fault("Draws", route=lambda self, arrival, loads: random.choice(loads).replica)
     ],
-    "test_it_changes_nothing_that_it_is_given": [Sorts],
+    "test_it_does_not_change_its_arguments": [Sorts],
     "test_every_replica_gets_work_when_none_ends": [
         # Follows the prefix regardless of the queue length.
         fault(
@@ -76,8 +76,8 @@ BROKEN: dict[str, list[type[Sound]]] = {
         ),
         fault("FirstComeFirstBurdened", route=lambda self, arrival, loads: loads[0].replica),
     ],
-    "test_a_replica_that_comes_back_gets_work": [NeverForgives],
-    "test_work_does_not_grow_with_what_was_routed": [ReadsItAllAgain],
+    "test_a_restarted_replica_gets_work": [NeverForgives],
+    "test_cost_does_not_grow_with_routed_requests": [ReadsItAllAgain],
 }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, Join, Row, RowFlag, StepResult
 from dovetail.core.testing.executor import Script, prompt, quiet, small_composition
 from dovetail.core.testing.spec_decode import DrafterContract
+from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
 from dovetail.plugins.spec_decode.ngram import NgramDrafter
@@ -66,10 +68,8 @@ class Spy(Drafter):
 def run(drafter: Drafter) -> list[StepResult]:
     """Run a prompt in two chunks, then three steps that verify as many drafts as the drafter can offer."""
     before = torch.is_grad_enabled()
-    runner = Runner(small_composition())
-    pages = runner.load(quiet).num_pages
-    runner.drafter = drafter
-    runner.bind(pages)
+    rank = load_rank(small_composition(), quiet)
+    runner = Runner(replace(rank.parts, drafter=drafter), rank.info.num_pages)
     script, k = Script(), drafter.lookahead
     script.add([Row(0, 1, 1, 6, 6, 0, 0)], {Join(0, 1, 1, 0): prompt(10, 3)})
     script.add([Row(0, 1, 1, 4, 10, 0, RowFlag.SAMPLE)])

@@ -78,7 +78,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
     "test_requests_come_in_order": [
         fault("Backwards", requests=lambda self, ctx: list(Sound.requests(self, ctx))[::-1])
     ],
-    "test_the_rate_is_the_one_asked_for": [
+    "test_the_rate_is_the_requested_one": [
         fault(
             "TwiceAsFast",
             requests=lambda self, ctx: [replace(r, arrival=r.arrival / 3) for r in Sound.requests(self, ctx)],
@@ -88,7 +88,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
         fault("GlobalDraws", rng=lambda self, ctx: random._inst),  # type: ignore[attr-defined]
         Remembers,
     ],
-    "test_what_does_not_fit_is_refused": [
+    "test_too_long_requests_are_refused": [
         fault("AnyLength", requests=lambda self, ctx: Sound.requests(self, replace(ctx, max_len=10)))
     ],
 }

@@ -114,10 +114,14 @@ def test_slots_of_adapters_take_their_share() -> None:
 
 
 def test_a_plan_counts_what_adapters_take() -> None:
-    from dovetail import LLM
+    import torch
 
-    with LLM(overrides=["adapter=lora", "engine.kv_pages=64"]) as llm:
-        taken = llm.engine.executor._runner.adapters._store_SN.nbytes
+    from dovetail.core.worker.loader import load_rank
+
+    rank = load_rank(compose(["app=generate", "adapter=lora", "engine.kv_pages=64"]), lambda phase, share: None)
+    tensors = (value for value in vars(rank.parts.adapters).values() if isinstance(value, torch.Tensor))
+    taken = sum(tensor.nbytes for tensor in tensors)
+    rank.close()
     assert (
         quick("cost=cpu", "cost.memory=8", "adapter=lora", "engine.dtype=float32")["bytes_per_gpu"]["adapters"] == taken
     )

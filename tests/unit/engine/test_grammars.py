@@ -1,4 +1,4 @@
-"""Structured output on the bundled model, and the engine's side of it on a toy."""
+"""Structured output on the bundled model, and its part in the engine on a toy device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail.core.compose import Capabilities, EngineConfig, Host
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.interfaces import FinishReason, KVGroup, RowFlag
-from dovetail.core.testing.executor import small_composition
+from dovetail.core.testing.executor import VOCAB, small_runner
 from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.toy import (
     VOCABULARY,
@@ -28,8 +28,7 @@ from dovetail.core.testing.toy import (
     ToyMatcher,
     expected_output,
 )
-from dovetail.core.worker.runner import Runner
-from dovetail.core.worker.warmup import rehearsal, rehearsed_masks
+from dovetail.core.worker.warmup import WarmupStep, warmup_masks, warmup_plan
 from dovetail.plugins.attention.config import SDPAConfig
 from dovetail.plugins.attention.sdpa import capabilities as sdpa
 
@@ -78,7 +77,7 @@ def llm() -> Iterator[LLM]:
 
 
 def requests(seeds: range) -> list[SamplingParams]:
-    """One of each form for every seed, and free ones between them."""
+    """For every seed one request of each form, and one without a grammar."""
     found = []
     for seed in seeds:
         for grammar, _ in FORMS.values():
@@ -88,11 +87,8 @@ def requests(seeds: range) -> list[SamplingParams]:
 
 
 def run(llm: LLM, params: list[SamplingParams]) -> list[tuple[str, tuple[int, ...], str | None]]:
-    found = []
-    for result in llm.generate([PROMPT] * len(params), params):
-        for completion in result.completions:
-            found.append((completion.text, tuple(completion.token_ids), completion.finish_reason))
-    return found
+    completions = [c for result in llm.generate([PROMPT] * len(params), params) for c in result.completions]
+    return [(c.text, tuple(c.token_ids), c.finish_reason) for c in completions]
 
 
 def test_every_output_fits(llm: LLM) -> None:
@@ -103,7 +99,7 @@ def test_every_output_fits(llm: LLM) -> None:
             grammar, fits = FORMS[each.grammar.kind]
             assert fits(text), f"{grammar}: {text!r}"
             ended[grammar.kind] += 1
-    assert min(ended.values()) > 0, f"too few outputs came to their end: {ended}"
+    assert min(ended.values()) > 0, f"too few outputs were complete: {ended}"
     assert llm.engine.kv.stats().owned == 0
 
 
@@ -118,7 +114,7 @@ def test_every_output_fits(llm: LLM) -> None:
     ids=["depth 1", "depth 4, drafts", "impatient, preemption", "two ranks"],
 )
 def test_tokens_are_the_same_in_any_engine(llm: LLM, overrides: list[str]) -> None:
-    """Also of the requests without a grammar, and those are the ones that they get alone."""
+    """Requests without a grammar get the same tokens as in a batch without grammars."""
     params = [p.model_copy(update={"temperature": 0.0}) for p in requests(range(1))]
     expected = run(llm, params)
     free = [p for p in params if p.grammar is None]
@@ -130,8 +126,8 @@ def test_tokens_are_the_same_in_any_engine(llm: LLM, overrides: list[str]) -> No
             assert other.engine.scheduler.stats().preemptions > 0
 
 
-def test_no_row_sits_out_where_attention_goes_by_the_host_s_lengths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be one token shorter than the plan launched meanwhile says."""
+def test_rows_wait_for_masks_if_attention_needs_exact_lengths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row without its mask would be one token shorter than the next plan, already launched, states."""
     known = sdpa.capabilities
 
     def exact(config: SDPAConfig, host: Host) -> Capabilities:
@@ -146,36 +142,36 @@ def test_no_row_sits_out_where_attention_goes_by_the_host_s_lengths(llm: LLM, mo
         assert other.engine.counters.late_rows == 0
 
 
-def test_samples_follow_it_each_for_itself(llm: LLM) -> None:
+def test_each_sample_follows_the_grammar_separately(llm: LLM) -> None:
     grammar, fits = FORMS["choice"]
     (result,) = llm.generate(PROMPT, SamplingParams(temperature=1.0, n=6, seed=1, max_tokens=20, grammar=grammar))
     assert all(fits(c.text) and c.finish_reason == "stop" for c in result.completions)
-    assert len({c.text for c in result.completions}) > 1, "six samples that are all the same"
+    assert len({c.text for c in result.completions}) > 1, "all six samples are the same"
 
 
-def test_where_it_may_end_the_model_decides(llm: LLM) -> None:
-    """By end-of-sequence or a stop token, which are allowed nowhere else."""
+def test_the_model_decides_where_a_complete_output_ends(llm: LLM) -> None:
+    """End-of-sequence and stop tokens are allowed where the grammar may end, and nowhere else."""
     grammar = Grammar(kind="regex", value="(ab)+")
     stop = llm.tokenizer.encode("q", special=False)
     assert len(stop) == 1
     bias = {stop[0]: 100.0}
-    # The likeliest tokens: "a", "ba", "b" would be no less correct, and end a word later.
-    likeliest = SamplingParams(temperature=0.0, grammar=grammar, max_tokens=9, logit_bias=bias)
-    (result,) = llm.generate(PROMPT, likeliest.model_copy(update={"stop_token_ids": tuple(stop)}))
+    # Greedy, since a sample such as "a", "ba", "b" would be correct as well and end later.
+    greedy = SamplingParams(temperature=0.0, grammar=grammar, max_tokens=9, logit_bias=bias)
+    (result,) = llm.generate(PROMPT, greedy.model_copy(update={"stop_token_ids": tuple(stop)}))
     assert (result.text, result.completions[0].finish_reason) == ("ab", "stop")
-    (result,) = llm.generate(PROMPT, likeliest.model_copy(update={"ignore_eos": True}))
+    (result,) = llm.generate(PROMPT, greedy.model_copy(update={"ignore_eos": True}))
     assert re.fullmatch("(ab)+a?", result.text) and result.completions[0].finish_reason == "length"
 
 
-def test_an_output_that_is_complete_with_its_last_token_has_stopped(llm: LLM) -> None:
+def test_an_output_that_its_last_token_completes_ends_by_stop(llm: LLM) -> None:
     grammar = Grammar(kind="choice", value=("no",))
     tokens = llm.generate(PROMPT, SamplingParams(grammar=grammar))[0].token_ids
     (result,) = llm.generate(PROMPT, SamplingParams(grammar=grammar, max_tokens=len(tokens)))
     assert (result.text, result.completions[0].finish_reason) == ("no", "stop")
 
 
-def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
-    """What the grammar forbids is still among the most likely ones."""
+def test_logprobs_are_those_without_the_mask(llm: LLM) -> None:
+    """Forbidden tokens may still be among the most likely ones."""
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, grammar=Grammar(kind="choice", value=("zzzz",)))
     (masked,) = llm.generate(PROMPT, params)
     (free,) = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=1, logprobs=3))
@@ -193,7 +189,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_grammar_harms_nobody_else(llm: LLM, wrong: str) -> None:
+def test_a_wrong_grammar_fails_only_its_request(llm: LLM, wrong: str) -> None:
     grammar, reason = WRONG[wrong]
     free = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     expected = llm.generate(PROMPT, free)[0].token_ids
@@ -208,8 +204,8 @@ def test_a_wrong_grammar_harms_nobody_else(llm: LLM, wrong: str) -> None:
     assert llm.engine.kv.stats().owned == 0
 
 
-def test_no_token_left_is_an_error_of_that_request(llm: LLM) -> None:
-    """The only token that the grammar allows may not be sampled yet."""
+def test_a_request_with_no_token_left_fails(llm: LLM) -> None:
+    """min_tokens forbids the only token that the grammar allows."""
     braces = tuple(t for t in range(llm.tokenizer.vocab) if set(llm.tokenizer.decode([t])) == {"}"})
     grammar = Grammar(kind="regex", value=r"\}{20}")
     params = SamplingParams(grammar=grammar, min_tokens=30, max_tokens=40, stop_token_ids=braces)
@@ -217,7 +213,7 @@ def test_no_token_left_is_an_error_of_that_request(llm: LLM) -> None:
         llm.generate(PROMPT, params)
 
 
-def test_without_the_part_they_are_refused() -> None:
+def test_without_the_part_grammars_are_refused() -> None:
     with LLM("tiny", overrides=["engine.device=cpu", "engine.kv_pages=8", "grammar=none"]) as llm:
         with pytest.raises(RequestError, match="grammar=none"):
             llm.generate("x", SamplingParams(grammar=Grammar(kind="json_object")))
@@ -237,7 +233,7 @@ def test_without_the_part_they_are_refused() -> None:
         {"kind": "grammar", "value": "x"},
     ],
 )
-def test_what_is_no_grammar(fields: dict[str, Any]) -> None:
+def test_invalid_grammar_fields_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         SamplingParams(grammar=fields)  # type: ignore[arg-type]
 
@@ -246,7 +242,7 @@ def test_what_is_no_grammar(fields: dict[str, Any]) -> None:
 
 
 class Held(ToyCompiler):
-    """Compiles, and computes masks past the first, when it is told to."""
+    """Compiles when `may_compile` is set, and computes masks after the first when `may_mask` is set."""
 
     may_compile = threading.Event()
     may_mask = threading.Event()
@@ -290,7 +286,7 @@ BOUND = SamplingParams(temperature=0, max_tokens=20, grammar=GRAMMAR)
 
 
 def drive(engine: Engine, uids: set[int]) -> dict[int, list[int]]:
-    """Until these sequences have ended."""
+    """Step until these sequences have ended. Return the outputs."""
     outputs: dict[int, list[int]] = {}
     deadline = time.monotonic() + 60
     while uids:
@@ -303,18 +299,18 @@ def drive(engine: Engine, uids: set[int]) -> dict[int, list[int]]:
     return outputs
 
 
-def test_others_wait_neither_for_a_compiler_nor_for_a_mask(engine: Engine) -> None:
+def test_other_requests_wait_neither_for_a_compiler_nor_for_a_mask(engine: Engine) -> None:
     (bound,) = engine.add([1, 2, 3], BOUND)
     (free,) = engine.add([4, 5], FREE)
     outputs = drive(engine, {free.uid})
-    assert outputs == {free.uid: expected_output([4, 5], 20, 64, ignore_eos=True)}, "it waited for somebody's compiler"
+    assert outputs == {free.uid: expected_output([4, 5], 20, 64, ignore_eos=True)}
     Held.may_compile.set()
     while bound.known_len == 3:
         engine.step()
     (free,) = engine.add([6], FREE)
     outputs = drive(engine, {free.uid})
     assert outputs[free.uid] == expected_output([6], 20, 64, ignore_eos=True)
-    assert bound.known_len == 4, "a mask is missing, and it goes on"
+    assert bound.known_len == 4, "its mask is missing"
     assert engine.counters.late_rows > 10
     Held.may_mask.set()
     drive(engine, {bound.uid})
@@ -322,19 +318,19 @@ def test_others_wait_neither_for_a_compiler_nor_for_a_mask(engine: Engine) -> No
 
 
 def test_aborts_at_any_time(engine: Engine) -> None:
-    """While it compiles, while a mask is missing, and one of several samples."""
-    gone = engine.add([1, 2], BOUND.model_copy(update={"n": 2}))
+    """While the grammar compiles, while a mask is missing, and of one of several samples."""
+    aborted = engine.add([1, 2], BOUND.model_copy(update={"n": 2}))
     kept = engine.add([1, 2, 3], BOUND.model_copy(update={"n": 2}))
     engine.step()
-    for seq in (*gone, kept[0]):
+    for seq in (*aborted, kept[0]):
         engine.abort(seq.uid)
     Held.may_compile.set()
     while kept[1].known_len == 3:
         engine.step()
-    (late,) = engine.add([7], BOUND)
-    while late.known_len == 1:
+    (other,) = engine.add([7], BOUND)
+    while other.known_len == 1:
         engine.step()
-    engine.abort(late.uid)
+    engine.abort(other.uid)
     Held.may_mask.set()
     drive(engine, {kept[1].uid})
     while engine.has_work:
@@ -344,7 +340,7 @@ def test_aborts_at_any_time(engine: Engine) -> None:
 
 
 def test_a_compiler_that_takes_too_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._grammars._compiler, "timeout", 0.05)
+    monkeypatch.setattr(Held, "timeout", 0.05)
     (bound,) = engine.add([1, 2, 3], BOUND)
     events: list[Any] = []
     while engine.has_work:
@@ -354,7 +350,7 @@ def test_a_compiler_that_takes_too_long(engine: Engine, monkeypatch: pytest.Monk
     assert "0.05 s" in event.detail
 
 
-def test_a_grammar_that_holds_the_step_loop_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_delays_the_step_loop_is_rejected(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     advance = HeldMatcher.advance
 
     def slow(self: HeldMatcher, token: int) -> None:
@@ -369,18 +365,17 @@ def test_a_grammar_that_holds_the_step_loop_up(engine: Engine, monkeypatch: pyte
     last: dict[int, Any] = {}
     while engine.has_work:
         last |= {event.uid: event for event in engine.step()}
-    assert last[bound.uid].reason is FinishReason.REJECTED and "held everybody up for" in last[bound.uid].detail
+    assert last[bound.uid].reason is FinishReason.REJECTED and "delayed all requests by" in last[bound.uid].detail
     assert last[other.uid].reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize("decodes", [0, 1, 4])
-def test_the_rehearsal_has_masks(decodes: int) -> None:
-    """It runs where memory is measured, on a GPU: here by hand."""
-    runner = Runner(small_composition())
-    runner.bind(runner.load(lambda phase, share: None).num_pages)
-    plan, blobs = rehearsal(30, 4, runner.groups, decodes)
+def test_warm_up_steps_have_masks(decodes: int) -> None:
+    """They run where memory is measured, on a GPU: here by hand."""
+    runner = small_runner()
+    plan, blobs = warmup_plan(WarmupStep(30, 4, decodes, context=2), runner.parts.groups)
     assert plan.num_tokens == 30 and sum(row.flags & RowFlag.DECODE > 0 for row in plan.rows) == min(decodes, 3)
     runner.execute(plan, blobs)
-    runner.complete(rehearsed_masks(plan, runner.spec.vocab))
+    runner.complete(warmup_masks(plan, VOCAB))
     assert all(len(row.tokens) == 1 for row in runner.collect().rows)
     runner.close()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import start_engine
-from dovetail.core.engine.launch_timer import LEAST_SLACK, MOST_SLACK, LaunchTimer
+from dovetail.core.engine.launch_timer import MAX_SLACK, MIN_SLACK, LaunchTimer
 from dovetail.core.frontend.engine_loop import EngineLoop
 from dovetail.core.frontend.messages import Add, EngineStats, SampleUpdate
 from dovetail.core.interfaces import (
@@ -36,9 +35,9 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(time, "sleep", self.wait)
+        monkeypatch.setattr(time, "sleep", self.sleep)
 
-    def wait(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         self.now += seconds
 
 
@@ -53,35 +52,35 @@ class Served:
         self.updates: list[SampleUpdate] = []
         self.ports = (self,)
         self.waits: list[float] = []
-        """How long the loop was ready to wait before a launch."""
+        """Timeouts of the loop's waits for a message."""
         self.times: list[list[float]] = []
-        """When each request's tokens came, in the order of arrival."""
-        self._coming: list[tuple[float, Add]] = []
+        """Arrival times of each request's tokens, in the order of the requests."""
+        self._queue: list[tuple[float, Add]] = []
 
     def receive(self, seconds: float | None) -> Iterator[tuple[Served, Add]]:
         self.waits.append(seconds or 0.0)
         until = float("inf") if seconds is None else self.clock.now + seconds
-        if self._coming and self._coming[0][0] <= until:
-            self.clock.now = max(self.clock.now, self._coming[0][0])
-            while self._coming and self._coming[0][0] <= self.clock.now:
-                yield self, self._coming.pop(0)[1]
+        if self._queue and self._queue[0][0] <= until:
+            self.clock.now = max(self.clock.now, self._queue[0][0])
+            while self._queue and self._queue[0][0] <= self.clock.now:
+                yield self, self._queue.pop(0)[1]
         elif seconds is None:
             self.stopped = True
         else:
             self.clock.now = until
 
-    def tell(self, stats: EngineStats | None, *, idle: bool = False) -> None:
+    def send_step(self, stats: EngineStats | None, *, idle: bool = False) -> None:
         for update in self.updates:
             self.times[update.id] += [self.clock.now] * len(update.tokens)
         self.updates = []
 
-    def serve(self, *coming: tuple[float, int], prompt: int = 3, grammar: Grammar | None = None) -> list[list[float]]:
-        """Serve requests of (seconds from now, output tokens); return when each one's tokens came."""
+    def serve(self, *requests: tuple[float, int], prompt: int = 3, grammar: Grammar | None = None) -> list[list[float]]:
+        """Serve requests of (seconds from now, output tokens). Return the arrival times of each one's tokens."""
         first, began, self.stopped = len(self.times), self.clock.now, False
-        for after, tokens in coming:
+        for after, tokens in requests:
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, grammar=grammar)
             ids = [len(self.times) + 1] + [7] * (prompt - 1)
-            self._coming.append((began + after, Add(len(self.times), ids, params, RequestOptions())))
+            self._queue.append((began + after, Add(len(self.times), ids, params, RequestOptions())))
             self.times.append([])
         EngineLoop(self.engine, self).run()  # type: ignore[arg-type]
         return [[moment - began for moment in moments] for moments in self.times[first:]]
@@ -92,11 +91,12 @@ def gaps(times: Sequence[float]) -> list[float]:
 
 
 def first_tokens(monkeypatch: pytest.MonkeyPatch, late: bool, *after: float) -> list[float]:
-    """Seconds to the first token of requests that arrive in the 20th step of one that decodes; device idle last."""
+    """Return the seconds to the first token of requests that arrive during the 20th step of a decoding one, followed by
+    the device's idle time."""
     served = Served(monkeypatch, f"engine.late_launch={late}")
-    begun = 20 * STEP
-    _, *others = served.serve((0.0, 64), *((begun + moment, 4) for moment in after))
-    found = [times[0] - begun - moment for times, moment in zip(others, after, strict=True)]
+    began = 20 * STEP
+    _, *others = served.serve((0.0, 64), *((began + moment, 4) for moment in after))
+    found = [times[0] - began - moment for times, moment in zip(others, after, strict=True)]
     return [*found, served.engine.counters.idle_seconds]
 
 
@@ -104,7 +104,7 @@ def first_tokens(monkeypatch: pytest.MonkeyPatch, late: bool, *after: float) -> 
 def test_a_request_that_arrives_while_a_step_runs_is_in_the_next_step(
     after: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without late launches it is in the step after that. The host takes no time here."""
+    """Without late launches it is in the step after that. The host takes no time in this test."""
     *late, idle = first_tokens(monkeypatch, True, *after)
     *early, _ = first_tokens(monkeypatch, False, *after)
     assert late == pytest.approx([2 * STEP - moment for moment in after], rel=0.05)
@@ -112,7 +112,7 @@ def test_a_request_that_arrives_while_a_step_runs_is_in_the_next_step(
     assert idle == 0.0
 
 
-def test_tokens_come_as_often_as_without_late_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_launches_do_not_slow_down_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [gaps(Served(monkeypatch, f"engine.late_launch={late}").serve((0.0, 40))[0]) for late in (False, True)]
     assert both[1] == pytest.approx(both[0], abs=1e-9)
 
@@ -125,7 +125,7 @@ def test_no_launch_waits_when_no_request_could_join(max_seqs: int, monkeypatch: 
 
 
 def test_no_launch_waits_while_a_request_with_a_grammar_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammar's mask is made between two results, and the plan that needs it would wait as well."""
+    """Its mask is computed between two results, so the plan that needs the mask would wait as well."""
     served = Served(monkeypatch, LATE)
     served.serve((0.0, 20), grammar=Grammar(kind="regex", value="[0-9]{60}"))
     assert len(served.times[0]) == 20 and not any(served.waits)
@@ -148,25 +148,25 @@ def test_a_slow_launch_makes_later_launches_earlier(monkeypatch: pytest.MonkeyPa
 
     def slow(ctx: SchedulerContext) -> StepPlan | None:
         calls.append(engine.counters.idle_seconds)
-        served.clock.wait(0.003 if len(calls) >= 30 else 0.0005)
+        served.clock.sleep(0.003 if len(calls) >= 30 else 0.0005)
         return schedule(ctx)
 
     engine.scheduler.schedule = slow  # type: ignore[method-assign]
     served.serve((0.0, 100))
     at_first, later = calls[29], engine.counters.idle_seconds - calls[29]
-    assert at_first < 1e-9, "the time that a launch takes is known"
-    assert 0.0 < later < 0.004, "one launch came too late, and no other"
+    assert at_first < 1e-9, "the launch time is known"
+    assert 0.0 < later < 0.004, "only the first slow launch is too late"
 
 
-def test_a_device_that_is_faster_than_predicted_gets_its_plans_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_adapt_when_the_device_is_faster_than_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step takes 3 % less than the one before, which is more than the slack."""
+    seconds = [STEP * 0.97 ** max(step - 20, 0) for step in range(60)]
+    cost = SimpleNamespace(seconds=lambda plan: seconds[plan.step])
+    monkeypatch.setattr("dovetail.plugins.executor.simulated.bind_cost", lambda *args: cost)
     served = Served(monkeypatch, LATE)
-    seconds = [STEP * 0.97 ** max(number - 20, 0) for number in range(60)]
-    numbers = iter(range(60))
-    monkeypatch.setattr(served.engine.executor, "_cost", SimpleNamespace(seconds=lambda plan: seconds[next(numbers)]))
     served.serve((0.0, 50))
     missed = sum(
-        max(before - after - LEAST_SLACK, 0.0) for before, after in zip(seconds[:50], seconds[1:51], strict=True)
+        max(before - after - MIN_SLACK, 0.0) for before, after in zip(seconds[:50], seconds[1:51], strict=True)
     )
     assert 0.0 < served.engine.counters.idle_seconds < 0.2 * missed
 
@@ -174,38 +174,31 @@ def test_a_device_that_is_faster_than_predicted_gets_its_plans_earlier(monkeypat
 # The timer alone.
 
 
-def plan(decodes: int, prompts: int = 0, keys: int = 100) -> Any:
-    """Rows with the fields slot, uid, epoch, count, bound, draft, flags."""
-    rows = [(0, 0, 0, 1, keys, 0, RowFlag.DECODE)] * decodes + [(0, 0, 0, 1, keys, 0, RowFlag.SAMPLE)] * prompts
-    return SimpleNamespace(rows=[Fields(row) for row in rows])
-
-
-class Fields(tuple[Any, ...]):
-    @property
-    def flags(self) -> Any:
-        return self[-1]
+def plan(decodes: int, prompts: int = 0, keys: int = 100, drafts: int = 0) -> StepPlan:
+    decode = Row(0, 0, 0, 1 + drafts, keys, drafts, int(RowFlag.DECODE | RowFlag.SAMPLE))
+    return StepPlan(0, [decode] * decodes + [Row(0, 0, 0, 1, keys, 0, int(RowFlag.SAMPLE))] * prompts)
 
 
 def result(seconds: float, idle: float = 0.0) -> StepResult:
     return StepResult(0, (), seconds, idle)
 
 
-def test_the_next_step_is_expected_to_take_what_the_quickest_of_its_size_took() -> None:
+def test_the_predicted_step_time_is_that_of_the_fastest_step_of_that_size() -> None:
     timer = LaunchTimer()
     for rows, seconds in ((4, 0.010), (4, 0.008), (8, 0.012)):
         timer.observe(plan(rows), result(seconds), False, 0.001, 0.0, None)
-    assert timer.delay(0.0) == 0.0, "the device has nothing"
-    for left, expected in ((plan(4), 0.008), (plan(8, 1), 0.008), (plan(4, 1), 0.008)):
-        timer.observe(plan(8), result(0.012), False, 0.001, 5.0, left)
-        assert timer.delay(5.0) == pytest.approx(expected - LEAST_SLACK)
+    assert timer.delay(0.0) == 0.0, "the device is idle"
+    for running, expected in ((plan(4), 0.008), (plan(8, 1), 0.008), (plan(4, 1), 0.008)):
+        timer.observe(plan(8), result(0.012), False, 0.001, 5.0, running)
+        assert timer.delay(5.0) == pytest.approx(expected - MIN_SLACK)
         assert timer.delay(5.0 + expected) == 0.0
     for smaller in (plan(3), plan(4, keys=99)):
         timer.observe(plan(8), result(0.012), False, 0.001, 5.0, smaller)
-        assert timer.delay(5.0) == 0.0, "no step as small was seen"
+        assert timer.delay(5.0) == 0.0, "no step as small was measured"
 
 
-def test_a_result_that_was_already_there_does_not_tell_when_the_next_comes() -> None:
-    """The host runs the device itself, or the device waited for the host."""
+def test_a_result_that_was_already_there_predicts_nothing() -> None:
+    """The device is synchronous, or it waited for the host."""
     timer = LaunchTimer()
     timer.observe(plan(4), result(0.010), False, 0.001, 5.0, plan(4))
     assert timer.delay(5.0) > 0.0
@@ -213,28 +206,28 @@ def test_a_result_that_was_already_there_does_not_tell_when_the_next_comes() -> 
     assert timer.delay(5.0) == 0.0
 
 
-def test_launches_come_earlier_by_what_they_take_and_once_they_came_too_late() -> None:
+def test_launches_come_earlier_by_their_own_time_and_after_one_was_too_late() -> None:
     timer = LaunchTimer()
 
-    def delay(put_off: bool = False, idle: float = 0.0) -> float:
-        timer.observe(plan(4), result(0.010, idle), put_off, 0.001, 5.0, plan(4))
+    def delay(delayed: bool = False, idle: float = 0.0) -> float:
+        timer.observe(plan(4), result(0.010, idle), delayed, 0.001, 5.0, plan(4))
         return timer.delay(5.0)
 
     at_first = delay()
     assert timer.launched(plan(4), 0.002), "`delay` was asked before this launch"
     assert delay() == pytest.approx(at_first - 0.002)
     timer.launched(plan(4, 1), 0.5)
-    before = delay(put_off=True)
+    before = delay(delayed=True)
     assert before == pytest.approx(at_first - 0.002), "the launch of a step with prompts does not count"
-    assert delay(put_off=False, idle=0.001) == before, "this launch had not waited"
-    assert delay(put_off=True, idle=0.0005) == pytest.approx(before - 0.001)
+    assert delay(delayed=False, idle=0.001) == before, "this launch was not delayed"
+    assert delay(delayed=True, idle=0.0005) == pytest.approx(before - 0.001)
     for _ in range(500):
-        eased = delay()
-    assert eased == pytest.approx(before), "otherwise no launch would wait again"
-    assert delay(put_off=True, idle=1.0) == pytest.approx(0.010 - 0.002 - MOST_SLACK)
+        decayed = delay()
+    assert decayed == pytest.approx(before), "otherwise no launch would be delayed again"
+    assert delay(delayed=True, idle=1.0) == pytest.approx(0.010 - 0.002 - MAX_SLACK)
 
 
-def test_a_launch_that_had_no_delay_worth_waiting_for_does_not_count_as_delayed() -> None:
+def test_a_launch_with_too_short_a_delay_does_not_count_as_delayed() -> None:
     timer = LaunchTimer()
     timer.observe(plan(4), result(0.010), False, 0.001, 5.0, plan(4))
     assert timer.delay(5.0) > 0.0
@@ -246,9 +239,7 @@ def test_a_launch_that_had_no_delay_worth_waiting_for_does_not_count_as_delayed(
 
 
 def test_steps_with_drafts_do_not_predict_steps_without() -> None:
-    decode = int(RowFlag.SAMPLE | RowFlag.DECODE)
-    plain, wide = (StepPlan(0, [Row(0, 0, 0, 1 + drafts, 100, drafts, decode)]) for drafts in (0, 4))
-    for left, known in ((plain, False), (wide, True)):
+    for drafts, known in ((0, False), (4, True)):
         timer = LaunchTimer()
-        timer.observe(wide, StepResult(0, (), device_seconds=STEP), False, STEP, 1.0, left)
+        timer.observe(plan(1, drafts=4), result(STEP), False, STEP, 1.0, plan(1, drafts=drafts))
         assert (timer.delay(1.0) > 0) is known

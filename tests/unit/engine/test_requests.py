@@ -1,4 +1,4 @@
-"""What a logits processor says to a request is asked on arrival, and harms that request alone."""
+"""Logits processors validate a request on arrival, and their errors fail only that request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Empty(Config):
 
 
 class Only(LogitsProcessor):
-    """Lets a request draw one token alone."""
+    """Restricts a request to one token."""
 
     class params(Config):
         only: int | None = Field(None, ge=0)
         """Token id; null: any token."""
         mood: tuple[str, ...] = ()
-        """How it fails."""
+        """Methods that fail."""
 
     def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
         self.only_S = torch.full((slots,), -1, dtype=torch.int64, device=device)
@@ -57,7 +57,7 @@ class Only(LogitsProcessor):
 
 
 class Twin(Only):
-    """Has a parameter of the same name."""
+    """Has the same parameter names."""
 
 
 class Hot(Only):
@@ -92,11 +92,11 @@ def llm(registry: Registry) -> Iterator[LLM]:
         yield llm
 
 
-def test_a_request_sets_a_parameter_of_its_own(llm: LLM) -> None:
+def test_a_request_sets_a_parameter_of_a_processor(llm: LLM) -> None:
     (free,) = llm.generate("def f(", GREEDY)
     params = [GREEDY, GREEDY.model_copy(update={"extra": {"only": 7}})]
-    beside, bound = llm.generate(["def f("] * 2, params)
-    assert bound.token_ids == [7] * 8 and beside.token_ids == free.token_ids != bound.token_ids
+    other, bound = llm.generate(["def f("] * 2, params)
+    assert bound.token_ids == [7] * 8 and other.token_ids == free.token_ids != bound.token_ids
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_request_sets_a_parameter_of_its_own(llm: LLM) -> None:
         ({"only": 1, "mood": ["join"]}, PluginError, "logits=only failed on a request: IndexError: mood"),
     ],
 )
-def test_a_request_that_fails_on_arrival_fails_alone(llm: LLM, extra: dict, error: type, words: str) -> None:
+def test_an_error_on_arrival_fails_only_that_request(llm: LLM, extra: dict, error: type, words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         llm.generate("x", GREEDY.model_copy(update={"extra": extra}))
     assert len(llm.generate("ok", GREEDY)[0].token_ids) == 8
@@ -123,7 +123,7 @@ def test_a_request_that_fails_on_arrival_fails_alone(llm: LLM, extra: dict, erro
         ("hot", PluginError, "package acme 1.0: logits=hot: its request parameter `temperature`"),
     ],
 )
-def test_names_that_clash_are_told_at_the_start(registry: Registry, logits: str, error: type, words: str) -> None:
+def test_clashing_names_fail_the_start(registry: Registry, logits: str, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         start(registry, logits)
 

@@ -1,4 +1,4 @@
-"""A start that cannot succeed says so at once: before torch is imported."""
+"""A start that cannot succeed fails early: before torch is imported, or before weights are loaded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_model_that_cannot_run_is_refused_before_anything_is_loaded(model: str
         assert f"Would work: a checkpoint with {fact} false" in conflict
 
 
-def test_parts_that_cannot_wait_are_refused_together_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_conflicts_with_the_engine_options_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
     composition = compose(["spec_decode=ngram", "engine.depth=2", "engine.device=cpu", "engine.overlap_tokens=64"])
     check_fit(composition)
     monkeypatch.setattr(composition.part("spec_decode").target(), "needs_host_tokens", True)
@@ -68,7 +68,7 @@ def test_parts_that_cannot_wait_are_refused_together_before_anything_is_loaded(m
     assert "model=" in halves and "Would work: engine.overlap_tokens=0." in halves
 
 
-def test_a_late_launch_needs_one_step_to_wait_for() -> None:
+def test_late_launches_need_a_depth_of_two() -> None:
     words = ("engine.late_launch=true", "engine.device=cpu")
     for depth in (1, 3):
         with pytest.raises(
@@ -95,8 +95,8 @@ def check(memory: float, *words: str) -> None:
         (6, {"engine.tp=4 executor=multiproc", "engine.tp=2 executor=multiproc quant=int8"}),
     ],
 )
-def test_weights_that_do_not_fit_are_told_with_settings_that_would(memory: float, settings: set[str]) -> None:
-    """16.06 GB of bfloat16; each setting that is offered passes the same check."""
+def test_weights_that_do_not_fit_are_refused_with_settings_that_would(memory: float, settings: set[str]) -> None:
+    """The weights are 16.06 GB of bfloat16. Each proposed setting passes the same check."""
     with pytest.raises(CapacityError, match="LlamaForCausalLM has 1[45].* GiB of weights a device") as caught:
         check(memory)
     assert caught.value.missing_bytes == pytest.approx(16.06e9 - 0.9 * memory * 1e9, rel=0.01)
@@ -105,8 +105,8 @@ def test_weights_that_do_not_fit_are_told_with_settings_that_would(memory: float
         check(memory, *words.split())
 
 
-def test_settings_that_would_fit_have_as_many_ranks_as_the_model_takes() -> None:
-    """Of 48 heads and 6 kv heads: 3 ranks, where 4 would fit and cannot be."""
+def test_proposed_settings_respect_the_model_s_rank_counts() -> None:
+    """With 48 heads and 6 KV heads 3 ranks are possible and 4 are not, although 4 would fit."""
     words = ["model.hf.num_attention_heads=48", "model.hf.num_key_value_heads=6", "model.hf.hidden_size=6144"]
     words += ["model.hf.intermediate_size=27648"]
     with pytest.raises(CapacityError) as caught:
@@ -118,7 +118,7 @@ def test_weights_that_fit_pass() -> None:
     check(18)
 
 
-def test_they_are_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_checked_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "detect_host", lambda device: Host(memory_bytes=1 << 20))
     phases: list[str] = []
     with pytest.raises(CapacityError, match="GiB of weights"):
@@ -126,11 +126,9 @@ def test_they_are_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch
     assert phases == []
 
 
-def test_a_length_that_the_model_was_not_made_for_is_told() -> None:
+def test_a_start_with_too_long_a_context_adds_a_note() -> None:
     engine = start_engine(compose(["+preset=tiny_cpu", "engine.max_len=1000000"]))
-    try:
-        assert engine.info.max_len == engine.info.spec.max_len < 1000000
-        told = f"engine.max_len=1000000, and the model was made for {engine.info.max_len}"
-        assert any(told in note for note in engine.info.notes)
-    finally:
-        engine.shutdown()
+    engine.shutdown()
+    assert engine.info.max_len == engine.info.spec.max_len < 1000000
+    note = f"engine.max_len=1000000, and the model was made for {engine.info.max_len}"
+    assert any(note in found for found in engine.info.notes)

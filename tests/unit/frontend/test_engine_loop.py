@@ -1,4 +1,4 @@
-"""The step loop of an engine's process."""
+"""The engine loop: commands of attached and detached users, and delayed launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from dovetail.core.engine.results import SequenceEvent
 from dovetail.core.frontend.engine_loop import EngineLoop
 from dovetail.core.frontend.messages import Abort, Control, Reply, StepMessage
-from dovetail.core.frontend.zmq_link import Link, ZmqMailbox
+from dovetail.core.frontend.zmq_link import Link, ZmqCommands
 from dovetail.core.interfaces import SamplingParams
 from dovetail.core.parallel.channel import Channel
 from dovetail.core.testing.observer import observed_engine
@@ -23,8 +23,9 @@ from dovetail.core.testing.observer import observed_engine
 SECONDS = 60
 
 
-def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """During one step a process sends a command and dies, its owner says so, and another process asks something."""
+def test_a_link_that_is_detached_with_unread_commands_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During one step a process sends a command and dies, its owner orders the detachment, and another process sends a
+    control."""
     engine = observed_engine({})
     engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=2))
     step, in_step, go_on = engine.step, threading.Event(), threading.Event()
@@ -36,10 +37,10 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
 
     monkeypatch.setattr(engine, "step", long_step)
     owner, control = map(Channel, socket.socketpair())
-    heard: queue.SimpleQueue[StepMessage | Reply] = queue.SimpleQueue()
-    stays, goes = Link(heard.put), Link(heard.put)
-    mailbox = ZmqMailbox(control, **stays.addresses)
-    loop = EngineLoop(engine, mailbox)
+    received: queue.SimpleQueue[StepMessage | Reply] = queue.SimpleQueue()
+    stays, goes = Link(received.put), Link(received.put)
+    commands = ZmqCommands(control, **stays.addresses)
+    loop = EngineLoop(engine, commands)
     owner.send({"op": "attach", "link": 1, **goes.addresses})
     threads = [
         threading.Thread(target=loop.run, daemon=True),
@@ -52,22 +53,22 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
         for link in (goes, stays):
             link.open()
         goes.send(Abort(7))
-        unread = max(mailbox.ports, key=list(mailbox.ports).index)
+        unread = max(commands.ports, key=list(commands.ports).index)
         assert unread.commands.poll(SECONDS * 1000)
         owner.send({"op": "detach", "link": 1})
         go_on.set()
-        # The first may be read in one go with the order to detach.
+        # The first control may be read together with the order to detach.
         for number in (3, 4):
             stays.send(Control(number, "check"))
-            while not isinstance(message := heard.get(timeout=SECONDS), Reply):
+            while not isinstance(message := received.get(timeout=SECONDS), Reply):
                 pass
             assert message.id == number and not message.error
     finally:
         go_on.set()
         owner.send({"op": "stop"})
         threads[0].join(SECONDS)
-        # Where the loop failed its sockets are open, and what they still had to send would be waited for.
-        mailbox.close()
+        # If the loop failed, its sockets are open, and terminating their context would wait for unsent messages.
+        commands.close()
         control.close()
         threads[1].join(SECONDS)
         for link in (goes, stays):
@@ -75,8 +76,8 @@ def test_a_link_that_goes_with_commands_unread_holds_nobody_up(monkeypatch: pyte
         engine.shutdown()
 
 
-class ScriptedMailbox:
-    """Notes how long the loop is ready to wait for commands; stops after the last of `polls`."""
+class ScriptedCommands:
+    """Records how long the loop would wait for commands; stops after `polls` calls of `receive`."""
 
     delays_launches, ports = True, ()
 
@@ -95,22 +96,22 @@ def test_a_launch_waits_for_commands_as_long_as_the_engine_allows(delays: bool) 
     engine = mock.Mock(has_work=True)
     engine.launch_delay.side_effect = [0.0057, 0.0006, 0.0]
     engine.step.return_value = []
-    mailbox = ScriptedMailbox(4)
-    mailbox.delays_launches = delays
-    EngineLoop(engine, mailbox).run()
-    assert mailbox.waits == ([0.0, 0.0057, 0.0006, 0.0] if delays else [0.0] * 4)
+    commands = ScriptedCommands(4)
+    commands.delays_launches = delays
+    EngineLoop(engine, commands).run()
+    assert commands.waits == ([0.0, 0.0057, 0.0006, 0.0] if delays else [0.0] * 4)
     assert engine.step.call_count == (1 if delays else 3)
 
 
-def test_a_wait_shorter_than_the_pollers_unit_is_a_nap(monkeypatch: pytest.MonkeyPatch) -> None:
-    naps: list[float] = []
-    monkeypatch.setattr(time, "sleep", naps.append)
+def test_a_wait_shorter_than_a_millisecond_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps: list[float] = []
+    monkeypatch.setattr(time, "sleep", sleeps.append)
     owner, control = map(Channel, socket.socketpair())
     link = Link(lambda message: None)
-    mailbox = ZmqMailbox(control, **link.addresses)
+    commands = ZmqCommands(control, **link.addresses)
     for seconds in (0.0, 5e-4, 2e-3):
-        assert list(mailbox.receive(seconds)) == []
-    assert len(naps) == 1 and 0.0 < naps[0] < 5e-4
-    mailbox.close()
+        assert list(commands.receive(seconds)) == []
+    assert len(sleeps) == 1 and 0.0 < sleeps[0] < 5e-4
+    commands.close()
     for end in (owner, control, link):
         end.close()

@@ -1,4 +1,4 @@
-"""A fleet over scripted engines: distribution of requests, and the effect of a death on other requests."""
+"""A fleet over fake engines: distribution of requests, and the effect of a death on other requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import EngineDown, PluginError, RequestError
-from dovetail.core.frontend import supervised as owned
+from dovetail.core.frontend import supervised
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.frontend.messages import (
     Abort,
@@ -24,7 +24,7 @@ from dovetail.core.frontend.messages import (
     total,
 )
 from dovetail.core.frontend.replicas import replica_compositions
-from dovetail.core.frontend.supervised import OwnedFleet as Fleet
+from dovetail.core.frontend.supervised import SupervisedFleet as Fleet
 from dovetail.core.interfaces import RequestOptions, SamplingParams
 
 INFO = EngineInfo(
@@ -37,25 +37,25 @@ GREEDY = SamplingParams(max_tokens=4)
 class FakeProcess:
     """Fake engine process: answers control messages and records the others."""
 
-    lives: list[FakeProcess] = []
+    processes: list[FakeProcess] = []
 
     def __init__(self, composition: Any, listener: Any, *, timeout: float, environment: Any, adapters: Any) -> None:
         self.composition, self.listener, self.environment = composition, listener, environment
         self.adapters = None if adapters is None else dict(adapters)
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.refuses = ""
         """Operation that it answers with an error."""
         self.pid, self.stopped, self.hung_at_start = 1, False, False
 
     def start(self) -> None:
-        self.lives.append(self)
+        self.processes.append(self)
 
     def stop(self) -> None:
         self.stopped = True
 
     def send(self, *commands: Command) -> None:
         for command in commands:
-            self.heard.append(command)
+            self.received.append(command)
             if isinstance(command, Control):
                 value = f"{command.op} {self.composition.engine.first_gpu}"
                 error = "no room" if command.op == self.refuses else ""
@@ -71,7 +71,7 @@ class FakeProcess:
         self.hung_at_start = True
         self.listener.on_death(self, "hangs")
 
-    def says(self, id: int, tokens: list[int], reason: str | None = None) -> None:
+    def send_step(self, id: int, tokens: list[int], reason: str | None = None) -> None:
         self.listener.on_message(
             self,
             StepMessage([SampleUpdate(id, 0, tuple(tokens), reason)], EngineStats(running=1, pages=4, pages_owned=1)),
@@ -80,8 +80,8 @@ class FakeProcess:
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeProcess, "lives", [])
-    monkeypatch.setattr(owned, "EngineProcess", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "processes", [])
+    monkeypatch.setattr(supervised, "EngineProcess", FakeProcess)
 
 
 def with_fleet(test: Callable[[Fleet, list[FakeProcess]], Awaitable[None]], *overrides: str, **options: Any) -> None:
@@ -89,9 +89,9 @@ def with_fleet(test: Callable[[Fleet, list[FakeProcess]], Awaitable[None]], *ove
         words = ["+preset=tiny_cpu", "engine.dp=3", "engine.first_gpu=1", "router=least_loaded", *overrides]
         fleet = Fleet(compose(words, app="generate"), **options)
         fleet.start()
-        await test(fleet, FakeProcess.lives)
+        await test(fleet, FakeProcess.processes)
         await fleet.close()
-        assert all(process.stopped for process in FakeProcess.lives if process.listener._process is process)
+        assert all(process.stopped for process in FakeProcess.processes if process.listener._process is process)
 
     asyncio.run(run())
 
@@ -101,67 +101,69 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def all_ready(fleet: Fleet, lives: list[FakeProcess]) -> None:
-    for process in lives:
+async def all_ready(fleet: Fleet, processes: list[FakeProcess]) -> None:
+    for process in processes:
         process.ready()
     await fleet.wait_ready()
 
 
-def test_a_start_that_hung_is_tried_again_and_one_that_failed_is_not() -> None:
-    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
-        lives[0].hang_at_start()
+def test_a_start_that_hung_is_repeated_and_one_that_failed_is_not() -> None:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        processes[0].hang_at_start()
         await settle()
-        assert len(lives) == 4 and fleet.state == "starting"
-        lives[3].hang_at_start()
+        assert len(processes) == 4 and fleet.state == "starting"
+        processes[3].hang_at_start()
         await settle()
         assert fleet.state == "failed" and fleet.failure == "replica 0 hangs"
 
-    async def failing(fleet: Fleet, lives: list[FakeProcess]) -> None:
-        lives[0].die()
+    async def failing(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        processes[0].die()
         await settle()
-        assert len(lives) == 3 and fleet.state == "failed"
+        assert len(processes) == 3 and fleet.state == "failed"
 
     with_fleet(test, max_restarts=1)
-    FakeProcess.lives.clear()
+    FakeProcess.processes.clear()
     with_fleet(failing, max_restarts=1)
 
 
 def test_it_takes_requests_once_all_are_ready() -> None:
-    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
-        for process in lives[:2]:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        for process in processes[:2]:
             process.ready()
         await settle()
         assert fleet.state == "starting"
         with pytest.raises(EngineDown, match="starting"):
             fleet.submit([1, 2], GREEDY)
-        lives[2].ready()
+        processes[2].ready()
         assert (await fleet.wait_ready()).max_seqs == 8
         assert (fleet.state, fleet.max_seqs, fleet.failure) == ("ready", 24, "")
-        assert [process.composition.engine.first_gpu for process in lives] == [1, 2, 3]
-        assert all(process.composition.engine.dp == 1 for process in lives)
-        assert all(int(process.environment["OMP_NUM_THREADS"]) >= 1 for process in lives)
+        assert [process.composition.engine.first_gpu for process in processes] == [1, 2, 3]
+        assert all(process.composition.engine.dp == 1 for process in processes)
+        assert all(int(process.environment["OMP_NUM_THREADS"]) >= 1 for process in processes)
 
     with_fleet(test)
 
 
-def test_requests_spread_and_come_back_to_where_they_run() -> None:
-    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
-        await all_ready(fleet, lives)
+def test_requests_are_distributed_by_load() -> None:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        await all_ready(fleet, processes)
         streams = [fleet.submit([5] * 10, GREEDY) for _ in range(6)]
         assert [stream.replica for stream in streams] == [0, 1, 2, 0, 1, 2]
-        assert [command.id for process in lives for command in process.heard] == [0, 3, 1, 4, 2, 5], (
-            "numbers are the fleet's"
+        assert [command.id for process in processes for command in process.received] == [0, 3, 1, 4, 2, 5], (
+            "one sequence of numbers for all replicas"
         )
         assert fleet.samples == 6 and [one.prompt_tokens for one in fleet.clients] == [20, 20, 20]
         fleet.abort(streams[4])
         fleet.abort(streams[4])
-        assert lives[1].heard[2:] == [Abort(4)]
-        lives[2].says(2, [7])
+        assert processes[1].received[2:] == [Abort(4)]
+        processes[2].send_step(2, [7])
         await settle()
-        assert [one.prompt_tokens for one in fleet.clients] == [20, 10, 10], "what has output needs no prefill any more"
+        assert [one.prompt_tokens for one in fleet.clients] == [20, 10, 10], (
+            "a request with output needs no more prefill"
+        )
         # Each sample counts as 512 tokens: replica 1 has one, the others two.
         assert fleet.submit([5], GREEDY).replica == 1
-        lives[2].says(2, [8], "length")
+        processes[2].send_step(2, [8], "length")
         await settle()
         assert (await streams[2].take())[-1].finish_reason == "length"
         assert [one.samples for one in fleet.clients] == [2, 2, 1]
@@ -170,27 +172,27 @@ def test_requests_spread_and_come_back_to_where_they_run() -> None:
     with_fleet(test)
 
 
-def test_a_death_takes_its_own_requests_and_the_rest_goes_on() -> None:
+def test_a_death_fails_only_the_requests_of_that_replica() -> None:
     restarted: list[int] = []
 
-    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
-        await all_ready(fleet, lives)
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        await all_ready(fleet, processes)
         streams = [fleet.submit([1], GREEDY) for _ in range(3)]
-        lives[1].die()
+        processes[1].die()
         await settle()
         with pytest.raises(EngineDown, match="replica 1 was killed"):
             await streams[1].take()
         assert not streams[0].ended and fleet.state == "ready" and fleet.max_seqs == 16
-        assert len(lives) == 4 and [one["state"] for one in fleet.health()] == ["ready", "starting", "ready"]
+        assert len(processes) == 4 and [one["state"] for one in fleet.health()] == ["ready", "starting", "ready"]
         assert [fleet.submit([1], GREEDY).replica for _ in range(4)] == [0, 2, 0, 2]
-        lives[3].ready()
+        processes[3].ready()
         await settle()
         assert restarted == [1] and fleet.submit([1], GREEDY).replica == 1
         # One death more than allowed: no restart. When the last replica has failed, the fleet has failed.
-        lives[3].die()
+        processes[3].die()
         await settle()
-        assert len(lives) == 4 and fleet.state == "ready" and fleet.health()[1]["state"] == "failed"
-        for process in (lives[0], lives[2]):
+        assert len(processes) == 4 and fleet.state == "ready" and fleet.health()[1]["state"] == "failed"
+        for process in (processes[0], processes[2]):
             process.die()
             await settle()
         assert fleet.state == "starting" and not fleet.failed.is_set()
@@ -198,7 +200,7 @@ def test_a_death_takes_its_own_requests_and_the_rest_goes_on() -> None:
             fleet.submit([1], GREEDY)
         with pytest.raises(EngineDown, match="replica 2 was killed"):
             _ = fleet.max_seqs
-        for process in lives[4:]:
+        for process in processes[4:]:
             process.die()
         await settle()
         assert fleet.failed.is_set() and fleet.state == "failed"
@@ -210,11 +212,11 @@ def test_a_death_takes_its_own_requests_and_the_rest_goes_on() -> None:
 def test_a_death_that_ends_the_fleet(ready: int) -> None:
     """A replica dies before it was ever ready, even if restarts are left, or dies with no other replica left."""
 
-    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
-        for process in lives[:ready]:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        for process in processes[:ready]:
             process.ready()
         await settle()
-        lives[2].die()
+        processes[2].die()
         await settle()
         assert fleet.failed.is_set() and fleet.failure == "replica 2 was killed"
         if ready < 3:
@@ -224,16 +226,16 @@ def test_a_death_that_ends_the_fleet(ready: int) -> None:
     with_fleet(test, max_restarts=0 if ready == 3 else 5)
 
 
-def test_control_reaches_every_replica_and_the_router() -> None:
-    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
-        await all_ready(fleet, lives)
+def test_control_reaches_every_ready_replica_and_the_router() -> None:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        await all_ready(fleet, processes)
         forgotten: list[int] = []
         fleet._router._router.forget = forgotten.append  # type: ignore[union-attr, method-assign]
         assert await fleet.control("check") == ["check 1", "check 2", "check 3"]
         assert forgotten == []
         await fleet.control("reset_cache")
         assert forgotten == [0, 1, 2]
-        lives[0].die()
+        processes[0].die()
         await settle()
         assert forgotten == [0, 1, 2, 0]
         assert await fleet.control("check") == ["check 2", "check 3"]
@@ -242,46 +244,46 @@ def test_control_reaches_every_replica_and_the_router() -> None:
 
 
 def test_adapters_are_on_every_replica_or_on_none() -> None:
-    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
         with pytest.raises(EngineDown, match="starting"):
             await fleet.load_adapter("sql", "/sql")
-        await all_ready(fleet, lives)
-        assert [process.adapters for process in lives] == [None] * 3
+        await all_ready(fleet, processes)
+        assert [process.adapters for process in processes] == [None] * 3
         await fleet.load_adapter("sql", "/sql")
         await fleet.load_adapter("chat", "/chat")
         assert fleet.adapters == {"sql": "/sql", "chat": "/chat"}
-        lives[1].refuses = "load_adapter"
+        processes[1].refuses = "load_adapter"
         with pytest.raises(RequestError, match="no room") as refused:
             await fleet.load_adapter("third", "/third")
-        lives[1].refuses = ""
+        processes[1].refuses = ""
         assert refused.value.status == 409 and "third" not in fleet.adapters
-        told = [[(c.op, c.arguments["name"]) for c in process.heard] for process in lives]
+        operations = [[(c.op, c.arguments["name"]) for c in process.received] for process in processes]
         loads = [("load_adapter", name) for name in ("sql", "chat", "third")]
-        assert told == [[*loads, ("unload_adapter", "third")]] * 3
+        assert operations == [[*loads, ("unload_adapter", "third")]] * 3
         await fleet.unload_adapter("sql")
         with pytest.raises(RequestError, match="'sql' is not loaded; there is chat") as refused:
             await fleet.unload_adapter("sql")
         assert refused.value.status == 404
         # A restarted replica gets the current adapters; until then nothing changes.
-        lives[0].die()
+        processes[0].die()
         await settle()
-        assert lives[3].adapters == {"chat": "/chat"}
+        assert processes[3].adapters == {"chat": "/chat"}
         for change in (fleet.load_adapter("sql", "/sql"), fleet.unload_adapter("chat")):
             with pytest.raises(EngineDown, match="replica 0 is starting"):
                 await change
-        lives[3].ready()
+        processes[3].ready()
         await settle()
         await fleet.load_adapter("sql", "/sql")
         assert fleet.submit([1], GREEDY, RequestOptions(adapter="sql")).replica == 0
-        assert lives[3].heard[-1].options.adapter == "sql"
+        assert processes[3].received[-1].options.adapter == "sql"
 
     with_fleet(test, max_restarts=1)
 
 
 @pytest.mark.parametrize("chosen", [3, -1, None])
 def test_a_router_that_chooses_no_replica_fails_only_that_request(chosen: int | None) -> None:
-    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
-        await all_ready(fleet, lives)
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        await all_ready(fleet, processes)
         right = fleet._router._router.route  # type: ignore[union-attr]
         fleet._router._router.route = lambda arrival, loads: chosen  # type: ignore[union-attr, method-assign]
         with pytest.raises(PluginError, match=f"router=least_loaded chose replica {chosen}; there are 0, 1, 2"):
@@ -292,18 +294,18 @@ def test_a_router_that_chooses_no_replica_fails_only_that_request(chosen: int | 
     with_fleet(test)
 
 
-def test_one_replica_asks_no_router() -> None:
-    async def test(fleet: Fleet, lives: list[FakeProcess]) -> None:
-        await all_ready(fleet, lives)
+def test_one_replica_needs_no_router() -> None:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        await all_ready(fleet, processes)
         assert fleet._router._router is None and fleet.submit([1], GREEDY).replica == 0
-        lives[0].die()
+        processes[0].die()
         await settle()
         assert fleet.failure == "the engine was killed"
 
     with_fleet(test, "engine.dp=1")
 
 
-def test_ranks_of_replicas_take_gpus_one_after_another() -> None:
+def test_replicas_have_consecutive_gpus() -> None:
     found = replica_compositions(compose(["engine.dp=2", "executor=multiproc", "engine.tp=4"], app="generate"))
     assert [(one.engine.dp, one.engine.tp, one.engine.first_gpu) for one in found] == [(1, 4, 0), (1, 4, 4)]
 

@@ -1,4 +1,4 @@
-"""Detection of a hung engine process, with scripts in place of slow and hung engines."""
+"""Detection of a hung engine process. Scripts take the place of slow and hung engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from dovetail import compose
-from dovetail.core.frontend import engine_process as process
+from dovetail.core.frontend import engine_process
 from dovetail.core.frontend.messages import Abort, Add, StepMessage, encode_output
 from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.parallel.channel import Channel
@@ -51,49 +51,48 @@ def never_starts(control_fd: int, parent: int) -> None:
     time.sleep(60)
 
 
-class Heard:
-    def __init__(self) -> None:
-        self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
+class Events(queue.SimpleQueue[object]):
+    """Listener that records events."""
 
     def on_progress(self, process, phase):
         process._link._start_timeout = TIMEOUT
 
     def on_ready(self, process, info):
-        self.said.put("ready")
+        self.put("ready")
 
     def on_message(self, process, message):
         if message.idle:
-            self.said.put("idle")
+            self.put("idle")
 
     def on_death(self, process, cause):
-        self.said.put(cause)
+        self.put(cause)
 
 
-def playing(script, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> process.EngineProcess:
+def start_script(script, events: Events, monkeypatch: pytest.MonkeyPatch) -> engine_process.EngineProcess:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # lets the script's process import this module
     entry = f"{__name__}:{script.__name__}"
-    monkeypatch.setattr(process, "start_process", lambda _, environment: start_process(entry))
-    engine = process.EngineProcess(compose(["+preset=tiny_cpu"]), heard, timeout=TIMEOUT)
+    monkeypatch.setattr(engine_process, "start_process", lambda _, environment: start_process(entry))
+    engine = engine_process.EngineProcess(compose(["+preset=tiny_cpu"]), events, timeout=TIMEOUT)
     engine.start()
     return engine
 
 
-def test_a_start_without_progress_is_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Heard()
-    engine = playing(never_starts, heard, monkeypatch)
-    assert "while starting in phase 'compile kernels' (engine.start_timeout)" in str(heard.said.get(timeout=60))
+def test_a_start_without_progress_counts_as_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events()
+    engine = start_script(never_starts, events, monkeypatch)
+    assert "while starting in phase 'compile kernels' (engine.start_timeout)" in str(events.get(timeout=60))
     assert engine.hung_at_start
 
 
-def test_silence_is_death_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Heard()
-    engine = playing(scripted, heard, monkeypatch)
-    assert heard.said.get(timeout=90) == "ready"
+def test_silence_counts_as_hanging_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events()
+    engine = start_script(scripted, events, monkeypatch)
+    assert events.get(timeout=90) == "ready"
     engine.send(Add(1, [1], SamplingParams(), RequestOptions()))
-    assert heard.said.get(timeout=90) == "idle"
+    assert events.get(timeout=90) == "idle"
     with pytest.raises(queue.Empty):
-        heard.said.get(timeout=3 * TIMEOUT)
+        events.get(timeout=3 * TIMEOUT)
     began = time.monotonic()
     engine.send(Abort(1))
-    assert str(heard.said.get(timeout=90)).startswith("hangs")
+    assert str(events.get(timeout=90)).startswith("hangs")
     assert time.monotonic() - began > TIMEOUT * 0.7

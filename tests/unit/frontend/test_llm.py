@@ -1,4 +1,4 @@
-"""The Python API on the bundled model: sync, streaming, asyncio, and what users do wrong."""
+"""The Python API on the bundled model: sync, streaming, asyncio, and mistakes of users."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from dovetail import LLM, ConfigError, RequestError, SamplingParams
 from dovetail.core.interfaces import Request
+from dovetail.plugins.logits.penalties import Penalties
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -22,6 +23,13 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_streaming_and_asyncio_give_the_same_text(llm: LLM) -> None:
     prompt = "def main():\n"
     whole = llm.generate(prompt, GREEDY)[0]
@@ -29,7 +37,7 @@ def test_streaming_and_asyncio_give_the_same_text(llm: LLM) -> None:
     assert "".join(d.text for d in deltas) == whole.text
     assert [t for d in deltas for t in d.token_ids] == whole.token_ids
     assert deltas[-1].finish_reason == whole.completions[0].finish_reason == "length"
-    assert len(deltas) > 10, "a stream that comes all at once is none"
+    assert len(deltas) > 10, "the output arrives in pieces"
 
     async def both() -> list[str]:
         results = await asyncio.gather(*(llm.agenerate(prompt, GREEDY) for _ in range(3)))
@@ -38,7 +46,7 @@ def test_streaming_and_asyncio_give_the_same_text(llm: LLM) -> None:
     assert asyncio.run(both()) == [whole.text] * 3
 
 
-def test_text_is_the_tokenizers_text(llm: LLM) -> None:
+def test_text_equals_the_decoded_tokens(llm: LLM) -> None:
     result = llm.generate("import ", GREEDY)[0]
     assert result.text == llm.tokenizer.decode(result.token_ids)
 
@@ -61,10 +69,37 @@ def test_callers_in_many_threads(llm: LLM) -> None:
 def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     for _ in llm.stream("def f():\n", SamplingParams(max_tokens=200, ignore_eos=True)):
         break
-    deadline = time.monotonic() + 60
-    while llm.engine.kv.stats().owned and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert llm.engine.kv.stats().owned == 0
+    wait_until(lambda: llm.engine.kv.stats().owned == 0)
+
+
+def test_an_error_of_on_done_reaches_the_caller_and_not_the_engine(llm: LLM) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(["a", "b"], GREEDY, on_done=broken)
+    assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
+
+
+def test_a_closed_event_loop_aborts_its_requests_and_not_the_engine(llm: LLM) -> None:
+    loop = asyncio.new_event_loop()
+    stream = llm.astream("def f():\n", SamplingParams(max_tokens=200, ignore_eos=True))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    wait_until(lambda: not llm._table.busy)
+    assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
+
+
+def test_a_task_that_is_cancelled_while_it_submits_leaves_no_request(llm: LLM) -> None:
+    async def test() -> None:
+        with llm._table._submitting:
+            task = asyncio.ensure_future(llm.agenerate("x", SamplingParams(max_tokens=200, ignore_eos=True)))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(test())  # Waits for the submitting thread.
+    assert not llm._table.busy
 
 
 def test_samples_differ_and_are_reproducible(llm: LLM) -> None:
@@ -85,15 +120,15 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
         assert sum(math.exp(v) for _, v in lp.top) <= 1.0 + 1e-5
         assert len(lp.top) == 3
     assert len(result.prompt_logprobs) == len(result.prompt_ids) - 1
-    # Feeding prompt and output as a prompt must find the same log-probabilities again.
+    # The same tokens as a prompt have the same log-probabilities.
     again = llm.generate([*result.prompt_ids, *completion.token_ids], params)[0]
     assert [lp.logprob for lp in again.prompt_logprobs[-6:]] == pytest.approx(
         [lp.logprob for lp in completion.logprobs], abs=1e-4
     )
 
 
-def test_prompt_logprobs_are_found_a_few_rows_at_a_time(llm: LLM) -> None:
-    """As many as sampling needs: the logits of a long prompt would fill a device."""
+def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(llm: LLM) -> None:
+    """With as many rows as sampling needs, since the logits of a long prompt would not fit on a device."""
     params, prompt = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2), [5, 9, 200, 31, 8, 77, 40]
     with LLM("tiny", overrides=["engine.device=cpu", "engine.max_seqs=2"]) as small:
         found = small.generate(prompt, params)[0].prompt_logprobs
@@ -120,7 +155,7 @@ def test_stop_token_min_tokens_and_include_stop(llm: LLM) -> None:
     assert stop not in later[0].token_ids[:10]
 
 
-def test_what_newcomers_write_is_told_as_it_should_be(llm: LLM) -> None:
+def test_common_mistakes_get_a_hint(llm: LLM) -> None:
     with pytest.raises(ConfigError, match=r"overrides are a list of words: \['spec_decode=ngram'\]"):
         LLM(overrides="spec_decode=ngram")
     with pytest.raises(TypeError, match=r"SamplingParams\(\*\*params\)"):
@@ -138,7 +173,7 @@ def test_what_newcomers_write_is_told_as_it_should_be(llm: LLM) -> None:
         ([1], SamplingParams(stop_token_ids=(10**6,)), "stop_token_ids"),
     ],
 )
-def test_a_bad_request_says_why_and_harms_nobody(
+def test_a_bad_request_gets_the_reason_and_does_not_affect_others(
     llm: LLM, prompt: list[int], params: SamplingParams, words: str
 ) -> None:
     with pytest.raises(RequestError, match=words):
@@ -146,25 +181,29 @@ def test_a_bad_request_says_why_and_harms_nobody(
     assert len(llm.generate("ok", GREEDY)[0].token_ids) == 24
 
 
-def test_a_processor_hears_of_slots_that_it_changed_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = llm.engine.executor._runner.processors["penalties"]  # type: ignore[attr-defined]
-    heard, join = [], processor.join
+def test_a_processor_joins_sequences_that_use_it_and_their_successors(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This applies to the processor on the rank. Those on the host join only requests that use them."""
+    joined: dict[Penalties, list[float]] = {}
+    join = Penalties.join
 
-    def listening(slot: int, request: Request) -> None:
-        heard.append(request.params.presence_penalty)
-        join(slot, request)
+    def counted(self: Penalties, slot: int, request: Request) -> None:
+        joined.setdefault(self, []).append(request.params.presence_penalty)
+        join(self, slot, request)
 
-    monkeypatch.setattr(processor, "join", listening)
+    monkeypatch.setattr(Penalties, "join", counted)
     plain, penalised = (SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=p) for p in (0.0, 2.0))
     before = [llm.generate("import os", plain)[0].token_ids for _ in range(2)]
-    assert heard == []
+    assert not joined
     llm.generate("import os", penalised)
     after = [llm.generate("import os", plain)[0].token_ids for _ in range(3)]
-    assert heard == [2.0, 0.0]
+    *host, rank = sorted(joined.values())
+    assert rank == [2.0, 0.0] and all(each == [2.0] for each in host)
     assert before + after == [before[0]] * 5
 
 
-def test_what_no_chosen_processor_serves_is_refused() -> None:
+def test_a_parameter_that_no_chosen_processor_supports_is_refused() -> None:
     with LLM("tiny", overrides=["engine.device=cpu", "engine.max_len=256", "logits=[min_tokens]"]) as llm:
         with pytest.raises(RequestError, match=r"repetition_penalty=1.5: no chosen logits processor"):
             llm.generate("x", SamplingParams(repetition_penalty=1.5))
@@ -198,7 +237,7 @@ def test_sampling_parameters_are_checked(wrong: dict[str, object]) -> None:
         SamplingParams(**wrong)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_dies_says_so_to_everyone() -> None:
+def test_every_call_after_an_engines_death_gets_the_cause() -> None:
     with LLM("tiny", overrides=["engine.device=cpu", "engine.max_len=256"]) as llm:
 
         def broken() -> None:

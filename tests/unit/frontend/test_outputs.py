@@ -22,7 +22,7 @@ class Letters:
         return self.pieces[token]
 
 
-def watch(pieces: list[str], **params: object) -> StopStringMatcher:
+def matcher(pieces: list[str], **params: object) -> StopStringMatcher:
     return StopStringMatcher(SamplingParams(**params), Letters(pieces))  # type: ignore[arg-type]
 
 
@@ -35,8 +35,8 @@ def watch(pieces: list[str], **params: object) -> StopStringMatcher:
 def test_stop_strings_end_the_text_where_they_begin(
     pieces: list[str], stop: list[str], include: bool, group: int
 ) -> None:
-    """However the text is cut into tokens and tokens into steps."""
-    subject = watch(pieces, stop=tuple(stop), include_stop=include)
+    """For any split of the text into tokens, and of tokens into steps."""
+    subject = matcher(pieces, stop=tuple(stop), include_stop=include)
     text, used, whole = "", 0, ""
     while used < len(pieces) and not any(s in whole for s in stop):
         whole += pieces[used]
@@ -58,5 +58,5 @@ def test_stop_strings_end_the_text_where_they_begin(
 
 
 def test_text_that_cannot_become_a_stop_string_is_shown_at_once() -> None:
-    subject = watch(["hel", "lo ", "EN", "X", "END"], stop="END")
+    subject = matcher(["hel", "lo ", "EN", "X", "END"], stop="END")
     assert [subject.push([i])[0] for i in range(5)] == ["hel", "lo ", "", "ENX", ""]

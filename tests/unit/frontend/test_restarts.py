@@ -1,4 +1,4 @@
-"""A process that dies too often is not restarted; deaths more than an hour ago do not count."""
+"""A process that dies too often within an hour is not restarted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dovetail.core.frontend import supervised as restarts
+from dovetail.core.frontend import supervised
 from dovetail.core.frontend.supervised import Restarts
 
 
@@ -22,6 +22,6 @@ def test_deaths_within_an_hour_count(
     most: int, minutes: list[float], allowed: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(60.0 * minute for minute in minutes)
-    monkeypatch.setattr(restarts, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(supervised, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     subject = Restarts(most)
     assert [subject.died() for _ in minutes] == allowed

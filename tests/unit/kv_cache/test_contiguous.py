@@ -19,7 +19,7 @@ def request(uid: int, prompt: int, limit: int) -> TokenSequence:
     return TokenSequence(uid, list(range(prompt)), limit=limit)
 
 
-def test_the_greatest_length_is_taken_at_once_and_shows_as_waste() -> None:
+def test_the_maximum_length_is_reserved_at_once_and_counts_as_waste() -> None:
     kv, seq = allocator(16), request(1, 6, limit=30)
     assert owned_pages(reserve(kv, seq, 6)) == {0: [1, 2, 3, 4, 5, 6, 7, 8]}
     stats = kv.stats()

@@ -155,7 +155,7 @@ def test_the_config_knows_the_built_in_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("random", "lru, fifo, lfu, cost, or package.module:Class"),
         ("no_such_package_here:Policy", "no_such_package_here"),
@@ -163,8 +163,8 @@ def test_the_config_knows_the_built_in_ones() -> None:
         ("collections:OrderedDict", "lacks on_publish, on_release, on_hit, victim"),
     ],
 )
-def test_a_policy_that_cannot_be_loaded_is_named(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_policy_that_cannot_be_loaded_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_policy(name)
 
 
@@ -185,7 +185,7 @@ class Policy:
 
 
 @pytest.mark.parametrize(
-    ("source", "error", "said"),
+    ("source", "error", "message"),
     [
         ("1 / 0", PluginError, r"package faulty_\w+: .* does not load: ZeroDivisionError"),
         ("Policy = (", PluginError, "does not load: SyntaxError"),
@@ -195,10 +195,10 @@ class Policy:
     ],
 )
 def test_a_faulty_policy_is_a_clear_error(
-    source: str, error: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = f"faulty_{tmp_path.name}"
     (tmp_path / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         load_policy(f"{module}:Policy")

@@ -1,4 +1,4 @@
-"""Pages that the device evicts and the host keeps."""
+"""Pages that are evicted from the device and kept on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.plugins.kv_cache.radix import RadixAllocator
 
 
 @pytest.mark.parametrize(("made", "config"), [(PrefixHashAllocator, PrefixHashConfig), (RadixAllocator, RadixConfig)])
-def test_a_prefix_goes_to_the_host_and_comes_back(made: Any, config: Any) -> None:
+def test_a_prefix_is_stored_on_the_host_and_loaded_back(made: Any, config: Any) -> None:
     small = layout(a=(4, 3))
     kv = made(config(host_pages=4), small.groups, small.num_pages)
     first, other, again = sequence(1, 8), sequence(2, 12, first=100), sequence(3, 9)
@@ -37,7 +37,7 @@ def test_a_prefix_goes_to_the_host_and_comes_back(made: Any, config: Any) -> Non
     kv.check()
 
 
-def test_what_is_about_to_be_loaded_stays() -> None:
+def test_pages_about_to_be_loaded_are_kept() -> None:
     tier = HostTier(0, 1)
     tier.store("a", 5)
     tier.pin(["a"])

@@ -99,16 +99,16 @@ def test_used_tokens_count_a_shared_slot_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda pages: pages.free.pop(), "15 free \\+ 0 owned of 16"),
         (lambda pages: pages.free.append(3), "17 free pages, 16 different"),
-        (lambda pages: pages.share(3), "page 3 has 0 owners and a count of 1"),
+        (lambda pages: pages.add_owner(3), "page 3 has 0 owners and a count of 1"),
     ],
 )
-def test_check_names_the_numbers(spoil: object, said: str) -> None:
+def test_check_names_the_numbers(spoil: object, message: str) -> None:
     pages = PageList(KVGroup(0, (0,)), 16)
     pages.check(())
     spoil(pages)  # type: ignore[operator]
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         pages.check(())

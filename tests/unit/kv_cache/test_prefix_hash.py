@@ -200,7 +200,7 @@ def test_a_decode_step_costs_the_same_at_any_length(hashed: list[list[int]]) -> 
 
 
 class Stubborn(LRU):
-    """Chooses page 1 every time, owned or not."""
+    """Policy that always chooses page 1, owned or not."""
 
     def victim(self) -> int:
         return 1

@@ -60,7 +60,7 @@ def rows(*heads_):
 
 
 def numbered(count):
-    """A matrix whose row says its head and dimension."""
+    """Matrix whose rows encode their head and dimension."""
     return torch.tensor(rows(*range(count))).flatten()[:, None].expand(-1, 6).contiguous()
 
 
@@ -69,7 +69,7 @@ def numbered(count):
     [(0, 1, rows(0, 1, 4, 5, 2, 6, 3, 7)), (1, 2, rows(4, 5, 6, 7)), (1, 4, rows(1, 2, 3)), (2, 4, rows(4, 6, 7))],
 )
 def test_one_matrix_of_groups(rank, size, expected):
-    """Falcon: two queries, key and value of kv head 0, then those of kv head 1."""
+    """Falcon: two query heads, key and value of kv head 0, then those of kv head 1."""
     matrix = numbered(HEADS + 2 * KV_HEADS)
     qkv = load(layer(("qkv",), rank, size, bias=True), qkv_weight=matrix, qkv_bias=matrix[:, 0])
     assert heads(qkv, qkv.params["weight"]) == expected
@@ -77,7 +77,7 @@ def test_one_matrix_of_groups(rank, size, expected):
 
 
 def test_neighbouring_pairs_become_halves():
-    """Of q and k alike, in the first dimensions; v and the rest of a head stay."""
+    """The first dimensions of q and k are reordered; v and the rest of a head are unchanged."""
     q, kv = numbered(HEADS), numbered(KV_HEADS)
     qkv = load(layer(("q", "k", "v"), rank=1, size=2, interleaved=4), q_weight=q, k_weight=kv, v_weight=kv)
     turned = [0, 2, 1, 3]
@@ -106,5 +106,5 @@ def test_scales_follow_their_rows():
 
 
 def test_scales_of_blocks_cannot_be_reordered():
-    with pytest.raises(ConfigError, match="q has its rows in blocks of 4, and the layer reorders rows"):
+    with pytest.raises(ConfigError, match="q has one entry per block of 4 rows, but the layer reorders rows"):
         load(layer(("q", "k", "v"), method=Scaled, interleaved=4), q_scale=torch.ones(4, 1))

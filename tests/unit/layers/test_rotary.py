@@ -1,4 +1,4 @@
-"""Rotary tables, and what a config.json says of them. Against transformers: tests/numerics."""
+"""Rotary tables and the keys of config.json that define them. tests/numerics compares them with transformers."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_partial_rotary():
 
 
 def test_yarn_stretches_the_context_that_the_file_states():
-    """A Qwen 2.5 file keeps its trained length in max_position_embeddings and gets a factor beside it."""
+    """Qwen 2.5 files keep the trained length in max_position_embeddings and add a factor."""
     scaled = rope({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}})
     assert scaled.max_len == 131072
 
@@ -63,6 +63,6 @@ def test_yarn_stretches_the_context_that_the_file_states():
         ),
     ],
 )
-def test_what_cannot_be_is_named_with_its_key(hf, message):
+def test_invalid_values_are_named_with_their_key(hf, message):
     with pytest.raises(ConfigError, match=f"config.json: .*{message}"):
         rope(hf)

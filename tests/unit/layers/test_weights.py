@@ -1,4 +1,4 @@
-"""Checkpoint tensors and the layers that take them."""
+"""Loading of checkpoint tensors into layers."""
 
 import pytest
 import torch

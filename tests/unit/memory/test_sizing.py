@@ -1,11 +1,11 @@
-"""How the bytes of the KV cache are shared between groups of layers."""
+"""Division of KV cache bytes between groups of layers."""
 
 from __future__ import annotations
 
 import torch
 
 from dovetail.core.interfaces import KVGroup, Plane
-from dovetail.core.memory.sizing import share_tokens, wanted_tokens
+from dovetail.core.memory.sizing import split_tokens, wanted_tokens
 
 PLANES = (Plane("k", (1, 4), torch.float32),)
 FULL = KVGroup(0, (0,), PLANES)
@@ -17,8 +17,8 @@ def test_what_a_window_group_does_not_need_goes_to_the_others() -> None:
     wanted = wanted_tokens((FULL, WINDOW), sequences=10, max_len=4096, ahead=2, budget=128)
     assert wanted == {0: 40960, 1: 10 * (64 + 2 + 15) + 128}
     most = {1: wanted[1]}
-    assert share_tokens((WINDOW, FULL), PER_TOKEN * 4 * 100, most) == {0: 100, 1: 100}, "little memory: equal shares"
-    tokens = share_tokens((WINDOW, FULL), PER_TOKEN * 100_000, most)
+    assert split_tokens((WINDOW, FULL), PER_TOKEN * 4 * 100, most) == {0: 100, 1: 100}, "little memory: equal shares"
+    tokens = split_tokens((WINDOW, FULL), PER_TOKEN * 100_000, most)
     assert tokens == {0: 100_000 - 3 * wanted[1], 1: wanted[1]}
 
 

@@ -41,13 +41,13 @@ def test_what_they_say(modules, pooling, spec, tmp_path):
     ("modules", "pooling", "says"),
     [
         ({"a": 1}, None, "not a list"),
-        ([*MODULES, {"path": "3_Dense", "type": "sentence_transformers.models.Dense"}], None, "a module of type Dense"),
+        ([*MODULES, {"path": "3_Dense", "type": "sentence_transformers.models.Dense"}], None, "module type Dense"),
         (MODULES[:1], None, "needs a Pooling"),
         ([{**MODULES[0], "path": "0_T"}, MODULES[1]], None, "the folder itself"),
-        ([MODULES[0], {**MODULES[1], "path": "../1_Pooling"}], None, "no folder beside it"),
-        (MODULES, {"pooling_mode_cls_token": True}, "pools by pooling_mode_cls_token"),
+        ([MODULES[0], {**MODULES[1], "path": "../1_Pooling"}], None, "is not a folder next to it"),
+        (MODULES, {"pooling_mode_cls_token": True}, "pooling mode is pooling_mode_cls_token"),
         (MODULES, {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, "lasttoken and pooling_mode"),
-        (MODULES, {"pooling_mode": "max"}, "there are lasttoken, mean"),
+        (MODULES, {"pooling_mode": "max"}, "the options are lasttoken, mean"),
         (MODULES, {"pooling_mode_lasttoken": "yes"}, "true or false"),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_block_of_scales_that_is_cut_is_told_with_the_ranks_that_would_not_cut
         layer.method.load = lambda params, name, part, tensor: None
         (weight,) = layer.weights()
         if cut:
-            told = r"up\.weight has an entry for each block of 12 channels.*0 to 6 of 48.*one of 1, 2, 4$"
+            told = r"up\.weight has one entry per block of 12 channels.*0 to 6 of 48.*one of 1, 2, 4$"
             with pytest.raises(ConfigError, match=told):
                 weight.take(Lazy(whole))
         else:

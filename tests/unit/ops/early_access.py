@@ -1,4 +1,4 @@
-"""What a compiled kernel reaches before it waits for the kernel in front, by parameters that addresses come from."""
+"""Memory that a compiled kernel accesses before it waits for the preceding kernel, by parameter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ UNKNOWN = "an address that was read from memory"
 
 
 def touched_before_waiting(kernel: CompiledKernel) -> set[str]:
-    """Parameters through which global memory is read, or "written", ahead of griddepcontrol.wait, which a kernel that
-    is launched early has once."""
+    """Parameters through which global memory is read, or "written", before griddepcontrol.wait. A kernel launched with
+    PDL must contain that instruction exactly once."""
     ptx = kernel.asm["ptx"]
     if not kernel.metadata.launch_pdl:
         assert "griddepcontrol" not in ptx
@@ -34,11 +34,11 @@ def touched_before_waiting(kernel: CompiledKernel) -> set[str]:
         operation, operands = found.groups()
         registers = re.findall(r"%\w+", operands)
         if given := re.search(r"_param_(\d+)", operands):
-            # Behind the kernel's own come pointers to scratch memory.
+            # Pointers to scratch memory follow the kernel's own parameters.
             origin[registers[0]] = set(names[int(given[1]) : int(given[1]) + 1]) & pointers
         elif MEMORY.match(operation):
             addresses = re.findall(r"\[\s*(%\w+)", operands)
-            # A copy names where it goes to in shared memory first.
+            # The first operand of a copy is its destination in shared memory.
             address = addresses[operation.startswith("cp") and "shared" in operation]
             writes = operation.startswith(("st", "atom", "red"))
             touched |= {name + ", written" * writes for name in origin.get(address) or {UNKNOWN}}
@@ -48,7 +48,7 @@ def touched_before_waiting(kernel: CompiledKernel) -> set[str]:
 
 
 def parameters(signature: dict[str, str]) -> Iterator[str]:
-    """Of each of the machine's parameters the kernel's: a tensor map comes with its shape and strides."""
+    """Kernel parameter of each PTX parameter. A tensor map is passed with its shape and strides."""
     for name, kind in signature.items():
         if kind.startswith("tensordesc"):
             dims = kind[kind.index("[") + 1 : kind.index("]")].count(",") + 1

@@ -1,6 +1,7 @@
-"""Every kernel of the house compiled for Hopper, without a GPU, as the functions around it launch it.
+"""Compile every kernel for Hopper, without a GPU, through the functions that launch it.
 
-A new kernel needs a launch here: the last assertion names those that have none. DOVETAIL_KERNELS=all adds shapes.
+A new kernel needs a launch in CASES; test_every_kernel_compiles lists those without one. DOVETAIL_KERNELS=all adds
+shapes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
-from dovetail.core.ops.matmul import _begins_early, _device, matmul, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.matmul import _device, _has_prefetch_kernel, matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.ops.tuned_tiles import MEASURED
@@ -86,7 +87,7 @@ def encode_groups(x_GC, scale_in):
 
 
 def encoded(columns: int) -> tuple[tuple[ActFormat, ...], ...]:
-    """What producers are asked to emit."""
+    """Formats that producers emit."""
     groups = ActFormat("groups", dtype=E4M3, group=128, scale_layout="column", encode=encode_groups)
     static = ActFormat(
         "static",
@@ -124,7 +125,7 @@ def formats() -> None:
 
 
 def steps() -> None:
-    """A step's bookkeeping: 256 rows, and a single row, whose numbers Triton takes for constants."""
+    """Bookkeeping of a step with 256 rows, and with a single row, for which Triton specialises on the value 1."""
     for rows, longest in ((256, 1), (1, 512)):
         slots, starts = cuda(rows, dtype=INT64), cuda(rows + 1, dtype=INT32)
         total = rows * longest
@@ -148,14 +149,13 @@ def steps() -> None:
 
 
 def products() -> None:
-    """Each way of the measured tiles in one of them, at a shape that it was measured for, and what the rule picks
-    elsewhere."""
+    """One tuned tile for each code path, at a shape for which it was tuned, and tiles that the rule picks."""
     seen: set[object] = set()
     for (_, kind, outputs, inputs), by_rows in MEASURED.items():
         for rows, tile in by_rows.items():
             if tile is None:
                 continue
-            early = tile.early > 0
+            early = tile.prefetch > 0
             ways = {
                 (kind, early, tile.tokens),
                 (kind, tile.tma, tile.swap),
@@ -180,7 +180,7 @@ def multiply(kind: str, rows: int, outputs: int, inputs: int) -> None:
 
 
 def adapters() -> None:
-    """Few rows and many, whose last tiles hold one slot's rows or all."""
+    """LoRA with few and many rows; last tiles hold rows of one slot or of all slots."""
     some = [
         (1, 4096, (4096, 1024, 1024), 16, BF16),
         (64, 4096, (14336, 14336), 64, BF16),
@@ -204,15 +204,15 @@ DECODE, SCARCE, CHUNKS, LONG, MIXED, DRAFTS = (
 )
 
 
-class LaneTiles(Tiles):
-    """Every warp has keys of its own."""
+class WarpTiles(Tiles):
+    """Decode tiles whose warps each process different keys."""
 
-    def __init__(self, lanes: int) -> None:
-        self.lanes = lanes
+    def __init__(self, warps: int) -> None:
+        self.warps = warps
 
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
         rows = triton.next_power_of_2(max(8, shape.group * tokens))
-        return fit(Tile(rows, 16, self.lanes, 3, 2, lanes=self.lanes, pairs=True), shape)
+        return fit(Tile(rows, 16, self.warps, 3, 2, key_warps=self.warps, pairs=True), shape)
 
 
 def attention(
@@ -226,7 +226,7 @@ def attention(
     rotary: int = 128,
     norm: bool = False,
     head_scales: bool = False,
-    lanes: int = 0,
+    key_warps: int = 0,
     gluon: bool = True,
 ) -> None:
     query_heads, kv_heads, dim = heads
@@ -244,8 +244,8 @@ def attention(
         tree_mask_TW=cuda(tokens, 8, dtype=torch.bool) if tree else None,
     )
     backend = Triton(TritonConfig(gluon=gluon))
-    if lanes:
-        backend.tiles = LaneTiles(lanes)
+    if key_warps:
+        backend.tiles = WarpTiles(key_warps)
     backend.bind(make_pools([KVGroup(0, (0, 1), planes, page_tokens=page)], {0: 9}, torch.device("cuda")))
     scale = cuda(kv_heads, dtype=FP32) if head_scales else 0.5
     layer = AttentionLayer(1, 0, 1, query_heads, kv_heads, dim, dim**-0.5, window, scale, scale)
@@ -277,15 +277,17 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "prompts, narrow heads": dict(host=LONG, heads=(8, 8, 64), page=64, rotary=64),
         "mixed, e4m3": dict(host=MIXED, kv_dtype=E4M3),
         "mixed, window, head scales": dict(host=MIXED, kv_dtype=E4M3, window=4096, head_scales=True),
-        "lanes": dict(host=DECODE, page=64, lanes=4),
-        "lanes, e4m3, window, head scales": dict(host=SCARCE, kv_dtype=E4M3, window=4096, head_scales=True, lanes=8),
+        "keys per warp": dict(host=DECODE, page=64, key_warps=4),
+        "keys per warp, e4m3, window, head scales": dict(
+            host=SCARCE, kv_dtype=E4M3, window=4096, head_scales=True, key_warps=8
+        ),
         "drafts": dict(host=DRAFTS),
         "tree": dict(host=DRAFTS, tree=True),
         "float32": dict(host=MIXED, dtype=FP32, heads=(8, 8, 64), rotary=64),
         "partly rotated, wide heads": dict(host=MIXED, heads=(16, 16, 256), rotary=64),
         "one kv head, odd dim, no rotary": dict(host=MIXED, dtype=FP16, heads=(71, 1, 80), rotary=0),
     }
-    more = {"decode", "mixed, window, head scales", "lanes", "partly rotated, wide heads"}
+    more = {"decode", "mixed, window, head scales", "keys per warp", "partly rotated, wide heads"}
     for name, case in some.items():
         if name in more and not EVERYTHING:
             continue
@@ -303,7 +305,7 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def sums() -> None:
-    """As a rank of eight launches them, and as one of two."""
+    """Reductions as launched by a rank of eight and of two."""
     for size, columns, dtype in ((8, 7168, BF16), (2, 96, FP32), (8, 8192, FP16))[: 3 if EVERYTHING else 2]:
         reducer = lone_reducer(3, size)
         for algorithm, rows in (("one_shot", 1), ("one_shot", 132), ("two_shot", 256)):
@@ -345,7 +347,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 @pytest.mark.timeout(3600 if EVERYTHING else 300)
 def test_every_kernel_compiles(tmp_path, monkeypatch):
-    # What was compiled before would be read from the disk, and functions inlined into it would not be seen.
+    # Use an empty cache: functions inlined into cached kernels would not be recorded.
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     failed = []
     with compiled_for_hopper() as compiled:
@@ -359,26 +361,26 @@ def test_every_kernel_compiles(tmp_path, monkeypatch):
     assert not missing, f"no launch in this file compiles {', '.join(missing)}: add one to CASES"
     for name, kernel in compiled.kernels:
         too_early = touched_before_waiting(kernel)
-        assert too_early <= CONSTANTS.get(name, set()), f"{name} comes before the kernel before has ended: {too_early}"
+        assert too_early <= CONSTANTS.get(name, set()), f"{name} accesses {too_early} before the preceding kernel ends"
 
 
 CONSTANTS = {
     "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr"},
     "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
-    "dovetail.core.ops.kernels.prefetch_matmul:matmul_early": {"weight_source", "weight_ptr"},
-    # Where mailboxes lie.
+    "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
+    # Addresses of mailboxes.
     "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
     "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},
     "dovetail.plugins.collective.symm_mem.kernels:argmax_over_ranks": {"peers_ptr"},
-    # Which outputs belong to which part.
+    # Mapping of outputs to parts.
     "dovetail.plugins.adapter.lora.kernel:_expand": {"blocks_ptr"},
-    # The plan, and keys of earlier steps: both older than the kernel in front.
+    # The plan and keys of earlier steps, both older than the preceding kernel.
     "dovetail.plugins.attention.triton.hopper.decode:attend_decode": {
         *("items_ptr", "first_pages_ptr", "table_ptr", "k_ptr", "v_ptr", "k_scale", "v_scale"),
         *("rope_ptr", "q_weight_ptr", "k_weight_ptr"),
     },
 }
-"""What kernels may read before the one before them has ended, since no kernel that may still run writes it."""
+"""Parameters that kernels may read before the preceding kernel has ended, since no running kernel writes them."""
 
 
 @triton.jit
@@ -392,7 +394,7 @@ def waits_late(x_ptr, PDL: tl.constexpr):
     wait(PDL)
 
 
-def test_a_kernel_that_writes_before_it_has_waited_is_seen():
+def test_a_kernel_that_writes_before_it_waits_is_detected():
     with compiled_for_hopper() as compiled:
         for kernel in (never_waits, waits_late):
             x = cuda(1, dtype=FP32)
@@ -403,9 +405,12 @@ def test_a_kernel_that_writes_before_it_has_waited_is_seen():
     assert touched_before_waiting(late) == {"x_ptr, written"}
 
 
-def test_of_a_product_that_begins_early_the_weight_alone_is_asked_for(tmp_path):
-    """As much of it as there is room for; its input is what the kernel in front writes."""
-    tiles = (MatmulTile(16, 64, 512, stages=2, split=6, early=5, ahead=2), MatmulTile(64, 128, 256, 8, 3, early=4))
+def test_a_prefetching_matmul_fetches_only_the_weight_before_it_waits(tmp_path):
+    """It fetches as many weight blocks as its ring holds; the preceding kernel writes its input."""
+    tiles = (
+        MatmulTile(16, 64, 512, stages=2, split=6, prefetch=5, prefetch_l2=2),
+        MatmulTile(64, 128, 256, 8, 3, prefetch=4),
+    )
     with compiled_for_hopper() as compiled:
         for tile in tiles:
             scales = cuda(64, 1, dtype=FP32), cuda(1280, dtype=FP32)
@@ -419,16 +424,16 @@ def test_of_a_product_that_begins_early_the_weight_alone_is_asked_for(tmp_path):
         )
         boxes = tile.inputs // 128
         (weight_map,) = set(before)
-        assert len(before) == boxes * tile.early
-        # Then the input's ring, and in the loop a block of each.
+        assert len(before) == boxes * tile.prefetch
+        # After the wait it fills the input's ring, then fetches one block of each per iteration.
         assert after.count(weight_map) == boxes and len(after) == boxes * (tile.stages + 2)
-        # All boxes of a block are multiplied before the first one's sums are added.
+        # The matmuls of all boxes of a block are issued before the first one's sums are added.
         assert re.search(rf"wgmma\.wait_group\.sync\.aligned\s+{boxes - 1};", kernel.asm["ptx"])
         assert spilled(kernel, tmp_path) == 0
 
 
 def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
-    """Words of all ranks wait there for the last of them: spilled, each turn of the wait would go through memory."""
+    """Words of all ranks are polled in registers. If they spilled, each polling iteration would access memory."""
     with compiled_for_hopper() as compiled:
         for rows, columns in ((64, 8192), (1, 16384)):
             x = cuda(rows, columns)
@@ -441,8 +446,8 @@ def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
         assert spilled(kernel, tmp_path) == 0, name
 
 
-def test_parts_of_a_row_are_on_their_way_together():
-    """One after another, each would be a way to memory before the next; and so would be where the mailboxes lie."""
+def test_parts_of_a_row_are_loaded_together():
+    """Sequential loads would cost one memory round trip each, and so would the loads of the mailbox addresses."""
     with compiled_for_hopper() as compiled:
         x = cuda(64, 8192)
         lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (FP8_TOKEN,), "two_shot")
@@ -451,13 +456,13 @@ def test_parts_of_a_row_are_on_their_way_together():
     addresses, sent = re.findall(r"ld\.global\.b64", before), after[: after.index("st.global")]
     assert len(addresses) == 8
     assert len(re.findall(r"ld\.global", sent)) == 1 + 8, "the turn, and a part for each rank"
-    # In both looks the host's word and the rank's own are asked for first: else only when the mail has come.
+    # Both polls load the host's word and the rank's own first, not only after the mail has arrived.
     looks = ["m" if wide else "w" for wide in re.findall(r"ld\.volatile\.global\.(v?)", after)]
     assert re.fullmatch(r"wwm{8}wwm+", "".join(looks))
 
 
 def test_prompts_keep_scores_and_sums_in_registers(tmp_path):
-    """Of the numbers that a program starts from one or two may be spilled, none that a loop has."""
+    """One or two values from the start of a program may be spilled, but no loop-carried values."""
     with compiled_for_hopper() as compiled:
         for host in (CHUNKS, LONG):
             attention(host, page=64)
@@ -470,31 +475,31 @@ def test_prompts_keep_scores_and_sums_in_registers(tmp_path):
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-def test_single_tokens_keep_their_sums_in_registers_and_ask_for_keys_before_they_turn_queries(kv_dtype, tmp_path):
+def test_single_tokens_keep_their_sums_in_registers_and_fetch_keys_before_they_rotate_queries(kv_dtype, tmp_path):
     with compiled_for_hopper() as compiled:
         attention(SCARCE, kv_dtype=kv_dtype, page=32)
     (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":attend_decode"))
     assert spilled(kernel, tmp_path) <= 16
-    # Keys are on their way before the kernel in front has ended, which writes queries.
+    # Keys are fetched before the preceding kernel, which writes queries, has ended.
     assert {"k_ptr", "v_ptr"} < touched_before_waiting(kernel)
     after = kernel.asm["ptx"].split("griddepcontrol.wait")[1]
     first_float = re.search(r"\b(?:mul|add|fma|sub)\.(?:rn\.)?f32", after)
     assert "ld.global" in after[: first_float.start()]
-    assert re.search(r"ldmatrix\S*\.trans", after), "values are transposed on their way to the matrix units"
-    assert after.count(", 2147483647,") >= 2, "of outputs and of logarithms, what would be EMPTY is sent as another NaN"
-    # A thread asks for all that it reads of four ranges before it looks at any.
+    assert re.search(r"ldmatrix\S*\.trans", after), "values are transposed on the way to the tensor cores"
+    assert after.count(", 2147483647,") >= 2, "outputs and logarithms equal to EMPTY are sent as another NaN"
+    # A thread issues all its loads of four ranges before it checks any.
     (look,) = re.findall(r"more:(.*?)setp", after, re.DOTALL)
     assert look.count("ld.relaxed.gpu.global.v4") == 4 * (2 + 1), "two columns, and the logarithms of both"
 
 
-def test_single_tokens_beside_prompts_wait_for_the_keys_that_another_kernel_writes():
+def test_single_tokens_in_mixed_steps_wait_for_the_keys_that_another_kernel_writes():
     with compiled_for_hopper() as compiled:
         attention(MIXED, kv_dtype=E4M3, page=32)
     (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":attend_decode"))
     assert touched_before_waiting(kernel) == {"items_ptr", "first_pages_ptr"}
 
 
-def test_prompts_beside_trees_and_where_gluon_is_refused_keep_the_kernel_for_all_gpus():
+def test_tree_masks_and_gluon_false_use_the_kernel_for_all_gpus():
     tree = HostBounds((4,) * 16 + (448,), (4096,) * 17, 16)
     with compiled_for_hopper(machine_code=False) as compiled:
         attention(tree, page=64)
@@ -505,27 +510,27 @@ def test_prompts_beside_trees_and_where_gluon_is_refused_keep_the_kernel_for_all
     assert not any(name.endswith((":attend_prompts", ":attend_decode")) for name in compiled.functions)
 
 
-def test_a_gluon_that_lacks_what_is_imported_is_told(monkeypatch, caplog):
+def test_an_unsupported_gluon_is_logged(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "dovetail.plugins.attention.triton.hopper.launch", None)
     monkeypatch.delattr("dovetail.plugins.attention.triton.hopper.launch", raising=False)
     with compiled_for_hopper():
         assert not _has_hopper.__wrapped__(torch.device("cuda"))
-    assert "prompts and single tokens go to the kernel for all GPUs" in caplog.text
+    assert "prompts and single tokens use the kernel for all GPUs" in caplog.text
 
 
-def test_products_where_gluon_is_another_keep_the_kernel_for_all_gpus(monkeypatch, caplog):
+def test_matmuls_use_the_kernel_for_all_gpus_if_gluon_is_unsupported(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "dovetail.core.ops.kernels.prefetch_matmul", None)
     monkeypatch.delattr("dovetail.core.ops.kernels.prefetch_matmul", raising=False)
-    assert not _begins_early(9, 0)
-    assert "products of few rows go to the library" in caplog.text
+    assert not _has_prefetch_kernel(9, 0)
+    assert "matmuls with few rows use the library" in caplog.text
     monkeypatch.undo()
-    assert _begins_early(9, 0) and not _begins_early(8, 9) and not _begins_early(10, 0)
+    assert _has_prefetch_kernel(9, 0) and not _has_prefetch_kernel(8, 9) and not _has_prefetch_kernel(10, 0)
 
 
 @pytest.mark.parametrize(("early", "counted"), [(True, True), (True, False), (False, True)])
-def test_split_products_of_16_bits_take_the_kernel_where_it_runs_and_has_counters(monkeypatch, early, counted):
-    """Else the library's."""
-    monkeypatch.setattr(sys.modules[_device.__module__], "_begins_early", lambda *capability: early)
+def test_split_16_bit_matmuls_use_the_kernel_if_it_runs_and_has_counters(monkeypatch, early, counted):
+    """Otherwise the library runs."""
+    monkeypatch.setattr(sys.modules[_device.__module__], "_has_prefetch_kernel", lambda *capability: early)
     _device.cache_clear()
     with compiled_for_hopper(machine_code=False) as compiled:
         x, weight = cuda(1, 8192), cuda(1280, 8192)
@@ -535,43 +540,49 @@ def test_split_products_of_16_bits_take_the_kernel_where_it_runs_and_has_counter
     assert compiled.launches == (early and counted)
 
 
-def test_plain_layers_have_the_counters_that_split_products_take():
+def test_plain_layers_have_the_counters_that_split_matmuls_need():
     with compiled_for_hopper(machine_code=False) as compiled:
         layer, shape = PlainLinear(), LinearShape(8192, 1280, (1280,), dtype=BF16)
         layer.apply(layer.create(shape, torch.device("cuda")), Activation(PLAIN, cuda(1, 8192)))
-    assert [name for name, _ in compiled.variants] == ["dovetail.core.ops.kernels.prefetch_matmul:matmul_early"]
+    assert [name for name, _ in compiled.variants] == ["dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching"]
 
 
-def test_what_the_kernel_is_told_is_in_its_place(monkeypatch):
-    """Numbers that a compiler does not see."""
-    told = {}
+def test_kernel_arguments_are_in_order(monkeypatch):
+    """The compiler cannot check the order of integer arguments."""
+    passed = {}
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **options: told.update(zip(names, args, strict=False), grid=grid, **options)
+            return lambda *args, **options: passed.update(zip(names, args, strict=False), grid=grid, **options)
 
-    names = prefetch_matmul.matmul_early.arg_names
-    monkeypatch.setattr(prefetch_matmul, "matmul_early", Kernel())
-    tile = MatmulTile(16, 64, 512, stages=3, split=6, early=5, ahead=4, pace=1000)
+    names = prefetch_matmul.matmul_prefetching.arg_names
+    monkeypatch.setattr(prefetch_matmul, "matmul_prefetching", Kernel())
+    tile = MatmulTile(16, 64, 512, stages=3, split=6, prefetch=5, prefetch_l2=4, prefetch_cycles=1000)
     with compiled_for_hopper(machine_code=False):
         scales = cuda(1, 1, dtype=FP32), cuda(1280, dtype=FP32)
         x, weight = cuda(17, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)
         matmul_triton(x, weight, tile, cuda(MOST_SHARED_TILES, dtype=INT32), *scales, None, BF16)
     wanted = dict(tokens=17, outputs=1280, inputs=8192, x_scale_st=0, weight_scale_so=1, t_tiles=2, blocks=16)
-    wanted |= dict(split=6, ahead=4, pace=1000, BLOCK_T=16, BLOCK_O=64, BOXES=4, X_PLACES=3, PLACES=5, grid=(240,))
-    assert {name: told[name] for name in wanted} == wanted
-    assert told["weight_ptr"] is weight and told["x_scale_ptr"] is scales[0] and told["weight_scale_ptr"] is scales[1]
+    wanted |= dict(
+        split=6, prefetch_l2=4, prefetch_cycles=1000, BLOCK_T=16, BLOCK_O=64, BOXES=4, X_PLACES=3, PLACES=5, grid=(240,)
+    )
+    assert {name: passed[name] for name in wanted} == wanted
+    assert (
+        passed["weight_ptr"] is weight
+        and passed["x_scale_ptr"] is scales[0]
+        and passed["weight_scale_ptr"] is scales[1]
+    )
 
 
 @pytest.mark.parametrize(("rows", "left"), [(64, False), (65, True), (256, True), (257, False)])
-def test_scales_are_left_for_the_rows_that_gain_by_it(rows, left):
+def test_scales_are_deferred_for_the_row_counts_that_gain(rows, left):
     with compiled_for_hopper():
         x, weight, one = cuda(rows, 256, dtype=E4M3), cuda(512, 256, dtype=E4M3), cuda(1, dtype=FP32)
         assert (unscaled_matmul(x, weight, one) is not None) is left
 
 
 @pytest.mark.parametrize(("columns", "late"), [(3584, False), (14336, True)])
-def test_a_wide_rows_numbers_are_asked_for_before_the_product_behind_is_let_in(columns, late):
+def test_a_wide_row_is_loaded_before_the_next_launch_is_allowed(columns, late):
     with compiled_for_hopper() as compiled:
         silu_and_mul(cuda(1, 2 * columns), (FP8_TOKEN,))
     ((_, kernel),) = compiled.kernels
@@ -580,8 +591,8 @@ def test_a_wide_rows_numbers_are_asked_for_before_the_product_behind_is_let_in(c
     assert ("griddepcontrol.wait" in before) is late
 
 
-def test_scales_stay_where_the_kernel_has_a_tile():
-    """Which was measured against the library without scales."""
+def test_scales_are_not_deferred_if_the_kernel_has_a_tile():
+    """Such tiles were tuned against the library without scales."""
     few = range(65, 257)
     (outputs, inputs), rows = next(
         (key[2:], rows) for key, tiles in MEASURED.items() for rows in few if key[1] == "fp8" and tiles.get(rows)
@@ -591,12 +602,12 @@ def test_scales_stay_where_the_kernel_has_a_tile():
         assert unscaled_matmul(x, weight, one) is None
 
 
-def test_programs_of_few_rows_have_more_threads():
+def test_programs_have_more_threads_with_few_rows():
     assert [warps(4096, rows) for rows in (1, 16, 17, 256, 257, None)] == [16, 16, 32, 32, 8, 8]
 
 
 def spilled(kernel: Any, folder: Path) -> int:
-    """Bytes of a thread's stack."""
+    """Stack size of a thread in bytes."""
     cubin = folder / "cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage", cubin]
@@ -607,7 +618,7 @@ def spilled(kernel: Any, folder: Path) -> int:
 
 
 def jit_functions() -> set[str]:
-    """ "module:name" of what is decorated with triton.jit or gluon.jit in the core and the built-in plugins."""
+    """Return "module:name" of functions decorated with triton.jit or gluon.jit in the core and built-in plugins."""
     house = Path(dovetail.__file__).parent
     found = set()
     for part in ("core", "plugins"):
@@ -650,7 +661,7 @@ def no_such_instruction(x_ptr):
     tl.store(at, tl.inline_asm_elementwise("no.such $0, $1;", "=r,r", [tl.load(at)], tl.int32, True, 1))
 
 
-def test_what_only_a_compiler_sees_is_seen():
+def test_compiler_errors_are_detected():
     with compiled_for_hopper():
         with pytest.raises(triton.CompilationError):
             changes_type[(1,)](cuda(16, dtype=FP32), 5)
@@ -663,8 +674,8 @@ def test_what_only_a_compiler_sees_is_seen():
             cuda(1)
 
 
-def test_edges_of_any_number_of_rows_take_the_kernels_that_start_up_met():
-    """Else a request waits while one is compiled, half a second each."""
+def test_boundaries_of_any_number_of_rows_use_the_kernels_compiled_at_start_up():
+    """Otherwise a request would wait for compilation, half a second per kernel."""
     many = (128, 130, 131, 250, 256, 1000, 1024, 2049, 4096, 6000)
     with compiled_for_hopper(machine_code=False) as compiled:
         reducer, ranks = lone_reducer(3, 8), lone_copies(3, 8)

@@ -1,4 +1,4 @@
-"""What a fused kernel takes on, and what is encoded after it."""
+"""Division of activation formats between a fused kernel and later encoding."""
 
 import pytest
 import torch

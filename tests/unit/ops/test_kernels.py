@@ -1,7 +1,7 @@
-"""Each kernel against its torch reference, on fresh random input and poisoned outputs.
+"""Each kernel against its torch reference, with random inputs and poisoned outputs.
 
-Runs compiled where there is a GPU, and in Triton's interpreter when TRITON_INTERPRET=1 was set before Triton was
-imported (tests/test_in_interpreter.py starts such a process).
+Kernels run compiled on a GPU, or in Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is imported
+(tests/test_in_interpreter.py starts such a process).
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ if not (INTERPRETED or torch.cuda.is_available()):
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from dovetail.core.interfaces import PLAIN, ActFormat, AttentionLayer, BatchMeta, KVGroup, Plane, QKNorm, Rope  # noqa: E402
+from dovetail.core.interfaces import (  # noqa: E402
+    PLAIN,
+    ActFormat,
+    AttentionLayer,
+    BatchMeta,
+    KVGroup,
+    Plane,
+    QKNorm,
+    Rope,
+)
 from dovetail.core.memory.pools import make_pools  # noqa: E402
 from dovetail.core.ops.activations import gelu_reference  # noqa: E402
 from dovetail.core.ops.bitmask import apply_bitmask_reference  # noqa: E402
@@ -41,14 +50,15 @@ from dovetail.core.ops.tiles import MatmulTile  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-# The interpreter cuts float32 to bfloat16 instead of rounding, so there the other 16-bit type stands in for it.
+# The interpreter truncates float32 to bfloat16 instead of rounding, so float16 replaces it there.
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
 @pytest.fixture(autouse=True)
 def fresh_random_and_poison():
-    """Deterministic mode fills new tensors with NaN or the greatest integer, so what a kernel leaves out shows."""
+    """Use torch's deterministic mode, which fills new tensors with NaN or the largest integer, to expose missing
+    writes."""
     torch.seed()
     torch.use_deterministic_algorithms(True)
     yield
@@ -57,7 +67,7 @@ def fresh_random_and_poison():
 
 @triton.jit
 def encode_half_groups(x_GC, scale_in):
-    """A third party's format: float16, each group divided by its greatest magnitude."""
+    """Third-party format: float16, with each group divided by its largest magnitude."""
     scale_G = tl.maximum(tl.max(tl.abs(x_GC), axis=1), 1e-6)
     return (x_GC / scale_G[:, None]).to(tl.float16), scale_G
 
@@ -99,7 +109,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> 
 def assert_same_bundle(got, expected, emit, dtype: torch.dtype) -> None:
     for fmt in emit:
         if fmt.dtype == torch.int8:
-            # A value on the edge between two integers may fall to either side.
+            # A value halfway between two integers may be rounded either way.
             assert (got[fmt].values.int() - expected[fmt].values.int()).abs().max() <= 1 + (dtype != torch.float32)
         assert_near(got[fmt].values, expected[fmt].values, max(TOLERANCE[dtype], 1e-3 if fmt.dtype else 0) * 5)
         if expected[fmt].scale is not None:
@@ -127,7 +137,7 @@ def test_rms_norm(dtype, columns, with_residual):
         expected, expected_sum = rms_norm_reference(x, residual, weight, 1e-5, emit, scale)
         got, got_sum = rms_norm_triton(x, residual, weight, 1e-5, emit, scale)
         assert_same_bundle(got, expected, emit, dtype)
-        # Multiplied and added in one instruction, float32 is rounded once less.
+        # A fused multiply-add rounds float32 once less.
         torch.testing.assert_close(got_sum, expected_sum, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-6)
     alone, _ = rms_norm_triton(x, residual, weight, 1e-5, (INT8_TOKEN,))
     with pytest.raises(KeyError, match="plain"):
@@ -210,7 +220,7 @@ def test_rope_kv_write(dtype, heads, kv_heads, dim, rotary_dim, norm):
     for expected, got in zip(*outcomes, strict=True):
         assert_near(got, expected, TOLERANCE[dtype])
     for expected, got in zip(outcomes[0][1:], outcomes[1][1:], strict=True):
-        assert torch.equal(expected == 7.0, got == 7.0)  # nothing beside the slots that were named
+        assert torch.equal(expected == 7.0, got == 7.0)  # only the given slots are written
 
 
 def test_no_tokens():
@@ -219,7 +229,7 @@ def test_no_tokens():
     assert bundle[PLAIN].values.shape == (0, 64) and bundle[INT8_TOKEN].scale.shape == (0, 1)
 
 
-# Tiles alone, split, in equal runs that cut tiles anywhere, in runs of whole tiles, and all of it by one program.
+# Whole tiles, split-K, Stream-K that cuts tiles anywhere, Stream-K of whole tiles, and a single program.
 CUTS = (
     MatmulTile(16, 32, 32),
     MatmulTile(16, 32, 32, split=3),
@@ -238,7 +248,7 @@ def test_matmul(dtype, tile):
         x_TI, weight_OI = (torch.randn(n, inputs, device=DEVICE).to(dtype) for n in (tokens, outputs))
         x_scale, weight_scale, bias_O = (torch.rand(n, device=DEVICE) + 0.5 for n in ((tokens, 1), outputs, outputs))
         every = ((), (x_scale, weight_scale[:1]), (x_scale[0], weight_scale, bias_O))
-        # The interpreter takes its time: there, each shape meets each end with some tile.
+        # The interpreter is slow, so there each shape is combined with each epilogue for only some tile.
         for ends in every[(i + CUTS.index(tile)) % 3 :][:1] if INTERPRETED else every:
             got = matmul_triton(
                 x_TI, weight_OI, replace(tile, **variant), counts, *ends, dtype=torch.float32, imprecise=32
@@ -254,7 +264,7 @@ def test_apply_bitmask(dtype, vocab):
     bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32) + 1), dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([4, 0, 2], device=DEVICE)
     logits = random(6, vocab + 7, dtype=dtype)
-    logits[1, 0] = float("nan")  # of a row without a mask
+    logits[1, 0] = float("nan")  # a row without a mask
     outcomes = []
     for apply in (apply_bitmask_reference, apply_bitmask_triton):
         whole = logits.clone()

@@ -1,4 +1,4 @@
-"""What the driver is told before kernels are launched."""
+"""Driver settings made before kernels are launched."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What a driver that there is not was told; a test may set its answer."""
-    driver = SimpleNamespace(said=[], answer=0)
+def driver(monkeypatch):
+    """Record calls of a fake driver. A test may set its return value."""
+    driver = SimpleNamespace(calls=[], answer=0)
 
     def configure(preference: int) -> int:
-        driver.said.append(preference)
+        driver.calls.append(preference)
         return driver.answer
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: driver.said.append(device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: driver.calls.append(device))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuCtxSetCacheConfig=configure))
     return driver
 
 
-def test_shared_memory_is_kept_once_there_is_a_context(told, caplog):
+def test_shared_memory_is_preferred_once_there_is_a_context(driver, caplog):
     keep_shared_memory(GPU)
-    assert told.said == [GPU, PREFER_SHARED] and not caplog.text
+    assert driver.calls == [GPU, PREFER_SHARED] and not caplog.text
 
 
-def test_a_driver_that_refuses_is_told_of(told, caplog):
-    told.answer = 801
+def test_a_driver_error_is_logged(driver, caplog):
+    driver.answer = 801
     keep_shared_memory(GPU)
-    assert "does not keep shared memory (801)" in caplog.text
+    assert "does not prefer shared memory (801)" in caplog.text
 
 
 @pytest.mark.parametrize("missing", [OSError("libcuda.so.1: cannot open"), AttributeError("cuCtxSetCacheConfig")])
-def test_so_is_one_that_is_not_there(told, monkeypatch, caplog, missing):
+def test_a_missing_driver_is_logged(driver, monkeypatch, caplog, missing):
     def absent(name: str) -> None:
         raise missing
 
@@ -49,6 +49,6 @@ def test_so_is_one_that_is_not_there(told, monkeypatch, caplog, missing):
     assert str(missing) in caplog.text
 
 
-def test_the_cpu_has_none(told):
+def test_the_cpu_has_no_driver_setting(driver):
     keep_shared_memory(torch.device("cpu"))
-    assert told.said == []
+    assert driver.calls == []

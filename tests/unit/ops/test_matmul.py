@@ -1,4 +1,4 @@
-"""Which products go to the kernel, and what the operation gives where there is no GPU."""
+"""Choice between matmul kernel and library, and the result of the operation without a GPU."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def test_rule_of_unmeasured_shapes(rows, outputs, processors):
     assert tile.split == 1 or (programs <= processors and tiles <= MOST_SHARED_TILES)
 
 
-def test_the_rest_is_the_librarys():
+def test_other_matmuls_go_to_the_library():
     assert choose(MOST_ROWS + 1, 4096, 4096, "fp8", "a GPU", 132) is None
     assert choose(1, 4096, 4096, "bf16", "a GPU", 132) is None
-    # Programs are given their shares by 32-bit products.
+    # The kernel computes program ranges with 32-bit multiplications.
     assert choose(1, 262144, 16384, "fp8", "a GPU", 132) is None
     assert choose(1, 262144, 8192, "fp8", "a GPU", 132) is not None
 
 
-def test_tiles_that_begin_early_stand_where_their_kernel_runs():
-    early = [(key, most) for key, rows in MEASURED.items() for most, tile in rows.items() if tile and tile.early]
+def test_prefetching_tiles_are_used_only_where_their_kernel_runs():
+    early = [(key, most) for key, rows in MEASURED.items() for most, tile in rows.items() if tile and tile.prefetch]
     kinds = {key[1] for key, _ in early}
     assert kinds == {"fp8", "bf16"}
     for (device, kind, outputs, inputs), most in early:
-        tile = choose(most, outputs, inputs, kind, device, 132, early=False)
+        tile = choose(most, outputs, inputs, kind, device, 132, prefetch=False)
         if kind == "bf16" or most > MOST_ROWS:
             assert tile is None
         else:
-            assert tile == choose(most, outputs, inputs, kind, "a GPU", 132) and not tile.early
+            assert tile == choose(most, outputs, inputs, kind, "a GPU", 132) and not tile.prefetch
 
 
 @pytest.mark.parametrize("key", MEASURED, ids=str)
@@ -51,11 +51,11 @@ def test_measured_tiles_can_be_launched(key):
         if tile is None:
             continue
         _, tiles, _, _ = tile.launch(most, outputs, inputs)
-        assert not tile.shares(most, outputs, inputs) or tiles <= MOST_SHARED_TILES
-        assert not (tile.tma or tile.early) or inputs * itemsize % 16 == 0
-        if tile.early:
-            rings = (tile.outputs * tile.early + tile.tokens * tile.stages) * tile.inputs * itemsize
-            # Beside it an edge's kernel has room.
+        assert not tile.splits_tiles(most, outputs, inputs) or tiles <= MOST_SHARED_TILES
+        assert not (tile.tma or tile.prefetch) or inputs * itemsize % 16 == 0
+        if tile.prefetch:
+            rings = (tile.outputs * tile.prefetch + tile.tokens * tile.stages) * tile.inputs * itemsize
+            # The kernel of a boundary must fit on the SM as well.
             assert rings <= 208 << 10 and tile.inputs * itemsize in (128, 256, 512)
             assert tile.warps == tile.outputs // 16, "a warp group multiplies 64 rows of the weight"
     beyond = max(MEASURED[key], default=0) + 1

@@ -1,4 +1,4 @@
-"""Counter-based noise: a pure function of its arguments, and noise."""
+"""Counter-based random numbers: a pure function of their arguments, with the right distribution."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The step's bookkeeping kernels against their torch references, compiled or in Triton's interpreter (see
-test_kernels.py)."""
+"""A step's bookkeeping kernels against their torch references, compiled or interpreted (see test_kernels.py)."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def test_layout(counts, padding):
     slots, capacity, page = 6, 700, 16
     tokens_SL = torch.randint(1000, (slots, capacity), dtype=torch.int32, device=DEVICE)
     computed_S = torch.randint(capacity - 310, (slots,), device=DEVICE)
-    # A table of many pages is copied in parts.
+    # Large page tables are copied in parts.
     pages = -(-capacity // page) if padding else 1500
     table_SP = torch.randint(99, (slots, pages), dtype=torch.int32, device=DEVICE)
     slots_B = torch.randperm(slots, device=DEVICE)[: len(counts)]
@@ -61,7 +60,7 @@ def test_layout(counts, padding):
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("channels", [24, 4100])
 def test_gathered_samples(width, channels):
-    """Some first tokens lie past the step, as those of rows that a graph has to spare may."""
+    """Some first tokens are past the step's tokens, as can happen for unused rows of a CUDA graph."""
     tokens, rows = 21, 5
     states = torch.randn(tokens, channels, device=DEVICE)
     positions = torch.randint(99, (tokens,), device=DEVICE)
@@ -91,14 +90,14 @@ def test_greedy_draw_takes_the_first_of_the_largest(rows, vocab, dtype):
 @pytest.mark.parametrize("random", [False, True])
 def test_the_best_of_the_parts_is_the_best_of_all(random):
     rows, vocab, parts = 2, 2101, ((0, 700), (700, 2099), (2099, 2101))
-    logits = torch.randn(rows, vocab, device=DEVICE).bfloat16()  # with equal ones
+    logits = torch.randn(rows, vocab, device=DEVICE).bfloat16()  # with ties
     key, position = torch.randint(1 << 62, (2, rows), device=DEVICE)
     given = position, torch.full((rows,), 0.7, device=DEVICE), key, random
     for function in (best_triton, best_reference):
         value, token = function(logits, *given)
         found = [function(logits[:, start:stop], *given, None, start) for start, stop in parts]
         values, tokens = (torch.stack(each) for each in zip(*found, strict=True))
-        # A logarithm's last bit may depend on where in a vector of the processor a number stands.
+        # The last bit of a logarithm may depend on the element's position in a SIMD vector.
         torch.testing.assert_close(values.amax(0), value, rtol=1e-6, atol=1e-6)
         best = torch.isclose(values, value, rtol=1e-6, atol=1e-6)
         assert torch.equal(torch.where(best, tokens, vocab).amin(0), token)
@@ -111,7 +110,7 @@ def test_a_row_of_nan_draws_some_token():
     assert ((got >= 0) & (got < 3000)).all()
 
 
-def test_random_draws_are_the_reference_s():
+def test_random_draws_equal_the_reference():
     rows, vocab = 4, 3001
     logits = torch.randn(rows, vocab, device=DEVICE) * 2
     temperature = torch.tensor([0.0, 0.5, 1.0, 2.0], device=DEVICE)
@@ -121,7 +120,7 @@ def test_random_draws_are_the_reference_s():
     _, want = best_reference(logits, position, temperature, key, True)
     noise = gumbel(key, position, Purpose.SAMPLE, vocab)
     score = torch.where(temperature[:, None] > 0, logits / temperature.clamp_min(1e-9)[:, None] + noise, logits)
-    # The two may differ where the best are equal up to the logarithm's rounding.
+    # The two may differ if the best scores are equal up to the logarithm's rounding.
     gap = score.gather(1, want[:, None]) - score.gather(1, got[:, None])
     assert gap.abs().max() < 1e-4
     assert (got == want).sum() >= rows - 1
@@ -129,7 +128,7 @@ def test_random_draws_are_the_reference_s():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_least_logit_kept(dtype):
-    """Of each filter and of all, beside rows without any; bf16 logits have many equals."""
+    """Each filter alone and all together, in batches with unfiltered rows. bf16 logits contain many ties."""
     rows, vocab = 8, 2203
     logits = (torch.randn(rows, vocab, device=DEVICE) * 3).to(dtype)
     logits[:, 7] = float("-inf")
@@ -139,7 +138,7 @@ def test_the_least_logit_kept(dtype):
     min_p = torch.tensor([0.0, 0.0, 0.05, 0.0, 0.5, 0.0, 0.01, 0.0], device=DEVICE)
     got = least_kept_triton(logits, temperature, top_k, top_p, min_p)
     want = least_kept_reference(logits, temperature, top_k, top_p, min_p)
-    # Sums in another order may end one value further where they meet top_p; equal logits are kept or not together.
+    # Another order of additions may move the top_p bound by one value. Equal logits are kept or dropped together.
     for row, (mine, reference) in enumerate(zip(got.tolist(), want.tolist(), strict=True)):
         values = logits[row].float().unique()
         kept = [int((values >= least).sum()) for least in (mine, reference)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,16 +15,17 @@ ran: list[int] = []
 
 
 class RecordingRunner:
-    def __init__(self, composition: object, *, rank: int, size: int, address: str) -> None:
-        assert (rank, size) == (0, 1)
+    """Also its own loader, and the loaded rank."""
+
+    info = SimpleNamespace(num_pages={0: 5})
+
+    def __init__(self, composition: object, progress: object, *, on_connect: object) -> None:
         self.results: list[StepResult] = []
         ran.clear()
 
-    def load(self, progress: object) -> Any:
-        return type("Info", (), {"num_pages": {0: 5}})()
-
-    def bind(self, num_pages: dict[int, int]) -> None:
+    def bind(self, num_pages: dict[int, int]) -> RecordingRunner:
         assert num_pages == {0: 5}
+        return self
 
     def execute(self, plan: StepPlan, blobs: object) -> None:
         ran.append(plan.step)
@@ -37,24 +38,27 @@ class RecordingRunner:
         ran.append(-1)
 
 
-def started(monkeypatch: pytest.MonkeyPatch, delay: int) -> InprocExecutor:
-    monkeypatch.setattr("dovetail.plugins.executor.inproc.load_class", lambda reference: RecordingRunner)
-    executor = InprocExecutor(InprocConfig(delay=delay), compose(["app=generate"]))
+class Recording(InprocExecutor):
+    loader = f"{__name__}:RecordingRunner"
+
+
+def started(delay: int) -> InprocExecutor:
+    executor = Recording(InprocConfig(delay=delay), compose(["app=generate"]))
     executor.start(lambda phase, share: None)
     return executor
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
-def test_a_plan_runs_once_so_many_newer_ones_were_submitted(monkeypatch: pytest.MonkeyPatch, delay: int) -> None:
-    executor = started(monkeypatch, delay)
+def test_a_plan_runs_after_delay_newer_ones_were_submitted(delay: int) -> None:
+    executor = started(delay)
     for step in range(6):
         executor.submit(StepPlan(step, []), {})
         assert ran == list(range(step + 1 - delay)) if step >= delay else not ran
     assert executor.pending == 6
 
 
-def test_collect_runs_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = started(monkeypatch, 3)
+def test_collect_runs_only_what_it_needs() -> None:
+    executor = started(3)
     for step in range(3):
         executor.submit(StepPlan(step, []), {})
     assert executor.collect().step == 0
@@ -63,15 +67,15 @@ def test_collect_runs_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert executor.pending == 0
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = started(monkeypatch, 0)
+def test_a_plan_that_does_not_fit_is_refused_before_it_runs() -> None:
+    executor = started(0)
     with pytest.raises(ValueError, match="slot 4 leaves"):
         executor.submit(StepPlan(0, [], leaves=[4]), {})
     assert not ran
 
 
-def test_shutdown_twice_closes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = started(monkeypatch, 0)
+def test_shutdown_twice_closes_once() -> None:
+    executor = started(0)
     executor.shutdown()
     executor.shutdown()
     assert ran == [-1]

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.transport import Gate
 
@@ -14,9 +15,7 @@ START = {"type": "http.response.start", "status": 500, "headers": []}
 
 
 def through(app: Callable[..., Awaitable[None]]) -> list[dict]:
-    gate = Gate(
-        app, keys=Keys({}), max_body_bytes=100, receive_timeout=1.0, log_requests=False, on_status=lambda status: None
-    )
+    gate = Gate(app, ServeConfig(), Keys({}), lambda status: None)
     sent: list[dict] = []
 
     async def receive() -> dict:

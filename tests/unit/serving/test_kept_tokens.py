@@ -26,7 +26,7 @@ def tokenizer(tmp_path: Path) -> OurTokenizer:
     ("keep", "text"),
     [((), "é f{}"), (("[TOOL_CALLS]", "[ARGS]"), "é [TOOL_CALLS]f{}"), (("<think>",), "é f{}")],
 )
-def test_what_is_kept(tokenizer: OurTokenizer, keep: tuple[str, ...], text: str) -> None:
+def test_special_tokens_that_are_kept(tokenizer: OurTokenizer, keep: tuple[str, ...], text: str) -> None:
     ids = tokenizer.encode("é [TOOL_CALLS]f{}<eos>")
-    watch = StopStringMatcher(SamplingParams(), tokenizer, keep)
-    assert "".join(watch.push([token])[0] for token in ids) == text
+    matcher = StopStringMatcher(SamplingParams(), tokenizer, keep)
+    assert "".join(matcher.push([token])[0] for token in ids) == text

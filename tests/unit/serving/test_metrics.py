@@ -25,9 +25,9 @@ def counters(**changes: float) -> SimpleNamespace:
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
     """Return a metric of the model; for an engine metric, that of `replica`, by default the first."""
-    asked = {"model_name": "tiny", **labels}
-    found = registry.get_sample_value(f"dovetail:{name}", asked)
-    return registry.get_sample_value(f"dovetail:{name}", {"replica": "0"} | asked) if found is None else found
+    labels = {"model_name": "tiny", **labels}
+    found = registry.get_sample_value(f"dovetail:{name}", labels)
+    return registry.get_sample_value(f"dovetail:{name}", {"replica": "0"} | labels) if found is None else found
 
 
 def test_gauges_are_of_the_moment_and_counters_survive_a_new_engine() -> None:
@@ -104,7 +104,7 @@ def test_times_between_tokens_are_in_their_buckets() -> None:
     assert all(sample.labels["model_name"] == "tiny" for sample in ours.samples)
 
 
-def test_every_metric_says_what_it_is() -> None:
+def test_every_metric_has_a_description() -> None:
     ours = [family for family in Metrics("tiny").registry.collect() if family.name.startswith("dovetail:")]
     assert len(ours) > 20
     assert all(family.documentation.endswith(".") for family in ours)

@@ -22,15 +22,15 @@ def think(text: str) -> ResponseItem:
     return item(type="reasoning", id="rs_1", summary=[], content=[{"type": "reasoning_text", "text": text}])
 
 
-def said(text: str) -> ResponseItem:
+def write(text: str) -> ResponseItem:
     return item(type="message", role="assistant", content=[{"type": "output_text", "text": text, "annotations": []}])
 
 
 def test_an_assistant_s_turn_is_one_message():
     found = messages_of(
         [
-            *(item(role="user", content="hi"), think("hm"), said("wait"), call("a"), call("b")),
-            *(answer("b"), answer("a"), think("so"), said("one"), said("two"), call("c"), think("late")),
+            *(item(role="user", content="hi"), think("hm"), write("wait"), call("a"), call("b")),
+            *(answer("b"), answer("a"), think("so"), write("one"), write("two"), call("c"), think("late")),
         ]
     )
     short = [

@@ -12,8 +12,8 @@ import pytest
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError, DovetailError
-from dovetail.core.frontend import supervised as owned
-from dovetail.core.frontend.shared_counters import Board
+from dovetail.core.frontend import supervised
+from dovetail.core.frontend.shared_counters import SharedCounters
 from dovetail.plugins.app.serve import ports, supervisor
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.keys import Keys
@@ -24,28 +24,28 @@ class FakeEngine:
     def __init__(self, *arguments: Any, **options: Any) -> None: ...
     def start(self) -> None: ...
     def stop(self) -> None: ...
-    def order(self, message: Any) -> None: ...
+    def send_order(self, message: Any) -> None: ...
 
 
 class FakeFrontEnd:
     """Fake front-end process. Ends on "stop" and when reported as hung; process `stuck` has a single heartbeat."""
 
-    lives: list[FakeFrontEnd] = []
+    processes: list[FakeFrontEnd] = []
     stuck = 0
 
     def __init__(self, number: int, order: Any, inherited: Any, *, on_start: Any, on_end: Any) -> None:
-        self.number, self.peer, self.failed, self._on_end = number, None, False, on_end
+        self.number, self.rpc, self.failed, self._on_end = number, None, False, on_end
         self._loop, self._hung = asyncio.get_running_loop(), False
-        self.lives.append(self)
+        self.processes.append(self)
         if number == self.stuck:
-            Board(3, 1, own=number, fd=inherited[0]).turn()
+            SharedCounters(3, 1, own=number, fd=inherited[0]).heartbeat()
 
     def hangs(self, seconds: float) -> None:
         if not self._hung:
             self._hung = True
             self._loop.call_soon_threadsafe(self.end, -9, "hangs")
 
-    def tell(self, op: str) -> None:
+    def notify(self, op: str) -> None:
         if op == "stop":
             asyncio.get_running_loop().call_soon(self.end, 0, "")
 
@@ -55,71 +55,71 @@ class FakeFrontEnd:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeFrontEnd, "lives", [])
+    monkeypatch.setattr(FakeFrontEnd, "processes", [])
     monkeypatch.setattr(supervisor, "FrontEndProcess", FakeFrontEnd)
-    monkeypatch.setattr(owned, "EngineProcess", FakeEngine)
+    monkeypatch.setattr(supervised, "EngineProcess", FakeEngine)
 
 
-def supervised(test: Callable[[list[FakeFrontEnd]], Awaitable[None]], *words: str) -> int:
+def run(test: Callable[[list[FakeFrontEnd]], Awaitable[None]], *words: str) -> int:
     composition = compose(["app=serve", "+preset=tiny_cpu", "serve.processes=2", "serve.max_restarts=2", *words])
     config = composition.app_part.config
     assert isinstance(config, ServeConfig)
 
-    async def run() -> int:
+    async def main() -> int:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             running = asyncio.ensure_future(Supervisor(config, composition, Keys({}), sock).run())
             await asyncio.sleep(0)
-            await test(FakeFrontEnd.lives)
+            await test(FakeFrontEnd.processes)
             async with asyncio.timeout(60):
                 return await running
 
-    return asyncio.run(run())
+    return asyncio.run(main())
 
 
-def test_one_that_dies_is_started_again_until_too_many_have(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(lives: list[FakeFrontEnd]) -> None:
-        assert [one.number for one in lives] == [1, 2]
-        lives[1].end(-9, "was killed")
-        lives[0].end(-9, "was killed")
-        assert [one.number for one in lives] == [1, 2, 2, 1]
-        lives[2].end(-9, "was killed")
-        assert len(lives) == 4
+def test_a_front_end_that_dies_is_restarted_until_too_many_have(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(processes: list[FakeFrontEnd]) -> None:
+        assert [one.number for one in processes] == [1, 2]
+        processes[1].end(-9, "was killed")
+        processes[0].end(-9, "was killed")
+        assert [one.number for one in processes] == [1, 2, 2, 1]
+        processes[2].end(-9, "was killed")
+        assert len(processes) == 4
 
-    assert supervised(test) == 1
-    said = [record.getMessage() for record in caplog.records if "front-end" in record.getMessage()]
-    assert said == [
+    assert run(test) == 1
+    messages = [record.getMessage() for record in caplog.records if "front-end" in record.getMessage()]
+    assert messages == [
         "front-end 2 was killed; it is started again",
         "front-end 1 was killed; it is started again",
         "front-end 2 was killed",
     ]
 
 
-def test_one_that_hangs_is_one_that_dies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    async def test(lives: list[FakeFrontEnd]) -> None:
+def test_a_front_end_that_hangs_is_restarted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(processes: list[FakeFrontEnd]) -> None:
         """Do nothing: the watchdog acts on its own."""
 
     monkeypatch.setattr(FakeFrontEnd, "stuck", 2)
-    assert supervised(test, "serve.front_end_timeout=0.02") == 1
-    assert [one.number for one in FakeFrontEnd.lives] == [1, 2, 2, 2]
-    said = [record.getMessage() for record in caplog.records if "front-end" in record.getMessage()]
-    assert said == ["front-end 2 hangs; it is started again"] * 2 + ["front-end 2 hangs"]
+    assert run(test, "serve.front_end_timeout=0.02") == 1
+    assert [one.number for one in FakeFrontEnd.processes] == [1, 2, 2, 2]
+    messages = [record.getMessage() for record in caplog.records if "front-end" in record.getMessage()]
+    assert messages == ["front-end 2 hangs; it is started again"] * 2 + ["front-end 2 hangs"]
 
 
-def test_one_that_cannot_start_ends_the_server_with_its_reason() -> None:
-    async def test(lives: list[FakeFrontEnd]) -> None:
-        lives[0].failed = True
-        lives[0].end(1, "failed: no such template")
+def test_a_front_end_that_cannot_start_ends_the_server_with_its_reason() -> None:
+    async def test(processes: list[FakeFrontEnd]) -> None:
+        processes[0].failed = True
+        processes[0].end(1, "failed: no such template")
 
     with pytest.raises(DovetailError, match="front-end 1 failed: no such template"):
-        supervised(test)
+        run(test)
 
 
-def test_shutdown_waits_for_all() -> None:
-    async def test(lives: list[FakeFrontEnd]) -> None:
+def test_shutdown_waits_for_all_front_ends() -> None:
+    async def test(processes: list[FakeFrontEnd]) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    assert supervised(test) == 0
-    assert len(FakeFrontEnd.lives) == 2
+    assert run(test) == 0
+    assert len(FakeFrontEnd.processes) == 2
 
 
 def test_a_port_belongs_to_one_server_and_its_processes() -> None:

@@ -1,4 +1,4 @@
-"""Launches that compile in threads and run nothing; without a GPU, as in tests/unit/ops/test_compiled.py."""
+"""Launches that compile in threads and run nothing. Needs no GPU, like tests/unit/ops/test_compiled.py."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from triton.runtime.jit import JITFunction
 
 from dovetail.core.ops import rms_norm, silu_and_mul
 from dovetail.core.testing.compiling import compiled_for_hopper
-from dovetail.core.worker.warmup import compile_ahead, report_late_kernels
+from dovetail.core.worker.warmup import compile_ahead, report_unwarmed_kernels
 
 
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[list[str]]:
-    """The threads that compiled something."""
+    """Names of the threads that compiled something."""
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     found: list[str] = []
     knobs.compilation.listener = lambda **event: found.append(threading.current_thread().name)
@@ -43,7 +43,7 @@ def test_launches_compile_in_the_pool(compiling: list[str]) -> None:
 
 
 def test_a_kernel_is_prepared_once(compiling: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 does not keep what is being compiled; 3.7 does."""
+    """Triton 3.6 does not remember pending compilations; 3.7 does."""
     start, prepared = JITFunction._do_compile, []
 
     def forgetful(kernel: Any, key: Any, signature: Any, device: Any, *more: Any) -> Any:
@@ -58,28 +58,28 @@ def test_a_kernel_is_prepared_once(compiling: list[str], monkeypatch: pytest.Mon
     assert len(prepared) == len(compiling) == 1
 
 
-def test_a_kernel_that_comes_late_is_reported(compiling: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_start_up_missed_is_reported(compiling: list[str], caplog: pytest.LogCaptureFixture) -> None:
     def launch(columns: int) -> None:
         silu_and_mul(torch.empty(3, columns, dtype=torch.bfloat16, device="cuda"))
 
     with compiled_for_hopper():
-        report_late_kernels(True)
+        report_unwarmed_kernels(True)
         launch(72)
-        assert len(compiling) == 1 and not caplog.text, "somebody else listens"
+        assert len(compiling) == 1 and not caplog.text, "another listener is there"
         knobs.compilation.listener = None
-        report_late_kernels(True)
+        report_unwarmed_kernels(True)
         launch(72)
-        assert not caplog.text, "it is there already"
+        assert not caplog.text, "the kernel is compiled already"
         launch(4096)
         launch(4096)
-        report_late_kernels(False)
+        report_unwarmed_kernels(False)
         launch(8192)
     assert knobs.compilation.listener is None
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "silu_and_mul" in record.message and "was compiled" in record.message
 
 
-def test_what_nothing_wrote_reads_as_zeros() -> None:
+def test_unwritten_memory_reads_as_zeros() -> None:
     torch.use_deterministic_algorithms(True)  # It fills new memory with NaN.
     try:
         with compile_ahead(1):
@@ -90,7 +90,7 @@ def test_what_nothing_wrote_reads_as_zeros() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_mistake_in_the_block_leaves_launches_as_they_were() -> None:
+def test_an_error_in_the_block_restores_launches() -> None:
     launch = JITFunction.run
     with pytest.raises(RuntimeError, match="mine"), compile_ahead(1):
         raise RuntimeError("mine")

@@ -1,4 +1,4 @@
-"""Persistent device state, as plans change it."""
+"""How plans change the persistent device state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dovetail.core.worker.device_state import DeviceState, SlotInfo
 from dovetail.core.worker.upload import Upload
 
 
-def test_a_place_is_written_once_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU writes two entries of one place in any order: a shared page's copy could lose against the page itself."""
+def test_a_table_entry_is_sent_once_per_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would write two values of one entry in any order: a shared page's copy could lose against the page."""
     sent: list[Sequence[int]] = []
     send = Upload.send
 
@@ -33,25 +33,7 @@ def test_a_place_is_written_once_a_plan(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(places) == [(0, 0), (1, 0), (1, 1)]
 
 
-def test_who_takes_a_slot_brings_wishes_of_its_own() -> None:
-    state = DeviceState(slots=2, max_len=16, lookahead=0, groups=(), device=torch.device("cpu"), seed=0)
-    asks = SamplingParams(temperature=1.0, top_k=3, logprobs=1, prompt_logprobs=1)
-    wishes = state.unusual
-    every = wishes.random, wishes.filtered, wishes.not_plain, wishes.logprobs, wishes.prompt_logprobs, wishes.pooling
-    for step, (params, pooling, expected) in enumerate(
-        [
-            (asks, None, [{1}, {1}, {1}, {1}, {1}, set()]),
-            (SamplingParams(temperature=0.0), None, [set()] * 6),
-            (SamplingParams(temperature=0.5), "mean", [{1}, set(), set(), set(), set(), {1}]),
-        ]
-    ):
-        info = SlotInfo(step, 0, JoinBlob((1, 2), Request(step, (1, 2), params, pooling=pooling), 0))
-        plan = StepPlan(step=step, rows=[], joins=[Join(1, step, 0, 0)], leaves=[1] if step else [])
-        state.apply(plan, [info])
-        assert list(every) == expected
-
-
-def test_a_join_writes_what_its_slot_is_told_and_nothing_else() -> None:
+def test_a_join_writes_its_own_slot_only() -> None:
     state = DeviceState(slots=70, max_len=16, lookahead=0, groups=(), device=torch.device("cpu"), seed=0)
     columns = state.computed_S, state.drafts_S, state.prompt_len_S, state.top_k_S
     columns += state.temperature_S, state.top_p_S, state.min_p_S, state.adapter_S
@@ -61,16 +43,16 @@ def test_a_join_writes_what_its_slot_is_told_and_nothing_else() -> None:
     before[1] = [3] * 71
     params = SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
     joins = [Join(69, 1, 0, 2), Join(4, 2, 0, 0)]
-    infos = [SlotInfo(uid, 0, JoinBlob((1, 2, 3), Request(uid, (1, 2, 3), params), 0, uid)) for uid in (1, 2)]
+    infos = [SlotInfo(JoinBlob((1, 2, 3), Request(uid, (1, 2, 3), params), 0, uid)) for uid in (1, 2)]
     state.apply(StepPlan(step=0, rows=[], joins=joins), infos)
-    for column, was, told in zip(columns, before, [(2, 0), 0, 3, 7, 0.5, 0.25, 0.125, (1, 2)], strict=True):
-        was[69], was[4] = told if isinstance(told, tuple) else (told, told)
+    for column, was, new in zip(columns, before, [(2, 0), 0, 3, 7, 0.5, 0.25, 0.125, (1, 2)], strict=True):
+        was[69], was[4] = new if isinstance(new, tuple) else (new, new)
         assert column.tolist() == was
     assert state.key_S.count_nonzero() == 2 and state.key_S[4] != state.key_S[69]
     assert state.tokens_SL[[69, 4], :4].tolist() == [[1, 2, 3, 0]] * 2
 
 
-def test_what_is_sent_begins_where_kernels_expect_a_tensor_to() -> None:
+def test_sections_are_aligned_like_tensors() -> None:
     sections = [(1, 2, 3), [], (4,), np.arange(5), [6, 7]]
     sent = Upload(torch.device("cpu")).send(sections)
     assert [each.tolist() for each in sent] == [list(section) for section in sections]

@@ -9,7 +9,7 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.worker.dtypes import resolve_device
 
 
-def test_ranks_take_gpus_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_take_consecutive_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [resolve_device("cuda", rank, 2) for rank in range(2)] == [torch.device("cuda", 2), torch.device("cuda", 3)]
     with pytest.raises(ConfigError, match=r"rank 2 needs GPU 4 \(engine.first_gpu=2\), .* has 4.*; .*engine.dp"):
@@ -17,7 +17,7 @@ def test_ranks_take_gpus_one_after_another(monkeypatch: pytest.MonkeyPatch) -> N
     assert resolve_device("cpu", 7, 2) == torch.device("cpu")
 
 
-def test_auto_never_falls_back_to_the_cpu_for_want_of_one_more_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_never_falls_back_to_the_cpu_when_gpus_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second replica of a host with one GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

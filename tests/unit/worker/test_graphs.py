@@ -1,5 +1,4 @@
-"""Which steps get a graph, and that its layout and padding change nothing: here each is run again where a GPU would
-replay it."""
+"""Which steps get a graph, and that its layout and padding change no token. A replay runs the call again."""
 
 from __future__ import annotations
 
@@ -16,16 +15,20 @@ import torch.nn.functional as F
 from dovetail import LLM, Capabilities, Component, Config, SamplingParams
 from dovetail.core.compose import compose, installed
 from dovetail.core.compose.registry import Package, Registered, Registry
-from dovetail.core.interfaces import PLAIN, AttentionBackend, JoinBlob, Request, Row, RowFlag
+from dovetail.core.interfaces import PLAIN, AttentionBackend, Hidden, Row, RowFlag
 from dovetail.core.ops import encode
+from dovetail.core.testing.executor import quiet
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.worker.batch import Rows
-from dovetail.core.worker.device_state import SlotInfo
+from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs, batch_sizes, token_sizes
+from dovetail.core.worker.loader import load_rank
+from dovetail.core.worker.runner import Runner
+from dovetail.plugins.executor.inproc import InprocExecutor
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 300, 512, 1000])
-def test_spare_rows_are_few(most: int) -> None:
+def test_few_rows_are_padding(most: int) -> None:
     sizes = batch_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most
     for rows in range(1, most + 1):
@@ -34,7 +37,7 @@ def test_spare_rows_are_few(most: int) -> None:
         assert size <= 128 or size % 32 == 0 or size == most
 
 
-def test_spare_tokens_fill_no_further_tile() -> None:
+def test_padding_tokens_fill_no_additional_tile() -> None:
     assert token_sizes(0) == [] and token_sizes(100) == [16, 32, 64, 100]
     sizes = token_sizes(2048)
     assert sizes == sorted(set(sizes)) and sizes[-1] == 2048
@@ -44,13 +47,34 @@ def test_spare_tokens_fill_no_further_tile() -> None:
         assert -(-size // tile) == -(-tokens // tile), (tokens, size)
 
 
-def bare_graphs(lookahead: int = 0) -> StepGraphs:
-    """Of up to 100 rows and, where they are mixed, 200 tokens; nothing runs."""
-    build = SimpleNamespace(spec=SimpleNamespace(hidden=8), dtype=torch.float32)
-    state = SimpleNamespace(scratch=100, device=torch.device("cpu"))
+class CountedModel:
+    """Computes nothing, and counts the shapes that it is called with."""
+
+    def __init__(self) -> None:
+        self.build = SimpleNamespace(spec=SimpleNamespace(hidden=8, vocab=16), dtype=torch.float32)
+        self.calls: Counter[tuple[str, int]] = Counter()
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(ids_T), 8)
+
+    def forward(self, embeds_TC: torch.Tensor, ctx: Any, taps: Any) -> Hidden:
+        self.calls["layers", len(embeds_TC)] += 1
+        return Hidden(embeds_TC, {})
+
+    def logits(self, states_NC: torch.Tensor) -> torch.Tensor:
+        self.calls["logits", len(states_NC)] += 1
+        return torch.zeros(len(states_NC), 16)
+
+    def local_logits(self, states_NC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return self.logits(states_NC), 0
+
+
+def bare_graphs(lookahead: int = 0, model: CountedModel | None = None) -> StepGraphs:
+    """Graphs of up to 100 rows and, in mixed steps, 200 tokens."""
+    device = torch.device("cpu")
     return StepGraphs(
-        SimpleNamespace(build=build),  # type: ignore[arg-type]
-        state,  # type: ignore[arg-type]
+        model or CountedModel(),  # type: ignore[arg-type]
+        DeviceState(slots=100, max_len=64, lookahead=lookahead, groups=(), device=device, seed=0),
         (),
         FromDevice(None),
         taps=(),
@@ -61,9 +85,14 @@ def bare_graphs(lookahead: int = 0) -> StepGraphs:
     )
 
 
+def run_nothing(call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+    """Replace the recorder where graphs are picked and not run."""
+    return call, (None, None)
+
+
 @pytest.mark.parametrize("lookahead", [0, 4])
-def test_some_graph_serves_any_number_of_decode_rows_beside_a_chunk(lookahead: int) -> None:
-    """Each fed as few tokens as one, or as many as it may be."""
+def test_some_graph_serves_a_chunk_and_any_number_of_decode_rows(lookahead: int) -> None:
+    """Decode rows feed one token each, or as many as possible."""
     mixed = [capacity for capacity in bare_graphs(lookahead).capacities if capacity.chunks]
     for decodes in range(1, 100):
         for width in (1, 1 + lookahead):
@@ -71,12 +100,10 @@ def test_some_graph_serves_any_number_of_decode_rows_beside_a_chunk(lookahead: i
             assert any(tokens <= capacity.tokens and decodes <= capacity.decodes for capacity in mixed)
 
 
-def test_steps_that_could_have_drafts_and_have_none_take_no_larger_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: (None, None))
-    monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: None)
+def test_steps_without_drafts_take_no_larger_graphs_if_there_is_a_drafter() -> None:
     both = [bare_graphs(lookahead) for lookahead in (0, 4)]
     for graphs in both:
-        graphs.capture(lambda call: (call, call()), lambda phase, share: None)
+        graphs.capture(run_nothing, quiet)
     decode, sample = int(RowFlag.DECODE | RowFlag.SAMPLE), int(RowFlag.SAMPLE)
     for decodes in range(1, 90):
         for chunk in (0, 20, 64):
@@ -86,12 +113,10 @@ def test_steps_that_could_have_drafts_and_have_none_take_no_larger_graphs(monkey
             assert one is not None and other is not None and one.capacity.tokens == other.capacity.tokens
 
 
-def test_chunks_with_long_contexts_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whatever rows: decode rows may have contexts of any length."""
+def test_chunks_with_long_contexts_run_without_a_graph() -> None:
+    """Contexts of all chunks count together; those of decode rows do not count."""
     graphs = bare_graphs()
-    monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: (None, None))
-    monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: None)
-    graphs.capture(lambda call: (call, call()), lambda phase, share: None)
+    graphs.capture(run_nothing, quiet)
     decode, sample = int(RowFlag.DECODE | RowFlag.SAMPLE), int(RowFlag.SAMPLE)
 
     def picked(*chunks: tuple[int, int]) -> bool:
@@ -104,45 +129,19 @@ def test_chunks_with_long_contexts_run_without_a_graph(monkeypatch: pytest.Monke
     assert not picked((64, longest + 1)) and not picked((64, longest // 2), (65, longest // 2))
 
 
-def test_a_rehearsal_runs_whatever_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a kernel that some size alone needs is compiled while graphs are captured, when nothing runs beside it."""
-    graphs = bare_graphs()
-    ran: list[Any] = []
-    monkeypatch.setattr(StepGraphs, "_run", lambda self, capacity, input_N: ran.append(capacity) or (None, None))
-    monkeypatch.setattr(StepGraphs, "_draw", lambda self, *kind: ran.append(kind))
-    graphs.capture(lambda call: (call, call()), lambda phase, share: None)
-    captured, ran[:] = set(ran), []
-    graphs.rehearse()
-    assert len(captured) > 50 and set(ran) == captured and len(ran) == len(captured)
+def test_warm_up_runs_all_that_is_captured() -> None:
+    """Otherwise kernels that only one size needs would be compiled during capture, one after another."""
+    captured, warm = CountedModel(), CountedModel()
+    bare_graphs(4, captured).capture(lambda call: (call, call()), quiet)
+    bare_graphs(4, warm).warm_up()
+    assert len(captured.calls) > 50 and warm.calls == captured.calls
 
 
-@pytest.mark.parametrize(
-    ("options", "processors", "plain"),
-    [
-        ({"temperature": 0.0}, (), True),
-        ({"temperature": 0.7, "seed": 3}, (), True),
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, (), True),
-        ({"temperature": 0.7, "top_k": 5}, (), True),
-        ({"temperature": 0.7, "top_p": 0.5}, (), True),
-        ({"temperature": 0.7, "min_p": 0.1}, (), True),
-        ({"temperature": 0.0, "logprobs": 0}, (), False),
-        ({"temperature": 0.0}, ("penalties",), False),
-    ],
-)
-def test_captured_draws_know_logits_and_device_state_alone(
-    options: dict[str, Any], processors: tuple[str, ...], plain: bool
-) -> None:
-    request = Request(1, (1, 2), SamplingParams(**options), processors=processors)
-    info = SlotInfo(1, 0, JoinBlob((1, 2), request, 0))
-    filtered = options["temperature"] > 0 and not options.keys().isdisjoint({"top_k", "top_p", "min_p"})
-    assert (info.plain, info.random, info.filtered) == (plain, options["temperature"] > 0, filtered)
-
-
-# Steps as graphs have them, on any device.
+# Steps with the layout of graphs, on any device.
 
 
 class FromDevice(AttentionBackend):
-    """Knows nothing but the metadata's tensors, so one plan of it serves any step of its capacity."""
+    """Reads nothing but the metadata's tensors, so one plan serves any step of its capacity."""
 
     def attend(self, layer, ctx, q, emit=(PLAIN,)):
         meta, pool = ctx.meta, self.pools[layer.group]
@@ -202,7 +201,7 @@ def tensors(outputs: Any) -> list[torch.Tensor]:
 
 
 def run_again(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """In place of a CUDA graph: the same tensors, written anew."""
+    """Replace a CUDA graph: a replay runs the call again and writes its outputs into the same tensors."""
     outputs = call()
 
     def replay() -> None:
@@ -214,36 +213,65 @@ def run_again(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     return replay, outputs
 
 
-def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters: str) -> tuple[list[Any], Counter[str]]:
-    """Twice the same prompts, so that some are in the cache; and how many steps had which kind of graph."""
+class Bound:
+    """A loaded rank whose KV pages hold NaN, and whose steps run as graphs if `graphs`."""
+
+    graphs = False
+
+    def __init__(self, composition: Any, progress: Any, **options: Any) -> None:
+        self.rank = load_rank(composition, progress, **options)
+        self.info, self.close = self.rank.info, self.rank.close
+
+    def bind(self, num_pages: Any) -> Runner:
+        capture = (lambda graphs: graphs.capture(run_again, quiet)) if self.graphs else None
+        runner = Runner(self.rank.parts, num_pages, capture)
+        for pool in runner.pools.values():
+            for plane in pool.planes.values():
+                plane.fill_(float("nan"))
+        return runner
+
+
+class WithGraphs(Bound):
+    graphs = True
+
+
+@pytest.fixture
+def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Number of steps and draws by kind of graph."""
+    kinds: Counter[str] = Counter()
+    pick, draw, picked = StepGraphs.pick, StepGraphs.draw, [None]
+
+    def counted(self: StepGraphs, rows: Any, adapted: bool = False) -> Any:
+        graph = picked[0] = pick(self, rows, adapted)
+        kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
+        kinds[f"wide {kind}"] += graph is not None and graph.capacity.width > 1
+        kinds[f"adapted {kind}" if adapted else kind] += 1
+        return graph
+
+    def drawn(self: StepGraphs, width: int, rows: int, random: bool, filtered: bool) -> Any:
+        kinds["filtered draw"] += filtered
+        kinds["narrow draw after a wide graph"] += picked[0] is not None and picked[0].capacity.width > width
+        return draw(self, width, rows, random, filtered)
+
+    monkeypatch.setattr(StepGraphs, "pick", counted)
+    monkeypatch.setattr(StepGraphs, "draw", drawn)
+    return kinds
+
+
+def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adapters: str) -> list[Any]:
+    """Each prompt twice, so that some are in the cache."""
     words = ["attention=from_device", "engine.device=cpu", "engine.depth=2", "engine.max_seqs=5", "engine.max_len=96"]
     words += [f"spec_decode={drafter}", f"engine.token_budget={budget}", "engine.kv_pages=64", "kv_cache=prefix_hash"]
     words += (
         ["adapter=lora", *(f"+adapter.load.{name}='{path}'" for name, path in adapters.items())] if adapters else []
     )
-    kinds: Counter[str] = Counter()
-    with LLM(composition=compose(words, registry=registry)) as llm:
-        runner = llm.engine.executor._runner  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InprocExecutor, "loader", f"{__name__}:{rank.__name__}")
+        llm = LLM(composition=compose(words, registry=registry))
+    with llm:
         if drafter != "none":
             # Some steps verify drafts, and others, of the same sequences, have none.
             llm.engine.scheduler.draft_tokens = lambda seq, ctx: 4 if ctx.step % 2 else 0  # type: ignore[attr-defined]
-        for pool in runner.pools.values():
-            for plane in pool.planes.values():
-                plane.fill_(float("nan"))
-        if graphs:
-            runner.graphs = runner.step_graphs()
-            runner.graphs.capture(run_again, lambda phase, share: None)
-            pick, picked = runner.graphs.pick, [None]
-
-            def counted(rows: Any, adapted: bool = False) -> Any:
-                graph = picked[0] = pick(rows, adapted)
-                kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
-                if graph is not None and graph.capacity.width > 1:
-                    kinds[f"wide {kind}"] += 1
-                kinds[f"adapted {kind}" if adapted else kind] += 1
-                return graph
-
-            runner.graphs.pick = counted
         texts = ["def fib(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "x", "for i in range(10):\n" * 3]
         texts += ['"""Return the', "class Node:\n"]
         params = [
@@ -255,15 +283,6 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters:
             SamplingParams(temperature=0.0, max_tokens=10, repetition_penalty=1.3),
         ]
         found = [llm.generate(texts, params) for _ in range(2)]
-        if graphs:
-            draw = runner.graphs.draw
-
-            def drawn(width: int, rows: int, random: bool, filtered: bool) -> Any:
-                kinds["filtered draw"] += filtered
-                kinds["narrow draw behind a wide graph"] += picked[0] is not None and picked[0].capacity.width > width
-                return draw(width, rows, random, filtered)
-
-            runner.graphs.draw = drawn
         filters = [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.5, "seed": 8}, {}]
         random = [SamplingParams(temperature=0.9, max_tokens=6, **each) for each in filters]
         found.append(llm.generate(texts[:5], random))
@@ -271,23 +290,25 @@ def run(registry: Registry, graphs: bool, drafter: str, budget: int, **adapters:
         found += [llm.generate(texts, params, adapter=name) for name in adapters]
         vectors = llm.embed(texts, pooling="mean")
     tokens = [[[s.token_ids for s in g.completions] for g in each] for each in found]
-    return [tokens, [vector.round(4).tolist() for vector in vectors]], kinds
+    return [tokens, [vector.round(4).tolist() for vector in vectors]]
 
 
 @pytest.mark.parametrize(("drafter", "budget"), [("none", 128), ("none", 24), ("ngram", 40)])
-def test_the_layout_of_graphs_changes_no_token(registry: Registry, drafter: str, budget: int) -> None:
-    expected, _ = run(registry, False, drafter, budget)
-    got, kinds = run(registry, True, drafter, budget)
-    assert got == expected
+def test_the_layout_of_graphs_changes_no_token(
+    registry: Registry, kinds: Counter[str], drafter: str, budget: int
+) -> None:
+    expected = run(registry, Bound, drafter, budget)
+    assert run(registry, WithGraphs, drafter, budget) == expected
     assert kinds["mixed"] > 3 and kinds["decode"] > 5 and kinds["filtered draw"] > 3, kinds
     if drafter != "none":
         assert 3 < kinds["wide decode"] < kinds["decode"] - 3, kinds
-        assert kinds["narrow draw behind a wide graph"] > 2, kinds
+        assert kinds["narrow draw after a wide graph"] > 2, kinds
 
 
-def test_steps_with_adapters_have_graphs_of_their_own(registry: Registry, save_lora: Callable[..., str]) -> None:
+def test_steps_with_adapters_have_graphs_of_their_own(
+    registry: Registry, kinds: Counter[str], save_lora: Callable[..., str]
+) -> None:
     folders = {"a": save_lora("a", seed=1), "b": save_lora("b", seed=2)}
-    expected, _ = run(registry, False, "none", 40, **folders)
-    got, kinds = run(registry, True, "none", 40, **folders)
-    assert got == expected
+    expected = run(registry, Bound, "none", 40, **folders)
+    assert run(registry, WithGraphs, "none", 40, **folders) == expected
     assert min(kinds[kind] for kind in ("mixed", "decode", "adapted mixed", "adapted decode")) > 3, kinds

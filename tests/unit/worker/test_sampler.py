@@ -1,4 +1,4 @@
-"""Filters against a plain per-row computation, and draws against the filtered distribution."""
+"""Filters match a plain per-row computation, and draws follow the filtered distribution."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_filters_keep_what_they_should(options: dict[str, float]) -> None:
         assert torch.allclose(got[index], (row[index] / full["temperature"]).softmax(0))
 
 
-def test_equals_of_the_last_one_kept_stay() -> None:
+def test_logits_equal_to_the_last_one_kept_stay() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
     for options in ({"top_k": 2}, {"top_p": 0.7}):
         assert (probabilities(logits, make(1, **options)) > 0).tolist() == [[True, True, True, False]]  # type: ignore[arg-type]

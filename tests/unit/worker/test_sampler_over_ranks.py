@@ -1,4 +1,4 @@
-"""Draws from a vocabulary that is split over ranks: the tokens of one rank, without gathering the logits."""
+"""Draws from a vocabulary split over ranks give the tokens of one rank, without gathering logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = LlamaConfig(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_rank_draws_what_one_would(size: int, temperature: float) -> None:
+def test_ranks_draw_the_tokens_of_one_rank(size: int, temperature: float) -> None:
     torch.manual_seed(3)
     states, position = torch.randn(ROWS, HIDDEN), torch.randint(1 << 20, (ROWS,))
     params = SampleParams(

@@ -1,4 +1,4 @@
-"""Where a step is cut, in which order its halves and their collective calls run, and for how long memory must live."""
+"""Two-batch overlap: position of the cut, order of halves and their collective calls, lifetime of a call's memory."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def bounds(counts: list[int], decodes: int) -> HostBounds:
         ([1], 0, 0),
     ],
 )
-def test_the_cut_is_in_the_middle_and_through_no_decode_row(counts: list[int], decodes: int, expected: int) -> None:
+def test_the_cut_is_in_the_middle_and_never_inside_a_decode_row(counts: list[int], decodes: int, expected: int) -> None:
     assert middle(bounds(counts, decodes)) == expected
 
 
-def test_large_steps_leave_no_tile_partly_empty_and_halves_alike() -> None:
+def test_large_steps_are_cut_at_a_tile_near_the_middle() -> None:
     for total in range(8 * TILE, 40 * TILE, 37):
         cut = middle(bounds([total // 3, total - total // 3], 0))
         assert cut % TILE == 0 and abs(cut - total / 2) <= TILE / 2 + 1, (total, cut)
@@ -58,8 +58,7 @@ class Keeps(AttentionBackend):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_halves_are_the_steps_that_would_feed_the_same_tokens(seed: int) -> None:
-    """What a backend is told of a half is what it would be told of those tokens alone."""
+def test_a_half_has_the_metadata_of_a_step_with_its_tokens(seed: int) -> None:
     drawn = random.Random(seed)
     groups = (KVGroup(0, (0, 2), page_tokens=4), KVGroup(3, (1,), page_tokens=4, kind="window", window=8))
     decodes, width = drawn.randint(0, 3), drawn.randint(1, 3)
@@ -68,7 +67,7 @@ def test_halves_are_the_steps_that_would_feed_the_same_tokens(seed: int) -> None
     before = [(name, drawn.randint(1, 9)) for name, _ in named if drawn.random() < 0.7]
 
     def paging() -> Paging:
-        """The same pages each time."""
+        """Return a paging with the same pages each time."""
         made = Paging(groups, torch.device("cpu"), rng=random.Random(seed))
         for name, count in before:
             made.step([(name, count)])
@@ -106,7 +105,7 @@ def test_halves_are_the_steps_that_would_feed_the_same_tokens(seed: int) -> None
 
 
 class FakeStream:
-    """Says what is enqueued where."""
+    """Logs what is enqueued on it."""
 
     device = torch.device("cpu")
 
@@ -132,7 +131,7 @@ class FakeEvent:
 
 
 def two_streams(main: FakeStream, side: FakeStream, monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
-    """In place of torch's; those that became current, in order."""
+    """Replace torch's streams. Return those that became current, in order."""
     current = [main]
     fake = SimpleNamespace(
         Stream=lambda device, priority: side,
@@ -145,7 +144,7 @@ def two_streams(main: FakeStream, side: FakeStream, monkeypatch: pytest.MonkeyPa
 
 
 def test_halves_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both rules of `interleave`; and what a call has read is free as soon as main has waited for it."""
+    """Also, the inputs of a call are free once main has waited for it."""
     log: list[str] = []
     reads: list[weakref.ref[torch.Tensor]] = []
     main, side = FakeStream("main", log, reads), FakeStream("side", log, reads)
@@ -164,8 +163,7 @@ def test_halves_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> No
         return name
 
     entered: list[int] = []
-    lanes = [layers("A"), layers("B")]
-    assert interleave(lanes, SideStream(torch.device("cpu")), entered.append) == ("A", "B")
+    assert interleave([layers("A"), layers("B")], SideStream(torch.device("cpu")), entered.append) == ("A", "B")
     assert entered == [0, 1] * 3
     turn = ["main: {0} works", "side waits for all of main", "side: {0} calls", "side records"]
     expected = [line.format(name) for name in "AB" for line in turn]
@@ -191,7 +189,7 @@ def test_a_call_that_fails_leaves_the_main_stream_current(monkeypatch: pytest.Mo
     assert current[-1] is main
 
 
-# What can and cannot.
+# Which compositions support it.
 
 
 class WholeConfig(Config):
@@ -212,7 +210,7 @@ class Whole(Model):
     kv_groups = load = init_dummy = embed = forward = logits = None  # type: ignore[assignment]
 
 
-def test_a_model_that_calls_by_itself_is_refused() -> None:
+def test_a_model_without_layers_is_refused() -> None:
     part = Component(kind="model", name="whole", config=WholeConfig, target=f"{__name__}:Whole", api="model/0.1")
     own = installed()
     registry = Registry(
@@ -231,7 +229,7 @@ def test_a_backend_that_plans_on_the_host_is_refused() -> None:
         composition.check(Host(device="cuda"), {})
 
 
-def test_who_gains_nothing_is_told() -> None:
+def test_a_note_says_if_overlap_gains_nothing() -> None:
     assert why_useless(2048, 2048, 2) is None
     for tokens, why in ((32, "no sums to hide"), (4096, "engine.token_budget=2048")):
         with LLM(

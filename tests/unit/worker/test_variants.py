@@ -1,8 +1,7 @@
-"""Start-up compiles every kernel that a step can need: else whoever meets a new one waits for its compilation, and so
-do all who are served beside him.
+"""Start-up compiles every kernel that a step can need. Otherwise a step and all its requests wait for a compilation.
 
-The plans are those of a real engine, whose device is simulated; a rank on an H200 that is not there carries them out.
-DOVETAIL_KERNELS=all takes more models, and presets as they are.
+The plans come from a real engine with a simulated device. A rank on an H200 that is not there runs them.
+DOVETAIL_KERNELS=all adds models, and uses presets unchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ from dovetail.core.compose import Composition, compose
 from dovetail.core.engine.engine import start_engine
 from dovetail.core.interfaces import RowFlag, SamplingParams
 from dovetail.core.ops.kernels import launch
+from dovetail.core.testing.executor import quiet
 from dovetail.core.testing.no_gpu import no_gpu
 from dovetail.core.worker import two_batch_overlap
+from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.plugins.collective.nccl import NcclCollective
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
@@ -37,7 +38,7 @@ from dovetail.plugins.collective.symm_mem.size_table import SizeTable
 from ..nowhere import lone_copies, lone_reducer
 
 EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
-# Widths are those of the model: what is launched follows from them. Layers are alike. No sequence is as long as a step.
+# Widths are those of the model, since they determine the kernels. Layers are alike. No sequence is as long as a step.
 SHAPES = ["model.load=dummy", "model.hf.num_hidden_layers=2", "engine.kv_pages=4000", "engine.max_len=1900"]
 if not EVERYTHING:
     SHAPES += ["engine.max_seqs=160", "engine.graph_tokens=64", "engine.token_budget=4096"]
@@ -61,32 +62,32 @@ Do = Callable[[Runner], None]
 
 
 def served(rng: random.Random, *overrides: str, drafts: int = 0) -> Iterator[Do]:
-    """What a rank is told while requests come and go: few and many, of all kinds, in chunks and one token a step. In
-    two of three steps decode rows have so many drafts: the simulated device has none."""
+    """Yield the calls that a rank receives while requests come and go: few and many, of all kinds, in chunks and one
+    token per step. In two of three steps decode rows get `drafts` drafts, since the simulated device has none."""
     engine = start_engine(compose([*SHAPES, *overrides, *SIMULATED]))
-    told: deque[Do] = deque()
+    calls: deque[Do] = deque()
     submit, complete = engine.executor.submit, engine.executor.complete
 
-    def noted_submit(plan, blobs):
+    def recorded_submit(plan, blobs):
         mine = deepcopy(plan), dict(blobs)
         if drafts and plan.step % 3:
             mine[0].rows[:] = [
                 row._replace(count=1 + drafts, bound=row.bound + drafts, draft=drafts) if row.flags & DECODE else row
                 for row in plan.rows
             ]
-        told.append(lambda runner: runner.execute(*mine))
+        calls.append(lambda runner: runner.execute(*mine))
         submit(plan, blobs)
 
-    def noted_complete(late):
-        told.append(lambda runner: runner.complete(late))
+    def recorded_complete(late):
+        calls.append(lambda runner: runner.complete(late))
         complete(late)
 
-    engine.executor.submit, engine.executor.complete = noted_submit, noted_complete
+    engine.executor.submit, engine.executor.complete = recorded_submit, recorded_complete
     try:
-        # The last crowd stays while it grows, so that chunks have any number of decode rows beside them.
+        # The last crowd stays while it grows, so that steps have chunks and any number of decode rows.
         for crowd, prompts, outputs, kinds in (
             (1, (17,), (4,), ["greedy"]),
-            # Rows of which eight ranks have 16 each, though 16 does not divide them.
+            # Split over eight ranks, these rows make 16 each, though they are no multiple of 16.
             (1, (123,), (2,), ["greedy"]),
             (3, (1, 500), (4,), ["greedy", "filtered"]),
             (60, (1, 64, 500, 1800), (1, 4), list(KINDS)),
@@ -98,14 +99,14 @@ def served(rng: random.Random, *overrides: str, drafts: int = 0) -> Iterator[Do]
                 engine.add(prompt[: engine.info.max_len - params.max_tokens - 1], params)
             while engine.has_work:
                 engine.step()
-                yield from told
-                told.clear()
+                yield from calls
+                calls.clear()
     finally:
         engine.shutdown()
 
 
 class OneOfEight(SymmMemCollective):
-    """A rank whose peers are not there: what it launches, and what NCCL would return."""
+    """A rank without its peers: launches its kernels, and returns tensors shaped like NCCL's."""
 
     def connect(self, rank: int, size: int, address: str, device: torch.device) -> None:
         self.rank, self.size, self._device = rank, size, device
@@ -121,8 +122,8 @@ class OneOfEight(SymmMemCollective):
 
 
 @pytest.mark.parametrize("case", RANKS)
-def test_no_step_of_several_ranks_does_either(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large steps in halves, sums through symmetric memory."""
+def test_no_step_of_several_ranks_launches_an_uncompiled_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large steps run in halves, and sums go through symmetric memory."""
     alone = ["engine.tp=1", "engine.overlap_tokens=0", "collective=nccl"]
     calls = list(served(random.Random(1), *case.split(), *alone))
     monkeypatch.setattr(symm_mem, "SymmMemCollective", OneOfEight)
@@ -130,37 +131,35 @@ def test_no_step_of_several_ranks_does_either(case: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(two_batch_overlap, "SideStream", lambda device: two_batch_overlap.Inline())
     kept: list[torch.device] = []
     monkeypatch.setattr(launch, "keep_shared_memory", kept.append)
-    late = launched_late(compose([*SHAPES, *case.split()]), calls, size=8)
-    assert not late
-    assert [device.type for device in kept] == ["cuda"], "or products find no room behind an edge"
+    assert not launched_uncompiled(compose([*SHAPES, *case.split()]), calls, size=8)
+    assert [device.type for device in kept] == ["cuda"], "otherwise matmuls find no room after an edge"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_step_launches_what_start_up_has_not_compiled(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_launches_an_uncompiled_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list(served(random.Random(0), *case.split()))
     kept: list[torch.device] = []
     monkeypatch.setattr(launch, "keep_shared_memory", kept.append)
-    assert not launched_late(compose([*SHAPES, *case.split()]), calls)
-    assert [device.type for device in kept] == ["cuda"], "or products find no room behind a norm"
+    assert not launched_uncompiled(compose([*SHAPES, *case.split()]), calls)
+    assert [device.type for device in kept] == ["cuda"], "otherwise matmuls find no room after a norm"
 
 
-def test_no_step_does_either_where_some_have_drafts_and_others_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_with_or_without_drafts_launches_an_uncompiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ["+preset=h200_fp8_tp1", "model=llama3_8b", "engine.max_seqs=24", "engine.graph_tokens=256"]
     calls = list(served(random.Random(2), *case, drafts=4))
     monkeypatch.setattr(launch, "keep_shared_memory", lambda device: None)
-    assert not launched_late(compose([*SHAPES, *case, "spec_decode=ngram"]), calls)
+    assert not launched_uncompiled(compose([*SHAPES, *case, "spec_decode=ngram"]), calls)
 
 
-def launched_late(composition: Composition, calls: Iterable[Do], **place: int) -> list[tuple[str, str]]:
-    """Kernels, and variants of them, that steps launch and start-up did not."""
+def launched_uncompiled(composition: Composition, calls: Iterable[Do], **place: int) -> list[tuple[str, str]]:
+    """Return the kernels and their variants that steps launched and start-up did not."""
     with triton.knobs.compilation.scope(), no_gpu(machine_code=False) as compiled:
-        runner = Runner(composition, **place)  # type: ignore[arg-type]
-        info = runner.load(lambda phase, share: None)
-        runner.bind(info.num_pages)
+        rank = load_rank(composition, quiet, **place)  # type: ignore[arg-type]
+        runner = rank.bind(rank.info.num_pages)
         ready = len(compiled.variants)
-        assert triton.knobs.compilation.listener is not None, "a kernel that comes late would be reported"
+        assert triton.knobs.compilation.listener is not None, "an uncompiled kernel would be reported"
         for call in calls:
             call(runner)
-        late = list(compiled.variants)[ready:]
-    assert ready > 30, "start-up launched the house's kernels"
-    return late
+        uncompiled = list(compiled.variants)[ready:]
+    assert ready > 30, "start-up launched kernels"
+    return uncompiled

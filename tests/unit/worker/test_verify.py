@@ -1,4 +1,4 @@
-"""Verification leaves the target's distribution alone; the same test rejects verifiers that do not."""
+"""Verification preserves the target's distribution; the same test rejects verifiers that do not."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from scipy import stats
 
 from dovetail.core.ops.random import Purpose, gumbel
 from dovetail.core.testing.spec_decode import verify_match
-from dovetail.core.worker.sampler import SampleParams, Verdict, sample, verify_rejection
+from dovetail.core.worker.sampler import SampleParams, VerifiedDrafts, sample, verify_rejection
 
 V, K, N = 6, 2, 40_000
-Verify = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Verdict]
+Verify = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], VerifiedDrafts]
 
 
 def p_value(verify: Verify, *, certain: bool, depends: bool = True) -> float:
-    """Chi-square of (first token, second token) against plain sampling from the target, over N independent rows.
-
-    The target's second distribution depends on the first token, so that a draft accepted wrongly shows in the pair.
-    """
+    """Return the chi-square p-value of (first token, second token) against plain sampling from the target, over N
+    independent rows. The target's second distribution depends on the first token, so a wrongly accepted draft shows in
+    the pair."""
     torch.manual_seed(0)
     first = torch.randn(V).softmax(0)
     second = torch.randn(V, V).softmax(-1)
@@ -37,12 +36,12 @@ def p_value(verify: Verify, *, certain: bool, depends: bool = True) -> float:
         q = torch.stack([q_first.expand(N, V), q_second[d1]], 1)
     p = torch.stack([first.expand(N, V), second[draft[:, 0]], third[draft[:, 1]]], 1)
     count = torch.randint(0, K + 1, (N,))  # Some rows have fewer drafts than positions.
-    verdict = verify(p, q, draft, count, key)
+    verified = verify(p, q, draft, count, key)
 
-    token1 = verdict.tokens_RW[:, 0]
+    token1 = verified.tokens_RW[:, 0]
     # A row that stopped after one token draws its second one plainly in the next step.
     plain = (second[token1].log() + gumbel(key, torch.full((N,), 99), Purpose.SAMPLE, V)).argmax(-1)
-    token2 = torch.where(verdict.accepted_R > 0, verdict.tokens_RW[:, 1], plain)
+    token2 = torch.where(verified.accepted_R > 0, verified.tokens_RW[:, 1], plain)
     observed = torch.bincount(token1 * V + token2, minlength=V * V).double()
     expected = (first[:, None] * second).flatten().double()
     return float(stats.chisquare(observed, expected / expected.sum() * N).pvalue)
@@ -74,14 +73,14 @@ def match(p, q, draft, count, key):  # type: ignore[no-untyped-def]
 def always_accepts(p, q, draft, count, key):  # type: ignore[no-untyped-def]
     own = p[torch.arange(len(key)), count].log() + gumbel(key, count, Purpose.SAMPLE, V)
     tokens = torch.cat([draft, draft[:, :1]], 1).scatter(1, count[:, None], own.argmax(-1, keepdim=True))
-    return Verdict(tokens, count.clone())
+    return VerifiedDrafts(tokens, count.clone())
 
 
 def draws_from_p_after_rejection(p, q, draft, count, key):  # type: ignore[no-untyped-def]
-    verdict = rejection(p, q, draft, count, key)
-    at = verdict.accepted_R
+    verified = rejection(p, q, draft, count, key)
+    at = verified.accepted_R
     own = (p[torch.arange(len(key)), at].log() + gumbel(key, at + 10, Purpose.RESIDUAL, V)).argmax(-1)
-    return Verdict(verdict.tokens_RW.scatter(1, at[:, None], own[:, None]), at)
+    return VerifiedDrafts(verified.tokens_RW.scatter(1, at[:, None], own[:, None]), at)
 
 
 def ignores_q(p, q, draft, count, key):  # type: ignore[no-untyped-def]
@@ -115,14 +114,14 @@ def test_drafts_past_count_are_never_accepted() -> None:
 
 
 def test_greedy_targets_make_rejection_exact() -> None:
-    """p a point mass: accepted exactly where the draft is the arg-max, and the own token is the arg-max."""
+    """With p a point mass, a draft is accepted exactly if it is the arg-max, as is the target's own token."""
     rows = 200
     best = torch.randint(V, (rows, K + 1))
     p = torch.nn.functional.one_hot(best, V).float()
     q = torch.rand(rows, K, V).softmax(-1)
     draft = torch.where(torch.rand(rows, K) < 0.6, best[:, :K], torch.randint(V, (rows, K)))
     count = torch.full((rows,), K)
-    verdict = rejection(p, q, draft, count, torch.randint(1 << 60, (rows,)))
+    verified = rejection(p, q, draft, count, torch.randint(1 << 60, (rows,)))
     expected = (draft == best[:, :K]).long().cumprod(-1).sum(-1)
-    assert torch.equal(verdict.accepted_R, expected)
-    assert torch.equal(verdict.tokens_RW.gather(1, expected[:, None]), best.gather(1, expected[:, None]))
+    assert torch.equal(verified.accepted_R, expected)
+    assert torch.equal(verified.tokens_RW.gather(1, expected[:, None]), best.gather(1, expected[:, None]))

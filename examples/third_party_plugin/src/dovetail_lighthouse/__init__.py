@@ -1,4 +1,4 @@
-"""Parts for Dovetail from outside. Dovetail calls the two hooks while it composes; nothing heavy is imported here."""
+"""Example plugin for Dovetail, which calls the two hooks when it composes. Nothing heavy is imported here."""
 
 from dovetail import Component, hookimpl
 from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig

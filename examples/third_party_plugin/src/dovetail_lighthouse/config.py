@@ -1,4 +1,4 @@
-"""Options of the three components. Listing and validating import this module, so it imports no torch."""
+"""Options of the three components. Listing and validating import this module, so it must not import torch."""
 
 from pydantic import Field
 
@@ -6,19 +6,19 @@ from dovetail import Config
 
 
 class LighthouseConfig(Config):
-    """Newest request first; who has waited for max_age goes before all others, oldest first."""
+    """Newest request first. Requests that have waited for max_age go before all others, oldest first."""
 
     max_age: float = Field(10.0, ge=0)
-    """Seconds from arrival after which a request counts as late. 0 = all are late: first come, first served."""
+    """Seconds from arrival after which a request is late. 0 = first come, first served."""
 
 
 class NoRepeatNgramConfig(Config):
-    """No n-gram of tokens comes twice. A request sets its own n, up to `longest`."""
+    """Bans repeated n-grams of tokens. A request may set its own n, up to `longest`."""
 
     size: int = Field(0, ge=0)
-    """n for requests that set none, tokens; 0 = none."""
+    """n, in tokens, for requests that set none; 0 = off."""
     longest: int = Field(8, ge=1, le=64)
-    """Largest n that is allowed, tokens; every step makes so many comparisons per token of history."""
+    """Largest n that a request may set, in tokens. Each step makes this many comparisons per token of history."""
     prompt: bool = True
     """Whether n-grams of the prompt count."""
 
@@ -28,14 +28,14 @@ class NoRepeatNgramConfig(Config):
 
 
 class NoRepeatNgramParams(Config):
-    """What a request may say: SamplingParams(extra={"no_repeat_ngram": 3})."""
+    """Request parameters: SamplingParams(extra={"no_repeat_ngram": 3})."""
 
     no_repeat_ngram: int | None = Field(None, ge=0)
-    """n, tokens; 0 = none; null = the option `size`."""
+    """n, in tokens; 0 = off; null = the option `size`."""
 
 
 class StepCsvConfig(Config):
-    """One line of CSV per engine step, the names of the columns first."""
+    """Writes one line of CSV per engine step, after a header line."""
 
     path: str = "steps.csv"
-    """File to write, overwritten; each engine needs one of its own."""
+    """File to write; an existing one is overwritten. Each engine needs a separate file."""

@@ -1,14 +1,14 @@
-"""Segmented LRU (Karedla, Love and Wherry 1994) for KV pages: a page that was reused once outlives any number of pages
-that never were. Choose it with kv_cache.eviction=dovetail_lighthouse.eviction:SegmentedLRU."""
+"""Segmented LRU (Karedla, Love and Wherry 1994) for KV pages: a page that was reused outlives pages that never were.
+Choose it with kv_cache.eviction=dovetail_lighthouse.eviction:SegmentedLRU."""
 
 from collections import OrderedDict
 
 
 class SegmentedLRU:
-    """Pages never reused wait in `probation`, the others in `protected`; each in order of release."""
+    """Keeps pages never reused in `probation` and the others in `protected`, each in order of release."""
 
     share = 0.8
-    """Of the evictable pages, held by `protected` at most. Past that its oldest pages go back to probation."""
+    """Maximum share of evictable pages in `protected`. Beyond it the oldest pages return to `probation`."""
 
     def __init__(self):
         self.probation = OrderedDict()

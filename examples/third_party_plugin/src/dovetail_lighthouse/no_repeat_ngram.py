@@ -19,7 +19,7 @@ class NoRepeatNgram(LogitsProcessor):
     def validate(self, request, vocab):
         if self._size(request) > self.config.longest:
             raise RequestError(
-                f"no_repeat_ngram={self._size(request)} is more than {self.config.longest}, the longest allowed here"
+                f"no_repeat_ngram={self._size(request)} is more than {self.config.longest}, the configured maximum"
             )
 
     def wants(self, request):
@@ -31,11 +31,11 @@ class NoRepeatNgram(LogitsProcessor):
     def apply(self, logits_NV, ctx):
         length_N1 = ctx.lengths_N[:, None]
         size_N1 = self.size_S[ctx.slots_N, None]
-        # A processor may not ask the device how long a history is, so all go to the host's bound.
+        # Reading lengths from the device would make the host wait, so every history extends to the host's bound.
         tokens_NL = ctx.tokens_SL[ctx.slots_N, : ctx.max_length].long().clamp_(0, logits_NV.shape[1] - 1)
         at_L = torch.arange(tokens_NL.shape[1], device=logits_NV.device)
         begin_N1 = torch.zeros_like(length_N1) if self.config.prompt else ctx.prompt_len_S[ctx.slots_N, None]
-        # banned[i]: the n - 1 tokens before token i are those before the one to be sampled.
+        # banned[i]: the n - 1 tokens before token i equal the last n - 1 tokens of the history.
         banned_NL = (size_N1 > 0) & (at_L < length_N1) & (at_L - size_N1 + 1 >= begin_N1)
         for back in range(1, self.config.longest):
             before_NL = tokens_NL[:, (at_L - back).clamp_(min=0)]

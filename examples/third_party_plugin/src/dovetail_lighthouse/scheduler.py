@@ -1,4 +1,4 @@
-"""Newest first, as a mail reader works off its inbox, with an age limit so that nobody starves."""
+"""Newest request first, with an age limit so that no request starves."""
 
 import heapq
 
@@ -10,7 +10,7 @@ class Lighthouse(PolicyScheduler):
         late, fresh = [], []
         for seq in waiting:
             (late if self._late(seq, ctx) else fresh).append((seq.uid, seq))
-        # uids rise with arrival. Heaps: of a long queue only as many are sorted as enter.
+        # uids rise with arrival. A heap sorts only as much of a long queue as is admitted.
         heapq.heapify(late)
         while late:
             yield heapq.heappop(late)[1]
@@ -20,7 +20,7 @@ class Lighthouse(PolicyScheduler):
             yield heapq.heappop(fresh)[1]
 
     def victim(self, candidates, ctx):
-        """The reverse of order: the oldest that is not late, else the newest."""
+        """Return the oldest sequence that is not late, else the newest: the reverse of `order`."""
         fresh = [seq for seq in candidates if not self._late(seq, ctx)]
         return min(fresh, key=lambda seq: seq.uid) if fresh else max(candidates, key=lambda seq: seq.uid)
 

@@ -10,7 +10,7 @@ class StepCsv(Observer):
     file = None
 
     def step(self, record):
-        if self.file is None:  # Not before: an engine that runs no step leaves no file.
+        if self.file is None:  # Opened here, so that an engine without a step leaves no file.
             self.file = open(self.config.path, "w", newline="", buffering=1, encoding="utf-8")
             self.rows = csv.writer(self.file)
             self.rows.writerow(field.name for field in fields(StepRecord))

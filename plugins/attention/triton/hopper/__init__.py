@@ -1,1 +1,1 @@
-"""Attention of prompts on Hopper, in Triton's Gluon."""
+"""Attention of prompts and of single tokens on Hopper, in Triton's Gluon."""

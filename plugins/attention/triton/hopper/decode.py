@@ -1,17 +1,17 @@
-"""Attention of rows that decode one token, for Hopper: few ways to memory and back between a kernel's start and end.
+"""Attention of rows that decode one token, for Hopper, with few memory round trips between a kernel's start and end.
 
-In a step of few rows latency is the time, not bandwidth. So the first pages come with the item; keys and values are on
-their way before the kernel in front has ended, where it is this one that writes the step's; warps are lanes with keys
-of their own, which meet once, at the end (lanes.py); and the new key is not read from its page: it stands beside the
-lanes as one more.
+With few rows, a step is bound by latency, not bandwidth. So the first pages are stored with the item. If this kernel
+writes the step's keys, it fetches older keys and values before the preceding kernel has ended. Each warp processes
+different keys, and the warps are joined once, at the end (per_warp.py). The new key is not read back from its page
+but joined as an additional entry.
 
-The ranges of a long row meet without counters and fences. A mailbox holds EMPTY wherever nothing has arrived, and no
-range sends EMPTY (as NCCL's LL protocol does). The last of a group of ranges reads until no word is EMPTY, empties what
-it has read, and sends what they come to in its turn, for the row's last to read. Programs start in the order of their
-items, so that whoever waits finds those before it at work.
+Ranges of a long row are joined without counters and fences. A mailbox holds EMPTY until data arrives, and ranges never
+send EMPTY (like NCCL's LL protocol). The last of a group of ranges polls until no word is EMPTY, resets the mailboxes
+to EMPTY, and sends the joined result to the row's last range. Programs start in the order of their items, so a program
+waits only for programs that are already running.
 
-A slab is 16 keys of each lane, side by side; a block is SLABS of them. Shapes: L lanes, M query heads of a kv head (8
-or 16), D head dim, W words of D: pairs of 8-bit values, or single ones of 16 bits, R ranges that are read together.
+A slab is 16 keys of each warp; a block is SLABS slabs. Shapes: L warps, M query heads of a kv head (8 or 16), D head
+dim, W words of D (pairs of 8-bit values, or single 16-bit values), R ranges that are read at once.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.ops.kernels.gluon import barrier
 from dovetail.plugins.attention.triton.hopper.fetch import ITEM_FIELDS
-from dovetail.plugins.attention.triton.lanes import LOG2_E, LOW, unpair
-from dovetail.plugins.attention.triton.tiles import EMPTY, LANE_KEYS
+from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW, unpair
+from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS
 
-DEEP = gl.constexpr(LANE_KEYS)
-"""Keys of a lane in a slab: what one matrix instruction sums over."""
-TOGETHER = gl.constexpr(4)
-"""Ranges of a row that are asked for at once."""
-MEETING = gl.constexpr(8)
-"""Ranges of a row in a group."""
+DEEP = gl.constexpr(WARP_KEYS)
+"""Keys of a warp in a slab, as many as one matrix instruction sums over."""
+AT_ONCE = gl.constexpr(4)
+"""Ranges of a row whose mailboxes are read at once."""
+JOIN_GROUP = gl.constexpr(8)
+"""Ranges of a row that are joined as a group."""
 _EMPTY = gl.constexpr(EMPTY)
 
 
 @gluon.jit
-def _told(pointers, mask=None, other=None):
-    """Of the plan, past the multiprocessor's cache: before the wait it may still hold the last step's, which had the
-    same addresses."""
+def _load_plan(pointers, mask=None, other=None):
+    """Load from the plan, bypassing L1, which before the wait may hold the last step's plan at these addresses."""
     return gl.load(pointers, mask=mask, other=other, cache_modifier=".cg")
 
 
@@ -52,14 +51,14 @@ def _seen(key, seen_from, end, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _pages(table, key, seen_from, end, WINDOW: gl.constexpr, PAGE: gl.constexpr):
-    return _told(table + key // PAGE, _seen(key, seen_from, end, WINDOW), 0)
+    return _load_plan(table + key // PAGE, _seen(key, seen_from, end, WINDOW), 0)
 
 
 @gluon.jit
 def _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wanted, K: gl.constexpr, D: gl.constexpr,
            WINDOW: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """Let a block's keys and values come into its place, if it is wanted; zeros for those that nobody sees. k_at, v_at:
-    the first slot's."""
+    """Start the copy of a block's keys and values to its place if `wanted`, with zeros for unseen keys. k_at, v_at:
+    pointers to the first slot."""
     slot = ((page.to(gl.int64) * PAGE + key % PAGE) * (K * D))[:, None]
     seen = _seen(key, seen_from, end, WINDOW)[:, None]
     if wanted:
@@ -72,7 +71,7 @@ def _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wan
 
 @gluon.jit
 def _angles(rope_ptr, position, dims, HALF: gl.constexpr):
-    """Cosines and sines of a position. HALF: rotary pairs."""
+    """Load the cosines and sines of a position. HALF: rotary pairs."""
     cos, sin = 0.0, 0.0
     if rope_ptr is not None:
         row = rope_ptr + position.to(gl.int64) * (2 * HALF)
@@ -84,7 +83,7 @@ def _angles(rope_ptr, position, dims, HALF: gl.constexpr):
 
 @gluon.jit
 def _with_partners(x_ptr, dims, ok, HALF: gl.constexpr):
-    """Values from x_ptr on, and those that each of them is turned with; nothing and nothing for None."""
+    """Load the values at x_ptr and the partners with which they are rotated; zeros if x_ptr is None."""
     x, y = 0.0, 0.0
     if x_ptr is not None:
         partner = gl.where(dims < HALF, dims + HALF, dims - HALF)
@@ -94,9 +93,9 @@ def _with_partners(x_ptr, dims, ok, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _turn(asked, weights, angles, eps, dims, NORM: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):
-    """Norm and rotate heads, as core.ops.kv_write does."""
-    x, y = asked
+def _norm_rotate(loaded, weights, angles, eps, dims, NORM: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):
+    """Norm and rotate heads like core.ops.kv_write."""
+    x, y = loaded
     dtype: gl.constexpr = x.dtype
     x = x.to(gl.float32)
     y = y.to(gl.float32)
@@ -113,7 +112,7 @@ def _turn(asked, weights, angles, eps, dims, NORM: gl.constexpr, D: gl.constexpr
 
 @gluon.jit
 def _stored(x, scale, KV: gl.constexpr, LARGEST: gl.constexpr):
-    """As pages hold it: divided by its scale and clamped where they are 8 bits wide."""
+    """Convert to the pages' format: divided by the scale and clamped if it has 8 bits."""
     if LARGEST is not None:
         x = gl.maximum(gl.minimum(x.to(gl.float32) / scale, LARGEST), -LARGEST)
     return x.to(KV)
@@ -121,26 +120,26 @@ def _stored(x, scale, KV: gl.constexpr, LARGEST: gl.constexpr):
 
 @gluon.jit
 def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW: gl.constexpr,
-           SLABS: gl.constexpr, PLACES: gl.constexpr, LANES: gl.constexpr, M: gl.constexpr,
+           SLABS: gl.constexpr, PLACES: gl.constexpr, WARPS: gl.constexpr, M: gl.constexpr,
            KV: gl.constexpr):  # fmt: skip
-    """One block of keys. Where nobody sees one, K and V are zeros."""
-    SLAB: gl.constexpr = LANES * DEEP
-    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1], [16, 8])
-    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, 1], [1, 16, 8])
+    """Process one block of keys. K and V of unseen keys are zeros."""
+    SLAB: gl.constexpr = WARPS * DEEP
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     K_OPERAND: gl.constexpr = gl.DotOperandLayout(0, S, 32 // KV.primitive_bitwidth)
     V_OPERAND: gl.constexpr = gl.DotOperandLayout(0, LSM, 2)
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(1, LSM, 2)
-    # Of the groups of copies on their way, some of them empty, 2 * PLACES - 1 come after this block's keys.
+    # Of the copy groups in flight, some of them empty, 2 * PLACES - 1 follow this block's keys.
     async_copy.wait_group(2 * PLACES - 1)
     scores = ()
     new_m = m
     for j in gl.static_range(SLABS):
         k = k_smem.index(place * SLABS + j).load(K_OPERAND).to(q.dtype)
         s = mma_v2(k, q, gl.zeros([SLAB, M], gl.float32, S)) * qk_scale
-        s = gl.convert_layout(gl.reshape(s, [LANES, DEEP, M]), LSM, assert_trivial=True)
-        lane = gl.arange(0, LANES, gl.SliceLayout(1, gl.SliceLayout(2, LSM)))
+        s = gl.convert_layout(gl.reshape(s, [WARPS, DEEP, M]), LSM, assert_trivial=True)
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LSM)))
         deep = gl.arange(0, DEEP, gl.SliceLayout(0, gl.SliceLayout(2, LSM)))
-        seen = _seen(n + j * SLAB + lane[:, None] * DEEP + deep[None, :], seen_from, end, WINDOW)
+        seen = _seen(n + j * SLAB + warp[:, None] * DEEP + deep[None, :], seen_from, end, WINDOW)
         s = gl.where(seen[:, :, None], s, float("-inf"))
         new_m = gl.maximum(new_m, gl.max(s, axis=1))
         scores = scores + (s,)  # type: ignore[assignment]
@@ -165,32 +164,34 @@ def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_s
 
 
 @gluon.jit
-def _arrived(values_ptr, lse_ptr, TIMES: gl.constexpr):
-    """Words [R, D, M] of the mailboxes of R ranges, and of their heads' logarithms, once all of them have arrived.
-    TIMES: columns that a thread has. All that is a thread's is asked for at once, and it waits for no other thread."""
-    LOOKING: gl.constexpr = _looking(TIMES)
-    OPERANDS: gl.constexpr = _looked_at(TIMES)
+def _poll_mailboxes(values_ptr, lse_ptr, TIMES: gl.constexpr):
+    """Poll the mailboxes of R ranges until all words have arrived. Return words [R, D, M] and logarithms.
+
+    TIMES: number of columns per thread. A thread loads all its words at once and does not wait for other threads.
+    """
+    ASM: gl.constexpr = _poll_asm(TIMES)
+    CONSTRAINTS: gl.constexpr = _poll_constraints(TIMES)
     return gl.inline_asm_elementwise(
-        LOOKING,
-        OPERANDS,
+        ASM,
+        CONSTRAINTS,
         [values_ptr, lse_ptr],
         dtype=(gl.int32, gl.int32),
         is_pure=False,
-        pack=TOGETHER * 4 * TIMES,
+        pack=AT_ONCE * 4 * TIMES,
     )
 
 
 @gluon.constexpr_function
-def _looking(times):
-    """Of a thread's operands: words, and logarithms that all its columns share, then the addresses of both. Four of
-    each lie side by side."""
-    count = TOGETHER.value * 4
+def _poll_asm(times):
+    """PTX of the polling loop. Operands of a thread: words, the logarithms of all its columns, then the addresses of
+    both. Groups of four are contiguous."""
+    count = AT_ONCE.value * 4
     words, logs = range(count * times), range(count * times, count * (times + 1))
     loads = [
         f"ld.relaxed.gpu.global.v4.b32 {{${at}, ${at + 1}, ${at + 2}, ${at + 3}}}, [${at + 2 * count * times}];"
         for at in (*words[::4], *logs[::4])
     ]
-    # Several chains of comparisons, since each waits for the one before.
+    # Use several chains of comparisons, since each comparison depends on the one before it.
     checks = [f"setp.eq.or.b32 p{i % 4}, ${word}, {EMPTY}, p{i % 4};" for i, word in enumerate((*words, *logs))]
     starts = [f"setp.ne.b32 p{i}, 0, 0;" for i in range(4)]
     together = "or.pred p0, p0, p1; or.pred p2, p2, p3; or.pred p0, p0, p2; @p0 bra more;"
@@ -199,47 +200,47 @@ def _looking(times):
 
 
 @gluon.constexpr_function
-def _looked_at(times):
-    count = 2 * TOGETHER.value * 4 * times
+def _poll_constraints(times):
+    count = 2 * AT_ONCE.value * 4 * times
     return ",".join(["=&r"] * count + ["l"] * count)
 
 
 @gluon.jit
-def _sent(x):
+def _as_message(x):
     bits = x.to(gl.int32, bitcast=True)
     return gl.where(bits == _EMPTY, 0x7FFFFFFF, bits)
 
 
 @gluon.jit
 def _join(y, lse, mail_ptr, index, near, far, kv_head, K: gl.constexpr, D: gl.constexpr, M: gl.constexpr):
-    """y and lse [D, M] of a range, joined with those in the mailboxes of the `near` items before it, and of the last
-    ones of the `far` groups before those, which are empty again then."""
-    RDM: gl.constexpr = gl.BlockedLayout([TOGETHER, 1, 4], [1, 128 // M, M // 4], [1, gl.num_warps(), 1], [2, 1, 0])
+    """Join y and lse [D, M] of a range with the mailboxes of the `near` items before it and of the last items of the
+    `far` groups before them. The mailboxes are reset to EMPTY."""
+    RDM: gl.constexpr = gl.BlockedLayout([AT_ONCE, 1, 4], [1, 128 // M, M // 4], [1, gl.num_warps(), 1], [2, 1, 0])
     DM: gl.constexpr = gl.SliceLayout(0, RDM)
     BOX: gl.constexpr = (D + 1) * M
     TIMES: gl.constexpr = max(1, D * M // (128 * gl.num_warps()))
     row = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, DM))[:, None] * M, 0)
     head_m = gl.arange(0, M, gl.SliceLayout(0, DM))
     head = gl.expand_dims(head_m[None, :], 0)
-    # A thread's four heads lie side by side: the first one's address is that of all.
+    # A thread's four heads are contiguous and are loaded from the first one's address.
     four = gl.expand_dims((head_m // 4 * 4)[None, :], 0)
-    range_r = gl.arange(0, TOGETHER, gl.SliceLayout(1, gl.SliceLayout(2, RDM)))
+    range_r = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, RDM)))
     acc = gl.convert_layout(y, DM)
     top = gl.convert_layout(lse, DM)
-    # A range without keys, of no weight, has a logarithm of minus infinity.
+    # A range without keys has a logarithm of minus infinity, which is weight 0.
     total = gl.where(top > LOW, 1.0, 0.0)
     top = gl.maximum(top, LOW)
-    for base in range(0, near + far, TOGETHER):
-        # Those after the last are the last once more, without weight.
+    for base in range(0, near + far, AT_ONCE):
+        # Indices past the last item repeat the last one with weight 0.
         back = gl.minimum(base + range_r, near + far - 1)
-        at = index - 1 - gl.where(back < near, back, near + (back - near) * MEETING)
+        at = index - 1 - gl.where(back < near, back, near + (back - near) * JOIN_GROUP)
         box = mail_ptr + gl.expand_dims(((at.to(gl.int64) * K + kv_head) * BOX)[:, None], 2)
         there = gl.expand_dims((base + range_r < near + far)[:, None], 2)
-        words, logs = _arrived(box + (row + four), box + (row * 0 + four + D * M), TIMES)
-        # All threads have read the logarithms.
+        words, logs = _poll_mailboxes(box + (row + four), box + (row * 0 + four + D * M), TIMES)
+        # Wait until all threads have read the logarithms.
         barrier()
         gl.store(box + (row + head), gl.full_like(words, _EMPTY), mask=there)
-        gl.store(box + (head + D * M), gl.full([TOGETHER, 1, M], _EMPTY, gl.int32, RDM), mask=there)
+        gl.store(box + (head + D * M), gl.full([AT_ONCE, 1, M], _EMPTY, gl.int32, RDM), mask=there)
         logs = gl.where(there, logs.to(gl.float32, bitcast=True), float("-inf"))
         most = gl.maximum(top, gl.max(logs, axis=0))
         weight = gl.exp2(logs - gl.expand_dims(most, 0))
@@ -284,14 +285,13 @@ def attend_decode(
     LARGEST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (kv head, item) of rows of one token. K and V as pages [slots, K, D]; q_ptr holds q|k|v before norm and
-    rotary where WRITES. PLACES: blocks on their way at a time. first_pages: of each item's first PLACES blocks, of
-    every GRAIN keys. mail: for each item and kv head D rows of M words, and one more. The rest as attend_items takes
-    it."""
+    """Program (kv head, item), for rows of one token. K and V are pages [slots, K, D]. With WRITES, q_ptr holds q|k|v
+    before norm and rotary. PLACES: blocks in flight. first_pages: page ids of each item's first PLACES blocks, one per
+    GRAIN keys. mail: D + 1 rows of M words for each item and kv head. Other arguments are as in attend_items."""
     if PDL:
         gdc_launch_dependents()
-    LANES: gl.constexpr = gl.num_warps()
-    SLAB: gl.constexpr = LANES * DEEP
+    WARPS: gl.constexpr = gl.num_warps()
+    SLAB: gl.constexpr = WARPS * DEEP
     SPAN: gl.constexpr = SLABS * SLAB
     GROUP: gl.constexpr = H // K
     M: gl.constexpr = 8 if GROUP <= 8 else 16
@@ -299,53 +299,53 @@ def attend_decode(
     PAIRED: gl.constexpr = KV.primitive_bitwidth == 8
     W: gl.constexpr = D // 2 if PAIRED else D
     word: gl.constexpr = gl.int16 if PAIRED else KV
-    # 16 bytes of a row stay together, and change places with those of the next rows.
+    # Swizzle in units of 16 bytes.
     EACH: gl.constexpr = 128 // KV.primitive_bitwidth
     VALUES: gl.constexpr = gl.SwizzledSharedLayout(EACH, 1, 8, [1, 0])
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     k_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, D], VALUES)
     v_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, D], VALUES)
     k_smem = k_places._reinterpret(KV, [PLACES * SLABS, SLAB, D], VALUES)
-    v_smem = v_places._reinterpret(word, [PLACES * SLABS, LANES, DEEP, W], WORDS)
-    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1], [16, 8])
-    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, 1], [1, 16, 8])
-    COPY: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [LANES, 1], [1, 0])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [LANES, 1], [1, 0])
+    v_smem = v_places._reinterpret(word, [PLACES * SLABS, WARPS, DEEP, W], WORDS)
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    COPY: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [WARPS, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [WARPS, 1], [1, 0])
     kv_head = gl.program_id(0)
     index = gl.program_id(1)
     offset = gl.arange(0, SPAN, gl.SliceLayout(1, COPY))
-    # The plan is older than the kernel in front (backend.py), and pages but for the step's own keys are older yet.
+    # The plan is older than the preceding kernel (backend.py), and so are all pages except the step's own keys.
     item = items_ptr + index * ITEM_FIELDS
-    row = _told(item)
-    first = _told(item + 1)
-    first_at = _told(item + 3)
-    seen_from = _told(item + 4)
-    lo = _told(item + 5)
-    hi = _told(item + 6)
-    part = _told(item + 7)
-    splits = _told(item + 9)
-    first_item = _told(item + 10)
+    row = _load_plan(item)
+    first = _load_plan(item + 1)
+    first_at = _load_plan(item + 3)
+    seen_from = _load_plan(item + 4)
+    lo = _load_plan(item + 5)
+    hi = _load_plan(item + 6)
+    part = _load_plan(item + 7)
+    splits = _load_plan(item + 9)
+    first_item = _load_plan(item + 10)
     pages = ()
     for i in gl.static_range(PLACES):
         entry = index * (PLACES * SPAN // GRAIN) + (i * SPAN + offset) // GRAIN
-        pages = pages + (_told(first_pages_ptr + entry),)  # type: ignore[assignment]
+        pages = pages + (_load_plan(first_pages_ptr + entry),)  # type: ignore[assignment]
     table = table_ptr + row.to(gl.int64) * table_stride
     first = first.to(gl.int64)
-    # A token of no row, which stands before all keys, has position 0 here.
+    # A token of no row has a negative key index; use position 0 for it.
     position = gl.maximum(first_at, 0)
     head = gl.arange(0, M, gl.SliceLayout(1, WIDE))[:, None]
     dims = gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
     if HEAD_SCALES:
         k_scale = gl.load(k_scale + kv_head)
         v_scale = gl.load(v_scale + kv_head)
-    # Keys that are read from pages.
+    # End of the keys that are read from pages.
     end = hi
     if WRITES:
         end = gl.minimum(hi, first_at)
         has_new = (row >= 0) & (first_at >= lo) & (first_at < hi)
-        new_page = _told(table + first_at // PAGE, has_new, 0)
+        new_page = _load_plan(table + first_at // PAGE, has_new, 0)
     elif PDL:
-        # The step's own keys are among them.
+        # The range includes the step's own keys, which the preceding kernels write.
         gdc_wait()
     column = kv_head * D + gl.arange(0, D, gl.SliceLayout(0, COPY))[None, :]
     k_at, v_at = k_ptr + column, v_ptr + column
@@ -365,17 +365,17 @@ def attend_decode(
         return
     if WRITES:
         q_at = q_ptr + (first * (H + 2 * K) + kv_head * GROUP + head) * D
-        asked = _with_partners(q_at, dims, head < GROUP, HALF)
-        q = _turn(asked, q_weights, angles, eps, dims, q_weight_ptr is not None, D, HALF)
+        loaded = _with_partners(q_at, dims, head < GROUP, HALF)
+        q = _norm_rotate(loaded, q_weights, angles, eps, dims, q_weight_ptr is not None, D, HALF)
     else:
         q = gl.load(q_ptr + (first * H + kv_head * GROUP + head) * D + dims, mask=head < GROUP, other=0.0)
     qk_scale = scale * LOG2_E * k_scale
     if PAIRED:
         q = (q.to(gl.float32) * scale).to(gl.float16)
         qk_scale = LOG2_E * k_scale
-    # Lanes meet at the end, where a thread has four heads of a column, of all lanes. The even dims come first there,
-    # where values are read in pairs. The new key's score and its value stand ready, of no weight in most ranges.
-    OWN: gl.constexpr = gl.BlockedLayout([LANES, 1, 4], [1, 128 // M, M // 4], [1, LANES, 1], [2, 1, 0])
+    # Layouts for joining the warps: a thread has four heads of a column, of all warps. If values are read in pairs,
+    # even dims come first. The new key's score and value are computed here; in most ranges it has weight 0.
+    OWN: gl.constexpr = gl.BlockedLayout([WARPS, 1, 4], [1, 128 // M, M // 4], [1, WARPS, 1], [2, 1, 0])
     LM: gl.constexpr = gl.SliceLayout(1, OWN)
     DM: gl.constexpr = gl.SliceLayout(0, OWN)
     place_d = gl.arange(0, D, gl.SliceLayout(1, DM))
@@ -390,7 +390,7 @@ def attend_decode(
             to = (new_page.to(gl.int64) * PAGE + first_at % PAGE) * (K * D) + kv_head * D
             new_v = gl.load(from_ptr + K * D + dim_d)
             of_new = _with_partners(from_ptr, dims, dims >= 0, HALF)
-            new_k = _turn(of_new, k_weights, angles, eps, dims, k_weight_ptr is not None, D, HALF)
+            new_k = _norm_rotate(of_new, k_weights, angles, eps, dims, k_weight_ptr is not None, D, HALF)
             new_k = _stored(new_k, k_scale, KV, LARGEST)
             new_v = _stored(new_v, v_scale, KV, LARGEST)
             gl.store(v_ptr + to + dim_d, new_v)
@@ -400,21 +400,21 @@ def attend_decode(
             fresh_value = new_v.to(gl.float32)
     q = gl.convert_layout(gl.permute(q, (1, 0)), gl.DotOperandLayout(1, S, 32 // KV.primitive_bitwidth))
 
-    acc = gl.zeros([LANES, W, M], gl.float32, LSM)
+    acc = gl.zeros([WARPS, W, M], gl.float32, LSM)
     odd = acc
-    total = gl.zeros([LANES, M], gl.float32, gl.SliceLayout(1, LSM))
-    m = gl.full([LANES, M], LOW, gl.float32, gl.SliceLayout(1, LSM))
+    total = gl.zeros([WARPS, M], gl.float32, gl.SliceLayout(1, LSM))
+    m = gl.full([WARPS, M], LOW, gl.float32, gl.SliceLayout(1, LSM))
     place = 0
     for n in range(lo, end, SPAN):
-        # Looked up a block ahead: the copies then wait for no page.
+        # Look up pages one block ahead, so that copies do not wait for them.
         following = _pages(table, key + SPAN, seen_from, end, WINDOW, PAGE)
         acc, odd, total, m = _block(
-            q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW, SLABS, PLACES, LANES, M,
+            q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW, SLABS, PLACES, WARPS, M,
             KV,
         )  # fmt: skip
         wanted = n + PLACES * SPAN < end
         if wanted:
-            # All warps have read the block.
+            # Wait until all warps have read the block.
             barrier()
         _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wanted, K, D, WINDOW, PAGE)
         place = gl.where(place == PLACES - 1, 0, place + 1)
@@ -423,9 +423,9 @@ def attend_decode(
     async_copy.wait_group(0)
 
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    outputs = gl.allocate_shared_memory(gl.float32, [LANES, D, M], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    peaks = gl.allocate_shared_memory(gl.float32, [LANES, M], FLAT)
-    sums = gl.allocate_shared_memory(gl.float32, [LANES, M], FLAT)
+    outputs = gl.allocate_shared_memory(gl.float32, [WARPS, D, M], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    peaks = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT)
     outputs.slice(0, W, 1).store(acc)
     if PAIRED:
         outputs.slice(W, W, 1).store(odd)
@@ -445,16 +445,16 @@ def attend_decode(
     head_m = gl.arange(0, M, gl.SliceLayout(0, DM))
     lse = gl.convert_layout(gl.where(whole > 0, top + gl.log2(whole), float("-inf")), gl.SliceLayout(0, DM))
     lse = lse[None, :] + gl.zeros([D, M], gl.float32, DM)
-    # Ranges of a row meet in groups, at the group's last one, and groups at the row's last one.
+    # The last range of each group joins the group, and the row's last range joins the groups.
     place = index - first_item
     last = place == splits - 1
-    if (part >= 0) & (last | (place % MEETING == MEETING - 1)):
-        far = gl.where(last, place // MEETING, 0)
-        y, lse = _join(y, lse, mail_ptr, index, place % MEETING, far, kv_head, K, D, M)
+    if (part >= 0) & (last | (place % JOIN_GROUP == JOIN_GROUP - 1)):
+        far = gl.where(last, place // JOIN_GROUP, 0)
+        y, lse = _join(y, lse, mail_ptr, index, place % JOIN_GROUP, far, kv_head, K, D, M)
     if (part >= 0) & (place < splits - 1):
         box = mail_ptr + (index.to(gl.int64) * K + kv_head) * ((D + 1) * M)
-        gl.store(box + place_d[:, None] * M + head_m[None, :], _sent(y))
-        gl.store(box + place_d[:, None] * 0 + D * M + head_m[None, :], _sent(lse), mask=(place_d == 0)[:, None])
+        gl.store(box + place_d[:, None] * M + head_m[None, :], _as_message(y))
+        gl.store(box + place_d[:, None] * 0 + D * M + head_m[None, :], _as_message(lse), mask=(place_d == 0)[:, None])
     else:
         out = out_ptr + (first * H + kv_head * GROUP + head_m[None, :]) * D + dim_d[:, None]
         gl.store(out, y.to(out_ptr.dtype.element_ty), mask=(head_m < GROUP)[None, :] & (dim_d >= 0)[:, None])

@@ -1,10 +1,11 @@
-"""The warp of `attend_prompts` that fetches: queries, and blocks of keys and values, into rings in shared memory.
+"""Producer warp of `attend_prompts`: it fetches queries and blocks of keys and values into rings in shared memory.
 
-Shared memory is made of boxes of 64 rows x 64 columns, as a tensor map delivers them (a row is 128 bytes, the widest
-swizzle). Boxes stand so that those of a block are also one [N, D] matrix: columns of boxes one after another.
+Shared memory consists of boxes of 64 rows x 64 columns, as a tensor map delivers them (a row is 128 bytes, the widest
+swizzle). Boxes are ordered by columns, so those of a block also form one [N, D] matrix.
 
-A ring is (boxes, full, empty): of each place, a barrier that opens when the block has come and one that opens when both
-warp groups have left it. Shapes: N keys of a block, D head dim, H query heads, K kv heads.
+A ring is (boxes, full, empty). Each place has a barrier that completes when the block has arrived (full) and one that
+completes when both warp groups have released it (empty). Shapes: N keys of a block, D head dim, H query heads, K kv
+heads.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from dovetail.plugins.attention.triton.plan import ITEM
 
 ITEM_FIELDS = gl.constexpr(ITEM.value)
 ROWS = gl.constexpr(64)
-"""Rows of a warp group: what one matrix instruction takes."""
+"""Rows of a warp group, as many as one matrix instruction takes."""
 BOX = gl.constexpr(64)
 """Rows and columns of a box."""
 GROUPS = gl.constexpr(2)
-"""Warp groups that compute."""
+"""Number of consumer warp groups."""
 
 
 @gluon.jit
 def next_item(items_ptr, base, odd, works, K: gl.constexpr):
-    """The item of this program in the round that starts at `base`, and its kv head. Every second round goes backwards:
-    items of a row come in falling order of work, and whoever had the longest of a round gets the shortest of the next.
+    """Return this program's item, and its kv head, in the round that starts at `base`.
+
+    Every second round is reversed. Items of a row are in decreasing order of work, so the program with the longest item
+    of a round gets the shortest of the next.
     """
     at = gl.where(odd != 0, base + gl.num_programs(0) - 1 - gl.program_id(0), base + gl.program_id(0))
     real = at < works
@@ -48,14 +51,14 @@ def next_item(items_ptr, base, odd, works, K: gl.constexpr):
 
 @gluon.jit
 def next_place(stage, phase, STAGES: gl.constexpr):
-    """The place after this one in a ring, and the parity of its barrier there."""
+    """Return the next place in a ring and the phase parity of its barrier."""
     around = stage == STAGES - 1
     return gl.where(around, 0, stage + 1), gl.where(around, phase ^ 1, phase)
 
 
 @gluon.jit
 def _pages(table, n, lo, seen_from, length, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Slots where the boxes of a block start. What has no key that exists is read from page 0."""
+    """Return the slots at which the boxes of a block start. Boxes without existing keys are read from page 0."""
     slot0 = _slot(table, n, n >= lo, seen_from, length, PAGE)
     slot1 = slot0
     if BLOCK_N > BOX:
@@ -72,7 +75,7 @@ def _slot(table, n, wanted, seen_from, length, PAGE: gl.constexpr):
 
 @gluon.jit
 def _first_pages(item, table_ptr, table_stride, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Of the block that an item begins with: its last."""
+    """Slots of the block that an item processes first, which is its last."""
     index, kv_head, row, first, count, first_at, seen_from, lo, hi, part, length = item
     last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
     return _pages(table_ptr + row.to(gl.int64) * table_stride, last, lo, seen_from, length, PAGE, BLOCK_N)
@@ -80,7 +83,7 @@ def _first_pages(item, table_ptr, table_stride, PAGE: gl.constexpr, BLOCK_N: gl.
 
 @gluon.jit
 def _fetch(source, ring, stage, phase, slot0, slot1, column, D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """A block of K or V into its place in the ring, once both warp groups have left it."""
+    """Fetch a block of K or V into its place in the ring, once both warp groups have released it."""
     boxes, full, empty = ring
     mbarrier.wait(empty.index(stage), phase ^ 1)
     bar = full.index(stage)
@@ -96,8 +99,8 @@ def _fetch(source, ring, stage, phase, slot0, slot1, column, D: gl.constexpr, BL
 def produce(sources, q_ring, k_ring, v_ring, items_ptr, works, table_ptr, table_stride, H: gl.constexpr,
             K: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
             STAGES: gl.constexpr):  # fmt: skip
-    """As far ahead as there is room, into the next item too. K runs one block ahead of V, as the warp groups need
-    them. `sources`: tensor maps of q [T, H, D], and of K and V, slots x columns."""
+    """Fetch as far ahead as the rings allow, across items. K is one block ahead of V, as the warp groups need them.
+    `sources`: tensor maps of q [T, H, D], and of K and V, slots x columns."""
     q_source, k_source, v_source = sources
     q_boxes, q_full, q_empty = q_ring
     GROUP: gl.constexpr = H // K
@@ -105,7 +108,7 @@ def produce(sources, q_ring, k_ring, v_ring, items_ptr, works, table_ptr, table_
     item = next_item(items_ptr, 0, odd, works, K)
     first_slot0, first_slot1 = _first_pages(item, table_ptr, table_stride, PAGE, BLOCK_N)
     for base in range(0, works, gl.num_programs(0)):
-        # Items and pages are looked up ahead of their use: fetching then waits for no load.
+        # Look up items and pages ahead of their use, so that fetches do not wait for loads.
         odd = odd ^ 1
         following = next_item(items_ptr, base + gl.num_programs(0), odd, works, K)
         index, kv_head, row, first, count, first_at, seen_from, lo, hi, part, length = item

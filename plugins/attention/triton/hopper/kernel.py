@@ -1,18 +1,17 @@
-"""Attention of prompts for Hopper: one warp fetches keys and values, two warp groups work on them.
+"""Attention of prompts for Hopper: one producer warp fetches keys and values for two consumer warp groups.
 
-What FlashAttention 3 (Shah et al. 2024) does, over the items of `plan_items`, paged K and V and packed query heads. A
-tile is 128 rows (query tokens x query heads of a kv head); each of two warp groups has 64 of them, with scores and
-output in its registers. A warp group asks for the scores of a block before it multiplies the weights of the block
-before by its values, and takes the maximum, the exponentials and the sums of the new scores while the latter product
-runs.
+The algorithm is FlashAttention 3 (Shah et al. 2024), over the items of `plan_items`, paged K and V and packed query
+heads. A tile is 128 rows (query tokens x query heads of a kv head). Each of two warp groups has 64 of them, with scores
+and output in its registers. A warp group issues the score matmul of a block before the value matmul of the preceding
+block, and computes the maximum, exponentials and sums of the new scores while the value matmul runs.
 
-Blocks come from the last to the first: those with a mask (the diagonal, the row's end) first, then those that all
-queries of the warp group see whole, then, with a window, those that cross its edge.
+Blocks are processed from last to first: those with a mask (the diagonal, the row's end), then those that all queries of
+the warp group see whole, then, with a window, those at its edge.
 
-Keys that do not exist (past the row's length, or before the window) may hold anything. Their scores are replaced before
-anything looks at them; their values meet weights of exactly 0, which does not help against NaN, so both warp groups
-write zeros over them in shared memory before they multiply (_clear). Values between `hi` and the row's length belong to
-keys of the same row, which are written before attention runs: they are finite, and weigh 0.
+Keys that do not exist (past the row's length, or before the window) may be NaN. Their scores are replaced before use.
+Their values have weight 0, which does not remove NaN, so both warp groups overwrite them with zeros in shared memory
+before the matmul (_clear). Values between `hi` and the row's length belong to keys of the same row, which are written
+before attention runs, so they are finite and have weight 0.
 
 Shapes: M rows of a warp group (64), N keys of a block, D head dim. T tokens, H query heads, K kv heads.
 """
@@ -39,16 +38,18 @@ from dovetail.plugins.attention.triton.hopper.fetch import (
     next_place,
     produce,
 )
-from dovetail.plugins.attention.triton.lanes import LOG2_E, LOW
+from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-"""Of a thread. The default partition gets what the others leave: 240 again."""
+"""Registers per thread. The default partition gets the remaining registers, which is 240 again."""
 
 
 @gluon.jit
 def _boundary(n):
-    """Ends a stretch of instructions that the assembler may reorder: a loop that it cannot know is never entered, since
-    n is not negative."""
+    """End a region in which the assembler may reorder instructions.
+
+    It emits a loop that is never entered, since n is not negative, which the assembler cannot prove.
+    """
     gl.inline_asm_elementwise(
         "{.reg .pred p; .reg .b32 c; mov.u32 c, $1; more: setp.ge.s32 p, c, 0; @p bra done; mov.u32 c, %clock; "
         "bra more; done: mov.u32 $0, 0;}",
@@ -62,16 +63,16 @@ def _boundary(n):
 
 @gluon.jit
 def _eighths(x):
-    """[M, N] as [M, N / 8, 8]: what a thread has of a row lies along the middle, but for two of the eight."""
+    """View [M, N] as [M, N / 8, 8]: a thread holds the whole middle dimension of a row, and two of the eight."""
     return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
 
 
 @gluon.jit
 def _weigh(s, m, total, n, at, qk_scale, WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Weights of a block's scores [M, N], not yet divided by their sum; what they change of the running values.
+    """Return unnormalised weights of a block's scores [M, N], and the updated running values.
 
-    `total` [M, 8] stays a sum for each of the threads that share a row, until the end. Reducing along the middle first
-    also makes four chains of dependent instructions of a thread's two.
+    `total` [M, 8] keeps a separate sum for each thread of a row until the end. Reducing along the middle dimension
+    first also gives a thread four chains of dependent instructions instead of two.
     """
     if MASKED:
         keys = (n + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)))[None, :]
@@ -84,15 +85,15 @@ def _weigh(s, m, total, n, at, qk_scale, WINDOW: gl.constexpr, MASKED: gl.conste
     p = gl.exp2(s * qk_scale - new_m[:, None])
     alpha = gl.exp2(m - new_m)
     sums = gl.sum(_eighths(p), axis=1)
-    share = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-    total = gl.convert_layout(total, sums.type.layout, assert_trivial=True) * share[:, None] + sums
+    scale = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    total = gl.convert_layout(total, sums.type.layout, assert_trivial=True) * scale[:, None] + sums
     return p, alpha, new_m, gl.convert_layout(total, _eighth_layout(LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
 def _pack(x, dtype: gl.constexpr):
-    """float32 [M, N] as words [M, N / 2] of two 16-bit values: carried around a loop, values of 16 bits would be taken
-    apart and put together again."""
+    """Convert float32 [M, N] to words [M, N / 2] of two 16-bit values. As loop-carried values, 16-bit elements would be
+    unpacked and packed again in each iteration."""
     even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(ASM, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
@@ -108,16 +109,16 @@ def _unpack(x, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.constexpr_function
 def _eighth_layout(s_layout):
-    """Of [M, 8]: columns of a matrix instruction's accumulator."""
+    """Layout of [M, 8], as in the columns of a matrix instruction's accumulator."""
     return gl.NVMMADistributedLayout(s_layout.version, s_layout.warps_per_cta, [16, 8, 16])
 
 
 @gluon.jit
 def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Zeros for the values of keys that do not exist, once the block is there.
+    """Overwrite the values of keys that do not exist with zeros, once the block has arrived.
 
-    Both warp groups do it, neither waits for the other: they write the same bits, zeros and what was there. The fence
-    hands them to the matrix units, the barrier makes every warp's matrix instructions come after all warps' fences.
+    Both warp groups do this without synchronisation, since they write the same bits. The fence makes the writes visible
+    to the tensor cores, and the barrier orders every warp's matrix instructions after all warps' fences.
     """
     if (n < seen_from) | (n + BLOCK_N > length):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -137,8 +138,9 @@ def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D: gl.constexpr,
 def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
           D: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
           MASKED: gl.constexpr):  # fmt: skip
-    """Scores and weights of the block at n, whose K is there, and what the weights p of the block before, at `stage`,
-    add to the output. alpha: what that block makes of the output so far.
+    """Compute scores and weights of the block at n, whose K has arrived, and add the preceding block to the output.
+
+    p: weights of the preceding block, at `stage`. alpha: factor by which that block rescales the output so far.
     """
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
@@ -148,18 +150,18 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
     stage, phase = next_place(stage, phase, STAGES)
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    # The wait also ends a stretch of instructions: what follows is done while the scores are computed, not before.
+    # The wait also ends a reordering region, so the following instructions overlap with the score matmul.
     mbarrier.wait(v_full.index(v_stage), v_phase)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     values = _unpack(p, q.dtype, gl.DotOperandLayout(0, OUT, 2))
     acc = warpgroup_mma(values, v_smem.index(v_stage), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage))
-    # Otherwise leaving would come after the exponentials, and the next K so much later.
+    # Otherwise the release would be scheduled after the exponentials, which would delay the next K.
     _boundary(n)
     weights, alpha, m, total = _weigh(s, m, total, n, at, qk_scale, WINDOW, MASKED, S)
-    # The next block's K is waited for here to end a stretch of instructions: within one, the assembler would put the
-    # exponentials after the wait below, and nothing would run beside the product.
+    # Wait for the next block's K here to end a reordering region. Within one region, the assembler would move the
+    # exponentials after the wait below, and nothing would overlap with the matmul.
     next_stage, next_phase = next_place(stage, phase, STAGES)
     mbarrier.wait(k_full.index(next_stage), next_phase, pred=n > lo)
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -171,10 +173,10 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
 
 
 @gluon.jit
-def _consume(q_ring, k_ring, v_ring, ends, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
+def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """A warp group: rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
-    out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale = ends
+    """Consumer warp group for rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
+    out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale = work
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
@@ -189,7 +191,7 @@ def _consume(q_ring, k_ring, v_ring, ends, H: gl.constexpr, K: gl.constexpr, D: 
     mine: gl.constexpr = WHICH * ROWS // GROUP
     query = mine + gl.arange(0, ROWS, gl.SliceLayout(1, S)) // GROUP
 
-    # `stage`: of the last block whose scores were asked for. The ring starts at 0.
+    # `stage` is the place of the last block whose score matmul was issued. The ring starts at 0.
     stage, phase, q_phase, odd = STAGES - 1, 1, 0, 0
     item = next_item(items_ptr, 0, odd, works, K)
     for base in range(0, works, gl.num_programs(0)):
@@ -208,7 +210,7 @@ def _consume(q_ring, k_ring, v_ring, ends, H: gl.constexpr, K: gl.constexpr, D: 
         total = gl.zeros([ROWS, 8], gl.float32, _eighth_layout(S))
         m = gl.full([ROWS], LOW, gl.float32, gl.SliceLayout(1, S))
         if hi > lo:
-            # Blocks from whole_lo to whole_hi are seen whole by every query of this warp group.
+            # Every query of this warp group sees all keys of the blocks from whole_lo to whole_hi.
             last = lo + (hi - lo - 1) // BLOCK_N * BLOCK_N
             whole_hi = (first_at + mine + 1) // BLOCK_N * BLOCK_N
             whole_hi = gl.maximum(gl.minimum(whole_hi, last), lo)
@@ -248,7 +250,7 @@ def _consume(q_ring, k_ring, v_ring, ends, H: gl.constexpr, K: gl.constexpr, D: 
                         q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length,
                         qk_scale, D, WINDOW, BLOCK_N, STAGES, True,
                     )  # fmt: skip
-            # No more scores of this item: the next item's queries may come.
+            # All score matmuls of this item are done, so the next item's queries may be fetched.
             mbarrier.arrive(q_empty.index(WHICH))
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
             mbarrier.wait(v_full.index(stage), phase)
@@ -270,8 +272,8 @@ def _finish(
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, OUT: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Write rows of the output, or of a range's part of it; the last range of a tile to arrive joins all of them."""
-    # Of each warp the 16 rows that its matrix instructions have, and 16 bytes a thread.
+    """Write rows of the output, or a range's partial result. The tile's last range to arrive joins all ranges."""
+    # Each warp stores the 16 rows of its matrix instructions, 16 bytes per thread.
     WIDE: gl.constexpr = gl.BlockedLayout([2, 8], [8, 4], [4, 1], [1, 0])
     M: gl.constexpr = gl.SliceLayout(1, OUT)
     m = gl.convert_layout(m, M)
@@ -288,7 +290,7 @@ def _finish(
         to = (part + query).to(gl.int64) * H + kv_head * GROUP + row % GROUP
         gl.store(part_ptr + (to * D)[:, None] + dims, acc, mask=exists[:, None])
         gl.store(lse_ptr + to, gl.where(total > 0, m + gl.log2(total), float("-inf")), mask=exists)
-        # Each warp group counts for itself, in the place of the tile's first item or of its second, and joins its rows.
+        # Each warp group uses a separate counter, that of the tile's first or second item, and joins its own rows.
         splits = gl.load(items_ptr + index * ITEM_FIELDS + 9)
         first_item = gl.load(items_ptr + index * ITEM_FIELDS + 10)
         count_ptr += (first_item + WHICH) * K + kv_head
@@ -354,8 +356,8 @@ def attend_prompts(
     HEAD_SCALES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Programs take the `works` pairs of an item and a kv head in rounds (next_item); as many programs as pairs: one
-    each. Slots of K and V are rows of `k_source` and `v_source`; q_source is [T, H, D]."""
+    """Programs process the `works` pairs of an item and a kv head in rounds (next_item), or one each if there are as
+    many programs as pairs. Slots of K and V are rows of `k_source` and `v_source`; q_source is [T, H, D]."""
     if PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = k_source.dtype
@@ -384,17 +386,17 @@ def attend_prompts(
         mbarrier.init(v_empty.index(i), count=GROUPS)
     fence_async_shared()
     barrier()
-    # The partitions start after this: what earlier kernels wrote is there for all of them.
+    # The partitions start after this wait, so all of them see what earlier kernels wrote.
     if PDL:
         gdc_wait()
     q_ring = (q_smem, q_full, q_empty)
     k_ring = (k_smem, k_full, k_empty)
     v_ring = (v_smem, v_boxes, v_full, v_empty)
-    ends = (out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale)
+    work = (out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale)
     gl.warp_specialize(
         [
-            (_consume, (q_ring, k_ring, v_ring, ends, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 0)),
-            (_consume, (q_ring, k_ring, v_ring, ends, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 1)),
+            (_consume, (q_ring, k_ring, v_ring, work, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 0)),
+            (_consume, (q_ring, k_ring, v_ring, work, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 1)),
             (
                 produce,
                 (

@@ -1,4 +1,4 @@
-"""Launches of `attend_prompts` and `attend_decode`."""
+"""Launch functions of `attend_prompts` and `attend_decode`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attend(
     lse: torch.Tensor,
     processors: int,
 ) -> None:
-    """q [T, C]; K and V as pages [pages, page tokens, K, D]; the rest as attend_items takes it."""
+    """Launch attend_prompts. q is [T, C], K and V are pages [pages, page tokens, K, D]; the rest as in attend_items."""
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
     group = heads // kv_heads
     works = items.shape[0] * kv_heads
@@ -76,7 +76,7 @@ def decode(
     rope: Rope | None,
     norm: QKNorm | None,
 ) -> None:
-    """`writes`: q holds q|k|v, before norm and rotary, and the keys and values are written, too."""
+    """Launch attend_decode. `writes`: q holds q|k|v before norm and rotary, and keys and values are written too."""
     attend_decode[layer.kv_heads, items.shape[0]](
         q,
         out_TC,

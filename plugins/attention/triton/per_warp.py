@@ -1,14 +1,14 @@
-"""Few queries over many keys, without a word between warps until the end.
+"""Attention of few queries over many keys, without communication between warps until the end.
 
-Each warp (a lane) has blocks of keys of its own, and a running maximum, sum and output of its own. They are joined
-once, after the last block, as the ranges of a split row are (FlashDecoding, Dao et al. 2023). Where all warps work on
-each block together, they meet several times in it: for the maximum, for the sum and for the weights.
+Each warp processes different blocks of keys, with a separate running maximum, sum and output. They are joined once,
+after the last block, like the ranges of a split row (FlashDecoding, Dao et al. 2023). If all warps worked on the same
+block, they would synchronise several times per block: for the maximum, for the sum and for the weights.
 
-Keys stand as the rows of the products and queries as their columns: a matrix instruction takes 16 rows but only 8
-columns, which is as many as the query heads of a kv head often are. The batch dimension of tl.dot is the lane, and
-Triton gives each warp one.
+Keys are the rows of the matmuls and queries the columns: a matrix instruction takes 16 rows but only 8 columns, which
+is often the number of query heads per kv head. The warp is the batch dimension of tl.dot, and Triton assigns one warp
+to each batch entry.
 
-Shapes: L lanes, N keys of a lane's block, M queries, D head dim (or half of it, where V is read in pairs).
+Shapes: L warps, N keys of a warp's block, M queries, D head dim (or half of it, if V is read in pairs).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import triton.language as tl
 from dovetail.plugins.attention.triton.visible import visible
 
 LOW = tl.constexpr(-1.0e30)
-"""Stands for minus infinity as a running maximum: differences of two of them are 0, not NaN."""
+"""Initial running maximum, used instead of minus infinity: the difference of two of them is 0, not NaN."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-"""Of scores, whose exponentials are taken in base 2."""
+"""Factor for scores, since exponentials are computed in base 2."""
 
 
 @triton.jit
-def attend_lanes(
+def attend_per_warp(
     q,
     k_ptr,
     v_ptr,
@@ -44,34 +44,36 @@ def attend_lanes(
     D: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
-    LANES: tl.constexpr,
+    KEY_WARPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(weighted sum of values [M, D], sum of weights [M], maximum [M]) over keys [lo, hi), of which those before
-    seen_from count for nobody. q [M, D] and at_M, each query's own key."""
-    SPAN: tl.constexpr = LANES * BLOCK_N
+    """Return (weighted sum of values [M, D], sum of weights [M], maximum [M]) over keys [lo, hi).
+
+    Keys before seen_from are ignored. q is [M, D]; at_M is the index of each query's own key.
+    """
+    SPAN: tl.constexpr = KEY_WARPS * BLOCK_N
     V: tl.constexpr = D // 2 if PAIRS else D
     BLOCK_V: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
-    offset = tl.arange(0, LANES)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    offset = tl.arange(0, KEY_WARPS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     dims = tl.arange(0, BLOCK_D)[None, None, :]
     words = tl.arange(0, BLOCK_V)[None, :, None]
-    q_LDM = tl.broadcast_to(tl.trans(q)[None, :, :], (LANES, BLOCK_D, BLOCK_M))
-    acc = tl.zeros((LANES, BLOCK_V, BLOCK_M), tl.float32)
+    q_LDM = tl.broadcast_to(tl.trans(q)[None, :, :], (KEY_WARPS, BLOCK_D, BLOCK_M))
+    acc = tl.zeros((KEY_WARPS, BLOCK_V, BLOCK_M), tl.float32)
     odd = acc if PAIRS else 0.0
-    total = tl.zeros((LANES, BLOCK_M), tl.float32)
-    m = tl.full((LANES, BLOCK_M), LOW, tl.float32)
-    # The pages of the next block are looked up one block ahead: its addresses then wait for no load.
-    page = _pages(table, lo, hi, PAGE, LANES, BLOCK_N)
+    total = tl.zeros((KEY_WARPS, BLOCK_M), tl.float32)
+    m = tl.full((KEY_WARPS, BLOCK_M), LOW, tl.float32)
+    # Look up the pages of the next block one block ahead, so its addresses do not wait for a load.
+    page = _pages(table, lo, hi, PAGE, KEY_WARPS, BLOCK_N)
     for n in range(lo, hi, SPAN):
-        following = _pages(table, n + SPAN, hi, PAGE, LANES, BLOCK_N)
+        following = _pages(table, n + SPAN, hi, PAGE, KEY_WARPS, BLOCK_N)
         keys = n + offset
         exists = (keys >= seen_from) & (keys < hi)
         slot = page.to(tl.int64) * PAGE + keys % PAGE
-        # Keys that nobody sees may be anything, NaN included.
+        # Keys that no query sees may be NaN.
         k_mask = exists[:, :, None] if BLOCK_D == D else exists[:, :, None] & (dims < D)
         k = tl.load(k_ptr + slot[:, :, None] * (K * D) + kv_head * D + dims, mask=k_mask, other=0.0)
         s = tl.dot(k.to(q.dtype), q_LDM, input_precision=PRECISION) * qk_scale
@@ -84,7 +86,7 @@ def attend_lanes(
         total = total * alpha + tl.sum(p, axis=1)
         acc = acc * alpha[:, None, :]
         p = p.to(q.dtype)
-        # Read with columns first: a transposition after it was read would keep the load from running ahead.
+        # Load V transposed. Transposing after the load would prevent prefetching.
         v_mask = exists[:, None, :] if BLOCK_V == V else exists[:, None, :] & (words < V)
         v = tl.load(v_ptr + slot[:, None, :] * (K * V) + kv_head * V + words, mask=v_mask, other=0 if PAIRS else 0.0)
         if PAIRS:
@@ -107,22 +109,25 @@ def attend_lanes(
 
 
 @triton.jit
-def _pages(table, n, hi, PAGE: tl.constexpr, LANES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of all lanes' blocks, or of each, or of each of their keys: what fits, to be spread over [L, N]."""
-    if PAGE % (LANES * BLOCK_N) == 0:
+def _pages(table, n, hi, PAGE: tl.constexpr, KEY_WARPS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page ids that broadcast to [L, N]: one for all warps, one per warp's block, or one per key, by page size."""
+    if PAGE % (KEY_WARPS * BLOCK_N) == 0:
         return tl.load(table + n // PAGE, mask=n < hi, other=0)
     elif PAGE % BLOCK_N == 0:
-        first = n + tl.arange(0, LANES)[:, None] * BLOCK_N
+        first = n + tl.arange(0, KEY_WARPS)[:, None] * BLOCK_N
         return tl.load(table + first // PAGE, mask=first < hi, other=0)
     else:
-        keys = n + tl.arange(0, LANES)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        keys = n + tl.arange(0, KEY_WARPS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         return tl.load(table + keys // PAGE, mask=keys < hi, other=0)
 
 
 @triton.jit
 def unpair(x, E4M3: tl.constexpr):
-    """The lower and the upper of the two 8-bit values in each 16-bit word, as float16. Two words at a time: their bytes
-    change places so that those of one kind stand together, and both pairs are converted."""
+    """Return the lower and the upper of the two 8-bit values in each 16-bit word, as float16.
+
+    It processes two words at a time: a byte permutation groups the lower and the upper bytes, and both pairs are
+    converted.
+    """
     return tl.inline_asm_elementwise(
         "{.reg .b32 bytes; .reg .b16 lower, upper; prmt.b32 bytes, $2, 0, 0x3120; mov.b32 {lower, upper}, bytes; "
         + ("cvt.rn.f16x2.e4m3x2 $0, lower; " if E4M3 else "cvt.rn.f16x2.e5m2x2 $0, lower; ")

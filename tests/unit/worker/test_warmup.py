@@ -1,4 +1,4 @@
-"""Rehearsed steps are steps that can come: what they need is there."""
+"""Warm-up steps are possible steps, and include the extremes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.core.interfaces import RowFlag
-from dovetail.core.worker.warmup import rehearsal, rehearsed_steps
+from dovetail.core.worker.warmup import warmup_plan, warmup_steps
 
 NUMBERS = st.integers(1, 400)
 
 
 @given(budget=NUMBERS, most=NUMBERS, longest=NUMBERS)
-def test_rehearsed_steps_are_possible(budget: int, most: int, longest: int) -> None:
-    steps = rehearsed_steps(budget, most, longest)
-    plans = [rehearsal(tokens, rows, [], decodes, context=context)[0] for tokens, rows, decodes, context in steps]
+def test_warm_up_steps_are_possible(budget: int, most: int, longest: int) -> None:
+    plans = [warmup_plan(step, [])[0] for step in warmup_steps(budget, most, longest)]
     for plan in plans:
         assert 0 < len(plan.rows) <= most
         assert sum(row.count for row in plan.rows) <= budget
@@ -23,8 +22,8 @@ def test_rehearsed_steps_are_possible(budget: int, most: int, longest: int) -> N
     assert sum(row.count for row in plans[0].rows) == sum(row.count for row in plans[1].rows) == full
     assert len(plans[1].rows) == min(most, full), "every slot samples"
     alone = {plan.rows[0].count for plan in plans if len(plan.rows) == 1}
-    assert {1, min(longest, full)} <= alone, "single chunks, as short and as long as there are"
-    assert {min(count, longest, full) for count in (64, 128, 256)} <= alone, "and those that products have kernels for"
+    assert {1, min(longest, full)} <= alone, "single chunks, the shortest and the longest"
+    assert {min(count, longest, full) for count in (64, 128, 256)} <= alone, "and those with dedicated matmul kernels"
     if most > 1 and longest > 1 and budget > 1:
         decoding = [sum(bool(row.flags & RowFlag.DECODE) for row in plan.rows) for plan in plans]
         assert max(decoding) > 0

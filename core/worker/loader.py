@@ -1,0 +1,274 @@
+"""Start-up of one rank: connect, build and fill the model, compile kernels, measure memory; then bind KV pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dovetail.core.checkpoint import open_weights
+from dovetail.core.host import detect_host
+from dovetail.core.interfaces import (
+    Adapters,
+    BuildContext,
+    ExecutorInfo,
+    Model,
+    ModelSource,
+    Progress,
+    TargetView,
+)
+from dovetail.core.memory.pools import make_host_pools
+from dovetail.core.memory.sizing import measure_pages, wanted_tokens
+from dovetail.core.startup_notes import collect_notes, note
+from dovetail.core.worker.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
+from dovetail.core.worker.graph_support import reason_against_graphs
+from dovetail.core.worker.graphs import Recorder, StepGraphs
+from dovetail.core.worker.runner import Connection, RankParts, Runner
+from dovetail.core.worker.two_batch_overlap import OverlappedForward, why_useless
+from dovetail.core.worker.warmup import compile_kernels, report_unwarmed_kernels, run_warmup_steps
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """A rank before its KV pages are bound. With several ranks, each binds the least page counts of all ranks."""
+
+    parts: RankParts
+    info: ExecutorInfo
+    phases: dict[str, float]
+    """Those of `info`; `bind` adds one."""
+    graphs: bool
+    """Steps run as CUDA graphs."""
+    progress: Progress
+
+    def bind(self, num_pages: Mapping[int, int]) -> Runner:
+        """Allocate KV pages and slot state, and capture graphs."""
+        return Runner(self.parts, num_pages, self._capture if self.graphs else None)
+
+    def _capture(self, graphs: StepGraphs) -> None:
+        began = time.perf_counter()
+        recorder = self.parts.recorder = Recorder()
+        graphs.capture(recorder, self.progress)
+        recorder.close()
+        report_unwarmed_kernels(True)
+        self.phases["capture graphs"] = time.perf_counter() - began
+
+    def close(self) -> None:
+        """Close a rank that was not bound, or whose `bind` failed."""
+        self.parts.close()
+
+
+def load_rank(
+    composition: Composition,
+    progress: Progress,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    address: str = "",
+    on_connect: Callable[[Connection], None] = lambda connection: None,
+) -> LoadedRank:
+    """Load one rank of `size`. `address` is "host:port" of rank 0.
+
+    `on_connect` receives the connection before it is made, so that another thread can abort it. If loading fails, the
+    connection stays open, and the caller closes it: other ranks may have to be aborted first.
+    """
+    with collect_notes() as notes:
+        phases = _Phases()
+        connection = _connect(composition, rank, size, address, progress, on_connect)
+        phases.end("connect ranks")
+        parts = _build_parts(composition, connection, progress, phases)
+        try:
+            why_no_graphs = reason_against_graphs(composition, parts.model.build.spec, connection.device, size)
+            num_pages = _warm_up(parts, why_no_graphs is None, progress, phases)
+        except BaseException:
+            parts.release()
+            raise
+        if why_no_graphs is not None and connection.device.type == "cuda":
+            note(f"steps run without CUDA graphs: {why_no_graphs}")
+        info = _info(parts, num_pages, phases.seconds, tuple(notes))
+    return LoadedRank(parts, info, phases.seconds, why_no_graphs is None, progress)
+
+
+class _Phases:
+    """Duration of each phase of loading. A phase begins where the previous one ends."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase], self._last = now - self._last, now
+
+
+def _connect(
+    composition: Composition,
+    rank: int,
+    size: int,
+    address: str,
+    progress: Progress,
+    on_connect: Callable[[Connection], None],
+) -> Connection:
+    """Take the rank's device and connect it to the other ranks."""
+    engine = composition.engine
+    device = resolve_device(engine.device, rank, engine.first_gpu)
+    if device.type == "cuda":
+        from dovetail.core.ops.kernels.launch import keep_shared_memory
+
+        torch.cuda.set_device(device)
+        keep_shared_memory(device)
+    progress("connect ranks", None)
+    connection = Connection(rank, size, device, composition.build("collective"))
+    on_connect(connection)
+    connection.collective.connect(rank, size, address, device)
+    return connection
+
+
+def _build_parts(composition: Composition, connection: Connection, progress: Progress, phases: _Phases) -> RankParts:
+    """Build the model and fill it, then build what depends on it."""
+    engine, device = composition.engine, connection.device
+    selected = composition.part("model")
+    model_class = selected.target()
+    spec = model_class.spec(selected.config)
+    dtype, max_len = resolve_dtype(engine.dtype, spec.dtype, device), spec.longest(engine.max_len)
+    if engine.max_len is not None and max_len < engine.max_len:
+        note(f"engine.max_len={engine.max_len}, and the model was made for {max_len}: sequences end there")
+    attention, drafter = composition.build("attention"), composition.build("spec_decode")
+    quantizer, source = composition.build("quant"), model_class.source(selected.config)
+    if spec.hf is not None and not source.dummy:
+        quantizer.read_checkpoint(spec.hf)
+    adapters = _build_adapters(composition, device, dtype)
+    build = BuildContext(
+        spec=spec,
+        device=device,
+        dtype=dtype,
+        kv_dtype=resolve_kv_dtype(engine.kv_dtype, dtype),
+        page_tokens=engine.page_size,
+        max_len=max_len + 2 * drafter.lookahead + 1,
+        quantizer=quantizer,
+        attention=attention,
+        collective=connection.collective,
+        adapters=adapters,
+    )
+    progress("build model", None)
+    model = model_class(selected.config, build)
+    if adapters is not None:
+        adapters.allocate()
+    overlapped = None
+    if engine.overlap_tokens:
+        overlapped = OverlappedForward(model, attention, adapters, device, least=engine.overlap_tokens)
+        if (why := why_useless(engine.overlap_tokens, engine.token_budget, connection.size)) is not None:
+            note(f"engine.overlap_tokens={engine.overlap_tokens} gains nothing: {why}")
+    phases.end("build model")
+    _fill(model, source, engine.seed, progress)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    phases.end("load weights")
+
+    drafter.bind(TargetView(spec, device, dtype, engine.max_seqs, max_len, model.embed, model.logits))
+    processors = {name: part.build() for name, part in composition.many("logits").items()}
+    for processor in processors.values():
+        processor.allocate(engine.max_seqs + 1, spec.vocab, device)
+    groups = (*model.kv_groups, *drafter.kv_groups())
+    kv_cache = composition.part("kv_cache")
+    host_pages = kv_cache.target().host_pages(kv_cache.config, groups)
+    return RankParts(
+        engine=engine,
+        connection=connection,
+        max_len=max_len,
+        model=model,
+        attention=attention,
+        drafter=drafter,
+        processors=processors,
+        groups=groups,
+        host_pools=make_host_pools(groups, host_pages, device),
+        adapters=adapters,
+        overlapped=overlapped,
+        graph_tokens=_graph_tokens(composition, device),
+    )
+
+
+def _build_adapters(composition: Composition, device: torch.device, dtype: torch.dtype) -> Adapters | None:
+    if "adapter" not in composition.parts:
+        return None
+    adapters: Adapters = composition.build("adapter", device=device, dtype=dtype)
+    return adapters if adapters.slots else None
+
+
+def _fill(model: Model, source: ModelSource, seed: int, progress: Progress) -> None:
+    """Load the weights, or make dummies."""
+    progress("load weights", 0.0)
+    if source.folder is None or source.dummy:
+        model.init_dummy(seed)
+        return
+    weights = list(open_weights(str(source.folder)))
+
+    def counted() -> Iterator[tuple[str, Callable[[], Any]]]:
+        for i, weight in enumerate(weights):
+            yield weight
+            progress("load weights", (i + 1) / len(weights))
+
+    model.load(counted())
+
+
+def _graph_tokens(composition: Composition, device: torch.device) -> int:
+    """Return the tokens of the largest mixed step that gets a graph; 0 = the backend can capture decode steps only."""
+    provides = composition.part("attention").capabilities(detect_host(device.type)).provides
+    engine = composition.engine
+    return min(engine.graph_tokens, engine.token_budget) if provides.get("graphs") == "mixed" else 0
+
+
+def _warm_up(parts: RankParts, graphs: bool, progress: Progress, phases: _Phases) -> dict[int, int]:
+    """Compile kernels, then return how many KV pages fit."""
+    if parts.connection.device.type == "cuda":
+        report_unwarmed_kernels(False)
+    # Parts that can be captured accept any values in device memory. Others may use what no kernel wrote as an index.
+    if graphs:
+        progress("compile kernels", None)
+        compile_kernels(parts)
+        phases.end("compile kernels")
+    progress("measure memory", None)
+    num_pages = _measure_pages(parts)
+    phases.end("measure memory")
+    return num_pages
+
+
+def _measure_pages(parts: RankParts) -> dict[int, int]:
+    engine = parts.engine
+    if engine.kv_pages is not None:
+        return dict.fromkeys((group.id for group in parts.groups), engine.kv_pages)
+    return measure_pages(
+        parts.groups,
+        parts.connection.device,
+        fraction=engine.memory_fraction,
+        wanted=wanted_tokens(
+            parts.groups,
+            sequences=engine.max_seqs,
+            max_len=parts.max_len,
+            ahead=engine.depth * (1 + parts.drafter.lookahead),
+            budget=engine.token_budget,
+        ),
+        rehearse=lambda: run_warmup_steps(parts),
+    )
+
+
+def _info(
+    parts: RankParts, num_pages: dict[int, int], phases: dict[str, float], notes: tuple[str, ...]
+) -> ExecutorInfo:
+    device, spec = parts.connection.device, parts.model.build.spec
+    return ExecutorInfo(
+        spec=spec,
+        groups=parts.groups,
+        num_pages=num_pages,
+        max_len=parts.max_len,
+        lookahead=parts.drafter.lookahead,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        phases=phases,
+        notes=notes,
+        adapter_slots=0 if parts.adapters is None else parts.adapters.slots,
+    )

@@ -1,0 +1,87 @@
+"""Host-side record of the sequence in each slot of a rank, and sets that let a step test all of its rows at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dovetail.core.interfaces import JoinBlob, SamplingParams
+
+
+@dataclass(slots=True)
+class SlotInfo:
+    """Host-side record of the sequence in a slot, for steps. Written when the sequence joins."""
+
+    blob: JoinBlob
+    affected: tuple[str, ...] = ()
+    """Logits processors with state to write for this slot: those that the sequence uses, and those that the previous
+    sequence in the slot used."""
+    random: bool = field(init=False)
+    """Not greedy."""
+    filtered: bool = field(init=False)
+    """Random, and restricted by top-k, top-p or min-p."""
+    plain: bool = field(init=False)
+    """Captured draws can serve it: it needs only logits and device state, and wants no log-probabilities."""
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.random = params.temperature > 0
+        self.filtered = self.random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self.plain = not self.processors and params.logprobs is None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.blob.request.params
+
+    @property
+    def adapter(self) -> int:
+        """Slot of its adapter; -1 = none."""
+        return self.blob.adapter
+
+    @property
+    def processors(self) -> tuple[str, ...]:
+        """Logits processors that it uses."""
+        return self.blob.request.processors
+
+
+class Slots:
+    """The record of each occupied slot. The sets hold slots whose sequence needs something that most do not; a step
+    finds out with `isdisjoint` instead of a loop over its rows. The entries of an empty slot are meaningless."""
+
+    def __init__(self) -> None:
+        self._infos: dict[int, SlotInfo] = {}
+        self._used_processors: dict[int, tuple[str, ...]] = {}
+        """Empty slots -> logits processors that their last sequence used."""
+        self.random: set[int] = set()
+        self.filtered: set[int] = set()
+        self.not_plain: set[int] = set()
+        """These three as in SlotInfo."""
+        self.logprobs: set[int] = set()
+        self.prompt_logprobs: set[int] = set()
+        self.pooling: set[int] = set()
+        """The prompt is embedded."""
+        self.adapted: set[int] = set()
+        """The sequence has an adapter."""
+
+    def __getitem__(self, slot: int) -> SlotInfo:
+        return self._infos[slot]
+
+    def leave(self, slot: int) -> None:
+        info = self._infos.pop(slot)
+        if info.processors:
+            self._used_processors[slot] = info.processors
+
+    def join(self, slot: int, blob: JoinBlob) -> SlotInfo:
+        used = self._used_processors.pop(slot, ())
+        request, params = blob.request, blob.request.params
+        info = self._infos[slot] = SlotInfo(blob, (*request.processors, *used))
+        for slots, among in (
+            (self.random, info.random),
+            (self.filtered, info.filtered),
+            (self.not_plain, not info.plain),
+            (self.logprobs, params.logprobs is not None),
+            (self.prompt_logprobs, params.prompt_logprobs is not None),
+            (self.pooling, request.pooling is not None),
+            (self.adapted, blob.adapter >= 0),
+        ):
+            (slots.add if among else slots.discard)(slot)
+        return info

@@ -1,0 +1,39 @@
+"""Tables on the terminal, common to several apps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+NONE = "n/a"
+
+
+def console(width: int, **options: Any) -> Console:
+    """Return a console on stdout; `width` applies if that is not a terminal."""
+    found = Console(**options)
+    if not found.is_terminal:
+        found.width = width
+    return found
+
+
+def figures_table(title: str, first: str, heads: Iterable[str], **options: Any) -> Table:
+    """Return a table of figures. `first` is the head of the column of names, which takes `options`."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, **options)
+    for head in heads:
+        table.add_column(head, justify="right")
+    return table
+
+
+def share(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1%}"
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,62 @@
+"""Records of sequences by slot, and the sets that steps test their rows against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dovetail.core.interfaces import JoinBlob, Request, SamplingParams
+from dovetail.core.worker.slots import SlotInfo, Slots
+
+
+def blob(params: SamplingParams, **request: Any) -> JoinBlob:
+    return JoinBlob((1, 2), Request(1, (1, 2), params, **request), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "processors", "plain"),
+    [
+        ({"temperature": 0.0}, (), True),
+        ({"temperature": 0.7, "seed": 3}, (), True),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, (), True),
+        ({"temperature": 0.7, "top_k": 5}, (), True),
+        ({"temperature": 0.7, "top_p": 0.5}, (), True),
+        ({"temperature": 0.7, "min_p": 0.1}, (), True),
+        ({"temperature": 0.0, "logprobs": 0}, (), False),
+        ({"temperature": 0.0}, ("penalties",), False),
+    ],
+)
+def test_captured_draws_serve_rows_that_need_only_logits_and_device_state(
+    options: dict[str, Any], processors: tuple[str, ...], plain: bool
+) -> None:
+    info = SlotInfo(blob(SamplingParams(**options), processors=processors))
+    filtered = options["temperature"] > 0 and not options.keys().isdisjoint({"top_k", "top_p", "min_p"})
+    assert (info.plain, info.random, info.filtered) == (plain, options["temperature"] > 0, filtered)
+
+
+def test_a_slot_is_in_the_sets_of_its_latest_sequence() -> None:
+    slots = Slots()
+    wishes = SamplingParams(temperature=1.0, top_k=3, logprobs=1, prompt_logprobs=1)
+    for params, request, expected in (
+        (wishes, {}, {"random", "filtered", "not_plain", "logprobs", "prompt_logprobs"}),
+        (SamplingParams(temperature=0.0), {}, set()),
+        (SamplingParams(temperature=0.5), {"pooling": "mean"}, {"random", "pooling"}),
+    ):
+        info = slots.join(1, blob(params, **request))
+        assert slots[1] is info
+        assert {name for name, among in vars(slots).items() if isinstance(among, set) and among == {1}} == expected
+        slots.leave(1)
+    slots.join(1, JoinBlob((1,), Request(2, (1,), wishes), 0, adapter=3))
+    assert slots.adapted == {1}
+    slots.leave(1)
+    slots.join(1, blob(wishes))
+    assert not slots.adapted
+
+
+def test_a_processor_is_affected_by_sequences_that_use_it_and_by_their_successors() -> None:
+    slots, affected = Slots(), []
+    for processors in ((), ("a",), ("b",), ("b",), (), ()):
+        affected.append(set(slots.join(4, blob(SamplingParams(), processors=processors)).affected))
+        slots.leave(4)
+    assert affected == [set(), {"a"}, {"a", "b"}, {"b"}, {"b"}, set()]
