@@ -46,7 +46,7 @@ FIRST = (
     "server/test_load.py",
     "unit/benchmarks/test_compare.py",
     "server/test_replicas.py",
-    "unit/ops/test_in_interpreter.py",
+    "test_in_interpreter.py",
     "server/test_hostile.py",
     "numerics/test_perplexity.py",
     "server/test_traces.py",

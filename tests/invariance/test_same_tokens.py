@@ -42,7 +42,7 @@ VARIANTS = {
     "ngram, depth 4": ["spec_decode=ngram", "engine.depth=4", "spec_decode.lookahead=7", "executor.delay=2"],
     "ngram, preempted, depth 2": ["spec_decode=ngram", "engine.kv_pages=12", "engine.depth=2"],
     "ngram where it pays, static, paged": [
-        *("spec_decode=ngram", "cost=cpu", "scheduler=static", "kv_cache=paged", "engine.depth=4"),
+        *("spec_decode=ngram", "cost=cpu", "scheduler=static", "kv_cache=paged", "engine.depth=4")
     ],
 }
 if os.environ.get("DOVETAIL_GRID") == "pairs":

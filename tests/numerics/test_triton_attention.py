@@ -1,7 +1,7 @@
 """attention=triton against a float64 loop: every kind of row, split and whole, with poisoned pages.
 
 Kernels run compiled on a GPU, or in Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is imported
-(test_triton_attention_in_interpreter.py starts such a process).
+(tests/test_in_interpreter.py starts such a process).
 """
 
 from __future__ import annotations

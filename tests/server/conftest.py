@@ -25,6 +25,26 @@ TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{%
 {%- endfor %}<assistant>{# </think> #}"""
 
 
+def children(pid: int, of: str = "") -> list[int]:
+    """Return child processes; `of`: only those whose command line contains it."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for task in tasks for child in task.read_text().split()]
+    return [child for child in found if not of or of.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended; a zombie counts as ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 class Server:
     def __init__(self, *overrides: str, **environment: str) -> None:
         words = ("app=serve", "+preset=tiny_cpu", "serve.port=0", "serve.debug=true", *overrides)
@@ -72,12 +92,7 @@ class Server:
         return answer.json()
 
     def engine_pid(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/task/{self._thread()}/children").read_text().split()[0])
-
-    def _thread(self) -> int:
-        """Return the thread of the server that started the engine."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        return next(int(task.name) for task in tasks.iterdir() if (task / "children").read_text().strip())
+        return children(self.process.pid)[0]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

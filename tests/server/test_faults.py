@@ -14,20 +14,11 @@ import httpx
 import openai
 import pytest
 
+from .conftest import children, ended
+
 ROOT = Path(__file__).parents[2]
 LONG = dict(model="tiny", prompt="x = 1\n", max_tokens=2000, stream=True, extra_body={"ignore_eos": True})
 SHORT = dict(model="tiny", prompt="x = 1\n", max_tokens=4)
-
-
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
-
-
-def ended(pid: int) -> bool:
-    """Whether a process has ended; a zombie counts as ended."""
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_dead_rank_fails_its_requests_and_the_engine_restarts_then_it_stops_in_order(start):
@@ -49,14 +40,13 @@ def test_a_dead_rank_fails_its_requests_and_the_engine_restarts_then_it_stops_in
     assert server.stats()["pages_owned"] == 0
 
     # Shutdown: requests that can finish in time do, others get an error, new ones are refused.
-    ended: dict[str, object] = {}
+    finished: dict[str, object] = {}
 
     def follow(name: str, tokens: int) -> None:
         try:
-            count = sum(1 for _ in client.completions.create(**{**LONG, "max_tokens": tokens}))
-            ended[name] = count
+            finished[name] = sum(1 for _ in client.completions.create(**{**LONG, "max_tokens": tokens}))
         except openai.APIError as error:
-            ended[name] = str(error)
+            finished[name] = str(error)
 
     threads = [threading.Thread(target=follow, args=job) for job in (("short", 60), ("long", 2000))]
     for thread in threads:
@@ -73,7 +63,7 @@ def test_a_dead_rank_fails_its_requests_and_the_engine_restarts_then_it_stops_in
     assert time.monotonic() - began < 30
     for thread in threads:
         thread.join(5)
-    assert ended["short"] == 60 and "the server stops" in str(ended["long"]), ended
+    assert finished["short"] == 60 and "the server stops" in str(finished["long"]), finished
 
 
 def test_ctrl_c_ends_what_runs(start):

@@ -16,31 +16,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from .conftest import children, ended, until
+
 SECONDS = 60.0
-
-
-def children(pid: int, of: str = "") -> list[int]:
-    """Return child processes; `of`: only those whose command line contains it."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    found = [int(child) for task in tasks for child in task.read_text().split()]
-    return [child for child in found if of.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def front_ends(server: Any) -> list[int]:
     return children(server.process.pid, "front_end_process:main")
-
-
-def ended(pid: int) -> bool:
-    """Whether a process has ended; a zombie counts as ended."""
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Connection:

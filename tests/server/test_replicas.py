@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -16,30 +15,20 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from .conftest import children, until
+
 LONG = dict(model="tiny", max_tokens=2000, stream=True, extra_body={"ignore_eos": True})
 SHORT = dict(model="tiny", max_tokens=4, temperature=0.0)
-
-
-def engines(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def health(server) -> list[dict[str, object]]:
     return httpx.get(f"{server.url}/health").json()["replicas"]
 
 
-def wait_until(condition, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def replicas(start_module):
     server = start_module(
-        *("engine.dp=2", "engine.max_seqs=4", "serve.max_waiting=2", "router.sample_tokens=64", "serve.grace=5"),
+        *("engine.dp=2", "engine.max_seqs=4", "serve.max_waiting=2", "router.sample_tokens=64", "serve.grace=5")
     )
     return server.wait_ready()
 
@@ -72,7 +61,7 @@ def test_work_is_spread_and_counted_by_replica(replicas, server):
         return {s.labels["replica"]: s.value for s in samples if s.name == "dovetail:prefix_cache_queries_total"}
 
     expected_counts = {str(i): float(one["prefix_queries"]) for i, one in enumerate(again)}
-    wait_until(lambda: counted() == expected_counts)
+    until(lambda: counted() == expected_counts)
 
 
 def test_the_queue_is_shared_and_a_disconnect_aborts_on_the_replica(replicas):
@@ -80,7 +69,7 @@ def test_the_queue_is_shared_and_a_disconnect_aborts_on_the_replica(replicas):
     client = replicas.client()
     with ThreadPoolExecutor(10) as pool:
         streams = [pool.submit(client.completions.create, prompt=f"x{i} = 1\n", **LONG) for i in range(10)]
-        wait_until(lambda: [one["samples"] for one in health(replicas)] == [5, 5])
+        until(lambda: [one["samples"] for one in health(replicas)] == [5, 5])
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(prompt="x", **SHORT)
         assert refused.value.response.headers["retry-after"]
@@ -89,13 +78,13 @@ def test_the_queue_is_shared_and_a_disconnect_aborts_on_the_replica(replicas):
         # An answer begins with its first token, so waiting requests begin after others have ended.
         for stream in as_completed(streams):
             stream.result().close()
-    wait_until(lambda: [one["samples"] for one in health(replicas)] == [0, 0])
+    until(lambda: [one["samples"] for one in health(replicas)] == [0, 0])
     assert [one["pages_owned"] for one in replicas.stats()["replicas"]] == [0, 0]
 
 
 def test_one_replica_dies_and_the_other_goes_on(replicas):
     client, ended = replicas.client(), {}
-    pids = engines(replicas.process.pid)
+    pids = children(replicas.process.pid)
     assert len(pids) == 2
 
     def follow(i: int) -> None:
@@ -107,9 +96,9 @@ def test_one_replica_dies_and_the_other_goes_on(replicas):
     threads = [threading.Thread(target=follow, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: [one["running"] for one in health(replicas)] == [2, 2])
+    until(lambda: [one["running"] for one in health(replicas)] == [2, 2])
     os.kill(pids[0], signal.SIGKILL)
-    wait_until(lambda: sorted(one["state"] for one in health(replicas)) == ["ready", "starting"])
+    until(lambda: sorted(one["state"] for one in health(replicas)) == ["ready", "starting"])
     assert httpx.get(f"{replicas.url}/ready").status_code == 200
     assert [client.completions.create(prompt="y = 1\n", **SHORT).usage.completion_tokens for _ in range(3)] == [4] * 3
     for thread in threads:
@@ -117,7 +106,7 @@ def test_one_replica_dies_and_the_other_goes_on(replicas):
     assert sorted(map(type, ended.values()), key=str) == [int, int, str, str], ended
     errors = [text for text in ended.values() if isinstance(text, str)]
     assert all(re.search(r"replica [01] was killed by SIGKILL", text) for text in errors)
-    wait_until(lambda: [one["state"] for one in health(replicas)] == ["ready", "ready"])
+    until(lambda: [one["state"] for one in health(replicas)] == ["ready", "ready"])
     assert sum("SIGKILL" in line and "started again" in line for line in replicas.log) == 1
     restarts = re.findall(r"engine_restarts_total\{.*\} (\S+)", httpx.get(f"{replicas.url}/metrics").text)
     assert sorted(map(float, restarts)) == [0, 1]
@@ -125,7 +114,7 @@ def test_one_replica_dies_and_the_other_goes_on(replicas):
 
 
 def test_shutdown_leaves_no_process_behind(replicas):
-    pids = engines(replicas.process.pid)
+    pids = children(replicas.process.pid)
     assert len(pids) == 2
     assert replicas.stop() == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -21,12 +21,11 @@ from symm_mem_rank import (
     EPS,
     PROGRAMS,
     CopiesOfTheCpu,
-    MappedMail,
     MappedMemory,
+    mailbox,
     meeting,
     summand,
     together,
-    unstopped,
 )
 
 from dovetail.core.interfaces import PLAIN, Partial
@@ -56,25 +55,10 @@ class Interpreted(emulated_ranks.Collective):
         self.sharded_boundaries = {}
 
 
-def mailbox(memory: emulated_ranks.Memory, size: int, device: torch.device, gathers: bool) -> MappedMail:
+def emulated_mailbox(memory: emulated_ranks.Memory, size: int, device: torch.device, gathers: bool) -> SimpleNamespace:
     one_shot, two_shot = BOXES * 2 * size * emulated_ranks.ROW, PROGRAMS * 2 * 2 * emulated_ranks.ROW
     block = memory.allocate(2 * one_shot + two_shot, EMPTY)
-    parts, addresses = block.words.split((one_shot, two_shot, one_shot)), torch.tensor(block.addresses)
-    stopped, told = unstopped()
-    mail = MappedMail(
-        one_shot=parts[0],
-        two_shot=parts[1],
-        gather=parts[2],
-        one_shot_peers=addresses,
-        two_shot_peers=addresses + 4 * one_shot,
-        gather_peers=addresses + 4 * (one_shot + two_shot),
-        one_shot_halves=torch.zeros(BOXES, dtype=torch.int32),
-        two_shot_halves=torch.zeros(PROGRAMS, dtype=torch.int32),
-        stopped=stopped,
-        told=told,
-    )
-    mail.keep = block  # type: ignore[attr-defined]
-    return mail
+    return mailbox(block.words, torch.tensor(block.addresses), (one_shot, two_shot), block)
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:
@@ -83,7 +67,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     kernels.fence = sharded_kernels.fence = lambda: None
     emulated_ranks.shorten_boxes()
     symm_mem.Driver = lambda *_: CopiesOfTheCpu(rank)  # type: ignore[misc,assignment]
-    symm_mem.Mailbox = mailbox  # type: ignore[misc,assignment]
+    symm_mem.Mailbox = emulated_mailbox  # type: ignore[misc,assignment]
     collective = Interpreted(folder)
     collective.connect(rank, ranks, meeting(rank, folder), torch.device("cpu"))
     out: dict[str, torch.Tensor] = {}

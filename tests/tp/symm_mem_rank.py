@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,51 +78,33 @@ MIXED = 12
 """Number of calls of mixed kinds in one order, between ranks with random delays."""
 
 
-@dataclass
-class MappedMail:
-    """Mailbox on files instead of GPU memory."""
-
-    one_shot: torch.Tensor
-    two_shot: torch.Tensor
-    one_shot_peers: torch.Tensor
-    two_shot_peers: torch.Tensor
-    one_shot_halves: torch.Tensor
-    two_shot_halves: torch.Tensor
-    stopped: torch.Tensor
-    told: torch.Tensor
-    gather: torch.Tensor
-    gather_peers: torch.Tensor
-    boxes: int = BOXES
-    """Boxes of one_shot; two_shot has TWO_SHOT_PROGRAMS times as many."""
-
-
-def unstopped() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the words that kernels read, and the host's stop word to which they point."""
+def mailbox(words: torch.Tensor, addresses: torch.Tensor, lengths: tuple[int, int], keep: Any) -> SimpleNamespace:
+    """Mailbox in the words of a rank, which are not GPU memory, with the addresses of every rank's. The lengths are
+    those of the parts of one_shot and two_shot; `keep` lives as long."""
+    one_shot, two_shot = lengths
+    parts = words.split((one_shot, two_shot, one_shot))
     told = torch.zeros(1, dtype=torch.int32)
-    return torch.tensor([0, told.data_ptr()]).view(torch.int32), told
-
-
-def mapped(folder: Path, rank: int, size: int) -> MappedMail:
-    one_shot, two_shot = BOXES * 2 * size * BOX_WORDS, PROGRAMS * 2 * 2 * BOX_WORDS
-    boxes = [
-        torch.from_file(str(folder / f"mail{r}"), shared=True, size=2 * one_shot + two_shot, dtype=torch.int32)
-        for r in range(size)
-    ]
-    addresses = torch.tensor([box.data_ptr() for box in boxes])
-    turns = torch.zeros(2, PROGRAMS, dtype=torch.int32)
-    mail = MappedMail(
-        boxes[rank][:one_shot],
-        boxes[rank][one_shot : one_shot + two_shot],
-        addresses,
-        addresses + 4 * one_shot,
-        turns[0],
-        turns[1],
-        *unstopped(),
-        boxes[rank][one_shot + two_shot :],
-        addresses + 4 * (one_shot + two_shot),
+    return SimpleNamespace(
+        boxes=BOXES,  # of one_shot; two_shot has TWO_SHOT_PROGRAMS times as many
+        **dict(zip(("one_shot", "two_shot", "gather"), parts, strict=True)),
+        one_shot_peers=addresses,
+        two_shot_peers=addresses + 4 * one_shot,
+        gather_peers=addresses + 4 * (one_shot + two_shot),
+        one_shot_halves=torch.zeros(BOXES, dtype=torch.int32),
+        two_shot_halves=torch.zeros(PROGRAMS, dtype=torch.int32),
+        # The words that kernels read, and the host's stop word to which they point.
+        stopped=torch.tensor([0, told.data_ptr()]).view(torch.int32),
+        told=told,
+        keep=keep,
     )
-    mail.keep = boxes  # type: ignore[attr-defined]
-    return mail
+
+
+def mapped(folder: Path, rank: int, size: int) -> SimpleNamespace:
+    one_shot, two_shot = BOXES * 2 * size * BOX_WORDS, PROGRAMS * 2 * 2 * BOX_WORDS
+    files = [str(folder / f"mail{r}") for r in range(size)]
+    boxes = [torch.from_file(f, shared=True, size=2 * one_shot + two_shot, dtype=torch.int32) for f in files]
+    addresses = torch.tensor([box.data_ptr() for box in boxes])
+    return mailbox(boxes[rank], addresses, (one_shot, two_shot), boxes)
 
 
 class MappedMemory:

@@ -2,82 +2,56 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from dovetail.core.interfaces import LayerAdapters, LinearSite
-from dovetail.core.testing.suite import failures
 from dovetail.plugins.adapter.config import LoRAConfig
 from dovetail.plugins.adapter.lora.adapters import LoRA, LoRALayer
 from dovetail.plugins.adapter.lora.peft import open_adapter
 
+from ..faults import each, rejects, suite, variant
 from .test_builtin import TestLoRA
 
+fault = partial(variant, LoRA)
+Tensor = torch.Tensor
 
-class Layered(LoRA):
-    """LoRA with a configurable layer class."""
 
-    layer: type[LoRALayer]
+def layered(name: str, **members: Any) -> type[LoRA]:
+    """LoRA whose layers have other methods."""
+    layer = variant(LoRALayer, name, **members)
 
-    def attach(self, site: LinearSite) -> LayerAdapters:
-        made = super().attach(site)
-        made.__class__ = self.layer
+    def attach(self: LoRA, site: LinearSite) -> LayerAdapters:
+        made = LoRA.attach(self, site)
+        made.__class__ = layer
         return made
 
-
-class _RoundsEveryRow(LoRALayer):
-    def apply(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots_T: torch.Tensor) -> None:
-        y_TO.mul_(1 + 2**-6)
-        super().apply(x_TI, y_TO, slots_T)
+    return fault(name, attach=attach)
 
 
-class RoundsEveryRow(Layered):
-    layer = _RoundsEveryRow
+def rounds_every_row(self: LoRALayer, x_TI: Tensor, y_TO: Tensor, slots_T: Tensor) -> None:
+    y_TO.mul_(1 + 2**-6)
+    LoRALayer.apply(self, x_TI, y_TO, slots_T)
 
 
-class _FirstSlotForAll(LoRALayer):
-    def apply(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots_T: torch.Tensor) -> None:
-        super().apply(x_TI, y_TO, torch.where(slots_T >= 0, slots_T[:1].clamp(min=0), -1))
+def synchronizes(self: LoRALayer, x_TI: Tensor, y_TO: Tensor, slots_T: Tensor) -> None:
+    if slots_T.max().item() >= 0:
+        LoRALayer.apply(self, x_TI, y_TO, slots_T)
 
 
-class FirstSlotForAll(Layered):
-    layer = _FirstSlotForAll
+def first_part_alone(self: LoRALayer, host_N: Tensor, adapter: Any) -> None:
+    name = self.site.shape.names[0]
+    LoRALayer.fill(self, host_N, {name: adapter[name]} if name in adapter else {})
 
 
-class _Synchronizes(LoRALayer):
-    def apply(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots_T: torch.Tensor) -> None:
-        if slots_T.max().item() >= 0:
-            super().apply(x_TI, y_TO, slots_T)
-
-
-class Synchronizes(Layered):
-    layer = _Synchronizes
-
-
-class _FirstPartAlone(LoRALayer):
-    def fill(self, host_N: torch.Tensor, adapter: Any) -> None:
-        name = self.site.shape.names[0]
-        super().fill(host_N, {name: adapter[name]} if name in adapter else {})
-
-
-class FirstPartAlone(Layered):
-    layer = _FirstPartAlone
-
-
-class _WholeOnEveryRank(LoRALayer):
-    """Adds the change of all ranks on each of them."""
-
-    def apply(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots_T: torch.Tensor) -> None:
-        super().apply(x_TI, y_TO, slots_T)
-        if self.site.shape.shard == "row" and self.inputs < self.site.whole[0][1]:
-            super().apply(x_TI, y_TO, slots_T)
-
-
-class WholeOnEveryRank(Layered):
-    layer = _WholeOnEveryRank
+def whole_on_every_rank(self: LoRALayer, x_TI: Tensor, y_TO: Tensor, slots_T: Tensor) -> None:
+    """Add the change of all ranks on each of them."""
+    LoRALayer.apply(self, x_TI, y_TO, slots_T)
+    if self.site.shape.shard == "row" and self.inputs < self.site.whole[0][1]:
+        LoRALayer.apply(self, x_TI, y_TO, slots_T)
 
 
 class NeverReplaces(LoRA):
@@ -122,24 +96,28 @@ class Forgetful(LoRA):
         self._store_SN.normal_()
 
 
-BROKEN = {
-    RoundsEveryRow: "test_rows_without_an_adapter_stay_as_they_are",
-    FirstSlotForAll: "test_a_row_has_the_adapter_of_its_slot",
-    Synchronizes: "test_apply_waits_for_nothing",
-    FirstPartAlone: "test_matrices_that_an_adapter_lacks_do_not_change",
-    WholeOnEveryRank: "test_ranks_together_equal_one",
-    NeverReplaces: "test_all_slots_are_equivalent",
-    DropEmptiesSlots: "test_a_slot_keeps_its_adapter_after_drop",
-    ReadsLate: "test_reading_in_a_separate_thread",
-    TakesAnything: "test_an_invalid_adapter_is_refused_without_side_effects",
-    Forgetful: "test_empty_slots_have_no_effect",
+BROKEN: dict[str, list[type[LoRA]]] = {
+    "test_rows_without_an_adapter_stay_as_they_are": [layered("RoundsEveryRow", apply=rounds_every_row)],
+    "test_a_row_has_the_adapter_of_its_slot": [
+        layered(
+            "FirstSlotForAll",
+            apply=lambda self, x_TI, y_TO, slots_T: LoRALayer.apply(
+                self, x_TI, y_TO, torch.where(slots_T >= 0, slots_T[:1].clamp(min=0), -1)
+            ),
+        )
+    ],
+    "test_apply_waits_for_nothing": [layered("Synchronizes", apply=synchronizes)],
+    "test_matrices_that_an_adapter_lacks_do_not_change": [layered("FirstPartAlone", fill=first_part_alone)],
+    "test_ranks_together_equal_one": [layered("WholeOnEveryRank", apply=whole_on_every_rank)],
+    "test_all_slots_are_equivalent": [NeverReplaces],
+    "test_a_slot_keeps_its_adapter_after_drop": [DropEmptiesSlots],
+    "test_reading_in_a_separate_thread": [ReadsLate],
+    "test_an_invalid_adapter_is_refused_without_side_effects": [TakesAnything],
+    "test_empty_slots_have_no_effect": [Forgetful],
 }
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda c: c.__name__)
-def test_broken_adapters_are_rejected(broken: type[LoRA]) -> None:
-    class Suite(TestLoRA):
-        def make(self, device: torch.device, dtype: torch.dtype) -> LoRA:
-            return broken(LoRAConfig(slots=2), device, dtype)
-
-    assert BROKEN[broken] in failures(Suite())
+@each(BROKEN)
+def test_broken_adapters_are_rejected(broken: type[LoRA], test: str) -> None:
+    lora = suite(TestLoRA, make=lambda self, device, dtype: broken(LoRAConfig(slots=2), device, dtype))
+    assert rejects(lora, test)

@@ -31,10 +31,3 @@ def test_none_has_no_slots() -> None:
     assert none.slots == 0 and not none.initial(none.config)
     with pytest.raises(RequestError, match="adapter=lora"):
         none.read("a", Path())
-
-
-def test_the_suite_must_be_given_adapters(tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError):
-        AdaptersContract().make(torch.device("cpu"), torch.float32)
-    with pytest.raises(NotImplementedError):
-        AdaptersContract().save(tmp_path, {}, 0)

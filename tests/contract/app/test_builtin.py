@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import pytest
-
 from dovetail.core.compose import Composition, compose
 from dovetail.core.testing.app import AppContract
 
@@ -33,8 +31,3 @@ class TestPlugins(AppContract):
 class TestBench(AppContract):
     def make(self) -> Composition:
         return compose([*SMALL, "workload=fixed", "workload.requests=2"], app="bench")
-
-
-def test_the_suite_must_be_given_a_run() -> None:
-    with pytest.raises(NotImplementedError):
-        AppContract().make()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from dovetail.core.interfaces import AttentionBackend
@@ -21,8 +20,3 @@ class TestSDPA(AttentionContract):
 class TestSDPABfloat16(TestSDPA):
     dtype = torch.bfloat16
     kv_dtypes = ()
-
-
-def test_the_suite_must_be_given_a_backend() -> None:
-    with pytest.raises(NotImplementedError):
-        AttentionContract().make()

@@ -31,12 +31,16 @@ class TestOrdered(CollectiveContract):
         return OrderedCollective(OrderedConfig())
 
 
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 class OnThreads(CollectiveContract):
     """Runs gloo ranks on threads instead of processes."""
 
     def on_ranks(self, method: Callable[[int, int, str], object], may_die: tuple[int, ...] = ()) -> list[Any]:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = free_address()
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(lambda rank: method(rank, self.size, address), range(self.size)))
 
@@ -70,6 +74,7 @@ class Halves(OnThreads):
         build: Any = SimpleNamespace(dtype=torch.float32, device=self.device)
         norm = RMSNorm("norm", build, 8, 1e-5)
         with self.connected(rank, size, address) as collective:
+            assert not torch.distributed.is_initialized(), "the default process group belongs to the user"
             kept = [collective.boundary(Partial(torch.ones(rows, 8)), None, norm)[1] for rows in (3, 5)]
             assert torch.equal(collective.whole(kept[1]), torch.full((5, 8), 2.0))
         return [tuple(kept[0].shape), tuple(kept[1].values.shape)]
@@ -80,9 +85,51 @@ def test_steps_of_few_rows_stay_on_every_rank() -> None:
     assert suite.on_ranks(suite.kept) == [[(3, 8), (3, 8)]] * 2
 
 
-def test_the_suite_must_be_given_a_collective() -> None:
-    with pytest.raises(NotImplementedError):
-        CollectiveContract().make()
+class Bits(OnThreads):
+    """Sums of values of very different magnitudes: the order of additions shows in the last bits."""
+
+    def make(self) -> Collective:
+        return OrderedCollective(OrderedConfig(timeout=60))
+
+    def sums(self, rank: int, size: int, address: str) -> list[torch.Tensor]:
+        with self.connected(rank, size, address) as collective:
+            return [collective.all_reduce(summand(rank, dtype)) for dtype in DTYPES]
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+
+
+def summand(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (100 * torch.randn(7, 96, generator=generator, dtype=torch.float64) * 10 ** (rank % 3)).to(dtype)
+
+
+def in_rank_order(dtype: torch.dtype, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    first, *others = (summand(rank, dtype).to(wide) for rank in order)
+    return sum(others, first).to(dtype)
+
+
+def test_ordered_has_the_bits_of_the_sum_in_rank_order_on_every_rank() -> None:
+    suite = Bits()
+    for sums in suite.on_ranks(suite.sums):
+        for dtype, found in zip(DTYPES, sums, strict=True):
+            assert torch.equal(found, in_rank_order(dtype)), dtype
+    assert not torch.equal(in_rank_order(torch.float32), in_rank_order(torch.float32, (2, 1, 0)))
+    narrow = sum(summand(rank, torch.bfloat16) for rank in range(3))
+    assert not torch.equal(narrow, in_rank_order(torch.bfloat16)), "the test could not fail"
+
+
+def test_an_abort_before_connecting_ends_it() -> None:
+    collective = NcclCollective(NcclConfig())
+    collective.abort()
+    with pytest.raises(RuntimeError, match="a rank died"):
+        collective.connect(0, 2, free_address(), torch.device("cpu"))
+
+
+def test_connecting_ends_after_its_time() -> None:
+    with pytest.raises(TimeoutError, match="2 ranks should connect .*missing: 1$"):
+        NcclCollective(NcclConfig(timeout=0.1)).connect(0, 2, free_address(), torch.device("cpu"))
 
 
 def test_a_suite_inside_a_function_is_refused() -> None:

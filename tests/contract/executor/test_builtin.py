@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
-
 from dovetail.core.compose import Composition
 from dovetail.core.interfaces import Executor, StepResult
 from dovetail.core.testing.executor import ExecutorContract
@@ -54,8 +52,3 @@ class TestSimulated(ExecutorContract):
         executor = self.make(small_composition(*self.overrides))
         executor.start(quiet)
         return self.one_by_one(executor, script)
-
-
-def test_the_suite_must_be_given_an_executor() -> None:
-    with pytest.raises(NotImplementedError):
-        ExecutorContract().make(None)  # type: ignore[arg-type]

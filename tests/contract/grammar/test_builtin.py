@@ -107,8 +107,3 @@ def test_the_tokenizer_is_read_once_and_when_it_was_said(monkeypatch: pytest.Mon
     assert len(loaded) == 1
     llguidance()
     assert len(loaded) == 2
-
-
-def test_the_suite_must_be_given_a_compiler() -> None:
-    with pytest.raises(NotImplementedError):
-        GrammarContract().make(vocabulary()[0])

@@ -1,8 +1,10 @@
+"""Contract suite for every built-in allocator."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import pytest
 from hypothesis import settings
 
 from dovetail.core.interfaces import KVAllocator, KVGroup
@@ -14,62 +16,46 @@ from dovetail.plugins.kv_cache.prefix_hash import PrefixHashAllocator
 from dovetail.plugins.kv_cache.radix import RadixAllocator
 
 
-class TestPaged(KVAllocatorContract):
+class BuiltIn(KVAllocatorContract):
+    allocator: Any
+    config: Any
+
+    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
+        return self.allocator(self.config, groups, num_pages)
+
+
+class TestPaged(BuiltIn):
+    allocator, config = PagedAllocator, PagedConfig()
     reuses = False
 
-    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
-        return PagedAllocator(PagedConfig(), groups, num_pages)
+
+class TestContiguous(BuiltIn):
+    allocator, config = ContiguousAllocator, ContiguousConfig()
+    reuses, contiguous, slides = False, True, False
 
 
-class TestContiguous(KVAllocatorContract):
-    reuses = False
-    contiguous = True
-    slides = False
-
-    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
-        return ContiguousAllocator(ContiguousConfig(), groups, num_pages)
+class TestPrefixHash(BuiltIn):
+    allocator, config = PrefixHashAllocator, PrefixHashConfig()
 
 
-class TestPrefixHash(KVAllocatorContract):
-    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
-        return PrefixHashAllocator(PrefixHashConfig(), groups, num_pages)
-
-
-class TestPrefixHashCost(KVAllocatorContract):
+class TestPrefixHashCost(TestPrefixHash):
+    config = PrefixHashConfig(eviction="cost")
     machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=30)
 
-    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
-        return PrefixHashAllocator(PrefixHashConfig(eviction="cost"), groups, num_pages)
+
+class TestPrefixHashWithHostPages(TestPrefixHash):
+    config = PrefixHashConfig(host_pages=9)
 
 
-class TestPrefixHashWithHostPages(KVAllocatorContract):
-    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
-        return PrefixHashAllocator(PrefixHashConfig(host_pages=9), groups, num_pages)
-
-
-class TestRadix(KVAllocatorContract):
+class TestRadix(BuiltIn):
+    allocator, config = RadixAllocator, RadixConfig()
     slides = False
 
-    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
-        return RadixAllocator(RadixConfig(), groups, num_pages)
 
-
-class TestRadixOfWholePages(KVAllocatorContract):
+class TestRadixOfWholePages(TestRadix):
+    config = RadixConfig(exact=False, eviction="cost")
     machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=30)
 
-    slides = False
 
-    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
-        return RadixAllocator(RadixConfig(exact=False, eviction="cost"), groups, num_pages)
-
-
-class TestRadixWithHostPages(KVAllocatorContract):
-    slides = False
-
-    def make(self, groups: Sequence[KVGroup], num_pages: Mapping[int, int]) -> KVAllocator:
-        return RadixAllocator(RadixConfig(host_pages=9), groups, num_pages)
-
-
-def test_the_suite_must_be_given_an_allocator() -> None:
-    with pytest.raises(NotImplementedError):
-        KVAllocatorContract().make((), {})
+class TestRadixWithHostPages(TestRadix):
+    config = RadixConfig(host_pages=9)

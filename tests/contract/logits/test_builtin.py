@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dovetail.core.interfaces import LogitsProcessor, SamplingParams
 from dovetail.core.testing.logits import LogitsProcessorContract
 from dovetail.plugins.logits.config import LogitBiasConfig, MinTokensConfig, PenaltiesConfig
@@ -43,10 +41,3 @@ class TestMinTokens(LogitsProcessorContract):
 
     def larger_params(self) -> SamplingParams:
         return SamplingParams(min_tokens=10, stop_token_ids=tuple(range(3, 14)))
-
-
-def test_the_suite_must_be_given_a_processor() -> None:
-    with pytest.raises(NotImplementedError):
-        LogitsProcessorContract().make()
-    with pytest.raises(NotImplementedError):
-        LogitsProcessorContract().active_params()

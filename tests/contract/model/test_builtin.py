@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from dovetail.core.interfaces import BuildContext, Model, ModelSpec
 from dovetail.core.testing.model import ModelContract, Weights
-from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 
@@ -41,10 +38,3 @@ class TestTiedLlama(TestLlama):
 
 class TestMistral(TestLlama):
     hf = tiny.MISTRAL
-
-
-def test_the_suite_must_be_given_a_model() -> None:
-    with pytest.raises(NotImplementedError):
-        ModelContract().spec()
-    with pytest.raises(NotImplementedError):
-        ModelContract().make(build_context(TestLlama().spec()))

@@ -52,11 +52,6 @@ class TestPrometheus(ObserverContract):
         return Prometheus(PrometheusConfig(port=0))
 
 
-def test_the_suite_must_be_given_an_observer() -> None:
-    with pytest.raises(NotImplementedError):
-        ObserverContract().make()
-
-
 def test_every_step_is_seen_once_in_order() -> None:
     recorder = Recorder()
     engine = observed_engine({"recorder": recorder})

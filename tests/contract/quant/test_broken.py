@@ -6,7 +6,9 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import ActFormat, Activation, LinearMethod, LinearShape, Partial, Quantizer
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.core.testing.suite import failures
+
+from ..faults import each, rejects, suite, variant
 
 Params = dict[str, torch.Tensor]
 INTERPRETED = "test_triton_encode_agrees_with_the_reference"
@@ -51,20 +55,21 @@ class Sound(LinearMethod):
 
 
 class Chooses(Quantizer):
-    def __init__(self, method: type[LinearMethod]) -> None:
+    method: type[LinearMethod] = Sound
+
+    def __init__(self) -> None:
         super().__init__(None)
-        self.method = method
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         return self.method()
 
 
-# Loading.
+fault = partial(variant, Sound)
 
 
-class LoadsEveryPartFirst(Sound):
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
-        super().load(params, name, slice(0, len(tensor)), tensor)
+def choosing(method: type[LinearMethod]) -> type[Quantizer]:
+    """Quantizer that has this method for every layer."""
+    return variant(Chooses, method.__name__, method=method)
 
 
 class AppendsParts(Sound):
@@ -102,11 +107,6 @@ class KeepsTheParts(Sound):
             super().load(params, "weight", part, tensor)
 
 
-class TakesOneDtype(Sound):
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
-        super().load(params, name, part, tensor.view(torch.float32))
-
-
 class SplitsPartsEvenly(Sound):
     """Assumes that all parts have equal size."""
 
@@ -139,28 +139,10 @@ class SharesBuffers(Sound):
         return dict(self.buffers)
 
 
-class CreatesElsewhere(Sound):
-    def create(self, shape: LinearShape, device: torch.device) -> Params:
-        return super().create(shape, torch.device("meta"))
-
-
 class ReadsFourBits(Sound):
     def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
         super().load(params, name, part, tensor)
         params["weight"][part] = params["weight"][part] // 16 * 16
-
-
-# Matmul.
-
-
-class DropsTheBias(Sound):
-    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return super().apply(params, x)
-
-
-class ScalesTheBias(Sound):
-    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return super().apply(params, x, None if bias is None else bias * x.scale)
 
 
 class AnswersInFloat32(Sound):
@@ -199,16 +181,6 @@ class SumsIn16Bits(Sound):
         return (y_TO if bias is None else y_TO + bias).to(self.shape.dtype)
 
 
-class ForgetsTheScaleOfItsInput(Sound):
-    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return super().apply(params, replace(x, scale=torch.full_like(x.scale, 2 / 127)), bias)
-
-
-class TakesTheFirstRowsScale(Sound):
-    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return super().apply(params, replace(x, scale=x.scale[:1].expand_as(x.scale)), bias)
-
-
 class DropsOddColumns(Sound):
     def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         whole = x.values.shape[1] // 8 * 8
@@ -216,63 +188,36 @@ class DropsOddColumns(Sound):
         return super().apply(cut, replace(x, values=x.values[:, :whole]), bias)
 
 
-# Input format.
+def fed(name: str, change: Callable[[Activation], Activation]) -> type[Sound]:
+    """Method that multiplies another activation than the one that it is given."""
+    return fault(name, apply=lambda self, params, x, bias=None: Sound.apply(self, params, change(x), bias))
 
 
-class ScalesWithTheWholeBatch(Sound):
-    input = replace(ROWS, reference=lambda x: to_int8(x, x.abs().max().expand(len(x), 1)))
+def zero_divided(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_T1 = x_TC.abs().amax(-1, keepdim=True) / 127
+    return (x_TC / scale_T1).round().nan_to_num().to(torch.int8), scale_T1 / (scale_T1 > 0)
 
 
-class DividesByZero(Sound):
-    @staticmethod
-    def reference(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale_T1 = x_TC.abs().amax(-1, keepdim=True) / 127
-        return (x_TC / scale_T1).round().nan_to_num().to(torch.int8), scale_T1 / (scale_T1 > 0)
+class KeepsItsParams(Sound):
+    def finish(self, params: Params) -> None:
+        self.params = params
 
-    input = replace(ROWS, reference=reference)
-
-
-class DeclaresAnotherDtype(Sound):
-    """Declares a wrong dtype, which the core's kernels would write; this apply accepts any dtype."""
-
-    input = replace(ROWS, dtype=None)
-
-
-class DeclaresNoScales(Sound):
-    input = replace(ROWS, group="none", scale_layout="none")
-
-
-class DeclaresGroups(Sound):
-    """Declares groups, although its reference returns one scale per row."""
-
-    input = replace(ROWS, group=32)
-
-
-# Selection.
+    def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(self.params if self.params.keys() == params.keys() else params, x, bias)
 
 
 class KeepsEachShapesWeight(Chooses):
     """Returns one method for layers of equal shape, and the method keeps its matmul operand."""
 
-    class method_class(Sound):
-        def finish(self, params: Params) -> None:
-            self.params = params
-
-        def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return super().apply(self.params if self.params.keys() == params.keys() else params, x, bias)
-
     def __init__(self) -> None:
-        super().__init__(Sound)
+        super().__init__()
         self.made: dict[Any, LinearMethod] = {}
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        return self.made.setdefault((shape.inp, shape.parts), self.method_class())
+        return self.made.setdefault((shape.inp, shape.parts), KeepsItsParams())
 
 
 class RefusesWithoutAName(Chooses):
-    def __init__(self) -> None:
-        super().__init__(Sound)
-
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         if shape.inp % 8:
             raise CapabilityError(["this shape does not divide by 8"])
@@ -280,69 +225,74 @@ class RefusesWithoutAName(Chooses):
 
 
 class FailsOnOddShapes(Chooses):
-    def __init__(self) -> None:
-        super().__init__(Sound)
-
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         assert shape.inp % 8 == 0
         return super().linear(path, shape)
 
 
-class HasNoKVScale(Chooses):
-    def __init__(self) -> None:
-        super().__init__(Sound)
-
-    def kv_scales(self, layer: int) -> tuple[float, float]:
-        return 1.0, 0.0
-
-
-BROKEN: dict[type, str] = {
-    LoadsEveryPartFirst: "test_parts_go_where_they_belong",
-    AppendsParts: "test_parts_load_in_any_order",
-    ScalesWithTheLastPart: "test_parts_load_in_any_order",
-    KeepsTheParts: "test_load_keeps_no_part",
-    TakesOneDtype: "test_checkpoint_may_have_another_dtype",
-    SplitsPartsEvenly: "test_parts_go_where_they_belong",
-    HidesItsWeight: "test_the_layer_owns_the_tensors",
-    SharesBuffers: "test_layers_do_not_share_state",
-    CreatesElsewhere: "test_create_gives_tensors_on_the_device",
-    ReadsFourBits: "test_product_is_near_the_exact_one",
-    DropsTheBias: "test_bias_is_added_once",
-    ScalesTheBias: "test_bias_is_added_once",
-    AnswersInFloat32: "test_output_has_the_models_dtype",
-    LeavesOneScaleForAll: "test_scales_may_be_left_to_the_consumer",
-    DecodesInPlace: "test_apply_changes_nothing",
-    ScalesWeightsInPlace: "test_apply_changes_nothing",
-    SumsIn16Bits: "test_product_is_near_the_exact_one",
-    ForgetsTheScaleOfItsInput: "test_product_is_near_the_exact_one",
-    TakesTheFirstRowsScale: "test_rows_are_independent",
-    DropsOddColumns: "test_odd_shapes_are_held_or_refused",
-    ScalesWithTheWholeBatch: "test_rows_are_independent",
-    DividesByZero: "test_a_row_of_zeros_gives_the_bias",
-    DeclaresAnotherDtype: "test_input_is_what_encode_gives",
-    DeclaresNoScales: "test_input_is_what_encode_gives",
-    DeclaresGroups: "test_input_is_what_encode_gives",
-    KeepsEachShapesWeight: "test_layers_do_not_share_state",
-    RefusesWithoutAName: "test_odd_shapes_are_held_or_refused",
-    FailsOnOddShapes: "test_odd_shapes_are_held_or_refused",
-    HasNoKVScale: "test_kv_scales_are_positive",
+BROKEN: dict[str, list[type]] = {
+    "test_parts_go_where_they_belong": [
+        fault(
+            "LoadsEveryPartFirst",
+            load=lambda self, params, name, part, tensor: Sound.load(self, params, name, slice(len(tensor)), tensor),
+        ),
+        SplitsPartsEvenly,
+    ],
+    "test_parts_load_in_any_order": [AppendsParts, ScalesWithTheLastPart],
+    "test_load_keeps_no_part": [KeepsTheParts],
+    "test_checkpoint_may_have_another_dtype": [
+        fault("TakesOneDtype", load=lambda self, *args: Sound.load(self, *args[:3], args[3].view(torch.float32)))
+    ],
+    "test_the_layer_owns_the_tensors": [HidesItsWeight],
+    "test_layers_do_not_share_state": [SharesBuffers, KeepsEachShapesWeight],
+    "test_create_gives_tensors_on_the_device": [
+        fault("CreatesElsewhere", create=lambda self, shape, device: Sound.create(self, shape, torch.device("meta")))
+    ],
+    "test_product_is_near_the_exact_one": [
+        ReadsFourBits,
+        SumsIn16Bits,
+        fed("ForgetsTheScaleOfItsInput", lambda x: replace(x, scale=torch.full_like(x.scale, 2 / 127))),
+    ],
+    "test_bias_is_added_once": [
+        fault("DropsTheBias", apply=lambda self, params, x, bias=None: Sound.apply(self, params, x)),
+        fault(
+            "ScalesTheBias",
+            apply=lambda self, params, x, bias=None: Sound.apply(
+                self, params, x, None if bias is None else bias * x.scale
+            ),
+        ),
+    ],
+    "test_output_has_the_models_dtype": [AnswersInFloat32],
+    "test_scales_may_be_left_to_the_consumer": [LeavesOneScaleForAll],
+    "test_apply_changes_nothing": [DecodesInPlace, ScalesWeightsInPlace],
+    "test_rows_are_independent": [
+        fed("TakesTheFirstRowsScale", lambda x: replace(x, scale=x.scale[:1].expand_as(x.scale))),
+        fault(
+            "ScalesWithTheWholeBatch",
+            input=replace(ROWS, reference=lambda x: to_int8(x, x.abs().max().expand(len(x), 1))),
+        ),
+    ],
+    "test_odd_shapes_are_held_or_refused": [DropsOddColumns, RefusesWithoutAName, FailsOnOddShapes],
+    "test_a_row_of_zeros_gives_the_bias": [fault("DividesByZero", input=replace(ROWS, reference=zero_divided))],
+    "test_input_is_what_encode_gives": [
+        # The core's kernels would write the declared dtype; this apply accepts any.
+        fault("DeclaresAnotherDtype", input=replace(ROWS, dtype=None)),
+        fault("DeclaresNoScales", input=replace(ROWS, group="none", scale_layout="none")),
+        # Its reference returns one scale per row.
+        fault("DeclaresGroups", input=replace(ROWS, group=32)),
+    ],
+    "test_kv_scales_are_positive": [variant(Chooses, "HasNoKVScale", kv_scales=lambda self, layer: (1.0, 0.0))],
 }
 
 
 def suite_of(component: type) -> QuantizerContract:
-    class Suite(QuantizerContract):
-        error = 0.02
-
-        def make(self) -> Quantizer:
-            return component() if issubclass(component, Quantizer) else Chooses(component)
-
-    return Suite()
+    quantizer = component if issubclass(component, Quantizer) else choosing(component)
+    return suite(QuantizerContract, error=0.02, make=lambda self: quantizer())
 
 
-@pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
+@each(BROKEN)
 def test_the_suite_rejects(broken: type, test: str) -> None:
-    suite = suite_of(broken)
-    assert test in failures(suite, skip=tuple(name for name in dir(suite) if name != test)), broken.__doc__
+    assert rejects(suite_of(broken), test)
 
 
 def test_the_sound_one_passes() -> None:
@@ -357,10 +307,7 @@ class CutsInItsKernel(QuantizerContract):
     def make(self) -> Quantizer:
         from .kernels import encode_cut
 
-        class Method(Sound):
-            input = replace(ROWS, encode=encode_cut)
-
-        return Chooses(Method)
+        return choosing(fault("Method", input=replace(ROWS, encode=encode_cut)))()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton for this platform")

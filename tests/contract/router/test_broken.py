@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-
-import pytest
+from functools import partial
 
 from dovetail.core.interfaces import Arrival, ReplicaLoad, Router
 from dovetail.core.testing.router import RouterContract
 from dovetail.core.testing.suite import failures
+
+from ..faults import each, rejects, suite, variant
 
 
 class Sound(Router):
@@ -23,38 +24,12 @@ class Sound(Router):
         return min(loads, key=lambda load: load.samples).replica
 
 
-class AnyReplica(Sound):
-    """Also returns replicas that are not in `loads`."""
-
-    def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
-        return len(arrival.prompt_ids) % self.replicas
-
-
-class PlaceInTheList(Sound):
-    def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
-        return min(range(len(loads)), key=lambda i: loads[i].samples)
-
-
-class Draws(Sound):
-    def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
-        return random.choice(loads).replica
+fault = partial(variant, Sound)
 
 
 class Sorts(Sound):
     def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
         loads.sort(key=lambda load: load.samples)  # type: ignore[attr-defined]
-        return loads[0].replica
-
-
-class StaysWithAPrefix(Sound):
-    """Follows the prefix regardless of the queue length."""
-
-    def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
-        return loads[sum(arrival.prompt_ids[:64]) % len(loads)].replica
-
-
-class FirstComeFirstBurdened(Sound):
-    def route(self, arrival: Arrival, loads: Sequence[ReplicaLoad]) -> int:
         return loads[0].replica
 
 
@@ -81,29 +56,38 @@ class ReadsItAllAgain(Sound):
         return super().route(arrival, loads)
 
 
-BROKEN: dict[type[Sound], str] = {
-    AnyReplica: "test_it_chooses_an_available_replica",
-    PlaceInTheList: "test_it_chooses_an_available_replica",
-    Draws: "test_equal_calls_give_equal_choices",
-    Sorts: "test_it_does_not_change_its_arguments",
-    StaysWithAPrefix: "test_every_replica_gets_work_when_none_ends",
-    FirstComeFirstBurdened: "test_every_replica_gets_work_when_none_ends",
-    NeverForgives: "test_a_restarted_replica_gets_work",
-    ReadsItAllAgain: "test_cost_does_not_grow_with_routed_requests",
+BROKEN: dict[str, list[type[Sound]]] = {
+    "test_it_chooses_an_available_replica": [
+        # Also returns replicas that are not in `loads`.
+        fault("AnyReplica", route=lambda self, arrival, loads: len(arrival.prompt_ids) % self.replicas),
+        fault(
+            "PlaceInTheList", route=lambda self, arrival, loads: min(range(len(loads)), key=lambda i: loads[i].samples)
+        ),
+    ],
+    "test_equal_calls_give_equal_choices": [
+        fault("Draws", route=lambda self, arrival, loads: random.choice(loads).replica)
+    ],
+    "test_it_does_not_change_its_arguments": [Sorts],
+    "test_every_replica_gets_work_when_none_ends": [
+        # Follows the prefix regardless of the queue length.
+        fault(
+            "StaysWithAPrefix",
+            route=lambda self, arrival, loads: loads[sum(arrival.prompt_ids[:64]) % len(loads)].replica,
+        ),
+        fault("FirstComeFirstBurdened", route=lambda self, arrival, loads: loads[0].replica),
+    ],
+    "test_a_restarted_replica_gets_work": [NeverForgives],
+    "test_cost_does_not_grow_with_routed_requests": [ReadsItAllAgain],
 }
 
 
 def suite_of(router: type[Sound]) -> RouterContract:
-    class Suite(RouterContract):
-        def make(self, replicas: int) -> Router:
-            return router(replicas)
-
-    return Suite()
+    return suite(RouterContract, make=lambda self, replicas: router(replicas))
 
 
-@pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
+@each(BROKEN)
 def test_the_suite_rejects(broken: type[Sound], test: str) -> None:
-    assert test in failures(suite_of(broken))
+    assert rejects(suite_of(broken), test)
 
 
 def test_the_unbroken_one_passes() -> None:

@@ -9,19 +9,12 @@ from typing import ClassVar
 import pytest
 
 from dovetail.core.interfaces import KVAllocator, KVGroup, Scheduler, SchedulerLimits
+from dovetail.core.testing.reference import build
 from dovetail.core.testing.scheduler import SchedulerContract
-from dovetail.plugins.kv_cache.config import PagedConfig, PrefixHashConfig
-from dovetail.plugins.kv_cache.paged import PagedAllocator
+from dovetail.plugins.kv_cache import COMPONENTS
+from dovetail.plugins.kv_cache.config import PrefixHashConfig
 from dovetail.plugins.kv_cache.prefix_hash import PrefixHashAllocator
-from dovetail.plugins.scheduler.config import (
-    DeadlineConfig,
-    FairConfig,
-    FCFSConfig,
-    LongestPrefixConfig,
-    PriorityConfig,
-    ShortestJobConfig,
-    StaticConfig,
-)
+from dovetail.plugins.scheduler import config as options
 from dovetail.plugins.scheduler.deadline import DeadlineScheduler
 from dovetail.plugins.scheduler.fair import FairScheduler
 from dovetail.plugins.scheduler.fcfs import FCFSScheduler
@@ -30,80 +23,48 @@ from dovetail.plugins.scheduler.priority import PriorityScheduler
 from dovetail.plugins.scheduler.shortest_job import ShortestJobScheduler
 from dovetail.plugins.scheduler.static import StaticScheduler
 
+SCHEDULERS = {
+    "fcfs": (FCFSScheduler, options.FCFSConfig()),
+    "fcfs in small chunks": (FCFSScheduler, options.FCFSConfig(max_chunk=3)),
+    "fcfs with whole prompts": (FCFSScheduler, options.FCFSConfig(chunked=False)),
+    "static": (StaticScheduler, options.StaticConfig()),
+    "static pairs": (StaticScheduler, options.StaticConfig(batch_size=2)),
+    "priority": (PriorityScheduler, options.PriorityConfig()),
+    # So slow that it never differs between two runs of a test.
+    "priority that ages": (PriorityScheduler, options.PriorityConfig(age_seconds=1e6)),
+    "longest prefix": (LongestPrefixScheduler, options.LongestPrefixConfig(window=5, max_wait=1e6)),
+    "shortest job": (ShortestJobScheduler, options.ShortestJobConfig(max_wait=1e6)),
+    "shortest job without patience": (ShortestJobScheduler, options.ShortestJobConfig(max_wait=0)),
+    "fair": (FairScheduler, options.FairConfig(quantum=20, weights={"a": 2.5})),
+    "deadline": (DeadlineScheduler, options.DeadlineConfig()),
+}
+FEW = ("paged", "prefix_hash")
+OTHERS = [component.name for component in COMPONENTS if component.name not in FEW]
+"""Allocators that take part with two policies each, to limit the time."""
+PAIRS = [(name, allocator) for name in SCHEDULERS for allocator in FEW]
+PAIRS += [(name, allocator) for name in ("fcfs", "priority") for allocator in OTHERS]
 
-@pytest.fixture(params=["paged", "prefix_hash"], autouse=True)
-def allocator(request: pytest.FixtureRequest) -> None:
-    request.instance.allocator = request.param
 
-
-class _OnEveryAllocator(SchedulerContract):
-    allocator: str
+class TestEveryScheduler(SchedulerContract):
     # Most of them share one policy implementation, so CI runs few examples; the nightly script runs the suite's own
     # number.
     loads: ClassVar[int] = SchedulerContract.loads if os.environ.get("DOVETAIL_GRID") == "pairs" else 2
 
+    @pytest.fixture(params=PAIRS, ids=", ".join, autouse=True)
+    def _parts(self, request: pytest.FixtureRequest) -> None:
+        self.scheduler, self.allocator = request.param
+
+    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
+        scheduler, config = SCHEDULERS[self.scheduler]
+        return scheduler(config, limits, kv)
+
     def make_kv(self, groups: Seq[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
-        if self.allocator == "paged":
-            return PagedAllocator(PagedConfig(), groups, num_pages)
-        return PrefixHashAllocator(PrefixHashConfig(), groups, num_pages)
+        return build("kv_cache", self.allocator, groups=groups, num_pages=num_pages)
 
 
-class TestFCFS(_OnEveryAllocator):
+class TestFCFSWithHostPages(SchedulerContract):
+    def make_kv(self, groups: Seq[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
+        return PrefixHashAllocator(PrefixHashConfig(host_pages=20), groups, num_pages)
+
     def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return FCFSScheduler(FCFSConfig(), limits, kv)
-
-
-class TestFCFSInSmallChunks(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return FCFSScheduler(FCFSConfig(max_chunk=3), limits, kv)
-
-
-class TestFCFSWithWholePrompts(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return FCFSScheduler(FCFSConfig(chunked=False), limits, kv)
-
-
-class TestStatic(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return StaticScheduler(StaticConfig(), limits, kv)
-
-
-class TestStaticPairs(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return StaticScheduler(StaticConfig(batch_size=2), limits, kv)
-
-
-class TestPriority(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return PriorityScheduler(PriorityConfig(), limits, kv)
-
-
-class TestPriorityThatAges(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        # So slow that it never differs between two runs of a test.
-        return PriorityScheduler(PriorityConfig(age_seconds=1e6), limits, kv)
-
-
-class TestLongestPrefix(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return LongestPrefixScheduler(LongestPrefixConfig(window=5, max_wait=1e6), limits, kv)
-
-
-class TestShortestJob(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return ShortestJobScheduler(ShortestJobConfig(max_wait=1e6), limits, kv)
-
-
-class TestShortestJobWithoutPatience(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return ShortestJobScheduler(ShortestJobConfig(max_wait=0), limits, kv)
-
-
-class TestFair(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return FairScheduler(FairConfig(quantum=20, weights={"a": 2.5}), limits, kv)
-
-
-class TestDeadline(_OnEveryAllocator):
-    def make(self, limits: SchedulerLimits, kv: KVAllocator) -> Scheduler:
-        return DeadlineScheduler(DeadlineConfig(), limits, kv)
+        return FCFSScheduler(options.FCFSConfig(), limits, kv)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import pytest
 import torch
 
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, Join, Row, RowFlag, StepResult
@@ -36,11 +35,6 @@ class TestNgramOfOneToken(DrafterContract):
 class TestNgramFarAhead(DrafterContract):
     def make(self) -> Drafter:
         return NgramDrafter(NgramConfig(lookahead=9, min_match=3, max_match=3))
-
-
-def test_the_suite_must_be_given_a_drafter() -> None:
-    with pytest.raises(NotImplementedError):
-        DrafterContract().make()
 
 
 # The engine's side.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-
-import pytest
+from functools import partial
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import TimedRequest, Workload, WorkloadContext
 from dovetail.core.testing.suite import failures
 from dovetail.core.testing.workload import WorkloadContract
+
+from ..faults import each, rejects, suite, variant
 
 
 class Sound(Workload):
@@ -37,45 +38,13 @@ class Sound(Workload):
         return random.Random(ctx.seed)
 
 
-class NoRate(Sound):
-    def rates(self) -> Sequence[float | None]:
-        return ()
-
-
-class NothingToDo(Sound):
-    def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        return []
-
-
-class OneIdTooMany(Sound):
-    def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        return [replace(r, prompt_ids=(*r.prompt_ids[1:], ctx.vocab)) for r in super().requests(ctx)]
-
-
-class OwnVocabulary(Sound):
-    def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        return super().requests(replace(ctx, vocab=100))
+fault = partial(variant, Sound)
 
 
 class EmptyOutput(Sound):
     def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
         first, *others = super().requests(ctx)
         return [replace(first, output_tokens=0), *others]
-
-
-class Backwards(Sound):
-    def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        return list(super().requests(ctx))[::-1]
-
-
-class TwiceAsFast(Sound):
-    def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        return [replace(r, arrival=r.arrival / 3) for r in super().requests(ctx)]
-
-
-class GlobalDraws(Sound):
-    def rng(self, ctx: WorkloadContext) -> random.Random:
-        return random._inst  # type: ignore[attr-defined]
 
 
 class Remembers(Sound):
@@ -89,36 +58,49 @@ class Remembers(Sound):
         return self.kept
 
 
-class AnyLength(Sound):
-    def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        return super().requests(replace(ctx, max_len=10))
-
-
-BROKEN: dict[type[Workload], str] = {
-    NoRate: "test_there_is_a_run",
-    NothingToDo: "test_there_is_a_run",
-    OneIdTooMany: "test_every_request_can_run",
-    OwnVocabulary: "test_ids_stay_in_a_small_vocabulary",
-    EmptyOutput: "test_every_request_can_run",
-    Backwards: "test_requests_come_in_order",
-    TwiceAsFast: "test_the_rate_is_the_requested_one",
-    GlobalDraws: "test_equal_seeds_give_equal_requests",
-    Remembers: "test_equal_seeds_give_equal_requests",
-    AnyLength: "test_too_long_requests_are_refused",
+BROKEN: dict[str, list[type[Sound]]] = {
+    "test_there_is_a_run": [
+        fault("NoRate", rates=lambda self: ()),
+        fault("NothingToDo", requests=lambda self, ctx: []),
+    ],
+    "test_every_request_can_run": [
+        fault(
+            "OneIdTooMany",
+            requests=lambda self, ctx: [
+                replace(r, prompt_ids=(*r.prompt_ids[1:], ctx.vocab)) for r in Sound.requests(self, ctx)
+            ],
+        ),
+        EmptyOutput,
+    ],
+    "test_ids_stay_in_a_small_vocabulary": [
+        fault("OwnVocabulary", requests=lambda self, ctx: Sound.requests(self, replace(ctx, vocab=100)))
+    ],
+    "test_requests_come_in_order": [
+        fault("Backwards", requests=lambda self, ctx: list(Sound.requests(self, ctx))[::-1])
+    ],
+    "test_the_rate_is_the_requested_one": [
+        fault(
+            "TwiceAsFast",
+            requests=lambda self, ctx: [replace(r, arrival=r.arrival / 3) for r in Sound.requests(self, ctx)],
+        )
+    ],
+    "test_equal_seeds_give_equal_requests": [
+        fault("GlobalDraws", rng=lambda self, ctx: random._inst),  # type: ignore[attr-defined]
+        Remembers,
+    ],
+    "test_too_long_requests_are_refused": [
+        fault("AnyLength", requests=lambda self, ctx: Sound.requests(self, replace(ctx, max_len=10)))
+    ],
 }
 
 
 def suite_of(workload: type[Sound]) -> WorkloadContract:
-    class Suite(WorkloadContract):
-        def make(self) -> Workload:
-            return workload()
-
-    return Suite()
+    return suite(WorkloadContract, make=lambda self: workload())
 
 
-@pytest.mark.parametrize(("broken", "test"), BROKEN.items(), ids=[broken.__name__ for broken in BROKEN])
+@each(BROKEN)
 def test_the_suite_rejects(broken: type[Sound], test: str) -> None:
-    assert test in failures(suite_of(broken))
+    assert rejects(suite_of(broken), test)
 
 
 def test_the_unbroken_one_passes() -> None:

@@ -9,13 +9,7 @@ import pytest
 
 from dovetail.core.interfaces import Workload, WorkloadContext
 from dovetail.core.testing.workload import WorkloadContract
-from dovetail.plugins.workload.config import (
-    FixedConfig,
-    PoissonConfig,
-    SharedPrefixConfig,
-    ShareGPTConfig,
-    TraceConfig,
-)
+from dovetail.plugins.workload.config import FixedConfig, PoissonConfig, SharedPrefixConfig, ShareGPTConfig, TraceConfig
 from dovetail.plugins.workload.files import ShareGPT, Trace
 from dovetail.plugins.workload.synthetic import Fixed, Poisson, SharedPrefix
 

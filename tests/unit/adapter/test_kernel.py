@@ -1,6 +1,6 @@
 """The LoRA kernels against their torch reference, on random input and poisoned outputs.
 
-They run compiled on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1 (see test_in_interpreter.py).
+They run compiled on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1 (see tests/test_in_interpreter.py).
 """
 
 from __future__ import annotations
@@ -55,12 +55,7 @@ def both(x_TI, y_TO, a_SPRI, b_SOR, slots_T, parts):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("tokens", "inputs", "parts", "rank", "slots"),
-    [
-        (1, 200, (40,), 16, 1),
-        (7, 96, (130, 8, 8), 16, 3),
-        (33, 384, (64, 64), 32, 4),
-        (150, 130, (300,), 64, 2),
-    ],
+    [(1, 200, (40,), 16, 1), (7, 96, (130, 8, 8), 16, 3), (33, 384, (64, 64), 32, 4), (150, 130, (300,), 64, 2)],
 )
 def test_equals_the_reference(tokens, inputs, parts, rank, slots, dtype):
     a_SPRI, b_SOR = factors(slots, inputs, parts, rank, dtype)

@@ -57,13 +57,7 @@ def test_percentiles_are_interpolated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slo", "good"),
-    [
-        (SLO(ttft=0.5), 1),
-        (SLO(ttft=1.0), 2),
-        (SLO(tpot=0.3), 1),
-        (SLO(ttft=0.6, tpot=0.1), 0),
-    ],
+    ("slo", "good"), [(SLO(ttft=0.5), 1), (SLO(ttft=1.0), 2), (SLO(tpot=0.3), 1), (SLO(ttft=0.6, tpot=0.1), 0)]
 )
 def test_goodput_counts_requests_that_meet_all_limits(slo: SLO, good: int) -> None:
     failed = line(0.0)

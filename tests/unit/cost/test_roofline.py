@@ -58,8 +58,7 @@ def cost_of():
 
 
 @pytest.mark.parametrize(
-    ("model", "billions"),
-    [("llama3_8b", 8.03), ("llama3_70b", 70.55), ("mixtral_8x7b", 46.7), ("deepseek_v3", 671.0)],
+    ("model", "billions"), [("llama3_8b", 8.03), ("llama3_70b", 70.55), ("mixtral_8x7b", 46.7), ("deepseek_v3", 671.0)]
 )
 def test_weight_bytes(cost_of, model, billions):
     assert cost_of(f"model={model}", "cost=h200").weight_bytes() == pytest.approx(2e9 * billions, rel=0.005)

@@ -66,12 +66,7 @@ def numbered(count):
 
 @pytest.mark.parametrize(
     ("rank", "size", "expected"),
-    [
-        (0, 1, rows(0, 1, 4, 5, 2, 6, 3, 7)),
-        (1, 2, rows(4, 5, 6, 7)),
-        (1, 4, rows(1, 2, 3)),
-        (2, 4, rows(4, 6, 7)),
-    ],
+    [(0, 1, rows(0, 1, 4, 5, 2, 6, 3, 7)), (1, 2, rows(4, 5, 6, 7)), (1, 4, rows(1, 2, 3)), (2, 4, rows(4, 6, 7))],
 )
 def test_one_matrix_of_groups(rank, size, expected):
     """Falcon: two query heads, key and value of kv head 0, then those of kv head 1."""

@@ -58,11 +58,7 @@ def test_windows_of_qwen(change, windows):
 
 @pytest.mark.parametrize(
     ("change", "kv_heads"),
-    [
-        ({"num_kv_heads": 8}, 1),
-        ({"multi_query": False}, 8),
-        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
-    ],
+    [({"num_kv_heads": 8}, 1), ({"multi_query": False}, 8), ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2)],
 )
 def test_kv_heads_of_falcon(change, kv_heads):
     spec = read_spec({**HF, "architectures": ["FalconForCausalLM"], **change}, "here")

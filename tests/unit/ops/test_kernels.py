@@ -1,7 +1,7 @@
 """Each kernel against its torch reference, with random inputs and poisoned outputs.
 
 Kernels run compiled on a GPU, or in Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is imported
-(test_in_interpreter.py starts such a process).
+(tests/test_in_interpreter.py starts such a process).
 """
 
 from __future__ import annotations

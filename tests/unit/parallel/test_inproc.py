@@ -67,11 +67,6 @@ def test_collect_runs_only_what_it_needs() -> None:
     assert executor.pending == 0
 
 
-def test_collecting_nothing_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="nothing to collect"):
-        started(1).collect()
-
-
 def test_a_plan_that_does_not_fit_is_refused_before_it_runs() -> None:
     executor = started(0)
     with pytest.raises(ValueError, match="slot 4 leaves"):

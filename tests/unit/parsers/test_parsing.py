@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.core.compose import installed
-from dovetail.core.interfaces import (
-    Content,
-    Reasoning,
-    Tool,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
-)
+from dovetail.core.interfaces import Content, Reasoning, Tool, ToolCallArguments, ToolCallBegin, ToolCallEnd
 from dovetail.core.parsing import JsonScanner, OutputStream, fitting
 from dovetail.core.testing.parsers import run
 
