@@ -47,7 +47,7 @@ class TextStream(ParserStream):
         self._events: list[ParserEvent] = []
         self._kept: int | None = None
         """Keep text from this index on, because it may still turn out to be content."""
-        self._steps: Steps[None] | None = self.parse()
+        self._steps = self.parse()
 
     @abstractmethod
     def parse(self) -> Steps[None]:
@@ -66,12 +66,7 @@ class TextStream(ParserStream):
         return self._run()
 
     def _run(self) -> list[ParserEvent]:
-        if self._steps is not None:
-            try:
-                next(self._steps)
-            except StopIteration:
-                self._steps = None
-        if self._steps is None:
+        if next(self._steps, True):  # parse, which yields None, has returned
             self.emit(Content(self.text[self.at :]))
             self.at = len(self.text)
         events, self._events = self._events, []
@@ -277,9 +272,8 @@ class JsonScanner:
         if char and char in "0123456789+-.eE":
             self._token += char
             return True
-        whole = _NUMBER.fullmatch(self._token) is not None
-        self._token = ""
-        if not whole:
+        whole, self._token = _NUMBER.fullmatch(self._token), ""
+        if whole is None:
             return False
         self._end_value()
         return not self.done and self.feed(char)
@@ -315,8 +309,8 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 class CallStream(TextStream):
-    """Calls as JSON: `{"name": "f", "arguments": {...}}`. "parameters" is accepted for "arguments"; "id" and "type" are
-    ignored. Run `call` through `attempt` in `parse`."""
+    """Calls as JSON: `{"name": "f", "arguments": {...}}`, or "parameters"; "id" and "type" are ignored. Run `call`
+    through `attempt` in `parse`."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
@@ -408,9 +402,8 @@ class CallStream(TextStream):
         self.end()
 
     def _pass(self, char: str) -> Steps[None]:
-        if (yield from self.blanks()) != char:
-            raise Malformed
-        self.at += 1
+        yield from self.blanks()
+        yield from self.expect(char)
 
 
 def call_rules(tools: Sequence[Tool], arguments: str = "arguments") -> str:
