@@ -1,31 +1,13 @@
 """Built-in attention backends."""
 
-from dovetail.core.compose import Component
+from dovetail.plugins import builtin
 from dovetail.plugins.attention.config import FlashInferConfig, SDPAConfig, TritonConfig
 
-COMPONENTS = (
-    Component(
-        kind="attention",
-        name="sdpa",
-        config=SDPAConfig,
-        target="dovetail.plugins.attention.sdpa.backend:SDPA",
-        api="attention/0.1",
-        capabilities="dovetail.plugins.attention.sdpa.capabilities:capabilities",
-    ),
-    Component(
-        kind="attention",
-        name="triton",
-        config=TritonConfig,
-        target="dovetail.plugins.attention.triton.backend:Triton",
-        api="attention/0.1",
-        capabilities="dovetail.plugins.attention.triton.capabilities:capabilities",
-    ),
-    Component(
-        kind="attention",
-        name="flashinfer",
-        config=FlashInferConfig,
-        target="dovetail.plugins.attention.flashinfer.backend:FlashInfer",
-        api="attention/0.1",
-        capabilities="dovetail.plugins.attention.flashinfer.capabilities:capabilities",
-    ),
+COMPONENTS = tuple(
+    builtin("attention", name, config, f"{name}.backend:{target}", capabilities=f"{name}.capabilities:capabilities")
+    for name, config, target in (
+        ("sdpa", SDPAConfig, "SDPA"),
+        ("triton", TritonConfig, "Triton"),
+        ("flashinfer", FlashInferConfig, "FlashInfer"),
+    )
 )

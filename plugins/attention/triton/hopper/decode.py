@@ -57,8 +57,7 @@ def _pages(table, key, seen_from, end, WINDOW: gl.constexpr, PAGE: gl.constexpr)
 @gluon.jit
 def _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wanted, K: gl.constexpr, D: gl.constexpr,
            WINDOW: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """Start the copy of a block's keys and values to its place if `wanted`, with zeros for unseen keys. k_at, v_at:
-    pointers to the first slot."""
+    """Start copying a block's K and V if `wanted`; zeros for unseen keys. k_at, v_at: pointers to the first slot."""
     slot = ((page.to(gl.int64) * PAGE + key % PAGE) * (K * D))[:, None]
     seen = _seen(key, seen_from, end, WINDOW)[:, None]
     if wanted:
@@ -165,10 +164,8 @@ def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_s
 
 @gluon.jit
 def _poll_mailboxes(values_ptr, lse_ptr, TIMES: gl.constexpr):
-    """Poll the mailboxes of R ranges until all words have arrived. Return words [R, D, M] and logarithms.
-
-    TIMES: number of columns per thread. A thread loads all its words at once and does not wait for other threads.
-    """
+    """Poll the mailboxes of R ranges until all words have arrived. Return words [R, D, M] and logarithms. TIMES: number
+    of columns per thread. A thread loads all its words at once and does not wait for other threads."""
     ASM: gl.constexpr = _poll_asm(TIMES)
     CONSTRAINTS: gl.constexpr = _poll_constraints(TIMES)
     return gl.inline_asm_elementwise(
