@@ -80,9 +80,8 @@ class JsonScanner:
         if char and char in "0123456789+-.eE":
             self._token += char
             return True
-        whole = _NUMBER.fullmatch(self._token) is not None
-        self._token = ""
-        if not whole:
+        whole, self._token = _NUMBER.fullmatch(self._token), ""
+        if whole is None:
             return False
         self._end_value()
         return not self.done and self.feed(char)

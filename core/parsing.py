@@ -43,7 +43,7 @@ class TextStream(ParserStream):
         self._events: list[ParserEvent] = []
         self._kept: int | None = None
         """Keep text from this index on, because it may still turn out to be content."""
-        self._steps: Steps[None] | None = self.parse()
+        self._steps = self.parse()
 
     @abstractmethod
     def parse(self) -> Steps[None]:
@@ -62,12 +62,7 @@ class TextStream(ParserStream):
         return self._run()
 
     def _run(self) -> list[ParserEvent]:
-        if self._steps is not None:
-            try:
-                next(self._steps)
-            except StopIteration:
-                self._steps = None
-        if self._steps is None:
+        if next(self._steps, True):  # parse, which yields None, has returned
             self.emit(Content(self.text[self.at :]))
             self.at = len(self.text)
         events, self._events = self._events, []
@@ -204,8 +199,8 @@ class TextStream(ParserStream):
 
 
 class CallStream(TextStream):
-    """Calls as JSON: `{"name": "f", "arguments": {...}}`. "parameters" is accepted for "arguments"; "id" and "type" are
-    ignored. Run `call` through `attempt` in `parse`."""
+    """Calls as JSON: `{"name": "f", "arguments": {...}}`, or "parameters"; "id" and "type" are ignored. Run `call`
+    through `attempt` in `parse`."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
@@ -297,9 +292,8 @@ class CallStream(TextStream):
         self.end()
 
     def _pass(self, char: str) -> Steps[None]:
-        if (yield from self.blanks()) != char:
-            raise Malformed
-        self.at += 1
+        yield from self.blanks()
+        yield from self.expect(char)
 
 
 def call_rules(tools: Sequence[Tool], arguments: str = "arguments") -> str:

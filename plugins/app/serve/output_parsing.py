@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Content, Grammar, ParserEvent, ParserStream, ReasoningParser, Tool, ToolParser
-from dovetail.core.parsing import OutputStream, fitting
+from dovetail.core.interfaces import Grammar, ParserEvent, ParserStream, ReasoningParser, Tool, ToolParser
+from dovetail.core.parsing import OutputStream, Through, fitting
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import Conversing, Function
@@ -146,19 +146,17 @@ class OutputParsing:
             streams.append(self.reasoning_parser.stream(self.prompt))
         if self.tool_parser is not None:
             streams.append(self.tool_parser.stream(self.offered.tools, forced=self.offered.forced))
-        return ParsedOutput(OutputStream(*streams) if len(streams) == 2 else streams[0] if streams else None)
+        return ParsedOutput(OutputStream(*streams) if len(streams) == 2 else streams[0] if streams else Through())
 
 
 class ParsedOutput:
     """Incremental parser of one output."""
 
-    def __init__(self, stream: ParserStream | None) -> None:
+    def __init__(self, stream: ParserStream) -> None:
         self._stream = stream
 
     def take(self, text: str, reason: str | None) -> list[ParserEvent]:
         """Parse a piece and return its events. `reason`: finish reason if this piece is the last."""
-        if self._stream is None:
-            return [Content(text)] if text else []
         events = self._stream.feed(text)
         if reason is not None:
             events += self._stream.finish()
