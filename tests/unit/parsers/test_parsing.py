@@ -18,7 +18,8 @@ from dovetail.core.interfaces import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from dovetail.core.parsing import JsonScanner, OutputStream, fitting
+from dovetail.core.json_scanner import JsonScanner
+from dovetail.core.parsing import OutputStream, fitting
 from dovetail.core.testing.parsers import run
 
 TOOLS = (Tool("f"), Tool("g"))
