@@ -81,5 +81,4 @@ class Capabilities:
     """Facts that other parts may require. Values are strings, numbers, flags or tuples of these."""
     requires: tuple[Requires, ...] = ()
     lacks: tuple[str, ...] = ()
-    """Prerequisites missing on this host, regardless of the other parts, and how to get them: "the package x: pip
-    install x"."""
+    """Prerequisites missing on this host, whatever the other parts, and the remedy: "the package x: pip install x"."""

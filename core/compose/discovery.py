@@ -1,7 +1,7 @@
 """Loads the packages in entry-point group `dovetail`, built-in ones included, independently of each other.
 
-A package that fails does not stop the others. Each fault becomes a `Problem`, which `app=plugins` lists and which is
-raised only if the faulty component is selected.
+A package that fails does not stop the others. `app=plugins` lists each fault, a `Problem`; only selecting
+the faulty component raises it.
 """
 
 from __future__ import annotations

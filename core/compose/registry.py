@@ -46,8 +46,7 @@ class Registered:
 
     @contextmanager
     def blamed(self, what: str) -> Iterator[None]:
-        """Context manager around code of the package: anything it raises, even SystemExit, becomes a PluginError that
-        names the package. Dovetail's own errors pass unchanged."""
+        """Turn errors of the block, even SystemExit but not Dovetail's own, into a PluginError naming the package."""
         try:
             yield
         except DovetailError:

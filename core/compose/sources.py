@@ -1,7 +1,5 @@
-"""Config sources for Hydra: the registry, Dovetail's conf/, folders of packages, folders of the user.
-
-Hydra's own `ConfigStore` is process-wide and belongs to the user's program, so nothing is stored there.
-"""
+"""Config sources for Hydra: the registry, Dovetail's conf/, folders of packages, folders of the user. Hydra's own
+`ConfigStore` is process-wide and belongs to the user's program, so nothing is stored there."""
 
 from __future__ import annotations
 

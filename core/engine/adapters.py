@@ -40,12 +40,10 @@ def _initial(composition: Composition) -> Mapping[str, str]:
 
 
 class AdapterSlots(Resource):
-    """Adapter slots of the device. Each holds one adapter, which any number of running sequences share.
-
-    An unused slot goes to the first sequence that asks, least recently used first. A sequence that was refused too
-    often drains a slot: the slot takes no new sequences, and `first` names the sequence that waits for it. Otherwise
-    requests for loaded adapters could keep it waiting forever.
-    """
+    """Adapter slots of the device. Each holds one adapter, which any number of running sequences share. An unused slot
+    goes to the first sequence that asks, least recently used first. A sequence that was refused too often drains a
+    slot: the slot takes no new sequences, and `first` names the sequence that waits for it. Otherwise requests for
+    loaded adapters could keep it waiting forever."""
 
     def __init__(self, count: int) -> None:
         self._keys = [""] * count
@@ -151,8 +149,7 @@ class AdapterTable:
             future.result()
 
     def load(self, name: str, folder: str) -> Future[None]:
-        """Load an adapter while steps go on. The name is taken at once and can be chosen when the future is done. If
-        loading fails, the name is free again."""
+        """Load an adapter while steps go on. Its name is taken at once, usable when done, and freed on failure."""
         self._check_served()
         if not name or len(name) > _MAX_NAME or not name.isprintable():
             raise RequestError(f"adapter: {name!r} is no name: give 1 to {_MAX_NAME} printable characters")
@@ -166,8 +163,7 @@ class AdapterTable:
         return future
 
     def unload(self, name: str, used: Collection[str]) -> None:
-        """Unload an adapter once no sequence uses it; from now on no request can choose it. `used`: keys of all
-        sequences."""
+        """Unload an adapter once unused; no new request can choose it from now on. `used`: keys of all sequences."""
         self._check_served()
         self._drop_failed()
         entry = self._loaded.get(name)

@@ -83,10 +83,9 @@ MOST_GPUS = 16
 
 
 def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> None:
-    """Raise CapacityError if the weights alone exceed engine.memory_fraction of a device.
-
-    Does nothing if the model does not state its number of parameters, the quantizer does not state `weight_bits`
-    (allocation then fails instead), or the executor holds no weights."""
+    """Raise CapacityError if the weights alone exceed engine.memory_fraction of a device. No check if the model states
+    no number of parameters, the quantizer no `weight_bits` (allocation then fails), or the executor holds no
+    weights."""
     if spec.parameters is None or not host.memory_bytes:
         return
     if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):

@@ -18,10 +18,8 @@ _KV_BYTES = {**_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def bind_cost(composition: Composition, spec: ModelSpec, device: str | None = None) -> CostModel | None:
-    """Return the chosen cost model, ready to predict; None if the app has none or the choice is `none`.
-
-    `device` decides what "auto" means for dtypes: "cpu", or else a GPU. Default: engine.device, where auto is a GPU.
-    """
+    """Return the chosen cost model, ready to predict; None if the app has none or the choice is `none`. `device`
+    decides what "auto" means for dtypes: "cpu", or else a GPU. Default: engine.device, where auto is a GPU."""
     if "cost" not in composition.parts:
         return None
     cost: CostModel = composition.build("cost")
@@ -32,8 +30,7 @@ def bind_cost(composition: Composition, spec: ModelSpec, device: str | None = No
 
 
 def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
-    """Return the formats that follow from engine.dtype, engine.kv_dtype, and `weight_bits` and `product` among the
-    capabilities that the quantizer provides."""
+    """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits` and `product`."""
     engine, quant = composition.engine, composition.part("quant")
     dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)

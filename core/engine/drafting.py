@@ -1,10 +1,8 @@
 """Decides in which steps drafts are verified: those in which they should yield more tokens per second than they cost.
-
 The yield is the acceptance measured over the latest rows with drafts. The cost comes from the cost model, corrected by
 the measured times of steps with and without drafts. Both kinds need measurements, so the one that is not in use is
 tried from time to time, at growing intervals. After SmartSpec (Liu et al. 2024), except that all rows of a step have
-drafts or none: each kind has its own CUDA graphs.
-"""
+drafts or none: each kind has its own CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The step loop: schedule, submit, collect, update, with up to `depth` plans in flight. One thread; tokens only, no
-text."""
+"""The step loop: schedule, submit, collect, update; up to `depth` plans in flight. One thread; tokens, no text."""
 
 from __future__ import annotations
 
@@ -121,8 +120,6 @@ class Engine:
             self._grammars.close()
         self.executor.shutdown()
 
-    # Requests.
-
     def add(
         self,
         prompt_ids: Seq[int],
@@ -131,14 +128,11 @@ class Engine:
         *,
         number: int | None = None,
     ) -> list[Sequence]:
-        """Queue a request and return its n sequences.
-
-        A request with a grammar is queued once the grammar is compiled; if it cannot be compiled, the next events of
-        its sequences carry the reason. With `options.pooling` the prompt is embedded and `params` is ignored.
-        `number` identifies the request; by default numbers rise from 0. Random draws depend on it, so a caller that
-        spreads requests over several engines numbers them all.
-
-        Raises RequestError for what can never run, PluginError if a logits processor fails on the request."""
+        """Queue a request and return its n sequences. With a grammar it is queued once that is compiled; if it cannot
+        be, the next events of its sequences carry the reason. With `options.pooling` the prompt is embedded and
+        `params` ignored. `number` identifies the request; by default numbers rise from 0. Random draws depend on it, so
+        a caller that spreads requests over several engines numbers them all. Raises RequestError for what can never
+        run, PluginError if a logits processor fails on the request."""
         key = self._adapters.key(options.adapter) if options.adapter else ""
         options = replace(options, adapter=key, cache_salt=_salt(options.cache_salt, key))
         sequences = self._requests.sequences(prompt_ids, params, options, number=number)
@@ -156,8 +150,7 @@ class Engine:
         return sequences
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
-        """End a sequence now and keep its first keep_len tokens, such as those up to a stop string. Ignores unknown
-        uids."""
+        """End a sequence now, keeping keep_len tokens, such as those up to a stop string. Ignores unknown uids."""
         if self._forget(uid):
             self.scheduler.finish(uid, keep_len, reason)
 
@@ -194,8 +187,6 @@ class Engine:
             return False
         return True
 
-    # Adapters.
-
     @property
     def adapters(self) -> Mapping[str, str]:
         """Adapters that requests may choose: name -> folder."""
@@ -206,19 +197,15 @@ class Engine:
         return self._adapters.load(name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Make the adapter unavailable to new requests; those that use it run to their end. Raises RequestError for an
-        unknown name."""
+        """Unload for new requests; current users run to their end. Raises RequestError for an unknown name."""
         self._adapters.unload(name, self._used_adapters())
 
     def _used_adapters(self) -> set[str]:
         return {tracked.seq.request.adapter for tracked in self._tracked.values()}
 
-    # Steps.
-
     def launch_delay(self) -> float:
-        """How long to delay the next `step`, in seconds. The device is busy until then, and requests that arrive in the
-        meantime still make it into the plan. 0 if no request could join, if the step time is unknown, and without
-        `engine.late_launch`."""
+        """Seconds to delay the next `step`: the device is busy until then, and requests that arrive still make it into
+        the plan. 0 if no request could join, if the step time is unknown, and without `engine.late_launch`."""
         if self._launch_timer is None or len(self._launched) != 1 or self._follows_grammars:
             return 0.0
         return self._launch_timer.delay(time.perf_counter()) if len(self._tracked) < self.limits.max_seqs else 0.0

@@ -74,8 +74,6 @@ class Grammars:
         self._asked: queue.SimpleQueue[GrammarState | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    # Compiling.
-
     def add(self, sequences: Seq[Tracked]) -> None:
         """Compile the grammar of one request's sequences. `compiled` returns them once they may run."""
         grammar = sequences[0].seq.request.params.grammar
@@ -135,8 +133,6 @@ class Grammars:
         """Wait for a grammar to be compiled, at most _IDLE_SECONDS."""
         wait_for_futures([waiting.future for waiting in self._compiling], _IDLE_SECONDS, FIRST_COMPLETED)
 
-    # Following outputs.
-
     def _start(self, tracked: Tracked, compiled: CompiledGrammar) -> None:
         stops_W = self._bits(tracked.seq.request.stop_ids)
         matcher, mask_W = compiled.matcher.fork(), compiled.mask_W.copy()
@@ -180,9 +176,8 @@ class Grammars:
     def masks(
         self, states: Mapping[int, GrammarState], others: bool
     ) -> tuple[dict[int, NDArray[np.uint32]], list[Ended]]:
-        """Return (mask by uid, sequences whose grammar ended). A uid in neither has no mask yet.
-
-        Waits no longer than patience allows, or _IDLE_SECONDS if there are no `others` that the step could serve."""
+        """Return (mask by uid, sequences whose grammar ended). A uid in neither has no mask yet. Waits no longer than
+        patience allows, or _IDLE_SECONDS if there are no `others` that the step could serve."""
         for state in states.values():
             if not state.ready.is_set():
                 left = state.asked + self._patience - time.perf_counter()

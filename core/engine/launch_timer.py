@@ -1,9 +1,7 @@
-"""Decides how long the next launch can be delayed without the device becoming idle (engine.late_launch).
-
-A plan made as early as possible misses a request that arrives a moment later: that one waits for the step that runs and
-for the one queued behind it. A plan made just before the device needs it includes the request, which then waits for one
-step less.
-"""
+"""Decides how long the next launch can be delayed without the device becoming idle (engine.late_launch). A plan made as
+early as possible misses a request that arrives a moment later: that one waits for the step that runs and for the one
+queued behind it. A plan made just before the device needs it includes the request, which then waits for one step
+less."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ _BOUND, _COUNT = itemgetter(Row._fields.index("bound")), itemgetter(Row._fields.
 
 
 class LaunchTimer:
-    """Timer of one engine with two plans in flight, which reports every launch and result. Times are
-    time.perf_counter's."""
+    """Timer of one engine with two plans in flight, fed with every launch and result. Times: time.perf_counter's."""
 
     def __init__(self) -> None:
         self._history: deque[tuple[int, int, float]] = deque(maxlen=HISTORY)
@@ -60,10 +57,8 @@ class LaunchTimer:
     def observe(
         self, plan: StepPlan, result: StepResult, delayed: bool, waited: float, now: float, running: StepPlan | None
     ) -> None:
-        """Take a result that arrived `now`, after the host waited for it for `waited` seconds.
-
-        `delayed`: `launched` returned True for this plan and the device had work before it. `running`: the plan that
-        the device runs now."""
+        """Take a result that arrived `now`, after the host waited for it for `waited` seconds. `delayed`: `launched`
+        returned True for this plan and the device had work before it. `running`: the plan that the device runs now."""
         if _decodes_only(plan) and result.device_seconds:
             self._history.append((_tokens(plan), _keys(plan), result.device_seconds))
         self._delayed = False

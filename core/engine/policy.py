@@ -1,9 +1,7 @@
-"""PolicyScheduler: the mechanics that every scheduler shares. Subclasses supply the policy.
-
-The mechanics are slots, pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and
-results that arrive depth - 1 steps after their plan. A policy overrides only order or rank, admit, reject, entered,
-chunk, victim, gives_way and draft_tokens.
-"""
+"""PolicyScheduler: the mechanics that every scheduler shares. Subclasses supply the policy. The mechanics are slots,
+pages, chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute, forks, and results that arrive depth - 1
+steps after their plan. A policy overrides only order or rank, admit, reject, entered, chunk, victim, gives_way and
+draft_tokens."""
 
 from __future__ import annotations
 
@@ -451,8 +449,7 @@ class PolicyScheduler(Scheduler):
         self._enqueue(seq, self.resuming)
 
     def _leave(self, seq: Sequence) -> None:
-        """Free the slot and the pages. Both can be reused at once: plans run in order, so the next owner writes after
-        the last read."""
+        """Free slot and pages for reuse at once: plans run in order, so the next owner writes after the last read."""
         if self.running.pop(seq.uid, None) is not None:
             heapq.heappush(self._free_slots, seq.slot)
             self._leaves.append(seq.slot)

@@ -50,7 +50,6 @@ class RequestBuilder:
         number: int | None = None,
     ) -> list[Sequence]:
         """Build the sequences of a new request, one per sample. `number` identifies the request; None = the next one.
-
         Raises RequestError for what can never run, PluginError if a logits processor fails on the request."""
         request = self.request(prompt_ids, params, options, number=number)
         self._next = max(self._next, request.uid + 1)
@@ -149,9 +148,8 @@ class ProcessorTable:
         return owners
 
     def select(self, request: Request) -> Request:
-        """Return the request with the processors that it uses.
-
-        Raises RequestError for parameters that no processor serves or accepts, PluginError if a processor fails."""
+        """Return the request with the processors that it uses. Raises RequestError for parameters that no processor
+        serves or accepts, PluginError if a processor fails."""
         self._check_served(request.params)
         self._check_names(request.params)
         wanted = []

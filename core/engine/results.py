@@ -82,8 +82,7 @@ class Results:
         return events, ended
 
     def _extend(self, tracked: Tracked, row: RowResult) -> SequenceEvent:
-        """Append the tokens of a row. The event has those up to the first that ends the sequence; `Engine.finish` drops
-        the rest."""
+        """Append a row's tokens. The event has those up to the sequence's end; `Engine.finish` drops the rest."""
         seq = tracked.seq
         request, tokens, limit = seq.request, row.tokens, seq.limit
         stop_ids, grammar = request.stop_ids, request.params.grammar

@@ -153,8 +153,7 @@ class AttachedFleet(Fleet):
 
 
 class AttachedEngine(EngineClient):
-    """Client of an engine that another process owns. It follows the state that the owner sends, but is ready only once
-    its link is open."""
+    """Client of another process's engine. It follows the owner's state, but is ready only once its link is open."""
 
     def __init__(self, owner: ProcessRPC, *, timeout: float, **client: Any) -> None:
         super().__init__(**client)

@@ -54,8 +54,7 @@ class Stream:
         return self.request.replica
 
     async def take(self) -> list[Delta]:
-        """Return the deltas since the last call, waiting for at least one. An empty list means that the output is
-        complete. Raises RequestError and EngineDown."""
+        """Wait for and return the deltas since the last call; empty = the end. Raises RequestError and EngineDown."""
         while not self._deltas and self._error is None and not self.ended:
             self._waiter = self._loop.create_future()
             await self._waiter
@@ -80,8 +79,7 @@ class Stream:
 
 
 class EngineClient(ABC):
-    """Used only in one event loop, except for the methods of the thread that receives from the engine. Subclasses
-    implement how the engine starts and ends."""
+    """Used in one event loop, except the receiving thread's methods. Subclasses implement the start and end."""
 
     def __init__(
         self,

@@ -1,8 +1,5 @@
-"""The loop around one engine: it takes commands between two steps and sends the output of each step.
-
-The same loop runs in an engine process, over sockets, and in a thread of the user's process, over a queue. Only its
-thread uses the engine.
-"""
+"""The loop around one engine: it takes commands between two steps and sends the output of each step. It runs in an
+engine process, over sockets, or in a thread of the user's process, over a queue. Only its thread uses the engine."""
 
 from __future__ import annotations
 
@@ -91,8 +88,7 @@ class EngineLoop:
             self._publish()
 
     def _take_commands(self) -> bool:
-        """Execute the commands that have arrived; wait for some if the engine has no work or its launch may be delayed.
-        False = the loop ends."""
+        """Execute arrived commands; wait for some if there is no work or launch can wait. False = the loop ends."""
         engine, commands = self._engine, self._commands
         idle = not engine.has_work
         if idle and (self._stats_due or not all(port.up_to_date for port in commands.ports)):
@@ -162,8 +158,7 @@ class _EngineRequest:
 
 
 class EngineRequests:
-    """Requests of all users in one engine. Commands become sequences; events of steps become updates on the port of
-    their request."""
+    """All users' requests in one engine: commands become sequences, and step events updates on the request's port."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

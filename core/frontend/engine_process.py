@@ -151,8 +151,7 @@ class EngineProcess:
         return self._failure or describe_exit(status, self._stage)
 
     def end_hung(self, seconds: float) -> None:
-        """Log the stacks of a process that was silent for `seconds`, and kill it, without blocking. Callable from any
-        thread."""
+        """Log the stacks of a process silent for `seconds`, and kill it, without blocking. Callable from any thread."""
         if self._popen is None or self._failure:
             return
         if self._stage == "starting":

@@ -235,8 +235,7 @@ class _ProcessListener:
 
 
 def start_engines(composition: Composition, progress: Progress = lambda phase, share: None) -> Engines:
-    """Load the engines of a composition: one in this process, or engine.dp > 1 in separate processes. Raises the errors
-    of loading, after it has freed everything."""
+    """Load engines: one in this process, or engine.dp > 1 in processes. Raises errors of loading after freeing all."""
     engines = OneLocalEngine(composition) if composition.engine.dp == 1 else EngineProcesses(composition)
     engines.start(progress)
     return engines

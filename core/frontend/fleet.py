@@ -78,8 +78,6 @@ class Fleet(ABC):
     def _changed(self, replica: int) -> None:
         """Handle a change of the replica's state."""
 
-    # State.
-
     @property
     def state(self) -> State:
         """ "starting" until every replica was ready once; from then on "ready" while one is."""
@@ -131,8 +129,6 @@ class Fleet(ABC):
         if (state := self.state) != "ready":
             raise EngineDown(f"the engine is {state}{f': {self.failure}' if self.failure else ''}")
 
-    # Start and end.
-
     def start(self) -> None:
         """Start the engines without waiting for them; `wait_ready` does."""
         for client in self.clients:
@@ -155,8 +151,6 @@ class Fleet(ABC):
         self._closed = not self.failed.is_set()
         await asyncio.gather(*(client.close() for client in self.clients))
 
-    # Requests.
-
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -166,9 +160,8 @@ class Fleet(ABC):
         keep: Collection[str] = (),
     ) -> Stream:
         """Queue a request on the replica that the router chooses. With `options.pooling`, one Delta has the embedding.
-        `keep`: special tokens whose text is part of the output.
-
-        Raises EngineDown and RequestError. If the engine refuses the request, the stream raises RequestError."""
+        `keep`: special tokens whose text is part of the output. Raises EngineDown and RequestError. If the engine
+        refuses the request, the stream raises RequestError."""
         self._check_ready()
         if params.stop:
             _ = self.tokenizer
@@ -185,8 +178,7 @@ class Fleet(ABC):
         self._table.abort(stream.request)
 
     async def control(self, op: str, **arguments: Any) -> list[Any]:
-        """Run an operation (see EngineClient.control) on every replica that is ready. Returns their answers in order;
-        raises the first error."""
+        """Run an operation (EngineClient.control) on ready replicas: answers in order, or the first error raised."""
         ready = [replica for replica, client in enumerate(self.clients) if client.state == "ready"]
         self._check_ready()
         answers = await asyncio.gather(*(self.clients[replica].control(op, **arguments) for replica in ready))
@@ -194,8 +186,6 @@ class Fleet(ABC):
             for replica in ready:
                 self._table.forget(replica)
         return list(answers)
-
-    # Adapters.
 
     @property
     def adapters(self) -> Mapping[str, str]:

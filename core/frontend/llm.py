@@ -74,12 +74,9 @@ class _WholeInbox(_Inbox):
 
 
 class LLM:
-    """A running engine.
-
-    `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any override of the command
-    line. A model path that is a folder is read as `model=llama model.path=...`. Use it as a context manager, or
-    `close` it.
-    """
+    """A running engine. `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any
+    override of the command line. A model path that is a folder is read as `model=llama model.path=...`. Use it as a
+    context manager, or `close` it."""
 
     def __init__(
         self,
@@ -153,9 +150,8 @@ class LLM:
         dimensions: int | None = None,
         **request: Any,
     ) -> NDArray[np.float32]:
-        """Return one vector per prompt, pooled from the final hidden states: [prompts, dimensions]. None = the
-        checkpoint's setting; if it has none, give `pooling`, "last" or "mean". `dimensions` truncates the vectors.
-        `request`: as in generate."""
+        """Return [prompts, dimensions]: vectors pooled from the final hidden states, truncated to `dimensions`.
+        `pooling`: "last" or "mean"; None = the checkpoint's setting, if it has one. `request`: as in generate."""
         stated = self.info.embedding or EmbeddingSpec("last")
         if pooling is None and self.info.embedding is None:
             raise RequestError('this checkpoint does not say how it embeds: give pooling="last" or pooling="mean"')
@@ -184,8 +180,7 @@ class LLM:
         options: RequestOptions,
         inboxes: Seq[_Inbox],
     ) -> Generator[tuple[int, OpenRequest, Delta]]:
-        """Submit all requests, or none; yield (index, request, delta) in the order of the prompts. Closing the
-        generator aborts the requests."""
+        """Submit all or none; yield (index, request, delta) in prompt order. Closing the generator aborts them."""
         jobs = zip(prompts, params, inboxes, strict=True)
         opened = self._submit([NewRequest(ids, p, options, inbox.deliver) for ids, p, inbox in jobs])
         try:

@@ -1,7 +1,5 @@
-"""Messages between the front-end and the engine: typed, msgpack on the wire, without pickle.
-
-Both ends come from one installation, which is checked first (`identity`), so the messages carry no version.
-"""
+"""Messages between the front-end and the engine: typed, msgpack on the wire, without pickle. Both ends come from one
+installation, which is checked first (`identity`), so the messages carry no version."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""RequestTable: the open requests of one front, over any number of engines.
-
-A front (`LLM`, a server process, a benchmark) submits a request with a callback. The table validates the request, asks
-the router for an engine, numbers the request and sends it. Each message of an engine goes to `receive`, which turns
-tokens into text and calls the callback once with all the output of the request in that message.
-"""
+"""RequestTable: the open requests of one front, over any number of engines. A front (`LLM`, a server process, a
+benchmark) submits a request with a callback. The table validates it, asks the router for an engine, numbers it and
+sends it. Each message of an engine goes to `receive`, which turns tokens into text and calls the callback once with all
+the output of the request in that message."""
 
 from __future__ import annotations
 
@@ -38,9 +36,8 @@ class Transport(Protocol):
     """Connection to one engine."""
 
     def send(self, *commands: Command) -> None:
-        """Send commands; callable from any thread. The engine executes those of one call between the same two steps if
-        it can. Commands to a dead engine are dropped. Raises RequestError, before anything is sent, for a value that
-        cannot be encoded."""
+        """Send commands, from any thread; the engine executes them between the same two steps if it can. Commands to a
+        dead engine are dropped. Raises RequestError, before anything is sent, for a value that cannot be encoded."""
 
 
 _new = tuple.__new__
@@ -73,8 +70,7 @@ class NewRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """One request from `submit` to its end. Written by the thread that calls `receive`, `unread` and `ended` under the
-    table's lock."""
+    """One request from `submit` on. Written by `receive`'s thread; `unread` and `ended` under the table's lock."""
 
     id: int
     replica: int
@@ -106,11 +102,9 @@ class _Replica:
 
 
 class RequestTable:
-    """Thread-safe. `connect` and `fail` report which engines can be reached.
-
-    Messages of one engine must reach `receive` from one thread at a time; engines do not wait for each other. Callbacks
-    may call `submit` and `abort`: only `receive` and `fail` take `delivering`, and only as their first lock.
-    """
+    """Thread-safe. `connect` and `fail` report which engines can be reached. Messages of one engine must reach
+    `receive` from one thread at a time; engines do not wait for each other. Callbacks may call `submit` and `abort`:
+    only `receive` and `fail` take `delivering`, and only as their first lock."""
 
     def __init__(
         self,
@@ -138,8 +132,6 @@ class RequestTable:
         collector may close an abandoned `LLM.stream`, which aborts its request, in a thread that holds the lock."""
         self._submitting = threading.Lock()
         """Held from numbering to sending, so that request numbers rise in the order in which an engine gets them."""
-
-    # Engines.
 
     def connect(self, replica: int, transport: Transport) -> None:
         """Send requests to the replica from now on."""
@@ -180,13 +172,9 @@ class RequestTable:
         """Whether any request is open."""
         return bool(self._requests)
 
-    # Requests.
-
     def submit(self, *new: NewRequest) -> list[OpenRequest]:
-        """Queue all of these requests, or none.
-
-        Raises RequestError for a request that cannot run, EngineDown if no engine is connected, PluginError if the
-        router fails."""
+        """Queue all of these requests, or none. Raises RequestError for a request that cannot run, EngineDown if no
+        engine is connected, PluginError if the router fails."""
         opened: list[OpenRequest] = []
         commands: dict[int, list[Command]] = {}
         numbers: list[int] = []
@@ -230,8 +218,7 @@ class RequestTable:
         return request
 
     def abort(self, request: OpenRequest) -> None:
-        """Drop a request. Its callback is not called again, but a call in another thread may still be running.
-        Idempotent."""
+        """Drop a request; idempotent. A callback may still be running in another thread, but none begins."""
         if self._close(request):
             self._send(request.replica, Abort(request.id))
 
@@ -250,11 +237,8 @@ class RequestTable:
             request.unread = 0
             return True
 
-    # Rare operations.
-
     def control(self, replica: int, op: str, **arguments: Any) -> Future[Any]:
-        """Run an operation of core.frontend.engine_loop between two steps of an engine. The future raises RequestError,
-        or the error with which the replica fails."""
+        """Run an operation of engine_loop between two steps. The future raises RequestError or the replica's error."""
         number = next(self._controls)
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()  # A caller that leaves must not cancel what `receive` resolves.
@@ -267,8 +251,6 @@ class RequestTable:
         except RequestError as error:
             self._answer(Reply(number, error=str(error), status=error.status))
         return answer
-
-    # Messages of engines.
 
     def receive(self, replica: int, message: StepMessage | Reply) -> None:
         """Handle a message of a replica: deliver its updates, or resolve a control."""

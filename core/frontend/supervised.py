@@ -131,9 +131,8 @@ class SupervisedFleet(Fleet):
     def __init__(
         self, composition: Composition, *, max_restarts: int = 0, timeout: float = math.inf, **fleet: Any
     ) -> None:
-        """`max_restarts` and `timeout` apply to each replica: see SupervisedEngine. If a replica fails for good, the
-        others go on; the fleet fails with it if max_restarts=0, if not all replicas were ready once, or if it was the
-        last one. `fleet`: see Fleet."""
+        """`max_restarts`, `timeout`: per replica, see SupervisedEngine. If a replica fails for good, the fleet fails
+        too if max_restarts=0, if not all were ready once, or if it was the last. `fleet`: see Fleet."""
         super().__init__(composition, **fleet)
         self._max_restarts = max_restarts
         self._adapting = asyncio.Lock()
@@ -165,8 +164,6 @@ class SupervisedFleet(Fleet):
             if client.state == "failed" and not (alive and self.complete and self._max_restarts):
                 self.failed.set()
         self._reports.changed()
-
-    # Adapters.
 
     async def load_adapter(self, name: str, folder: str) -> None:
         async with self._adapting:

@@ -1,7 +1,5 @@
-"""Link: two one-way sockets between an engine process and a process that uses it.
-
-The receiver binds before the sender connects, so sends never block, and there is no reconnecting to a dead end.
-"""
+"""Link: two one-way sockets between an engine process and a process that uses it. The receiver binds before the sender
+connects, so sends never block, and there is no reconnecting to a dead end."""
 
 from __future__ import annotations
 
@@ -78,8 +76,7 @@ class Link:
             self._commands = commands
 
     def send(self, *commands: Command) -> None:
-        """Send commands; callable from any thread. They are dropped unless the link is open. Raises RequestError for a
-        value that cannot be encoded."""
+        """Send, from any thread; dropped unless the link is open. Raises RequestError for unencodable values."""
         encoded = [encode_command(command) for command in commands]
         with self._sending:
             if self._commands is not None:

@@ -1,7 +1,5 @@
-"""Token embedding and logits, split over ranks by vocabulary.
-
-Shapes: T tokens, B sampled rows, C channels, V vocabulary.
-"""
+"""Token embedding and logits, split over ranks by vocabulary. Shapes: T tokens, B sampled rows, C channels, V
+vocabulary."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Linear layers under tensor parallelism (Megatron-LM, Shoeybi et al. 2019).
-
-A column-parallel layer holds some output rows of each of its parts, a row-parallel one some input columns. The
-quantizer's LinearMethod stores and multiplies the weight.
-"""
+"""Linear layers under tensor parallelism (Megatron-LM, Shoeybi et al. 2019). A column-parallel layer holds some output
+rows of each of its parts, a row-parallel one some input columns. The quantizer's LinearMethod stores and
+multiplies the weight."""
 
 from __future__ import annotations
 
@@ -83,8 +81,7 @@ class Linear:
 
     @property
     def inputs(self) -> tuple[ActFormat, ...]:
-        """All input formats of the layer, for the producer's `emit`. Adapters read the plain one in steps that have
-        adapters."""
+        """All input formats, for the producer's `emit`. Adapters read the plain one in steps that have adapters."""
         return (self.input, PLAIN) if self._adapting and self.input is not PLAIN else (self.input,)
 
     @property
@@ -271,10 +268,8 @@ def _ordered(tensor: torch.Tensor, shape: list[int], part: Part) -> torch.Tensor
 
 
 def _rank_slice(name: str, ranks: Iterable[int], entries: int, start: int, stop: int, total: int) -> slice:
-    """Slice for channels [start, stop) of `total` in a tensor with one entry per channel, per block, or for all.
-
-    Raise ConfigError if the range cuts through a block; the message lists those of `ranks` that do not.
-    """
+    """Slice for channels [start, stop) of `total` in a tensor with one entry per channel, per block, or for all. Raise
+    ConfigError if the range cuts through a block; the message lists those of `ranks` that do not."""
     if entries == 1:
         return slice(0, 1)
     if start * entries % total or stop * entries % total:

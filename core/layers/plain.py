@@ -1,7 +1,5 @@
 """The unquantized linear layer, used by quant=none for every layer and by other quantizers for layers they skip.
-
-Shapes: T tokens, I input, O output.
-"""
+Shapes: T tokens, I input, O output."""
 
 from __future__ import annotations
 

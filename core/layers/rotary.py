@@ -1,7 +1,4 @@
-"""Rotary table: cos and sin of every position, with the scalings that extend a model's context.
-
-Shapes: L positions, R rotary dim.
-"""
+"""Rotary table: cos and sin of every position, with the context extensions. Shapes: L positions, R rotary dim."""
 
 from __future__ import annotations
 

@@ -15,11 +15,9 @@ from dovetail.core.memory.page_tables import PageTables, State
 
 
 class CachedPages(PageList):
-    """Page list with a cache: each page is free, owned, or unowned and evictable.
-
-    A subclass defines how published pages are looked up and removes them in `_withdraw`. Evicted contents are stored on
-    the host under their key; `host.load` restores them.
-    """
+    """Page list with a cache: each page is free, owned, or unowned and evictable. A subclass defines how published
+    pages are looked up and removes them in `_withdraw`. Evicted contents are stored on the host under their key;
+    `host.load` restores them."""
 
     __slots__ = ("_evictable", "_published", "evictions", "host", "policy")
 
@@ -44,10 +42,8 @@ class CachedPages(PageList):
         raise NotImplementedError
 
     def _leaving(self, page: int) -> Iterable[tuple[Hashable, int]]:
-        """Return (key, page) of an evictable page about to be withdrawn and of the unowned pages removed with it.
-
-        The least valuable pages come first. Called only if there are host pages.
-        """
+        """Return (key, page) of an evictable page about to be withdrawn and of the unowned pages removed with it, the
+        least valuable first. Called only if there are host pages."""
         raise NotImplementedError
 
     def _unpublish(self, page: int) -> None:
@@ -153,10 +149,8 @@ Pages = TypeVar("Pages", bound=CachedPages)
 
 
 class CachedTables(PageTables[Pages, State]):
-    """PageTables over CachedPages. Creates each group's eviction policy and host tier, and returns the tiers' ops.
-
-    A subclass creates its pages in `_cached_pages` and returns `_moves()` as the ops of a Hit that loads.
-    """
+    """PageTables over CachedPages. Creates each group's eviction policy and host tier, and returns the tiers' ops. A
+    subclass creates its pages in `_cached_pages` and returns `_moves()` as the ops of a Hit that loads."""
 
     config: CacheConfig
 

@@ -14,19 +14,15 @@ from dovetail.core.errors import ConfigError, PluginError
 
 
 class EvictionPolicy(Protocol):
-    """Order of one group's evictable pages: those that are cached and have no owner.
-
-    Each group has its own instance, constructed without arguments. Subclassing is optional and provides the default
-    on_publish. Policies must be deterministic, and methods must be cheap, since they run between steps. If a page is
-    evicted, the pages after it in its prefix cannot be found, so evict the end of a prefix before its start. Calls of
-    on_release come in that order.
-    """
+    """Order of one group's evictable pages: those that are cached and have no owner. Each group has its own instance,
+    constructed without arguments. Subclassing is optional and provides the default on_publish. Policies must be
+    deterministic, and methods must be cheap, since they run between steps. If a page is evicted, the pages after it in
+    its prefix cannot be found, so evict the end of a prefix before its start. Calls of on_release come in that
+    order."""
 
     def on_publish(self, page: int, depth: int, parent: int) -> None:
-        """An owned page gets new contents that can be found. Discard earlier state of this page id.
-
-        `depth`: index of the page in its prefix, from 0. `parent`: the page before it in the prefix (0 = none).
-        """
+        """An owned page gets new findable contents; discard its old state. `depth`: index in its prefix, from 0.
+        `parent`: the page before it in the prefix (0 = none)."""
 
     def on_release(self, page: int) -> None:
         """The page becomes evictable. A sequence releases its last page first."""
@@ -59,10 +55,8 @@ class LRU(EvictionPolicy):
 
 
 class Ranked(EvictionPolicy):
-    """Evict the page of lowest rank first, and equal ranks in order of release. O(log pages) per call, amortised.
-
-    A page never ranks below pages after it that were released, so the end of a prefix is evicted before its start.
-    """
+    """Evict the page of lowest rank first, and equal ranks in order of release. O(log pages) per call, amortised. A
+    page never ranks below pages after it that were released, so the end of a prefix is evicted before its start."""
 
     def __init__(self) -> None:
         self._published = 0
@@ -145,11 +139,8 @@ for an 8B model with pages of 16 tokens (436 MFLOP against 16 kFLOP per precedin
 
 class CostAware(LFU):
     """Evict the page that is cheapest to recompute: GreedyDual (Cao and Irani 1997), with use counts as in GDSF
-    (Cherkasova 1998).
-
-    The rank is a base level plus uses times recompute cost, which grows with depth. The level is the rank of the last
-    victim, so pages that are no longer found fall behind and are eventually evicted.
-    """
+    (Cherkasova 1998). The rank is a base level plus uses times recompute cost, which grows with depth. The level is the
+    rank of the last victim, so pages that are no longer found are eventually evicted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,10 +171,8 @@ METHODS = {
 
 
 def load_policy(name: str) -> Callable[[], EvictionPolicy]:
-    """Return the policy's class for a built-in name or "package.module:Class".
-
-    Raise ConfigError if it does not exist or lacks a method, PluginError if its own code fails.
-    """
+    """Return the policy's class for a built-in name or "package.module:Class". Raise ConfigError if it does not exist
+    or lacks a method, PluginError if its own code fails."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, _, attribute = name.partition(":")

@@ -16,12 +16,10 @@ def page_key(parent: bytes, tokens: bytes) -> bytes:
 
 
 class HostTier:
-    """One group's host pages 1 .. total, each with the contents of one key, replaced in LRU order.
-
-    A key identifies tokens, all tokens before them, and the salt. So a page is never stale, and it is kept after a
-    load: if the device evicts it again, it need not be stored again. Operations accumulate in `ops` and must run in
-    that order, even if the sequence that caused them is gone.
-    """
+    """One group's host pages 1 .. total, each with the contents of one key, replaced in LRU order. A key identifies
+    tokens, all tokens before them, and the salt. So a page is never stale, and it is kept after a load: if the device
+    evicts it again, it need not be stored again. Operations accumulate in `ops` and must run in that order, even if the
+    sequence that caused them is gone."""
 
     __slots__ = ("_free", "_pages", "_pinned", "group", "loads", "ops", "stores", "total")
 

@@ -9,10 +9,8 @@ from dovetail.core.interfaces import KVGroup
 
 
 class PageList:
-    """Pages 1 .. total of one group. Every method but check takes O(1) time.
-
-    Free pages form a stack, initially with the lowest id on top, so equal calls return equal pages.
-    """
+    """Pages 1 .. total of one group. Every method but check takes O(1) time. Free pages form a stack, initially with
+    the lowest id on top, so equal calls return equal pages."""
 
     __slots__ = ("behind", "free", "group", "page_tokens", "refs", "total", "window")
 

@@ -291,8 +291,7 @@ class PageTables(KVAllocator, Generic[Pages, State]):
         return min([len(table) * pages.page_tokens for pages, table in self._by_group(state)])
 
     def _shared_index(self, pages: Pages, table: list[int], written: int, upto: int) -> int | None:
-        """Index of the page that contains position `written`, if it has other owners and must be copied before a write
-        up to `upto`."""
+        """Index of the page at position `written`, if shared and so to be copied before a write up to `upto`."""
         index, inside = divmod(written, pages.page_tokens)
         return index if inside and pages.refs[table[index]] > 1 else None
 

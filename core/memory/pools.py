@@ -15,10 +15,8 @@ from dovetail.core.interfaces import KVGroup, KVPool, PageOp, PageOpKind
 
 
 def make_pools(groups: Iterable[KVGroup], num_pages: Mapping[int, int], device: torch.device) -> dict[int, KVPool]:
-    """Return pools by group id, each with num_pages[id] usable pages and scratch page 0.
-
-    They are zeroed, since stale memory may hold NaN, which an attention mask cannot remove from a sum.
-    """
+    """Pools by group id, each with num_pages[id] usable pages and scratch page 0. They are zeroed: stale memory may
+    hold NaN, which an attention mask cannot remove from a sum."""
     groups = tuple(groups)
     try:
         return {group.id: _make_pool(group, num_pages[group.id], device) for group in groups}
@@ -50,9 +48,7 @@ def make_host_pools(
     groups: Iterable[KVGroup], num_pages: Mapping[int, int], device: torch.device
 ) -> dict[int, HostPool]:
     """Allocate host pools; groups without pages have none. Memory is pinned for a GPU, so copies are asynchronous.
-
-    Raise CapacityError if they exceed half of the memory that is free now.
-    """
+    Raise CapacityError if they exceed half of the memory that is free now."""
     groups = tuple(group for group in groups if num_pages.get(group.id))
     needed, free = pool_bytes(groups, num_pages), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > free // 2:

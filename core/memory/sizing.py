@@ -32,21 +32,16 @@ def page_count(group: KVGroup, tokens: int) -> int:
 def wanted_tokens(
     groups: Sequence[KVGroup], *, sequences: int, max_len: int, ahead: int, budget: int
 ) -> dict[int, int]:
-    """Token slots per group that `sequences` sequences of max_len tokens hold at once.
-
-    `ahead`: tokens of one sequence that decode steps write before they are published. `budget`: tokens of all sequences
-    in one step.
-    """
+    """Token slots per group that `sequences` sequences of max_len tokens hold at once. `ahead`: tokens per sequence
+    that decode steps write before publication. `budget`: tokens of all sequences in one step."""
     return {
         group.id: sequences * group.tokens_held(max_len, ahead) + (budget if group.window else 0) for group in groups
     }
 
 
 def split_tokens(groups: Sequence[KVGroup], budget: float, most: Mapping[int, int]) -> dict[int, int]:
-    """Divide `budget` bytes into equally many token slots per group, limited by `most`.
-
-    The bytes that a limited group does not use go to the other groups.
-    """
+    """Divide `budget` bytes into equally many token slots per group, limited by `most`. The bytes that a limited group
+    does not use go to the other groups."""
     tokens: dict[int, int] = {}
     rest = sorted(groups, key=lambda group: most.get(group.id, math.inf))
     while rest:
@@ -65,12 +60,9 @@ def measure_pages(
     wanted: Mapping[int, int],
     rehearse: Callable[[], None],
 ) -> dict[int, int]:
-    """Number of pages per group.
-
-    On CUDA `rehearse` runs the most expensive step and the rest of `fraction` goes to KV. On a CPU the cache gets what
-    the `wanted` tokens need, limited to half of `fraction` of free memory, since other ranks use the same memory. If
-    there are groups without a window, window groups get at most what they want.
-    """
+    """Number of pages per group. On CUDA `rehearse` runs the most expensive step and the rest of `fraction` goes to KV.
+    On a CPU the cache gets what the `wanted` tokens need, limited to half of `fraction` of free memory, since other
+    ranks use the same memory. If there are groups without a window, window groups get at most what they want."""
     full = any(not group.window for group in groups)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

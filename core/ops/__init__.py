@@ -1,7 +1,5 @@
-"""Fused operations between matmuls. Each is one function with a torch reference and a Triton kernel.
-
-CPU tensors take the reference, CUDA tensors the kernel. Start-up notes list operations that run unfused.
-"""
+"""Fused operations between matmuls. Each is one function with a torch reference and a Triton kernel. CPU tensors take
+the reference, CUDA tensors the kernel. Start-up notes list operations that run unfused."""
 
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask

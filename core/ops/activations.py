@@ -1,7 +1,4 @@
-"""GELU of a plain MLP (Hendrycks and Gimpel 2016).
-
-Shapes: T tokens, F intermediate columns.
-"""
+"""GELU of a plain MLP (Hendrycks and Gimpel 2016). Shapes: T tokens, F intermediate columns."""
 
 from __future__ import annotations
 

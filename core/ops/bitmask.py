@@ -1,7 +1,5 @@
-"""Mask out the logits of tokens that are not allowed next.
-
-Shapes: N rows of logits, V vocabulary, M rows that have a mask, W words of 32 tokens.
-"""
+"""Mask out the logits of tokens that are not allowed next. Shapes: N rows of logits, V vocabulary, M rows that have a
+mask, W words of 32 tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +7,8 @@ import torch
 
 
 def apply_bitmask(logits_NV: torch.Tensor, bits_MW: torch.Tensor, rows_M: torch.Tensor) -> None:
-    """Write -inf, in place, to row rows_M[m] for every token v whose bit v % 32 of bits_MW[m, v // 32] is 0.
-
-    bits_MW is int32 with W >= V / 32. rows_M is int64 and names each row at most once.
-    """
+    """Write -inf, in place, to row rows_M[m] for every token v whose bit v % 32 of bits_MW[m, v // 32] is 0. bits_MW is
+    int32 with W >= V / 32. rows_M is int64 and names each row at most once."""
     if not len(rows_M):
         return
     if logits_NV.is_cuda:

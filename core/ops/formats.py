@@ -1,7 +1,5 @@
-"""Activation formats: which of them a kernel can fuse, and how to encode an activation afterwards.
-
-Shapes: T tokens, C columns, G scale groups of a row.
-"""
+"""Activation formats: which of them a kernel can fuse, and how to encode an activation afterwards. Shapes: T
+tokens, C columns, G scale groups of a row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The gate of a gated MLP: silu(gate) * up (SwiGLU, Shazeer 2020).
-
-Shapes: T tokens, F intermediate columns.
-"""
+"""The gate of a gated MLP: silu(gate) * up (SwiGLU, Shazeer 2020). Shapes: T tokens, F intermediate columns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Turn the output of the merged q|k|v matmul into attention inputs: norm and rotate q and k, write k and v to pages.
-
-Shapes: T tokens, H query heads, K kv heads, D head dim, R rotary dim (R <= D).
-"""
+Shapes: T tokens, H query heads, K kv heads, D head dim, R rotary dim (R <= D)."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ def rope_kv_write(
     rope: Rope | None,
     qk_norm: QKNorm | None = None,
 ) -> torch.Tensor:
-    """Return q_THD of qkv [T, (H + 2K) * D]; write k and v to the slots meta.write_T of the planes "k" and "v".
-
-    Padding tokens have a slot of scratch page 0, so every token is written without a check.
-    """
+    """Return q_THD of qkv [T, (H + 2K) * D]; write k and v to the slots meta.write_T of the planes "k" and "v". Padding
+    tokens have a slot of scratch page 0, so every token is written without a check."""
     if qkv.is_cuda:
         from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton
 

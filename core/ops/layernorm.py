@@ -1,7 +1,4 @@
-"""LayerNorm (Ba et al. 2016) with the preceding residual addition.
-
-Shapes: T tokens, C channels.
-"""
+"""LayerNorm (Ba et al. 2016) with the preceding residual addition. Shapes: T tokens, C channels."""
 
 from __future__ import annotations
 

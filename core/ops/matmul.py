@@ -131,9 +131,7 @@ def matmul_reference(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """(x @ weight^T) * x_scale * weight_scale + bias, summed in float32 and rounded once, to `dtype` (None = x's).
-
-    x_scale is [T, 1] and weight_scale [O]; either may be a single number.
-    """
+    x_scale is [T, 1] and weight_scale [O]; either may be a single number."""
     y_TO = x_TI.float() @ weight_OI.float().t()
     for scale in (x_scale, weight_scale):
         if scale is not None:

@@ -1,7 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019) with the preceding residual addition.
-
-Shapes: T tokens, C channels.
-"""
+"""RMSNorm (Zhang and Sennrich 2019) with the preceding residual addition. Shapes: T tokens, C channels."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ def rms_norm(
     emit: tuple[ActFormat, ...] = (PLAIN,),
     scale: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Bundle, torch.Tensor]:
-    """Return (norm(x + residual) in the requested formats, x + residual). Inputs are not modified.
-
-    `scale`: factors per row [T, 1] and per column [C]. x is first multiplied by them and rounded.
-    """
+    """Return (norm(x + residual) in the requested formats, x + residual). Inputs are not modified. `scale`: factors per
+    row [T, 1] and per column [C]. x is first multiplied by them and rounded."""
     if x_TC.is_cuda:
         from dovetail.core.ops.kernels.norm import rms_norm_triton
 

@@ -1,8 +1,5 @@
-"""Random numbers as a pure function of (key, position, purpose, index).
-
-There is no generator state, so batching, speculation and preemption do not change a draw (counter-based generators:
-Salmon et al. 2011). Shapes: N rows, V columns.
-"""
+"""Random numbers as a pure function of (key, position, purpose, index), without state, so batching, speculation
+and preemption do not change a draw (counter-based generators: Salmon et al. 2011). Shapes: N rows, V columns."""
 
 from __future__ import annotations
 
@@ -44,10 +41,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def uniform(
     key_N: torch.Tensor, position_N: torch.Tensor, purpose: Purpose, columns: int, first: int = 0
 ) -> torch.Tensor:
-    """Uniform float32 [N, columns] in the open interval (0, 1), for columns `first` and later.
-
-    Each value is 23 random bits plus a half, so it is never 0 or 1.
-    """
+    """Uniform float32 [N, columns] in the open interval (0, 1), for columns `first` and later. Each value is 23 random
+    bits plus a half, so it is never 0 or 1."""
     low, high = key_N & MASK, key_N >> 32
     place = (position_N.long() * 0x9E3779B1 + int(purpose) * 0x7F4A7C15) & MASK
     a = _mix(_mix(low) ^ place)

@@ -127,10 +127,8 @@ class SampleInputs:
 def gather_samples(
     states_TC: torch.Tensor, positions_T: torch.Tensor, samples_R3: torch.Tensor, into: SampleInputs
 ) -> None:
-    """Fill `into` for rows of (first sampled token, slot, maximum number of drafts).
-
-    Positions past a row's drafts repeat the state of its last draft. Token indices are clamped to the step's tokens.
-    """
+    """Fill `into` for rows of (first sampled token, slot, maximum number of drafts). Positions past a row's drafts
+    repeat the state of its last draft. Token indices are clamped to the step's tokens."""
     if states_TC.is_cuda:
         from dovetail.core.ops.kernels.step import gather_samples_triton
 
@@ -229,10 +227,8 @@ def best(
     least_N: torch.Tensor | None = None,
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (winning score, float32 [N], token) like `draw`, for the vocabulary part that begins at token `first`.
-
-    The part with the highest score has the token that `draw` would choose from the whole vocabulary.
-    """
+    """Return (winning score, float32 [N], token) like `draw`, for the vocabulary part that begins at token `first`. The
+    part with the highest score has the token that `draw` would choose from the whole vocabulary."""
     if logits_NV.is_cuda:
         from dovetail.core.ops.kernels.step import best_triton
 

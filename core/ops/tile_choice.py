@@ -32,10 +32,8 @@ def choose(
 
 
 def _by_rule(rows: int, outputs: int, processors: int) -> MatmulTile | None:
-    """Tiles of 64 outputs, split in two if they fill at most half of the SMs.
-
-    Where each SM runs several programs, fewer blocks are in flight.
-    """
+    """Tiles of 64 outputs, split in two if they fill at most half of the SMs. Where each SM runs several programs,
+    fewer blocks are in flight."""
     if rows > MOST_ROWS:
         return None
     tokens = 16 if rows <= 16 else 32 if rows <= 32 else 64

@@ -50,8 +50,7 @@ _flatten = chain.from_iterable
 
 
 def encode_plan(plan: StepPlan, state: int = 0) -> bytes:
-    """Encode a plan. `state` is the sender's SlotLedger.digest before this plan (int64); receivers compare it with
-    theirs."""
+    """Encode a plan. `state`: the sender's SlotLedger.digest (int64) before it, which receivers compare with theirs."""
     rows, joins, leaves, pages, ops, drafts = plan.rows, plan.joins, plan.leaves, plan.pages, plan.ops, plan.drafts
     heads: list[tuple[int, int]] = [(draft.slot, len(draft.tokens)) for draft in drafts]
     draft_tokens = [token for draft in drafts for token in draft.tokens]

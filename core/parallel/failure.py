@@ -37,8 +37,7 @@ class RankFailure:
 
 
 def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """Select the first failure. Silent deaths take precedence: they are detected late, after other ranks report closed
-    connections."""
+    """Select the first failure; silent deaths take precedence, since they are detected after closed connections."""
     return min(failures, key=lambda failure: (not failure.silent, failure.at))
 
 

@@ -1,5 +1,4 @@
-"""Starts Python processes without fork or pickle. A started process composes its configuration from the overrides sent
-to it."""
+"""Starts Python processes without fork or pickle; each composes its configuration from overrides sent to it."""
 
 from __future__ import annotations
 
@@ -44,11 +43,8 @@ def start_process(
     output: int | None = None,
 ) -> tuple[subprocess.Popen[bytes], Channel]:
     """Run `entry` ("module:function") in a new process as function(descriptor of its end of the channel, pid of this
-    process). `output`: descriptor for stdout and stderr of that process and its children; None = the same as this
-    process.
-
-    Linux ends the process together with the *thread* that calls this (see `enter`).
-    """
+    process). `output`: descriptor for its and its children's stdout and stderr; None = this process's. Linux ends the
+    process together with the *thread* that calls this (see `enter`)."""
     ours, theirs = socket.socketpair()
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     with theirs:
@@ -85,8 +81,7 @@ def enter(control_fd: int, parent: int, *ignored: signal.Signals) -> Channel:
 
 
 def _die_with(parent: int) -> None:
-    """Let Linux end this process together with its parent, even if it is blocked in a collective. Elsewhere the closed
-    socket shows the parent's end."""
+    """Let Linux end this process with its parent, even in a collective. Elsewhere the closed socket shows that end."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

@@ -124,8 +124,7 @@ class RingReader(_Shared):
 
 
 def _wait(ready: Callable[[], bool], idle: Idle) -> None:
-    """Yield the CPU for a moment, then sleep for a small fraction of the time waited: the delay is short after a step
-    and the cost low after a minute."""
+    """Yield the CPU, then sleep for a small fraction of the time waited: short delay after a step, low cost later."""
     if ready():
         return
     began = time.perf_counter()

@@ -1,5 +1,4 @@
-"""Slot ledger kept by the sender and by every rank. It detects a rank that has diverged before that rank runs the next
-plan."""
+"""Slot ledger of the sender and every rank: it detects a diverged rank before that rank runs the next plan."""
 
 from __future__ import annotations
 
@@ -14,11 +13,8 @@ _MASK = 2**63 - 1
 
 
 class SlotLedger:
-    """Slots with their holders, and whether the newest plan lacks its late inputs. The sender and every receiver keep
-    one per lane and apply every plan to it.
-
-    Invalid after `apply` raises for the contents of a plan: the run is over then.
-    """
+    """Slots with their holders, and whether the newest plan lacks its late inputs. Sender and receivers keep one per
+    lane and apply every plan. Invalid after `apply` raises for the contents of a plan: the run is over then."""
 
     def __init__(self) -> None:
         self.slots: dict[int, tuple[int, int]] = {}

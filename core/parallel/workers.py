@@ -1,9 +1,7 @@
-"""Rank 0's view of the worker processes, which it starts, watches and ends together.
-
-One thread starts the processes, receives their messages and watches them. It lives as long as they do, because Linux
-ends a child together with the *thread* that started it. When a process dies, the thread determines which one was first,
-reports it and ends the others.
-"""
+"""Rank 0's view of the worker processes, which it starts, watches and ends together. One thread starts the processes,
+receives their messages and watches them. It lives as long as they do, because Linux ends a child together with the
+*thread* that started it. When a process dies, the thread determines which one was first, reports it and ends the
+others."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ class _Process:
 
 
 class Workers:
-    """Ranks 1 .. size-1. All calls come from one thread unless noted. Every wait raises RankError if a rank has
-    died."""
+    """Ranks 1 .. size-1. Called from one thread unless noted. Every wait raises RankError if a rank has died."""
 
     def __init__(
         self,
@@ -137,8 +134,7 @@ class Workers:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Context manager around work of rank 0. An error caused by another rank's death becomes that rank's
-        RankError."""
+        """Context of rank 0's work: an error caused by another rank's death becomes that rank's RankError."""
         self.check()
         try:
             yield

@@ -18,8 +18,7 @@ from dovetail.core.worker.device_state import DeviceState
 
 
 class Rows:
-    """A plan's rows by column, so that a step handles hundreds of rows with one call per question. The plan must be in
-    canonical order."""
+    """A plan's rows by column: one call per question for hundreds of rows. The plan must be in canonical order."""
 
     def __init__(self, rows: Seq[Row]) -> None:
         columns: Seq[tuple[int, ...]] = tuple(zip(*rows, strict=True))

@@ -1,7 +1,5 @@
-"""Persistent state of every slot on the device. Plans change it by diffs. Steps read lengths, tokens and drafts from
-it, so the host does not need them. S slots (plus a scratch slot for padding), L token capacity, P pages per
-table.
-"""
+"""Persistent state of every slot on the device. Plans change it by diffs; steps read lengths, tokens and drafts from
+it, so the host does not need them. S slots (plus a scratch slot for padding), L token capacity, P pages per table."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ if TYPE_CHECKING:
 
 
 ALIGNED = 64
-"""Columns of slots begin at multiples of this many numbers, so that each is aligned like a new tensor and kernels are
-not compiled again for it."""
+"""Slot columns begin at multiples of this many numbers, so that kernels need not be compiled for other alignments."""
 
 
 class DeviceState:
@@ -54,8 +51,7 @@ class DeviceState:
         """Created at the first draft with probabilities."""
 
     def apply(self, plan: StepPlan, joined: Seq[SlotInfo], extra: Seq[Section] = ()) -> list[torch.Tensor]:
-        """Apply the plan's joins and page tables. `joined`: the records of plan.joins. The sections of `extra` travel
-        with the same copy and are returned as int64 tensors."""
+        """Apply joins (`joined`: their records) and page tables. Return `extra`, sent along, as int64 tensors."""
         scalars: list[int] = []
         for join, info in zip(plan.joins, joined, strict=True):
             request, params = info.blob.request, info.params
@@ -99,8 +95,7 @@ class DeviceState:
         self.drafts_S[slot] = len(tokens)
 
     def take_draft(self, ctx: DraftContext, draft: Draft) -> None:
-        """Write draft tokens after each row's last token. Positions past `count` are fed as padding and must be valid
-        ids."""
+        """Write drafts after each row's last token. Positions past `count` are fed as padding: ids must be valid."""
         if draft.parents_BK is not None:
             raise CapabilityError(["the drafter returned a tree of guesses; this version verifies chains only"])
         step_K = torch.arange(ctx.k, device=self.device)

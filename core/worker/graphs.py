@@ -56,8 +56,7 @@ Record = Callable[[Callable[[], Any]], tuple[Replay, Any]]
 
 
 class Recorder:
-    """Records CUDA graphs that share one memory pool. `torch.cuda.graph` would return all free memory to the driver
-    before each of them and then allocate it again."""
+    """Records CUDA graphs in one memory pool; `torch.cuda.graph` would first return free memory to the driver."""
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
@@ -83,17 +82,15 @@ class Recorder:
         torch.cuda.empty_cache()
 
     def forget(self) -> None:
-        """Release every graph, even if something still refers to it: NCCL does not shut down before the last graph that
-        calls it is gone."""
+        """Release every graph, even if still referenced: NCCL shuts down only after all graphs that call it."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
 
 
 MOST_PAIRS = 1 << 24
-"""Limit for a step that runs as a graph: tokens of chunks times the keys of their rows. In larger steps attention takes
-much of the time, and a backend is faster with exact lengths; the device is then busy for longer than launches
-take."""
+"""Limit for a step that runs as a graph: tokens of chunks times the keys of their rows. Larger steps take longer than
+their launches, and attention, much of their time, is faster with exact lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +133,8 @@ class ForwardGraph:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Return the numbers of rows that get a graph. Less than two fifths of a graph's rows are padding, and less than a
-    third above 8 rows. Sizes above 128 are multiples of matmul tiles, since a partly filled tile costs as much as a
-    full one."""
+    """Return the numbers of rows that get a graph. Padding is less than two fifths of the rows, above 8 rows less than
+    a third. Sizes above 128 are multiples of matmul tiles: a partly filled tile costs as much as a full one."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
@@ -146,8 +142,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def token_sizes(most: int) -> list[int]:
-    """Return the numbers of tokens of mixed steps that get a graph: multiples of matmul tiles, except for small steps,
-    whose cost is that of reading the weights."""
+    """Token counts of mixed steps with a graph: multiples of matmul tiles, but for small, weight-bound steps."""
     sizes = [16, 32, 64]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
@@ -191,9 +186,8 @@ class StepGraphs:
         """Keys are width, rows and kind (DRAWS)."""
 
     def _mixed(self, tokens: int) -> Capacity:
-        """Return the capacity of a mixed step. Padding rows cost a little in every layer, so a graph has only as many
-        rows as a step of this size is likely to have; a larger graph serves steps with more. The largest graph serves
-        any number of decode rows."""
+        """Return the capacity of a mixed step. Padding rows cost a little in every layer, so a graph has only the rows
+        that its size is likely to need; larger graphs serve more rows, the largest any number of decode rows."""
         most = self.sizes[-1]
         likely = tokens if tokens == self._most_tokens else tokens // 2
         decodes, chunks = min(most, likely), min(most, max(4, tokens // 32))
@@ -236,8 +230,6 @@ class StepGraphs:
             for width in self.widths:
                 for kind in DRAWS:
                     self._draw(width, size, *kind)
-
-    # Layers.
 
     def _padding(self, capacity: Capacity) -> torch.Tensor:
         """Return the input of a step that has padding only."""
@@ -300,11 +292,8 @@ class StepGraphs:
         graph.replay()
         return Batch(rows, graph.tokens, {}), graph.hidden
 
-    # Drawing.
-
     def gather(self, step: Batch, hidden: Hidden, section: torch.Tensor) -> None:
-        """Write the inputs of `draw` after layers that ran without a graph or with a wider one. `section`: as `samples`
-        packs it."""
+        """Write `draw`'s inputs after layers with no graph or a wider one. `section`: as `samples` packs it."""
         samples_R3 = view_samples(section)
         inputs = self._inputs[self.width(step.rows)].first(len(samples_R3))
         gather_samples(hidden.states, step.tokens.positions_T, samples_R3, inputs)

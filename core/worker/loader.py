@@ -72,11 +72,9 @@ def load_rank(
     address: str = "",
     on_connect: Callable[[Connection], None] = lambda connection: None,
 ) -> LoadedRank:
-    """Load one rank of `size`. `address` is "host:port" of rank 0.
-
-    `on_connect` receives the connection before it is made, so that another thread can abort it. If loading fails, the
-    connection stays open, and the caller closes it: other ranks may have to be aborted first.
-    """
+    """Load one rank of `size`. `address` is "host:port" of rank 0. `on_connect` receives the connection before it is
+    made, so that another thread can abort it. If loading fails, the caller closes the connection: other ranks may have
+    to be aborted first."""
     with collect_notes() as notes:
         phases = _Phases()
         connection = _connect(composition, rank, size, address, progress, on_connect)

@@ -121,9 +121,8 @@ def _accepted(columns: NDArray[np.int64]) -> list[tuple[int, ...]]:
 def prompt_logprobs(
     rows: Rows, starts: Seq[int], states_TC: torch.Tensor, state: DeviceState, slots: Slots, model: Model, most: int
 ) -> dict[int, list[torch.Tensor]]:
-    """Return log-probabilities for each row that wants them, for each prompt token fed that has a successor in the
-    prompt. Every rank must call, since logits are gathered from all ranks. `most`: rows of logits computed at a time;
-    those of a whole prompt could fill the device."""
+    """Return log-probabilities by row that wants them, for each prompt token fed with a successor in the prompt. Every
+    rank must call: logits are gathered from all. `most`: rows of logits at a time, to limit memory."""
     found: dict[int, list[torch.Tensor]] = {}
     if slots.prompt_logprobs.isdisjoint(rows.slots):
         return found
@@ -195,8 +194,7 @@ def _seconds(first: Mark, second: Mark) -> float:
 def pooled_states(
     rows: Rows, starts: Seq[int], states_TC: torch.Tensor, slots: Slots
 ) -> tuple[list[int], torch.Tensor] | None:
-    """Return the indices of rows with a RowResult.pooled_C, and these states in float32. `starts`: index of each row's
-    first token."""
+    """Indices of rows with a RowResult.pooled_C, and the states in float32. `starts`: index of rows' first tokens."""
     if slots.pooling.isdisjoint(rows.slots):
         return None
     places, found = [], []

@@ -1,8 +1,6 @@
-"""One rank: holds model, KV pools and device state, and runs plans in order.
-
-A step has two halves: forward applies the plan and runs the layers; sampling draws, verifies, moves lengths and drafts.
-Late inputs may arrive between them, and each half can be captured separately. Neither waits for the device.
-"""
+"""One rank: holds model, KV pools and device state, and runs plans in order. A step has two halves: forward applies the
+plan and runs the layers; sampling draws, verifies, moves lengths and drafts. Late inputs may arrive between them, and
+each half can be captured separately. Neither waits for the device."""
 
 from __future__ import annotations
 
@@ -125,8 +123,7 @@ class Runner:
     def __init__(
         self, parts: RankParts, num_pages: Mapping[int, int], capture: Callable[[StepGraphs], None] | None = None
     ) -> None:
-        """Allocate KV pools of `num_pages[group]` pages, and slot state. `capture` fills the graphs; None = steps run
-        without graphs."""
+        """Allocate slot state and KV pools of `num_pages[group]` pages. `capture` fills graphs; None = no graphs."""
         engine, device = parts.engine, parts.connection.device
         self.parts = parts
         self._thread = 0

@@ -1,8 +1,6 @@
-"""Sampling: draw tokens from logits. N rows of logits, V vocabulary.
-
-Greedy rows take the arg-max. Random rows take the arg-max of filtered logits plus Gumbel noise, so sampling needs
-neither a normalised distribution nor, on a GPU, a sort.
-"""
+"""Sampling: draw tokens from logits. N rows of logits, V vocabulary. Greedy rows take the arg-max. Random rows take the
+arg-max of filtered logits plus Gumbel noise, so sampling needs neither a normalised distribution nor, on a GPU, a
+sort."""
 
 from __future__ import annotations
 
@@ -68,8 +66,7 @@ def warm_up_float32(state: DeviceState, vocab: int) -> None:
 def sample_over_ranks(
     model: Model, states_NC: torch.Tensor, position_N: torch.Tensor, params: SampleParams
 ) -> torch.Tensor:
-    """Apply `sample` to the model's logits for rows without filters. Each rank draws from its part of the vocabulary,
-    and the best draw wins. No rank gathers all logits."""
+    """Apply `sample` to rows without filters: each rank draws from its part of the vocabulary; the best draw wins."""
     logits_NV, first = model.local_logits(states_NC)
     given = position_N, params.temperature_N, params.key_N, params.random
     if logits_NV.shape[1] == model.build.spec.vocab:
@@ -107,8 +104,7 @@ def verify_rejection(
 ) -> VerifiedDrafts:
     """Verify by lossless rejection (Leviathan et al. 2023, Chen et al. 2023): accept draft x with probability
     min(1, p(x)/q(x)). At the first rejection draw from max(p - q, 0) normalised; if all are accepted draw from p.
-    draft_RK was drawn from q_RKV.
-    """
+    draft_RK was drawn from q_RKV."""
     rows, drafts = draft_RK.shape
     vocab = p_RWV.shape[-1]
     p_draft = p_RWV[:, :drafts].gather(-1, draft_RK[..., None]).squeeze(-1)

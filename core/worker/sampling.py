@@ -1,7 +1,5 @@
-"""The sampling half of a step: logits at the sampled positions, processors, verification, new lengths.
-
-R rows that sample, W = 1 + most drafts, N = R * W logits rows, V vocabulary, S slots.
-"""
+"""The sampling half of a step: logits at the sampled positions, processors, verification, new lengths. R rows that
+sample, W = 1 + most drafts, N = R * W logits rows, V vocabulary, S slots."""
 
 from __future__ import annotations
 
@@ -64,8 +62,7 @@ def upload_masks(late: LateInputs, rows: Rows, device: torch.device) -> Masks:
 
 
 def sit_out(lacking_X: torch.Tensor, at: SamplePositions, state: DeviceState) -> None:
-    """Make these rows sample nothing: turned into padding they change no state, and their last token counts as not
-    computed."""
+    """Make these rows padding that samples nothing and changes no state; their last token counts as not computed."""
     state.computed_S[at.slots_R[lacking_X]] = at.base_R[lacking_X] - 1
     at.slots_R.index_fill_(0, lacking_X, state.scratch)
 

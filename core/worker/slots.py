@@ -13,8 +13,7 @@ class SlotInfo:
 
     blob: JoinBlob
     affected: tuple[str, ...] = ()
-    """Logits processors with state to write for this slot: those that the sequence uses, and those that the previous
-    sequence in the slot used."""
+    """Logits processors with state to write: those that the slot's sequence uses or its previous one used."""
     random: bool = field(init=False)
     """Not greedy."""
     filtered: bool = field(init=False)

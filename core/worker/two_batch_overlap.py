@@ -148,8 +148,7 @@ def _before(meta: BatchMeta, cut: int, rows: int) -> BatchMeta:
 
 
 def _from(meta: BatchMeta, cut: int, row: int) -> BatchMeta:
-    """Return the metadata of the rows from `row` on, without tokens before `cut`. Tensors are copies, since kernels
-    would be compiled again for views with less alignment."""
+    """Metadata of rows from `row` on, without tokens before `cut`. Copies: less aligned views need other kernels."""
     return replace(
         meta,
         row_start_B1=(meta.row_start_B1[row:] - cut).clamp(min=0),
@@ -189,10 +188,8 @@ class Inline:
 
 
 class SideStream:
-    """Runs calls on a stream of higher priority: a sum needs few SMs, but every rank waits until it gets them.
-
-    With eight ranks a half's share of a block takes the device as little time as its launches take the host. So streams
-    are looked up once, without context managers, which would look them up again."""
+    """Runs calls on a stream of higher priority: a sum needs few SMs, but every rank waits until it gets them. Streams
+    are looked up once, since with eight ranks the launches of a half's block take as long as its device work."""
 
     _main: torch.cuda.Stream
     """Current since `begin`."""

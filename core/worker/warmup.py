@@ -1,5 +1,4 @@
-"""Warm-up of a rank: steps that do its most expensive work before a request waits for it, to compile kernels and to
-measure memory."""
+"""Warm-up of a rank: its most expensive steps, run ahead of requests to compile kernels and measure memory."""
 
 from __future__ import annotations
 
@@ -46,12 +45,10 @@ class WarmupStep(NamedTuple):
 
 def warmup_steps(budget: int, most: int, longest: int) -> list[WarmupStep]:
     """Return the warm-up steps of a rank whose steps have at most `budget` tokens and `most` rows, and whose sequences
-    have at most `longest` tokens.
-
-    The most expensive steps come first: all tokens in as few chunks as can hold them, then every slot sampling. Then
-    come mixed steps, so that no request waits for the compilation of their kernels: few and many decode rows, long and
-    short ones, short and long chunks. Last are single chunks: of one token, of 64, 128 and 256, since matmuls of up to
-    that many rows have dedicated kernels (core.ops.measured; smaller ones run in graphs), and of the longest length."""
+    have at most `longest` tokens. The most expensive come first: all tokens in as few chunks as can hold them, then
+    every slot sampling. Then come mixed steps, to compile their kernels: few and many decode rows, long and short ones,
+    short and long chunks. Last are single chunks: of 1, 64, 128 and 256 tokens, since matmuls of up to that many rows
+    have dedicated kernels (core.ops.measured; smaller ones run in graphs), and of the longest length."""
     tokens = min(budget, most * longest)
     longest = min(longest, tokens)
     chunks = ceil_div(tokens, longest)
@@ -138,9 +135,8 @@ def compile_workers(ranks: int) -> int:
 
 @contextmanager
 def compile_ahead(workers: int) -> Iterator[None]:
-    """Make each launch of a Triton kernel compile it for its arguments instead of running it. All kernels are compiled
-    when the block ends. Output of kernels reads as zeros, so other work in the block must accept zeros, for example as
-    indices."""
+    """Make each launch of a Triton kernel compile it instead of running it; all are compiled when the block ends. Their
+    output reads as zeros, which other work in the block must accept, for example as indices."""
     import triton
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -193,8 +189,7 @@ class _Pool(ThreadPoolExecutor):
 
 
 def report_unwarmed_kernels(on: bool) -> None:
-    """While on, log a warning for each kernel that is compiled, since a step and all its requests wait for it. Another
-    listener to Triton's compilations is not replaced."""
+    """While on, warn of each kernel compiled: a step waits for it. Keeps other listeners to Triton's compilations."""
     from triton import knobs
 
     if knobs.compilation.listener in (None, _report):

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 class NcclCollective(Collective):
-    """NCCL on CUDA, gloo on the CPU. On CUDA a call enqueues and returns; later work on the current stream sees its
-    result."""
+    """NCCL on CUDA, gloo on the CPU. CUDA calls enqueue and return; later work on the current stream sees results."""
 
     config: NcclConfig
 

@@ -283,8 +283,7 @@ class MultiprocExecutor(Executor):
 
 @contextmanager
 def _free_address() -> Iterator[str]:
-    """Reserve an address for rank 0 to listen on. Several engines may start at once, and their ranks take seconds to
-    connect."""
+    """Reserve an address for rank 0, since engines may start together and ranks take seconds to connect."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((_HOST, 0))

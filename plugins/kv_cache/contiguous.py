@@ -119,8 +119,7 @@ class ContiguousAllocator(PageTables[PageRuns, SequencePages]):
         return Reservation(tuple(entries), tuple(ops)) if entries else UNCHANGED
 
     def _run(self, pages: PageRuns, table: list[int], written: int, upto: int, limit: int) -> tuple[range | None, bool]:
-        """Return (run to take, whether to move there). The run is empty if the present one suffices, None if no run is
-        free."""
+        """Return (run to take, whether to move there): an empty run if the present one suffices, None if none free."""
         missing = pages.count(upto) - len(table)
         if self._shared_index(pages, table, written, upto) is None:
             if missing <= 0:

@@ -66,8 +66,7 @@ class KeyedPages(CachedPages):
         self._offer(page, depth, parent)
 
     def find(self, chain: KeyChain, tokens: list[int], limit: int) -> int:
-        """Return the pages of the longest usable prefix, at most limit: all pages that the token after it attends to
-        are cached."""
+        """Pages of the longest usable prefix, at most limit: all that the next token attends to are cached."""
         index, host, keys = self.index, self.host, chain.keys
         if self.window:
             chain.extend(tokens, limit)

@@ -218,8 +218,7 @@ class RadixPages(CachedPages):
         return [(self.keys[each], each) for each in reversed(self._from(page)[2])]
 
     def _from(self, page: int) -> tuple[Node, int, list[int]]:
-        """Return (the page's node, the first token there that leaves with it, the page and its continuations, parents
-        first)."""
+        """Return (node, the first token there that leaves with it, the page and its continuations, parents first)."""
         node = self.node_of[page]
         assert node is not None, f"page {page} is published and in no node"
         size = self.page_tokens

@@ -1,7 +1,5 @@
-"""GELU and encoding in one pass. A program processes a block of columns, or a whole row if the scale needs it.
-
-Shapes: T tokens, F intermediate columns.
-"""
+"""GELU and encoding in one pass. A program processes a block of columns, or a whole row if the scale needs it. Shapes:
+T tokens, F intermediate columns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Write -inf where a bit is 0. A program processes a block of one row's columns and writes only banned tokens.
-
-Shapes: N rows of logits, V vocabulary, M rows that have a mask, W words of 32 tokens.
-"""
+"""Write -inf where a bit is 0. A program processes a block of one row's columns and writes only banned tokens. Shapes:
+N rows of logits, V vocabulary, M rows that have a mask, W words of 32 tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Row encoding inside a kernel, with the format's `encode` inlined.
-
-Shapes: T tokens, C columns, G scale groups of a row.
-"""
+"""Row encoding inside a kernel, with `encode` inlined. Shapes: T tokens, C columns, G scale groups of a row."""
 
 from __future__ import annotations
 
@@ -151,10 +148,8 @@ FEW_ROWS = 256
 
 
 def warps(block: int, rows: int | None = None) -> int:
-    """Warps for about 16 elements per thread. `rows`: number of rows, for kernels with one program per row.
-
-    With few rows a thread gets fewer elements, since one program's time is then the kernel's (benchmarks/kernels.py).
-    """
+    """Warps for about 16 elements per thread. `rows`: number of rows, for kernels with one program per row. With few
+    rows a thread gets fewer elements, since one program's time is then the kernel's (benchmarks/kernels.py)."""
     elements = 16
     if rows is not None and rows <= FEW_ROWS:
         elements = 4 if rows > 16 else 8

@@ -1,7 +1,5 @@
 """silu(gate) * up and encoding in one pass. A program processes a block of columns, or a whole row for a row scale.
-
-Shapes: T tokens, F intermediate columns.
-"""
+Shapes: T tokens, F intermediate columns."""
 
 from __future__ import annotations
 

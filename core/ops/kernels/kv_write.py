@@ -1,7 +1,5 @@
 """Norm and rotate q and k, and write k and v to pages, in one pass. A program processes a few heads of one token.
-
-Shapes: T tokens, H query heads, K kv heads, D head dim, R rotary dim (R <= D).
-"""
+Shapes: T tokens, H query heads, K kv heads, D head dim, R rotary dim (R <= D)."""
 
 from __future__ import annotations
 

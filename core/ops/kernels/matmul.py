@@ -211,8 +211,8 @@ def matmul_triton(
 ) -> torch.Tensor:
     """Launch the matmul kernel of a tile. Arguments are as in core.ops.matmul.
 
-    `counts`, for split tiles: int32 zeros, at least one per tile, which are zero again when the kernel ends. Matmuls
-    that may run concurrently need separate ones.
+    `counts`, for split tiles: int32 zeros, at least one per tile, zero again when the kernel ends. Matmuls that may run
+    concurrently need separate ones.
     """
     tokens, inputs = x_TI.shape
     outputs = weight_OI.shape[0]

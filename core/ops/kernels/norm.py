@@ -1,7 +1,4 @@
-"""Residual addition, RMSNorm and encoding in one pass, with one program per row.
-
-Shapes: T tokens, C channels.
-"""
+"""Residual addition, RMSNorm and encoding in one pass, with one program per row. Shapes: T tokens, C channels."""
 
 from __future__ import annotations
 

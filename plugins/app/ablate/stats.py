@@ -47,10 +47,8 @@ def mean(samples: Sequence[float], unit: Unit) -> Estimate:
 def paired(
     mine: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], *, ratio: bool
 ) -> Estimate | None:
-    """Estimate the ratio (or difference) between run i of a variant and run i of its baseline.
-
-    Both arguments map a round to the values of its runs. None = no common run, or a ratio of non-positive values.
-    """
+    """Estimate the ratio (or difference) between run i of a variant and run i of its baseline. Both arguments map a
+    round to the values of its runs. None = no common run, or a ratio of non-positive values."""
     common = [number for number in mine if number in theirs]
     pairs = [list(zip(mine[number], theirs[number], strict=True)) for number in common]
     if not any(pairs) or (ratio and any(a <= 0 or b <= 0 for runs in pairs for a, b in runs)):

@@ -18,8 +18,7 @@ from dovetail.core.errors import PluginError
 
 
 def describe(registry: Registry, kind: str | None, package: str | None, host: Host) -> dict[str, Any]:
-    """Return components, variants, presets and problems, optionally of one kind or package only. A filter by kind keeps
-    the problems that concern whole packages."""
+    """Describe components, variants, presets and problems. The filter `kind` keeps problems of whole packages."""
 
     def shown(of_kind: str, of_package: str) -> bool:
         return kind in (None, of_kind) and package in (None, name_of(of_package))

@@ -1,5 +1,5 @@
-"""Start and end of a server: log lines, signals and exit status. Used by the process that the user started, whether it
-answers HTTP itself or supervises front-end processes."""
+"""Start and end of a server in the process that the user started, which answers HTTP or supervises: log lines,
+signals and exit status."""
 
 from __future__ import annotations
 

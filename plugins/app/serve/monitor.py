@@ -1,8 +1,5 @@
-"""Monitoring: one record per request and the engine's counters, passed to metrics and traces.
-
-With several processes, each front-end process has a Reporter; it reports to the Monitor in the process that owns the
-engines.
-"""
+"""Monitoring: one record per request and the engine's counters, passed to metrics and traces. With several processes,
+each front-end process has a Reporter; it reports to the Monitor in the process that owns the engines."""
 
 from __future__ import annotations
 

@@ -51,10 +51,8 @@ def attend_per_warp(
     PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return (weighted sum of values [M, D], sum of weights [M], maximum [M]) over keys [lo, hi).
-
-    Keys before seen_from are ignored. q is [M, D]; at_M is the index of each query's own key.
-    """
+    """Return (weighted sum of values [M, D], sum of weights [M], maximum [M]) over keys [lo, hi). Keys before seen_from
+    are ignored. q is [M, D]; at_M is the index of each query's own key."""
     SPAN: tl.constexpr = KEY_WARPS * BLOCK_N
     V: tl.constexpr = D // 2 if PAIRS else D
     BLOCK_V: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
@@ -123,11 +121,8 @@ def _pages(table, n, hi, PAGE: tl.constexpr, KEY_WARPS: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def unpair(x, E4M3: tl.constexpr):
-    """Return the lower and the upper of the two 8-bit values in each 16-bit word, as float16.
-
-    It processes two words at a time: a byte permutation groups the lower and the upper bytes, and both pairs are
-    converted.
-    """
+    """Return the lower and the upper 8-bit value of each 16-bit word, as float16. It processes two words at a time: a
+    byte permutation groups the lower and the upper bytes, and both pairs are converted."""
     return tl.inline_asm_elementwise(
         "{.reg .b32 bytes; .reg .b16 lower, upper; prmt.b32 bytes, $2, 0, 0x3120; mov.b32 {lower, upper}, bytes; "
         + ("cvt.rn.f16x2.e4m3x2 $0, lower; " if E4M3 else "cvt.rn.f16x2.e5m2x2 $0, lower; ")

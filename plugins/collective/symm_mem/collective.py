@@ -40,8 +40,7 @@ COLUMNS = 8192
 """Columns of the measured bfloat16 rows."""
 EPS = 1e-5
 STOP_COPIES_TIMEOUT = 0.5
-"""Seconds for copies to stop waiting before NCCL's kernels are aborted. Must be less than the executor's limit for an
-abort."""
+"""Seconds for copies to stop before NCCL's kernels are aborted. Must be less than the executor's abort limit."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MOST_ROWS = 8192
 """Also measured where the residual may be sharded, which pays off for many rows."""
@@ -209,8 +208,7 @@ class SymmMemCollective(NcclCollective):
             raise RuntimeError("a rank died: sums are no longer valid")
 
     def autotune(self, shards: bool = False) -> tuple[SizeTable, SizeTable, BoundaryTables]:
-        """Return the tables for sums, boundaries and boundaries that may shard the residual. All ranks use rank 0's
-        times."""
+        """Tables for sums, boundaries and boundaries that may shard the residual. All ranks use rank 0's times."""
         several = (*ROWS, MOST_ROWS) if shards else ROWS
         sizes = [rows * COLUMNS * torch.bfloat16.itemsize for rows in several]
         names = ALGORITHMS + SHARDED

@@ -213,8 +213,7 @@ class CopiedRows:
 
 
 def barrier_operations(words: Sequence[int], rank: int, others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the driver operations of a barrier: signal the other ranks, then wait for them. `words`: address of every
-    rank's epochs."""
+    """Driver operations of a barrier: signal the other ranks, then wait. `words`: address of every rank's epochs."""
     writes = [(WRITE, words[other] + 4 * rank) for other in others]
     return [*writes, *((WAIT, words[rank] + 4 * other) for other in others)]
 

@@ -79,8 +79,7 @@ def send(words, place, inside, boxes):
 
 @triton.jit
 def scatter(x_ptr, rank, part, part_length, size, inside, boxes, place):
-    """Write to each rank its part of x: the words owner * part_length + part that are less than `size`. All loads are
-    issued before the first store."""
+    """Write each rank its part of x: words owner * part_length + part < `size`. Issue all loads before any store."""
     words = ()
     for i in tl.static_range(len(boxes)):
         theirs = (rank + 1 + i) % len(boxes) * part_length + part
@@ -116,10 +115,8 @@ def next_poll(missing, polls):
 def receive(
     mail_ptr, place, stride, inside, stop_ptr, DTYPE: tl.constexpr, SOURCES: tl.constexpr, VALUES: tl.constexpr
 ):
-    """Wait for the words at place, place + stride, ..., empty the places and return the sum.
-
-    Does not wait once a rank has died (`keep_waiting` returns 0); sums are no longer valid then.
-    """
+    """Wait for the words at place, place + stride, ..., empty the places and return the sum. Does not wait once a rank
+    has died (`keep_waiting` returns 0); sums are no longer valid then."""
     total = tl.zeros((VALUES,), tl.float32)
     polls = tl.full((), 1, tl.int32)
     while polls > 0:
@@ -174,9 +171,7 @@ def finish(
     VALUES: tl.constexpr,
 ):
     """Store the sum. With NORM add the residual first, then normalize and encode as core.ops.kernels.norm does.
-
-    encoding: pointers and strides of `encode_row`.
-    """
+    encoding: pointers and strides of `encode_row`."""
     dtype = out_ptr.dtype.element_ty
     place = row * C + tl.arange(0, VALUES)
     rounded = (total + residual).to(dtype)
@@ -225,8 +220,7 @@ def one_shot(
 ):
     """Every rank sends its row to every rank. SPLIT programs send parts of a row; the last of them receives it.
 
-    x_ptr: words. size, length: words in total and per row. PER: values per word. VALUES: power of two, at least a row's
-    values.
+    x_ptr: words. size, length: words in total and per row. PER: values per word. VALUES: power of two >= row's values.
     """
     announce(PDL)
     row = tl.program_id(0)
@@ -274,8 +268,7 @@ def argmax_over_ranks(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Select for each row the index with the largest value over ranks; ties take the least index. Uses one_shot's
-    boxes."""
+    """Select each row's index of the largest value over ranks; ties take the least index. Uses one_shot's boxes."""
     announce(PDL)
     program = tl.program_id(0)
     place = tl.arange(0, BLOCK)

@@ -1,8 +1,5 @@
-"""Memory through which the kernels of all ranks exchange data.
-
-Layout, in 32-bit words: a box per program of one_shot, then a box per program of two_shot, then optionally a box per
-program of sharded for gathered rows. kernels.py describes the content of a box.
-"""
+"""Memory through which the kernels of all ranks exchange data, in 32-bit words: a box (see kernels.py) per program of
+one_shot, then per program of two_shot, then optionally per program of sharded for gathered rows."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ class Mailbox:
 
     def __init__(self, memory: SharedMemory, size: int, device: torch.device, gathers: bool = False) -> None:
         self.boxes: int = torch.cuda.get_device_properties(device).multi_processor_count
-        """Number of programs of one launch that are certain to be resident: one per SM; TWO_SHOT_PROGRAMS times as many
-        for two_shot."""
+        """Programs of a launch that are certain to be resident: one per SM; for two_shot, TWO_SHOT_PROGRAMS per SM."""
         programs = TWO_SHOT_PROGRAMS * self.boxes
         one_shot, two_shot = self.boxes * 2 * size * BOX_WORDS, programs * 2 * 2 * BOX_WORDS
         gather = one_shot if gathers else 0

@@ -1,7 +1,4 @@
-"""Kernel launches. Every decision here depends on shapes alone, so it is the same on every rank.
-
-Shapes: T tokens, C channels.
-"""
+"""Kernel launches. Decisions depend on shapes alone, so all ranks take the same. Shapes: T tokens, C channels."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ REPLAYS = 3
 
 @dataclass(frozen=True, slots=True)
 class SizeTable:
-    """Fastest algorithm per message size. A size between two measured ones takes the entry of the larger; a size beyond
-    the last takes the last."""
+    """Fastest algorithm per message size. Unmeasured sizes take the next larger entry, or else the last."""
 
     sizes: tuple[int, ...]
     """Bytes, ascending."""

@@ -50,8 +50,7 @@ def _pages(table, key, seen_from, end, WINDOW: gl.constexpr, PAGE: gl.constexpr)
 @gluon.jit
 def _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wanted, K: gl.constexpr, D: gl.constexpr,
            WINDOW: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """Start the copy of a block's keys and values to its place if `wanted`, with zeros for unseen keys. k_at, v_at:
-    pointers to the first slot."""
+    """Start copying a block's K and V if `wanted`; zeros for unseen keys. k_at, v_at: pointers to the first slot."""
     slot = ((page.to(gl.int64) * PAGE + key % PAGE) * (K * D))[:, None]
     seen = _seen(key, seen_from, end, WINDOW)[:, None]
     if wanted:

@@ -27,11 +27,8 @@ GROUPS = gl.constexpr(2)
 
 @gluon.jit
 def next_item(items_ptr, base, odd, works, K: gl.constexpr):
-    """Return this program's item, and its kv head, in the round that starts at `base`.
-
-    Every second round is reversed. Items of a row are in decreasing order of work, so the program with the longest item
-    of a round gets the shortest of the next.
-    """
+    """Return this program's item and its kv head in the round that starts at `base`. Every second round is reversed:
+    items of a row are in decreasing order of work, so the longest one's program gets the next round's shortest."""
     at = gl.where(odd != 0, base + gl.num_programs(0) - 1 - gl.program_id(0), base + gl.program_id(0))
     real = at < works
     index = at // K

@@ -46,10 +46,8 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
 @gluon.jit
 def _boundary(n):
-    """End a region in which the assembler may reorder instructions.
-
-    It emits a loop that is never entered, since n is not negative, which the assembler cannot prove.
-    """
+    """End a region in which the assembler may reorder instructions. It emits a loop that is never entered, since n is
+    not negative, which the assembler cannot prove."""
     gl.inline_asm_elementwise(
         "{.reg .pred p; .reg .b32 c; mov.u32 c, $1; more: setp.ge.s32 p, c, 0; @p bra done; mov.u32 c, %clock; "
         "bra more; done: mov.u32 $0, 0;}",
@@ -139,9 +137,7 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
           D: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
           MASKED: gl.constexpr):  # fmt: skip
     """Compute scores and weights of the block at n, whose K has arrived, and add the preceding block to the output.
-
-    p: weights of the preceding block, at `stage`. alpha: factor by which that block rescales the output so far.
-    """
+    p: weights of the preceding block, at `stage`. alpha: factor by which that block rescales the output so far."""
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
