@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.core.compose import installed
-from dovetail.core.interfaces import Content, Reasoning, Tool, ToolCallArguments, ToolCallBegin, ToolCallEnd
-from dovetail.core.parsing import JsonScanner, OutputStream, fitting
+from dovetail.core.interfaces import (
+    Content,
+    Reasoning,
+    Tool,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+from dovetail.core.json_scanner import JsonScanner
+from dovetail.core.parsing import OutputStream, fitting
 from dovetail.core.testing.parsers import run
 
 TOOLS = (Tool("f"), Tool("g"))
