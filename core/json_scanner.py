@@ -6,10 +6,6 @@ import re
 from collections.abc import Callable
 
 
-class Malformed(Exception):
-    """The text does not match the expected format. Never leaves a stream."""
-
-
 class JsonScanner:
     """Validates one JSON value (RFC 8259) of any depth, character by character."""
 

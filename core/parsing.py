@@ -19,11 +19,15 @@ from dovetail.core.interfaces.parsers import (
     ToolCallEnd,
     ToolParser,
 )
-from dovetail.core.json_scanner import JsonScanner, Malformed
+from dovetail.core.json_scanner import JsonScanner
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Part of a parser: yields to wait for more text, returns a T."""
+
+
+class Malformed(Exception):
+    """The text does not match the expected format. Never leaves a stream."""
 
 
 class TextStream(ParserStream):
