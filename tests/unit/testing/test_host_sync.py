@@ -31,7 +31,7 @@ X = torch.tensor([3.0, -1.0, 2.0])
     ],
 )
 def test_a_wait_is_found(call: Callable[[], object]) -> None:
-    with pytest.raises(AssertionError, match=r"apply calls .*, which waits"), NoHostSync("apply"):
+    with pytest.raises(AssertionError, match=r"apply calls .*, which makes the host wait"), NoHostSync("apply"):
         call()
 
 
