@@ -68,9 +68,10 @@ class _WholeInbox(_Inbox):
         self._deltas: list[Delta] = []
 
     def deliver(self, request: OpenRequest, delivery: Delivery) -> None:
-        self._deltas += delivery.deltas
-        if delivery.last:
-            super().deliver(request, Delivery(self._deltas, delivery.error, True))
+        deltas, error, last = delivery
+        self._deltas += deltas
+        if last:
+            super().deliver(request, Delivery(self._deltas, error, True))
 
 
 class LLM:

@@ -269,15 +269,18 @@ class RequestTable:
             request = find(update.id)
             if request is None:
                 continue
-            if update.reason == "rejected":
+            if (reason := update.reason) is not None and reason == "rejected":
                 with state.delivering:
                     if self._close(request):
                         error = RequestError(update.detail, status=update.status)
                         request.deliver(request, Delivery([], error, True))
             elif update.sample in request.open:
-                if not request.undelivered:
+                delta = self._delta(request, update, now)
+                if request.undelivered:
+                    request.undelivered.append(delta)
+                else:
                     touched.append(request)
-                request.undelivered.append(self._delta(request, update, now))
+                    request.undelivered = [delta]
         with state.delivering:
             for request in touched:
                 deltas, request.undelivered = request.undelivered, []
