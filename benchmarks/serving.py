@@ -4,6 +4,8 @@
     python benchmarks/serving.py --step-us 12000 -- engine.max_seqs=512
     python benchmarks/serving.py --rate 4 --requests 40
     python benchmarks/serving.py --processes 4 --step-us 12000 -- engine.max_seqs=512
+    python benchmarks/serving.py --llm --requests 64 -- engine.max_seqs=64
+    python benchmarks/serving.py --llm --requests 64 -- engine.dp=2
 
 The server, the engine, its scheduler and its cache are the real ones. The device is simulated (executor=simulated) and
 takes --step-us a step, by default no time. Prompts are token ids of the bundled model, so that outputs become text.
@@ -12,6 +14,8 @@ allows on a dedicated core. The front-end has one thread that makes text and one
 share the interpreter. A process that falls behind batches: `tokens/read` is the number of tokens in a read of the
 client. With --rate requests arrive at random times; where the device takes no time, TTFT is what the server adds. With
 --processes `front-end` is the sum of all of them, and its ceiling is that of the busiest; `supervisor` owns the engine.
+--llm measures the Python API in place of a server: tokens/s of `LLM.generate` over all prompts (median of --rounds) and
+the time to the first token of a request that comes to an idle `LLM`.
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from dovetail import LLM, SamplingParams
 from dovetail.core.compose import compose
 from dovetail.core.interfaces import SLO, TimedRequest
 from dovetail.plugins.app.bench.inprocess import EngineTarget
@@ -109,6 +115,28 @@ def run(target: Target, requests: Sequence[TimedRequest]) -> tuple[list[Timeline
     return timelines, measure(timelines, SLO())
 
 
+def measure_llm(parts: Sequence[str], requests: Sequence[TimedRequest], rounds: int) -> None:
+    prompts = [request.prompt_ids for request in requests]
+    params = SamplingParams(max_tokens=requests[0].output_tokens, ignore_eos=True)
+    rates, waits = [], []
+    with LLM(overrides=parts) as llm:
+        llm.generate(prompts, params)
+        for _ in range(rounds):
+            began = time.perf_counter()
+            done = llm.generate(prompts, params)
+            rates.append(sum(len(one.token_ids) for one in done) / (time.perf_counter() - began))
+        for prompt in prompts:
+            time.sleep(0.02)  # The engine becomes idle.
+            began = time.perf_counter()
+            stream = llm.stream(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+            next(stream)
+            waits.append((time.perf_counter() - began) * 1e3)
+            stream.close()
+    print(f"{len(prompts)} prompts by LLM: {' '.join(parts)}")
+    print(f"{'generate':>15} {median(rates):9.0f} output tokens/s, {min(rates):.0f} to {max(rates):.0f} in {rounds}")
+    print(f"{'idle':>15} {median(waits):9.2f} ms to the first token, {min(waits):.2f} to {max(waits):.2f}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
@@ -117,11 +145,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, help="requests/s; by default all arrive at once")
     parser.add_argument("--step-us", type=float, default=0.0, help="time of a step on the simulated device, us")
     parser.add_argument("--processes", type=int, default=1, help="processes that answer HTTP (serve.processes)")
+    parser.add_argument("--llm", action="store_true", help="measure the Python API in place of a server")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of LLM.generate")
     parser.add_argument("overrides", nargs="*", help="of engine and server, after --")
     args = parser.parse_args(argv)
     pace = ["cost=h200", f"cost.step_us={args.step_us}", "cost.kernel_us=0"] if args.step_us else []
     parts = [*PARTS, *pace, *args.overrides]
     warm_up, requests = load(args, 0)[:WARM_UP], load(args, 1)
+    if args.llm:
+        measure_llm(parts, requests, args.rounds)
+        return
 
     offline = EngineTarget(compose(["app=bench", *parts]))
     offline.start(lambda phase, share: None)

@@ -61,7 +61,7 @@ class Detach:
     """Never sent: a CommandSource yields it when a user has disconnected."""
 
 
-class SampleUpdate(msgspec.Struct, array_like=True):
+class SampleUpdate(msgspec.Struct, array_like=True, gc=False):
     """Output of one step for one sample."""
 
     id: int
