@@ -12,12 +12,12 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from dovetail.core.engine.drafting import Drafting
+from dovetail.core.engine.plan_builder import PlanBuilder, page_deltas
 from dovetail.core.interfaces import (
     FinishReason,
     Hit,
     Join,
     KVAllocator,
-    PageDelta,
     PageOp,
     Reservation,
     Row,
@@ -35,7 +35,7 @@ from dovetail.core.interfaces.plan import DECODE_AND_SAMPLE, SAMPLE
 
 _new = tuple.__new__
 _COMPUTED = attrgetter("computed")
-_SLOT, _TOKENS = itemgetter(Row._fields.index("slot")), itemgetter(RowResult._fields.index("tokens"))
+_TOKENS = itemgetter(RowResult._fields.index("tokens"))
 
 
 class PolicyScheduler(Scheduler):
@@ -269,7 +269,7 @@ class PolicyScheduler(Scheduler):
             candidates = self._preemptible(builder)
             if not candidates:
                 return None  # The sequence joined in this plan and gets its first chunk in the next one.
-            chosen = self.victim(candidates, ctx)
+            chosen = self._checked(self.victim(candidates, ctx), candidates, "victim")
             self._preempt(chosen)
             if chosen is seq:
                 return None
@@ -278,7 +278,7 @@ class PolicyScheduler(Scheduler):
     def _add_pages(self, seq: Sequence, pages: Hit | Reservation, builder: PlanBuilder) -> None:
         """Add pages of a sequence that has a slot to the plan."""
         self._ops += pages.ops
-        builder.pages += _deltas(seq, pages)
+        builder.pages += page_deltas(seq, pages)
 
     def _preemptible(self, builder: PlanBuilder) -> list[Sequence]:
         """Return the running sequences that have neither a row nor a join in this plan."""
@@ -316,14 +316,28 @@ class PolicyScheduler(Scheduler):
             count = self.chunk(seq, builder.budget, ctx)
             if count <= 0 or not self.admit(seq, ctx) or not self._acquire(seq):
                 return
-            while seq.status is not Status.RUNNING:
-                candidates = self._preemptible(builder)
-                chosen = self.gives_way(seq, candidates, ctx) if candidates else None
-                if chosen is None:
-                    self._release(seq)
-                    return
-                if not self._free_slots or not self._join(seq, count, builder, ctx):
+            while (chosen := self._displaced_by(seq, builder, ctx)) is not None:
+                if not self._join_if_room(seq, count, builder, ctx):
                     self._preempt(chosen)
+                    self._join_if_room(seq, count, builder, ctx)
+                if seq.status is Status.RUNNING:
+                    break
+            else:
+                self._release(seq)
+                return
+
+    def _displaced_by(self, seq: Sequence, builder: PlanBuilder, ctx: SchedulerContext) -> Sequence | None:
+        """Return the running sequence that gives way to `seq`. Samples of one request never displace each other: a
+        sample waits until the prompt of its parent is computed, so it could not enter in the parent's place."""
+        candidates = [other for other in self._preemptible(builder) if other.request is not seq.request]
+        chosen = self.gives_way(seq, candidates, ctx) if candidates else None
+        return None if chosen is None else self._checked(chosen, candidates, "gives_way")
+
+    def _checked(self, chosen: Sequence, candidates: list[Sequence], method: str) -> Sequence:
+        if chosen not in candidates:
+            offered = ", ".join(str(seq.uid) for seq in candidates)
+            raise ValueError(f"{type(self).__name__}.{method} chose sequence {chosen.uid}, not a candidate ({offered})")
+        return chosen
 
     def _try_reject(self, seq: Sequence, ctx: SchedulerContext) -> bool:
         """Reject the sequence if the policy does. Return whether it was rejected."""
@@ -401,6 +415,9 @@ class PolicyScheduler(Scheduler):
             return False
         return parent.computed < parent.prompt_len or any(row.uid == parent.uid for row in builder.chunks)
 
+    def _join_if_room(self, seq: Sequence, count: int, builder: PlanBuilder, ctx: SchedulerContext) -> bool:
+        return bool(self._free_slots) and self._join(seq, count, builder, ctx)
+
     def _enter(self, seq: Sequence, builder: PlanBuilder, ctx: SchedulerContext) -> bool:
         """Let the sequence join and plan its first chunk. False = no room."""
         count = self.chunk(seq, builder.budget, ctx)
@@ -435,7 +452,7 @@ class PolicyScheduler(Scheduler):
         self.running[seq.uid] = seq
         seq.status, seq.slot, seq.computed = Status.RUNNING, heapq.heappop(self._free_slots), hit.tokens
         builder.joins.append(Join(seq.slot, seq.uid, seq.epoch, hit.tokens))
-        builder.pages += _deltas(seq, hit)
+        builder.pages += page_deltas(seq, hit)
         self._add_pages(seq, reserved, builder)
         self.entered(seq, ctx)
         return True
@@ -457,24 +474,3 @@ class PolicyScheduler(Scheduler):
             self._departures += 1
         self.kv.release(seq)
         self._release(seq)
-
-
-class PlanBuilder:
-    """The step that `schedule` is building. `budget` is the number of tokens left."""
-
-    def __init__(self, step: int, budget: int) -> None:
-        self.step, self.budget = step, budget
-        self.decodes: list[Row] = []
-        self.chunks: list[Row] = []
-        self.joins: list[Join] = []
-        self.pages: list[PageDelta] = []
-
-    def build(self, leaves: list[int], ops: list[PageOp]) -> StepPlan:
-        self.decodes.sort(key=_SLOT)
-        self.chunks.sort(key=_SLOT)
-        return StepPlan(self.step, self.decodes + self.chunks, self.joins, leaves, self.pages, ops)
-
-
-def _deltas(seq: Sequence, pages: Hit | Reservation) -> list[PageDelta]:
-    slot = seq.slot
-    return [_new(PageDelta, (group, slot, index, page)) for group, index, page in pages.entries]

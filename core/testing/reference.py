@@ -13,6 +13,11 @@ def default_allocator(groups: Sequence[KVGroup], num_pages: dict[int, int]) -> K
     return build("kv_cache", "prefix_hash", groups=groups, num_pages=num_pages)
 
 
+def allocator_without_reuse(groups: Sequence[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
+    """Return kv_cache=paged."""
+    return build("kv_cache", "paged", groups=groups, num_pages=num_pages)
+
+
 def build(kind: str, name: str, **given: Any) -> Any:
     from dovetail.core.compose import installed
 

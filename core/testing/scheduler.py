@@ -28,6 +28,7 @@ from dovetail.core.interfaces import (
     Sequence,
     Status,
 )
+from dovetail.core.testing.reference import allocator_without_reuse, default_allocator
 from dovetail.core.testing.toy import ToyComposition, ToyDevice, expected_output
 
 PAGE = 4
@@ -95,8 +96,6 @@ class SchedulerContract:
 
     def make_kv(self, groups: Seq[KVGroup], num_pages: dict[int, int]) -> KVAllocator:
         """Return the allocator that the scheduler uses. Override to test the scheduler with another one."""
-        from dovetail.core.testing.reference import default_allocator
-
         return default_allocator(groups, num_pages)
 
     # Drivers.
@@ -114,7 +113,9 @@ class SchedulerContract:
         mask_wait: float = 1.0,
         window_pages: int = 0,
         adapter_slots: int = 0,
+        reuse: bool = True,
     ) -> Engine:
+        """Start an engine on a ToyDevice. reuse=False replaces `make_kv` by an allocator that finds no prefix again."""
         groups = [KVGroup(0, (0,), page_tokens=PAGE), KVGroup(1, (1,), page_tokens=2 * PAGE)]
         num_pages = {0: pages, 1: pages // 2}
         if window_pages:
@@ -123,7 +124,8 @@ class SchedulerContract:
         sizes = {"max_seqs": max_seqs, "max_len": max_len, "lookahead": lookahead}
         device = ToyDevice(groups, num_pages, delay=delay, adapter_slots=adapter_slots, **sizes)
         config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
-        engine = start_engine(ToyComposition(self.make, self.make_kv, device, config))  # type: ignore[arg-type]
+        make_kv = self.make_kv if reuse else allocator_without_reuse
+        engine = start_engine(ToyComposition(self.make, make_kv, device, config))  # type: ignore[arg-type]
         for name in ADAPTERS if adapter_slots else "":
             engine.load_adapter(name, name)
         return engine
@@ -181,6 +183,21 @@ class SchedulerContract:
             load = random_load(seed)
             engine = self.engine(pages=pages, depth=depth, lookahead=lookahead, delay=depth - 1)
             self.check_outputs(engine, load, self.run(engine, load))
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    @pytest.mark.parametrize(("max_seqs", "pages"), [(1, 60), (2, 12), (2, 60)])
+    def test_every_preemption_is_worth_it(self, depth: int, max_seqs: int, pages: int) -> None:
+        """Samples of one prompt, and prompts of several steps, share few slots or few pages. A scheduler whose
+        sequences displace each other before any of them yields a token never gets further, as preempted ones start over."""
+        # With 18 tokens, and with 27, a chunk ends where the prompt does: samples may enter, and the parent that was
+        # preempted has yielded nothing yet.
+        lengths = (18, 27, 22)
+        load = [
+            Job([1 + i, *range(2, 1 + lengths[i % 3])], 8, arrival=6 * i, n=2 + i % 2, ignore_eos=True)
+            for i in range(6)
+        ]
+        engine = self.engine(max_seqs=max_seqs, pages=pages, max_len=48, budget=9, depth=depth, delay=depth - 1, reuse=False)
+        self.check_outputs(engine, load, self.run(engine, load, limit=2000))
 
     @pytest.mark.parametrize("depth", [1, 2, 4])
     @pytest.mark.parametrize("patient", [True, False])

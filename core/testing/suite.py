@@ -34,9 +34,13 @@ def failures(suite: object, *, skip: tuple[str, ...] = ()) -> dict[str, BaseExce
 
 def _parameters(test: Callable[..., object]) -> Iterator[dict[str, Any]]:
     marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
-    axes = [[{mark.args[0]: value} for value in mark.args[1]] for mark in marks]
+    axes = [[_values(mark.args[0], value) for value in mark.args[1]] for mark in marks]
     for choice in itertools.product(*axes):
         yield {name: value for part in choice for name, value in part.items()}
+
+
+def _values(names: str | tuple[str, ...], value: Any) -> dict[str, Any]:
+    return {names: value} if isinstance(names, str) else dict(zip(names, value, strict=True))
 
 
 def assert_torch_free(module: str) -> None:
