@@ -54,6 +54,10 @@ class Selected:
                 raise TypeError(f"it is called as {target.__name__}({call}), which does not fit: {error}") from None
             return target(self.config, *args, **kwargs)
 
+    def fault(self, reason: str) -> PluginError:
+        """Return the error of a built component that breaks its contract. It names the component and its package."""
+        return PluginError(str(self.package), f"{self.component.kind}={self.name}: {reason}")
+
     def capabilities(self, host: Host) -> Capabilities:
         """Return what the component states for these options on this host; empty without a capabilities function."""
         if self.component.capabilities is None:

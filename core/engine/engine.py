@@ -19,7 +19,9 @@ from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.counters import Counters, Observers
 from dovetail.core.engine.grammars import build_grammars
 from dovetail.core.engine.launch_timer import LaunchTimer
+from dovetail.core.engine.page_ledger import PageLedger
 from dovetail.core.engine.pooling import clear_sample_flags
+from dovetail.core.engine.progress import ProgressWatch
 from dovetail.core.engine.requests import RequestBuilder
 from dovetail.core.engine.results import Results, SequenceEvent, ended_event
 from dovetail.core.engine.tracked import GrammarState, Tracked
@@ -87,6 +89,10 @@ class Engine:
         )
         self.scheduler: Scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
         self.cost = bind_cost(composition, info.spec, info.device)
+        self.clock = time.perf_counter
+        """Source of request arrival times and of SchedulerContext.clock, in seconds."""
+        self._ledger = PageLedger(info.groups, info.num_pages, engine.max_seqs, info.lookahead)
+        self._progress = ProgressWatch(self.limits)
         self._requests = RequestBuilder(composition, info.spec, info.max_len)
         self._adapters = AdapterTable(executor, info.adapter_slots)
         if info.adapter_slots:
@@ -135,7 +141,7 @@ class Engine:
         run, PluginError if a logits processor fails on the request."""
         key = self._adapters.key(options.adapter) if options.adapter else ""
         options = replace(options, adapter=key, cache_salt=_salt(options.cache_salt, key))
-        sequences = self._requests.sequences(prompt_ids, params, options, number=number)
+        sequences = self._requests.sequences(prompt_ids, params, options, number=number, arrival=self.clock())
         request = sequences[0].request
         self.counters.prompt_tokens += len(request.prompt_ids)
         tracked = [Tracked(seq) for seq in sequences]
@@ -243,7 +249,7 @@ class Engine:
     def _launch(self) -> bool:
         began = time.perf_counter()
         engine = self.composition.engine
-        ctx = SchedulerContext(self._steps, began, engine.seed, engine.depth, self.kv, self.cost)
+        ctx = SchedulerContext(self._steps, self.clock(), engine.seed, engine.depth, self.kv, self.cost)
         plan = self.scheduler.schedule(ctx)
         if plan is None:
             return False
@@ -259,6 +265,7 @@ class Engine:
         if self._embeddings:
             clear_sample_flags(plan, self._tracked)
         late = self._mark_late(plan) if self._follows_grammars else {}
+        self._check(plan)
         blobs = self._join_blobs(plan)
         decided = time.perf_counter()
         self.executor.submit(plan, blobs)
@@ -269,6 +276,14 @@ class Engine:
         self._launched.append(_Launched(plan, decided - began, late, bool(late), self._had_work, delayed))
         self._had_work = True
         return True
+
+    def _check(self, plan: StepPlan) -> None:
+        """Raise PluginError for a plan that would write to a page with several owners, and for endless plans."""
+        joined = {join.uid: self._tracked[join.uid].seq for join in plan.joins}
+        if (fault := self._ledger.apply(plan, joined)) is not None:
+            raise self.composition.part("kv_cache").fault(f"step {plan.step}: {fault}")
+        if (fault := self._progress.launched(plan, self._tracked)) is not None:
+            raise self.composition.part("scheduler").fault(f"{fault} ({self.scheduler.stats()}, {self.kv.stats()})")
 
     def _join_blobs(self, plan: StepPlan) -> Blobs:
         """Return the data that the ranks need for the plan's joins."""
@@ -341,7 +356,7 @@ class Engine:
         self.scheduler.update(result)
         for uid, keep_len, reason in ended:
             self.finish(uid, keep_len, reason)
-        self._record(launched, result)
+        self._record(launched, result, bool(ended))
         if self._launch_timer is not None:
             running = self._launched[0].plan if self._launched else None
             delayed = launched.delayed and launched.follows
@@ -349,9 +364,11 @@ class Engine:
         self.counters.update_seconds += time.perf_counter() - arrived
         return events
 
-    def _record(self, launched: _Launched, result: StepResult) -> None:
+    def _record(self, launched: _Launched, result: StepResult, ended: bool) -> None:
         plan = launched.plan
         counts = self.counters.finish_step(plan, result, self.info.lookahead)
+        if counts.sampled or ended:
+            self._progress.progressed()
         if launched.follows:
             self.counters.idle_seconds += result.idle_seconds
         self._had_work = self.has_work
@@ -378,9 +395,9 @@ class Engine:
         """Wait briefly for a grammar to compile: the engine has nothing else to do."""
         if self._grammars is None or not self._grammars.compiling:
             stats = self.scheduler.stats()
-            raise RuntimeError(
-                f"{type(self.scheduler).__name__} has {stats.waiting} waiting and {stats.running} running sequences "
-                f"and launched nothing with an idle device ({self.kv.stats()})"
+            raise self.composition.part("scheduler").fault(
+                f"it has {stats.waiting} waiting and {stats.running} running sequences and launched nothing with an "
+                f"idle device ({self.kv.stats()})"
             )
         self._grammars.wait()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
@@ -48,10 +47,12 @@ class RequestBuilder:
         options: RequestOptions,
         *,
         number: int | None = None,
+        arrival: float = 0.0,
     ) -> list[Sequence]:
         """Build the sequences of a new request, one per sample. `number` identifies the request; None = the next one.
+        `arrival`: seconds of the engine's clock.
         Raises RequestError for what can never run, PluginError if a logits processor fails on the request."""
-        request = self.request(prompt_ids, params, options, number=number)
+        request = self.request(prompt_ids, params, options, number=number, arrival=arrival)
         self._next = max(self._next, request.uid + 1)
         limit, params = self._max_len, request.params
         if params.max_tokens is not None:
@@ -63,7 +64,13 @@ class RequestBuilder:
         return found
 
     def request(
-        self, prompt_ids: Seq[int], params: SamplingParams, options: RequestOptions, *, number: int | None = None
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        number: int | None = None,
+        arrival: float = 0.0,
     ) -> Request:
         """Check a request as `sequences` does."""
         if options.pooling is not None:
@@ -77,7 +84,7 @@ class RequestBuilder:
             prompt_ids=tuple(prompt_ids),
             params=params,
             eos_ids=() if params.ignore_eos else self._spec.eos_ids,
-            arrival=time.perf_counter(),
+            arrival=arrival,
             **{name: getattr(options, name) for name in _OPTIONS},
         )
         return self._processors.select(request)

@@ -5,9 +5,11 @@ Every test drives the real engine on a ToyDevice, which checks every plan, page 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -126,6 +128,8 @@ class SchedulerContract:
         config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
         make_kv = self.make_kv if reuse else allocator_without_reuse
         engine = start_engine(ToyComposition(self.make, make_kv, device, config))  # type: ignore[arg-type]
+        # A clock that counts: no decision depends on the speed of this machine.
+        engine.clock = partial(next, itertools.count(0.0))
         for name in ADAPTERS if adapter_slots else "":
             engine.load_adapter(name, name)
         return engine
@@ -187,8 +191,8 @@ class SchedulerContract:
     @pytest.mark.parametrize("depth", [1, 2])
     @pytest.mark.parametrize(("max_seqs", "pages"), [(1, 60), (2, 12), (2, 60)])
     def test_every_preemption_is_worth_it(self, depth: int, max_seqs: int, pages: int) -> None:
-        """Samples of one prompt, and prompts of several steps, share few slots or few pages. A scheduler whose
-        sequences displace each other before any of them yields a token never gets further, as preempted ones start over."""
+        """Samples of one prompt, and prompts of several steps, share few slots or few pages. Preempted sequences
+        start over: if they displace each other before any of them yields a token, none ever ends."""
         # With 18 tokens, and with 27, a chunk ends where the prompt does: samples may enter, and the parent that was
         # preempted has yielded nothing yet.
         lengths = (18, 27, 22)
@@ -196,7 +200,9 @@ class SchedulerContract:
             Job([1 + i, *range(2, 1 + lengths[i % 3])], 8, arrival=6 * i, n=2 + i % 2, ignore_eos=True)
             for i in range(6)
         ]
-        engine = self.engine(max_seqs=max_seqs, pages=pages, max_len=48, budget=9, depth=depth, delay=depth - 1, reuse=False)
+        engine = self.engine(
+            max_seqs=max_seqs, pages=pages, max_len=48, budget=9, depth=depth, delay=depth - 1, reuse=False
+        )
         self.check_outputs(engine, load, self.run(engine, load, limit=2000))
 
     @pytest.mark.parametrize("depth", [1, 2, 4])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Capabilities, EngineConfig
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import PluginError, RequestError
 from dovetail.core.interfaces import (
     Blobs,
     Drafter,
@@ -346,6 +347,10 @@ _MODEL_PART: Any = SimpleNamespace(
 )
 
 
+def _fault(kind: str, reason: str) -> PluginError:
+    return PluginError("under test", f"{kind}: {reason}")
+
+
 class ToyComposition:
     """Replacement for a Composition: an Engine with a given scheduler and allocator on a ToyDevice."""
 
@@ -360,9 +365,10 @@ class ToyComposition:
         self.engine = engine
         self.parts: dict[str, Any] = {"grammar": ToyCompiler}
         self._scheduler, self._kv, self._device, self._drafter = scheduler, kv, device, drafter
+        self._faults = {kind: partial(_fault, kind) for kind in ("scheduler", "kv_cache")}
 
     def part(self, kind: str) -> Any:
-        return _MODEL_PART
+        return SimpleNamespace(fault=self._faults[kind]) if kind in self._faults else _MODEL_PART
 
     def check(self, host: object, model_facts: object) -> None:
         """Accept every combination."""

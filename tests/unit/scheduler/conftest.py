@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
-from dovetail.core.engine import engine as engine_module
-from dovetail.core.engine import requests as intake
 from dovetail.core.engine.engine import Engine
 from dovetail.core.interfaces import RequestOptions, SamplingParams, Sequence, Status
 from dovetail.core.testing.scheduler import SchedulerContract
@@ -27,6 +24,7 @@ class Bench:
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine, self.clock = engine, clock
+        engine.clock = clock
         self.sequences: dict[int, Sequence] = {}
         self.ended: dict[int, float] = {}
         self.rejected: dict[int, str] = {}
@@ -73,11 +71,8 @@ class Bench:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (engine_module, intake):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
