@@ -265,7 +265,7 @@ class Engine:
         if self._embeddings:
             clear_sample_flags(plan, self._tracked)
         late = self._mark_late(plan) if self._follows_grammars else {}
-        self._check(plan)
+        self._check(plan, bool(late))
         blobs = self._join_blobs(plan)
         decided = time.perf_counter()
         self.executor.submit(plan, blobs)
@@ -277,12 +277,12 @@ class Engine:
         self._had_work = True
         return True
 
-    def _check(self, plan: StepPlan) -> None:
+    def _check(self, plan: StepPlan, waits: bool) -> None:
         """Raise PluginError for a plan that would write to a page with several owners, and for endless plans."""
         joined = {join.uid: self._tracked[join.uid].seq for join in plan.joins}
         if (fault := self._ledger.apply(plan, joined)) is not None:
             raise self.composition.part("kv_cache").fault(f"step {plan.step}: {fault}")
-        if (fault := self._progress.launched(plan, self._tracked)) is not None:
+        if (fault := self._progress.launched(plan, self._tracked, waits)) is not None:
             raise self.composition.part("scheduler").fault(f"{fault} ({self.scheduler.stats()}, {self.kv.stats()})")
 
     def _join_blobs(self, plan: StepPlan) -> Blobs:

@@ -28,10 +28,8 @@ class PageLedger:
         """Group -> slot -> pages by index; 0 = none."""
         self._names = {group: [_MANY] + [0] * num_pages[group] for group in self._groups}
         """Group -> page -> number of entries in the tables."""
-        self._newest: dict[int, list[PageDelta | None]] = {
-            group: [None] * (num_pages[group] + 1) for group in self._groups
-        }
-        """Group -> page -> the entry that named it last."""
+        self._newest = {group: [-1] * (num_pages[group] + 1) for group in self._groups}
+        """Group -> page -> slot that named it last."""
         self._holders: list[Sequence | None] = [None] * slots
         self._open: dict[tuple[int, int], int] = {}
         """(group, page) -> index of shared pages that some holder has not filled yet."""
@@ -44,11 +42,11 @@ class PageLedger:
             self._leave(slot)
         for slot, uid, _, _ in plan.joins:
             self._holders[slot] = sequences[uid]
-        shared: list[tuple[int, PageDelta | None, PageDelta]] = []
+        shared: list[tuple[int, int, PageDelta]] = []
         tables, names, newest = self._tables, self._names, self._newest
         for delta in plan.pages:
             group, slot, index, page = delta
-            table, counts, entries = tables[group][slot], names[group], newest[group]
+            table, counts, slots = tables[group][slot], names[group], newest[group]
             if index == len(table):
                 table.append(page)
             else:
@@ -58,8 +56,8 @@ class PageLedger:
             except IndexError:
                 return f"page {page} of group {group} does not exist: the group has pages 1 to {len(counts) - 1}"
             if count > 1:
-                shared.append((count, entries[page], delta))
-            entries[page] = delta
+                shared.append((count, slots[page], delta))
+            slots[page] = slot
         if shared or self._open or self._lost or plan.ops:
             return self._examine(plan, shared)
         return None
@@ -80,7 +78,7 @@ class PageLedger:
         self._names[group][table[index]] -= 1
         table[index] = page
 
-    def _examine(self, plan: StepPlan, shared: list[tuple[int, PageDelta | None, PageDelta]]) -> str | None:
+    def _examine(self, plan: StepPlan, shared: list[tuple[int, int, PageDelta]]) -> str | None:
         chunks: dict[int, int] = {}
         for row in reversed(plan.rows):
             if row.flags & DECODE:
@@ -90,7 +88,7 @@ class PageLedger:
             group, slot, index, page = delta
             filled = (index + 1) * self._groups[group].page_tokens <= chunks.get(slot, -1)
             # The usual case: a prefix that several sequences already read.
-            if count > 2 and filled and before is not None and before.index == index:
+            if count > 2 and filled and before != slot:
                 continue
             if (fault := self._share(before, delta, chunks)) is not None:
                 return fault
@@ -99,7 +97,7 @@ class PageLedger:
                 return self._fault(group, page, "a COPY overwrites it")
         return self._check_rows(plan.rows) if self._open or self._lost else None
 
-    def _share(self, before: PageDelta | None, delta: PageDelta, chunks: Mapping[int, int]) -> str | None:
+    def _share(self, before: int, delta: PageDelta, chunks: Mapping[int, int]) -> str | None:
         """Judge an entry whose page had a name already."""
         group, slot, index, page = delta
         if not page:
@@ -120,16 +118,18 @@ class PageLedger:
             self._open[group, page] = index
         return None
 
-    def _others(self, before: PageDelta | None, delta: PageDelta) -> list[tuple[int, int]]:
+    def _others(self, before: int, delta: PageDelta) -> list[tuple[int, int]]:
         """Return (slot, index) of the other entries with this page."""
         group, slot, index, page = delta
         tables = self._tables[group]
-        if self._names[group][page] == 2 and before is not None:
-            other, place = before.slot, before.index
-            if (other, place) != (slot, index) and place < len(tables[other]) and tables[other][place] == page:
-                return [(other, place)]
-        named = [(other, place) for other, table in enumerate(tables) for place in _places(page, table)]
-        return [entry for entry in named if entry != (slot, index)]
+        found: list[tuple[int, int]] = []
+        # With two names the other one is almost always the newest before this one.
+        for searched in ((before,), range(len(tables))) if self._names[group][page] == 2 else (range(len(tables)),):
+            found = [(other, place) for other in searched for place in _places(page, tables[other])]
+            found = [entry for entry in found if entry != (slot, index)]
+            if found:
+                break
+        return found
 
     def _first_write(self, slot: int, chunks: Mapping[int, int]) -> int:
         """Lower bound of the positions that this plan and later ones write."""

@@ -106,7 +106,8 @@ class PolicyScheduler(Scheduler):
 
     def gives_way(self, seq: Sequence, candidates: list[Sequence], ctx: SchedulerContext) -> Sequence | None:
         """Return a running sequence to preempt if the first waiting sequence `seq` cannot enter otherwise; None = `seq`
-        waits. Candidates as for victim. Must be asymmetric: a displaced sequence may not displace `seq` in turn."""
+        waits. Candidates as for victim, without other samples of its request. Must be asymmetric: a displaced
+        sequence may not displace `seq` in turn. Between two output tokens of a sequence its rank must not change."""
         return None
 
     def draft_tokens(self, seq: Sequence, ctx: SchedulerContext) -> int:

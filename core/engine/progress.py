@@ -33,8 +33,9 @@ class ProgressWatch:
         """Note that a step yielded a token or an embedding."""
         self._turnovers = self._steps = 0
 
-    def launched(self, plan: StepPlan, unfinished: Container[int]) -> str | None:
-        """Note a plan. Return how the scheduler makes no progress, or None. `unfinished`: uids that have not ended."""
+    def launched(self, plan: StepPlan, unfinished: Container[int], waits: bool) -> str | None:
+        """Note a plan. Return how the scheduler makes no progress, or None. `unfinished`: uids that have not ended.
+        `waits`: rows of the plan need a grammar's mask."""
         if plan.leaves:
             self._leave(plan.leaves, unfinished)
         for slot, uid, _, _ in plan.joins:
@@ -43,7 +44,7 @@ class ProgressWatch:
             self._staying = set(self._holders)
             self._turnovers += not self._ended
             self._ended = False
-        self._steps += not plan.late
+        self._steps += not waits
         if self._turnovers > MOST_TURNOVERS:
             return (
                 f"all running sequences were preempted {MOST_TURNOVERS} times in a row before any of them yielded a "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from dovetail.core.interfaces.grammar import Grammar
 
@@ -35,6 +35,10 @@ MOST_EXTRA_BYTES = 1 << 16
 """Maximum size of SamplingParams.extra as JSON."""
 
 
+LEAST_TEMPERATURE = 1e-5
+"""Least temperature at which tokens are drawn."""
+
+
 class SamplingParams(BaseModel):
     """How to sample tokens from logits, and when to stop. Names and meanings follow the OpenAI API if it has them."""
 
@@ -49,7 +53,7 @@ class SamplingParams(BaseModel):
     min_tokens: int = Field(0, ge=0)
     """Number of output tokens before EOS or a stop token may be sampled."""
     temperature: float = Field(1.0, ge=0.0, le=100.0)
-    """0 = greedy."""
+    """0 = greedy. A value below 1e-5 counts as 0, since it makes the same choice and divided logits may overflow."""
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 = all."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -88,6 +92,11 @@ class SamplingParams(BaseModel):
     grammar: Grammar | None = None
     """Required form of the output, for instance {"kind": "regex", "value": "[a-z]+"}. The output ends when the grammar
     allows no further token."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _tiny_is_greedy(cls, value: float) -> float:
+        return value if value >= LEAST_TEMPERATURE else 0.0
 
     @model_validator(mode="before")
     @classmethod

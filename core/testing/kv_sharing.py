@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from dovetail.core.arithmetic import ceil_div
@@ -133,6 +135,18 @@ class SharingTests:
         assert kv.peek(sequence(3, layout.stride + 1)) == 0, "peek found a prefix whose pages reset has freed"
         kv.check()
 
+    @each_layout
+    def test_allocators_share_no_state(self, layout: Layout) -> None:
+        """Neither do their groups: the eviction policy of each has its own state."""
+        alone = list(_turnover(self._make(layout), layout, 0))
+        busy = _turnover(self._make(layout), layout, 5000)
+        beside = []
+        for outcome in _turnover(self._make(layout), layout, 0):
+            next(busy, None)
+            next(busy, None)
+            beside.append(outcome)
+        assert beside == alone, "calls on another allocator changed what this one does: is some state on a class?"
+
     # Forks and trims
 
     @each_layout
@@ -219,3 +233,19 @@ class SharingTests:
         intact = copied == {group.id for group in layout.groups}
         most = 2 * layout.stride if intact else layout.stride + 1
         assert kv.acquire(other).tokens <= most, "acquire found tokens that were trimmed and may be overwritten"
+
+
+def _turnover(kv: KVAllocator, layout: Layout, first: int) -> Iterator[tuple[object, ...]]:
+    """Fill the cache several times over, and use some prefixes again. Yield the outcome of each sequence."""
+    pages = layout.capacity // layout.stride
+    for uid in range(4 * pages):
+        reused = uid % 3 == 2
+        seq = sequence(uid, (1 + uid % 2) * layout.stride + 1, first=first + 100 * (uid - 2 * reused))
+        hit = kv.acquire(seq)
+        made = kv.reserve(seq, len(seq.tokens))
+        if made is not None:
+            kv.publish(seq, len(seq.tokens))
+        kv.check()
+        yield hit, made
+        kv.release(seq)
+        kv.check()

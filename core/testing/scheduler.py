@@ -5,8 +5,10 @@ Every test drives the real engine on a ToyDevice, which checks every plan, page 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,7 @@ from dovetail.core.interfaces import (
     Grammar,
     KVAllocator,
     KVGroup,
+    Request,
     RequestOptions,
     RowFlag,
     SamplingParams,
@@ -76,6 +79,7 @@ def random_load(
                     "priority": rng.randrange(3),
                     "cache_salt": rng.choice(["", "", "x"]),
                     "adapter": rng.choice(["", *adapters]) if adapters else "",
+                    "hints": {"output_tokens": 4.0} if seed % 2 else {},
                 },
                 grammar=_toy_grammar(rng) if grammars and rng.random() < 0.5 else None,
             )
@@ -137,6 +141,7 @@ class SchedulerContract:
     def run(self, engine: Engine, load: Seq[Job], limit: int = 3000) -> dict[tuple[int, int], list[int]]:
         """Step until every job is done. Return outputs by (job, sample), without those of aborted jobs."""
         sequences: dict[int, tuple[int, Sequence]] = {}
+        requests: list[tuple[Request, Request]] = []
         outputs: dict[tuple[int, int], list[int]] = {}
         open_ = set(range(len(load)))
         for step in range(limit):
@@ -147,6 +152,7 @@ class SchedulerContract:
                     for seq in engine.add(job.prompt, params, RequestOptions(**(job.request or {}))):
                         sequences[seq.uid] = (i, seq)
                         outputs[i, seq.sample] = []
+                    requests.append((seq.request, copy.deepcopy(seq.request)))
                 if job.abort_at is not None and step == max(job.abort_at, job.arrival + 1):
                     for uid, (owner, seq) in sequences.items():
                         if owner == i:
@@ -165,6 +171,8 @@ class SchedulerContract:
         else:
             stats = f"{engine.scheduler.stats()}, {engine.kv.stats()}"
             raise AssertionError(f"some requests did not finish within {limit} steps: {stats}")
+        for request, before in requests:
+            assert request == before, f"a scheduler must not change a request: {before} became {request}"
         return outputs
 
     def check_outputs(self, engine: Engine, load: Seq[Job], outputs: dict[tuple[int, int], list[int]]) -> None:
@@ -221,7 +229,7 @@ class SchedulerContract:
     @pytest.mark.parametrize("lookahead", [0, 2])
     def test_a_window_group_that_holds_one_sequence(self, lookahead: int) -> None:
         """Prompts are longer than the group's pages: they run in chunks and may be preempted between chunks."""
-        options = {"budget": 9, "depth": 3, "lookahead": lookahead, "delay": 2}
+        options: dict[str, Any] = {"budget": 9, "depth": 3, "lookahead": lookahead, "delay": 2}
         large = self.engine(**options, window_pages=60)
         least = large.kv.pages_needed(large.limits.max_len, large.limits.ahead)[2]
         large.shutdown()
@@ -263,6 +271,45 @@ class SchedulerContract:
             self.run(engine, random_load(3))
             plans.append(engine.executor.plans)
         assert plans[0] == plans[1], "equal calls gave different plans: a plan must depend on the calls alone"
+
+    def test_token_values_do_not_matter(self) -> None:
+        """Requests of equal lengths give equal plans, whatever their tokens are."""
+        prompts = [[1 + (7 * i + 11 * k) % 49 for k in range(4 + 5 * i % 11)] for i in range(14)]
+        plans = []
+        for flip in (False, True):
+            tokens = [[50 - token if flip else token for token in prompt] for prompt in prompts]
+            load = [Job(prompt, 3 + i % 4, i // 2, ignore_eos=True) for i, prompt in enumerate(tokens)]
+            engine = self.engine(pages=30, max_seqs=3, reuse=False)
+            self.run(engine, load)
+            plans.append(engine.executor.plans)
+        assert plans[0] == plans[1], "other tokens gave other plans: a scheduler must not read the tokens of a sequence"
+
+    def test_ended_sequences_are_forgotten(self) -> None:
+        """A server runs for months: what is kept must not grow with the number of requests."""
+        engine, params = self.engine(), SamplingParams(temperature=0, max_tokens=1)
+        sequences: list[Sequence] = []
+        for i in range(200):
+            sequences += engine.add([1 + i % 40, 2], params)
+            while engine.has_work:
+                engine.step()
+        # The list, the loop's variable and the call each have a reference.
+        kept = sum(sys.getrefcount(seq) > 3 for seq in sequences)
+        assert kept <= 100, f"200 requests have ended, and {kept} of their sequences are still referenced"
+
+    def test_preempted_requests_do_not_starve(self) -> None:
+        """While more requests arrive than can run, and pages are few, the first ones still end."""
+        engine = self.engine(max_seqs=4, pages=14, max_len=40, reuse=False)
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        first: list[Sequence] = []
+        for step in range(1200):
+            if step % 5 == 0:
+                added = engine.add([1 + step % 40, 2, 3], params)
+                first += added if len(first) < 12 else []
+            engine.step()
+            if len(first) == 12 and all(seq.status is Status.FINISHED for seq in first):
+                return
+        left = [(seq.uid, seq.preemptions) for seq in first if seq.status is not Status.FINISHED]
+        raise AssertionError(f"of 12 requests these (uid, preemptions) did not end within {step + 1} steps: {left}")
 
     @pytest.mark.parametrize("lookahead", [0, 3])
     def test_limits_hold(self, lookahead: int) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from dovetail.core.interfaces import Hit, KVAllocator, KVGroup, KVSequence, PageOp, PageOpKind, Reservation
+from dovetail.core.memory.eviction import LRU
 from dovetail.core.memory.host_tier import HostTier, page_key
 from dovetail.core.testing.kv_cache import KVAllocatorContract, make_kv_state_machine
 from dovetail.core.testing.kv_model import TokenSequence
@@ -197,6 +199,22 @@ class LosesStores(Base):
         return tuple(op for op in super()._moves() if op.kind != PageOpKind.STORE)
 
 
+class SharesEviction(Base):
+    """Has an eviction policy whose state is that of the class, so that all groups share it."""
+
+    class Shared(LRU):
+        pages: ClassVar[OrderedDict[int, None]] = OrderedDict()
+
+        def __init__(self) -> None:
+            self._evictable = self.pages
+
+        def victim(self) -> int:
+            return self._evictable.popitem(last=False)[0] if self._evictable else 1
+
+    def _page_list(self, group: KVGroup, total: int) -> KeyedPages:
+        return KeyedPages(group, total, self.Shared(), HostTier(group.id, 0))
+
+
 class IsNotKnown(Base):
     def _register(self, seq: KVSequence) -> Any:
         self.release(seq)
@@ -224,6 +242,7 @@ BROKEN: dict[str, list[type[Base]]] = {
     "test_equal_pages_after_different_ones_are_not_found": [ForgetsTheParent],
     "test_state_machine": [FindsOneGroupAlone, RollsDice, LosesStores, GivesBackWhatTheWindowReaches],
     "test_peek_is_pure": [PinsOnPeek],
+    "test_allocators_share_no_state": [SharesEviction],
     "test_cost_does_not_grow_with_cached_pages": [LooksAtEveryCachedPage],
     "test_reset_forgets_cached_pages_alone": [fault("ForgetsNothingOnReset", reset=lambda self: None)],
     "test_a_sequence_is_known_until_release": [IsNotKnown],
@@ -232,7 +251,7 @@ BROKEN: dict[str, list[type[Base]]] = {
     ],
     "test_a_hit_has_the_windows_pages_alone": [WantsWholePrefixes],
 }
-UNSEEN_BY_MACHINE = (LooksAtEveryCachedPage, IsNotKnown, KeepsOverwrittenPages)
+UNSEEN_BY_MACHINE = (SharesEviction, LooksAtEveryCachedPage, IsNotKnown, KeepsOverwrittenPages)
 """Two faults that no state shows, and one that needs a rare interleaving and is found only by some versions of
 hypothesis."""
 

@@ -150,3 +150,10 @@ def nested(depth: int) -> object:
 def test_extra_is_plain_json_of_bounded_size(extra: object) -> None:
     with pytest.raises(ValueError, match="extra"):
         SamplingParams(extra=extra)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 9e-6])
+def test_a_tiny_temperature_is_greedy(temperature):
+    """Logits that it divides overflow. Everything that draws tokens compares with 0."""
+    assert SamplingParams(temperature=temperature).temperature == 0.0
+    assert SamplingParams(temperature=1e-5).temperature == 1e-5
