@@ -23,7 +23,7 @@ from dovetail.core.interfaces import TimedRequest
 from dovetail.plugins.app.bench.http import Address, Answer, HttpError
 from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.bench.metrics import Timeline
-from dovetail.plugins.app.bench.server import Stream
+from dovetail.plugins.app.bench.server import StreamedAnswer
 
 CPU = ("app=bench", "engine.device=cpu", "engine.max_len=128", "engine.kv_pages=200", "bench.warmup=1")
 SMALL = ("workload.requests=4", "workload.prompt_tokens=6", "workload.output_tokens=5")
@@ -302,7 +302,8 @@ def test_a_server_that_stops_early_is_a_failure(server: FakeServer, capsys: pyte
 
 
 def stream(*pieces: tuple[float, str], wanted: int) -> Timeline:
-    return Stream([(clock, text.encode()) for clock, text in pieces]).timeline(TimedRequest((1, 2, 3), wanted, 0.05))
+    answer = StreamedAnswer([(clock, text.encode()) for clock, text in pieces])
+    return answer.timeline(TimedRequest((1, 2, 3), wanted, 0.05))
 
 
 def event(**content: Any) -> str:
