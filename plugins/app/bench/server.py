@@ -111,9 +111,11 @@ class ServerTarget(Target):
             "stream_options": {"include_usage": True},
         }
         # Extensions of the OpenAI API: sent only if the workload sets them.
-        for name in ("priority", "user", "cache_salt"):
+        for name in ("priority", "user", "cache_salt", "hints"):
             if value := getattr(request, name):
                 body[name] = value
+        if request.deadline is not None:
+            body["timeout"] = request.deadline
         return body
 
     async def _complete(self, body: bytes, stream: StreamedAnswer, began: float) -> None:
