@@ -8,9 +8,5 @@ def dummy_llama(*options: str, dtype: str = "float32", **shapes: float) -> list[
     defaults = {"vocab_size": 512, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
     given = defaults | shapes
     hf = {"architectures": "[LlamaForCausalLM]", **given, "intermediate_size": 2 * given["hidden_size"], "dtype": dtype}
-    return [
-        "model=llama",
-        "model.load=dummy",
-        f"model.hf={{{', '.join(f'{k}: {v}' for k, v in hf.items())}}}",
-        *options,
-    ]
+    words = ", ".join(f"{key}: {value}" for key, value in hf.items())
+    return ["model=llama", "model.load=dummy", f"model.hf={{{words}}}", *options]
