@@ -398,7 +398,7 @@ def _finish(
                 low = _search_row(row_ptr, V, low, top, largest, temperature, wanted, by_k == 2, BLOCK)
             key = tl.maximum(low, LOWEST).to(tl.int32)
             least = tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
-        least = tl.where(min_p > 0, tl.maximum(least, largest + temperature * tl.log(tl.maximum(min_p, 1e-38))), least)
+        least = tl.where(min_p > 0, tl.maximum(least, largest + temperature * tl.log(tl.maximum(min_p, 1e-37))), least)
     tl.store(least_ptr + row, least)
 
 
