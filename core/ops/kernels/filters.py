@@ -32,7 +32,7 @@ FEW = 1024
 """Number of candidates up to which `_finish` takes a quarter of the time."""
 PART_COLUMNS = 2048
 """Minimum number of logits per part."""
-PROGRAMS = 1024
+PROGRAMS = 2048
 """Target number of programs for all rows together."""
 
 FACTS = 6
@@ -67,7 +67,15 @@ def _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V):
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     random = temperature > 0
-    return temperature, top_k, top_p, min_p, random & (top_k > 0) & (top_k < V), random & (top_p < 1)
+    temperature = tl.maximum(temperature, 1e-30)  # so that its reciprocal is finite
+    return (
+        tl.where(random, temperature, 0.0),
+        top_k,
+        top_p,
+        min_p,
+        random & (top_k > 0) & (top_k < V),
+        random & (top_p < 1),
+    )
 
 
 @triton.jit(do_not_specialize=["part_columns", "groups"])
@@ -92,28 +100,39 @@ def _summarize(
     temperature, _, _, min_p, by_k, by_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
     if (by_k | by_p | (min_p > 0)) & (temperature > 0):
         end = tl.minimum(part * part_columns + part_columns, V)
-        peak = tl.full((), float("-inf"), tl.float32)
-        mass = tl.zeros((), tl.float32)
+        scale = 1 / temperature
+        # Each lane adds relative to its own maximum: a sum over the block in each iteration would take longer.
+        peaks = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
+        masses = tl.zeros((BLOCK,), tl.float32)
         for i in range(part * part_columns, end, BLOCK):
             x = _load(logits_ptr + row * V, i + tl.arange(0, BLOCK), end)
-            maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
             group = i // GROUP + tl.arange(0, BLOCK // GROUP)
+            maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
             tl.store(maxima_ptr + row * groups + group, maxima, mask=group < groups)
             if by_p & (by_k == 0):
-                higher = tl.maximum(peak, tl.max(maxima, axis=0))
-                finite = tl.where(higher > float("-inf"), higher, 0.0)
-                mass = mass * tl.exp((peak - finite) / temperature) + tl.sum(tl.exp((x - finite) / temperature), axis=0)
-                peak = higher
+                higher = tl.maximum(peaks, x)
+                masses = masses * tl.exp((peaks - higher) * scale) + tl.exp((x - higher) * scale)
+                peaks = higher
+        peak = tl.max(peaks, axis=0)
+        mass = tl.sum(masses * tl.exp((peaks - peak) * scale), axis=0)
         tl.store(peak_ptr + row * tl.num_programs(1) + part, peak)
         tl.store(mass_ptr + row * tl.num_programs(1) + part, mass)
 
 
 @triton.jit
-def _highest(key, weight, wanted, low, BITS: tl.constexpr):
-    """Return the highest integer at or above which the weights reach `wanted`; `low` is a lower bound of it."""
-    for i in range(BITS):
-        higher = low + (tl.full((), 1, tl.int64) << (BITS - 1 - i))
-        low = tl.where(tl.sum(tl.where(key >= higher, weight, 0), axis=0) >= wanted, higher, low)
+def _highest(key, weight, wanted, low, high, DIGIT: tl.constexpr):
+    """Return the highest integer at or above which the weights reach `wanted`, from `low` (where they do) to `high`; a
+    pass over the keys finds DIGIT bits of it."""
+    WAYS: tl.constexpr = 1 << DIGIT
+    step = tl.full((), 1, tl.int64)
+    while (step << DIGIT) <= high - low:
+        step = step << DIGIT
+    way = tl.arange(0, WAYS).to(tl.int64)
+    while step > 0:
+        bounds = low + way * step
+        sums = tl.sum(tl.where(key[None, :] >= bounds[:, None], weight[None, :], 0), axis=1)
+        low += tl.max(tl.where(sums >= wanted, way, 0), axis=0) * step
+        step = step >> DIGIT
     return low
 
 
@@ -154,7 +173,8 @@ def _choose_pivots(
         pivots = tl.zeros((), tl.float32)
         if by_k & (top_k <= groups // 2):
             key = _ordered(maxima).to(tl.int64)
-            least = _highest(key, (group < groups).to(tl.int32), top_k, tl.full((), -2147483648, tl.int64), 32)
+            floor = tl.min(key, axis=0)
+            least = _highest(key, (group < groups).to(tl.int32), top_k, floor, tl.max(key, axis=0), 3)
             bits = least.to(tl.int32)
             low = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
         elif by_k | by_p:
@@ -189,7 +209,7 @@ def _choose_pivots(
             above = tl.zeros((HALF,), tl.float32) + largest
             for _ in range(16):
                 middle = below + (above - below) * 0.5
-                reached = tl.sum(tl.where(x[:, None] >= middle[None, :], weight[:, None], 0.0), axis=0) >= target
+                reached = tl.sum(tl.where(x[None, :] >= middle[:, None], weight[None, :], 0.0), axis=1) >= target
                 below = tl.where(reached, middle, below)
                 above = tl.where(reached, above, middle)
             tl.store(pivot_ptr + row * PIVOTS + each, below)
@@ -228,13 +248,15 @@ def _measure(
             largest = tl.load(fact_ptr + row * FACTS + 1)
             each = tl.arange(0, PIVOTS)
             pivot = tl.load(pivot_ptr + row * PIVOTS + each)
-            sums = tl.zeros((BLOCK, PIVOTS), tl.float32)
+            # Pivots first, so that a thread compares its own columns with all of them.
+            sums = tl.zeros((PIVOTS, BLOCK), tl.float32)
+            scale = 1 / temperature
             end = tl.minimum(part * part_columns + part_columns, V)
             for i in range(part * part_columns, end, BLOCK):
                 x = _load(logits_ptr + row * V, i + tl.arange(0, BLOCK), end)
-                weight = tl.where(by_k, 1.0, tl.exp((x - largest) / temperature))
-                sums += tl.where(x[:, None] >= pivot[None, :], weight[:, None], 0.0)
-            tl.store(sums_ptr + (row * tl.num_programs(1) + part) * PIVOTS + each, tl.sum(sums, axis=0))
+                weight = tl.where(by_k, 1.0, tl.exp((x - largest) * scale))
+                sums += tl.where(x[None, :] >= pivot[:, None], weight[None, :], 0.0)
+            tl.store(sums_ptr + (row * tl.num_programs(1) + part) * PIVOTS + each, tl.sum(sums, axis=1))
 
 
 @triton.jit(do_not_specialize=["part_columns", "parts"])
@@ -295,7 +317,20 @@ def _gather(
 
 @triton.jit
 def _search_candidates(
-    value_ptr, count, low, largest, temperature, top_k, top_p, wanted, above, by_k, by_p, SIZE: tl.constexpr
+    value_ptr,
+    count,
+    low,
+    high,
+    largest,
+    temperature,
+    top_k,
+    top_p,
+    wanted,
+    above,
+    by_k,
+    by_p,
+    SIZE: tl.constexpr,
+    DIGIT: tl.constexpr,
 ):
     """Return the least key to keep. If `by_k`, `above` and the top-p filter count candidates only."""
     index = tl.arange(0, SIZE)
@@ -304,14 +339,14 @@ def _search_candidates(
     key = _ordered(x).to(tl.int64)
     if by_k:
         missing = tl.maximum(top_k - above.to(tl.int64), 1)
-        low = _highest(key, inside.to(tl.int32), missing, low, 32)
+        low = _highest(key, inside.to(tl.int32), missing, low, high, DIGIT)
     if by_p:
         mass = tl.where(inside & (key >= low), tl.exp((x - largest) / temperature), 0.0)
         mass = (mass * FIXED).to(tl.int64)
         needed = ((wanted - above) * FIXED).to(tl.int64)
         if by_k:
             needed = (top_p.to(tl.float64) * tl.sum(mass, axis=0).to(tl.float64)).to(tl.int64)
-        low = _highest(key, mass, tl.maximum(needed, 1), low, 32)
+        low = _highest(key, mass, tl.maximum(needed, 1), low, high, DIGIT)
     return low
 
 
@@ -321,14 +356,14 @@ def _search_row(row_ptr, V, low, high, largest, temperature, wanted, by_count, B
     way = tl.arange(0, WAYS)
     while high - low > 1:
         bounds = low + (high - low) * way.to(tl.int64) // WAYS
-        sums = tl.zeros((BLOCK, WAYS), tl.float32)
+        sums = tl.zeros((WAYS, BLOCK), tl.float32)
         for i in range(0, V, BLOCK):
             column = i + tl.arange(0, BLOCK)
             x = _load(row_ptr, column, V)
             weight = tl.where(by_count, 1.0, tl.exp((x - largest) / temperature))
-            above = (column < V)[:, None] & (_ordered(x).to(tl.int64)[:, None] >= bounds[None, :])
-            sums += tl.where(above, weight[:, None], 0.0)
-        chosen = tl.max(tl.where(tl.sum(sums, axis=0) >= wanted, way, 0), axis=0).to(tl.int64)
+            above = (column < V)[None, :] & (_ordered(x).to(tl.int64)[None, :] >= bounds[:, None])
+            sums += tl.where(above, weight[None, :], 0.0)
+        chosen = tl.max(tl.where(tl.sum(sums, axis=1) >= wanted, way, 0), axis=0).to(tl.int64)
         width = high - low
         high = low + width * (chosen + 1) // WAYS
         low += width * chosen // WAYS
@@ -383,11 +418,37 @@ def _finish(
                 low = _ordered(tl.load(fact_ptr + row * FACTS)).to(tl.int64)
             elif count <= FEW:
                 low = _search_candidates(
-                    mine_ptr, count, low, largest, temperature, top_k, top_p, wanted, above, by_k, together, FEW
+                    mine_ptr,
+                    count,
+                    low,
+                    high,
+                    largest,
+                    temperature,
+                    top_k,
+                    top_p,
+                    wanted,
+                    above,
+                    by_k,
+                    together,
+                    FEW,
+                    4,
                 )
             elif count <= CANDIDATES:
                 low = _search_candidates(
-                    mine_ptr, count, low, largest, temperature, top_k, top_p, wanted, above, by_k, together, CANDIDATES
+                    mine_ptr,
+                    count,
+                    low,
+                    high,
+                    largest,
+                    temperature,
+                    top_k,
+                    top_p,
+                    wanted,
+                    above,
+                    by_k,
+                    together,
+                    CANDIDATES,
+                    2,
                 )
             else:
                 low = _search_row(row_ptr, V, low, high, largest, temperature, wanted, by_k, BLOCK)
