@@ -198,7 +198,7 @@ def least_kept_reference(
 
 
 def scaled(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
-    """float32 logits / temperature, at least 1e-30 so that quotients are finite; rows of temperature 0 are not divided."""
+    """float32 logits / temperature (at least 1e-30, so that it is finite); rows of temperature 0 are not divided."""
     return logits_NV.float() / torch.where(temperature_N > 0, temperature_N.clamp_min(1e-30), 1.0)[:, None]
 
 

@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p without a sort: the smallest logit that a row keeps, in three passes over the logits.
 
-1. `_summarize` finds the maximum of every GROUP of logits and, for top-p, the row's probability mass.
+1. `_summarize` finds the maximum of every group of some logits and, for top-p, the row's probability mass.
 2. `_measure` sums, for top-p and for large k, what is above each of PIVOTS bounds. `_choose_pivots` takes half of them
    from a sample of the row, where a flat distribution has its bound, and spreads the other half evenly, for a peaked
    distribution, whose mass a sample misses. (Selection by sampled pivots: Floyd and Rivest, 1975.) A small k needs no
@@ -22,9 +22,12 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-GROUP = 64
-PIVOTS = 16
-SAMPLE = 2048
+DIGIT = 3
+"""Bits of a bound that one pass over a row's sample, candidates or logits finds."""
+GROUPS = 4096
+"""Target number of groups in a row."""
+PIVOTS = 8
+SAMPLE = 4096
 RUN = 16
 """Consecutive logits in the sample, which share a memory transaction."""
 CANDIDATES = 8192
@@ -39,8 +42,6 @@ FACTS = 6
 """float32 facts of a row, in the order of `_choose_pivots`."""
 LOWEST = tl.constexpr(-2139095041)
 """`_ordered` of minus infinity."""
-WAYS = tl.constexpr(8)
-"""Parts into which `_search_row` divides its range in one pass."""
 FIXED = tl.constexpr(1 << 40)
 """Integer that stands for the mass of the largest logit."""
 
@@ -50,6 +51,20 @@ def _ordered(x):
     """Map float32 to int32 of the same order. On the bits, this function is its own inverse."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def _key(x, SHIFT: tl.constexpr):
+    """Map logits to int64 of the same order. SHIFT drops the bits that are the same in every logit of a 16-bit type."""
+    return (_ordered(x) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def _value(key, SHIFT: tl.constexpr):
+    """Inverse of `_key`."""
+    key = key.to(tl.int32)
+    bits = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -78,7 +93,7 @@ def _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V):
     )
 
 
-@triton.jit(do_not_specialize=["part_columns", "groups"])
+@triton.jit(do_not_specialize=["part_columns"])
 def _summarize(
     logits_ptr,
     temperature_ptr,
@@ -90,11 +105,10 @@ def _summarize(
     mass_ptr,
     V,
     part_columns,
-    groups,
-    GROUP: tl.constexpr,
+    EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, part). mass is the part's sum of exp((logit - peak) / temperature)."""
+    """Program (row, part): maxima [N, P, EACH]; mass is the part's sum of exp((logit - peak) / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature, _, _, min_p, by_k, by_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
@@ -106,13 +120,12 @@ def _summarize(
         masses = tl.zeros((BLOCK,), tl.float32)
         for i in range(part * part_columns, end, BLOCK):
             x = _load(logits_ptr + row * V, i + tl.arange(0, BLOCK), end)
-            group = i // GROUP + tl.arange(0, BLOCK // GROUP)
-            maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
-            tl.store(maxima_ptr + row * groups + group, maxima, mask=group < groups)
+            higher = tl.maximum(peaks, x)
             if by_p & (by_k == 0):
-                higher = tl.maximum(peaks, x)
                 masses = masses * tl.exp((peaks - higher) * scale) + tl.exp((x - higher) * scale)
-                peaks = higher
+            peaks = higher
+        maxima = tl.max(tl.reshape(peaks, (EACH, BLOCK // EACH)), axis=1)
+        tl.store(maxima_ptr + (row * tl.num_programs(1) + part) * EACH + tl.arange(0, EACH), maxima)
         peak = tl.max(peaks, axis=0)
         mass = tl.sum(masses * tl.exp((peaks - peak) * scale), axis=0)
         tl.store(peak_ptr + row * tl.num_programs(1) + part, peak)
@@ -133,6 +146,20 @@ def _highest(key, weight, wanted, low, high, DIGIT: tl.constexpr):
         sums = tl.sum(tl.where(key[None, :] >= bounds[:, None], weight[None, :], 0), axis=1)
         low += tl.max(tl.where(sums >= wanted, way, 0), axis=0) * step
         step = step >> DIGIT
+    return low
+
+
+@triton.jit
+def _lowest_bound(x, weight, most, low, high, BITS: tl.constexpr):
+    """Return for each of `most` a bound in [low, high] below which the weights reach it, to (high - low) / 2^BITS."""
+    low += tl.zeros_like(most)
+    width = high - low
+    way = tl.arange(0, 4)
+    for _ in range(BITS // 2):
+        width *= 0.25
+        bounds = low[:, None] + way.to(tl.float32)[None, :] * width[:, None]
+        below = tl.sum(tl.where(x[None, None, :] < bounds[:, :, None], weight[None, None, :], 0.0), axis=2)
+        low += tl.max(tl.where(below <= most[:, None], way.to(tl.float32)[None, :], 0.0), axis=1) * width
     return low
 
 
@@ -159,6 +186,8 @@ def _choose_pivots(
     RUN: tl.constexpr,
     GROUPS: tl.constexpr,
     PARTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    DIGIT: tl.constexpr,
 ):
     """Program row. Facts [N, FACTS]: lower bound, largest logit, count or mass to reach, whether the pivots are used,
     then (by `_gather`) upper bound and what is above it. found [N, 3]: count, least and greatest key of candidates."""
@@ -172,47 +201,39 @@ def _choose_pivots(
         wanted = top_k.to(tl.float32)
         pivots = tl.zeros((), tl.float32)
         if by_k & (top_k <= groups // 2):
-            key = _ordered(maxima).to(tl.int64)
-            floor = tl.min(key, axis=0)
-            least = _highest(key, (group < groups).to(tl.int32), top_k, floor, tl.max(key, axis=0), 3)
-            bits = least.to(tl.int32)
-            low = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+            key = _key(maxima, SHIFT)
+            inside = (group < groups).to(tl.int32)
+            low = _value(_highest(key, inside, top_k, tl.min(key, axis=0), tl.max(key, axis=0), DIGIT), SHIFT)
         elif by_k | by_p:
             pivots += 1.0
             index = tl.arange(0, SAMPLE)
             column = index // RUN * stride + index % RUN
             x = _load(logits_ptr + row * V, column, V)
-            total = V.to(tl.float32)
             weight = tl.where(column < V, 1.0, 0.0)
+            times = V / tl.sum(weight, axis=0)  # logits for each one in the sample
             floor = tl.min(tl.where(x > float("-inf"), x, largest), axis=0)
+            dropped = V - wanted
             if by_k == 0:
                 part = tl.arange(0, PARTS)
                 peak = tl.load(peak_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
                 mass = tl.load(mass_ptr + row * parts + part, mask=part < parts, other=0.0)
                 total = tl.sum(mass * tl.exp((peak - largest) / temperature), axis=0)
                 wanted = top_p * total
-                weight = tl.exp((x - largest) / temperature)
+                dropped = tl.maximum(1 - top_p, 1e-9) * total
+                weight *= tl.exp((x - largest) / temperature)
                 # All logits below this bound together have less than 1 - top_p of the mass.
-                share = tl.maximum(1 - top_p, 1e-9) * total / V
-                floor = largest + temperature * (tl.log(share) - 0.01) - tl.abs(largest) * 1e-6
+                floor = largest + temperature * (tl.log(dropped / V) - 0.01) - tl.abs(largest) * 1e-6
                 low = floor
-            # Spread of a share that is estimated from the sample.
-            share = wanted / total
-            seen = tl.sum(weight, axis=0)
-            spread = tl.sqrt(share * (1 - share) * tl.sum(weight * weight, axis=0)) / seen + 1.0 / SAMPLE
+            # What is dropped is estimated from the sample, since it has no single large terms that a sample may miss.
+            dropped = dropped / times
+            middle = _lowest_bound(x, weight, tl.full((1,), 1.0, tl.float32) * dropped, floor, largest, 12)
+            terms = tl.where(x < tl.max(middle, axis=0), weight, 0.0)
+            spread = tl.sqrt(tl.sum(terms * terms, axis=0)) + dropped * 0.002
             HALF: tl.constexpr = PIVOTS // 2
             each = tl.arange(0, HALF)
-            rank = each % (HALF // 2)
-            distance = spread * 0.5 * (rank + 1) * (rank + 2) * 0.5
-            target = (share + tl.where(each < HALF // 2, distance, -distance)) * seen
-            below = tl.zeros((HALF,), tl.float32) + floor
-            above = tl.zeros((HALF,), tl.float32) + largest
-            for _ in range(16):
-                middle = below + (above - below) * 0.5
-                reached = tl.sum(tl.where(x[None, :] >= middle[:, None], weight[None, :], 0.0), axis=1) >= target
-                below = tl.where(reached, middle, below)
-                above = tl.where(reached, above, middle)
-            tl.store(pivot_ptr + row * PIVOTS + each, below)
+            distance = tl.where(each < 2, 1.0, 4.0) * tl.where(each % 2 == 0, spread, -spread)
+            sampled = _lowest_bound(x, weight, dropped + distance, floor, largest, 18)
+            tl.store(pivot_ptr + row * PIVOTS + each, sampled)
             tl.store(pivot_ptr + row * PIVOTS + HALF + each, floor + (largest - floor) * ((each + 0.5) / HALF))
         tl.store(fact_ptr + row * FACTS, low)
         tl.store(fact_ptr + row * FACTS + 1, largest)
@@ -302,17 +323,20 @@ def _gather(
             tl.store(fact_ptr + row * FACTS + 4, high)
             tl.store(fact_ptr + row * FACTS + 5, above)
         end = tl.minimum(part * part_columns + part_columns, V)
+        lowest = tl.full((BLOCK,), float("inf"), tl.float32)
+        highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        counter = found_ptr + row * 3 + tl.zeros((BLOCK,), tl.int32)
         for i in range(part * part_columns, end, BLOCK):
             column = i + tl.arange(0, BLOCK)
             x = _load(logits_ptr + row * V, column, end)
             inside = (column < end) & (x >= low) & (x < high)
-            count = tl.sum(inside.to(tl.int32), axis=0)
-            if count > 0:
-                place = tl.atomic_add(found_ptr + row * 3, count) + tl.cumsum(inside.to(tl.int32), axis=0) - 1
-                tl.store(value_ptr + row * CANDIDATES + place, x, mask=inside & (place < CANDIDATES))
-                key = _ordered(x)
-                tl.atomic_min(found_ptr + row * 3 + 1, tl.min(tl.where(inside, key, 2147483647), axis=0))
-                tl.atomic_max(found_ptr + row * 3 + 2, tl.max(tl.where(inside, key, -2147483648), axis=0))
+            # So few are inside that one addition for each is faster than sums over the block.
+            place = tl.atomic_add(counter, 1, mask=inside, sem="relaxed")
+            tl.store(value_ptr + row * CANDIDATES + place, x, mask=inside & (place < CANDIDATES))
+            lowest = tl.where(inside, tl.minimum(lowest, x), lowest)
+            highest = tl.where(inside, tl.maximum(highest, x), highest)
+        tl.atomic_min(found_ptr + row * 3 + 1, _ordered(tl.min(lowest, axis=0)), sem="relaxed")
+        tl.atomic_max(found_ptr + row * 3 + 2, _ordered(tl.max(highest, axis=0)), sem="relaxed")
 
 
 @triton.jit
@@ -330,13 +354,14 @@ def _search_candidates(
     by_k,
     by_p,
     SIZE: tl.constexpr,
+    SHIFT: tl.constexpr,
     DIGIT: tl.constexpr,
 ):
     """Return the least key to keep. If `by_k`, `above` and the top-p filter count candidates only."""
     index = tl.arange(0, SIZE)
     inside = index < count
     x = tl.load(value_ptr + index, mask=inside, other=float("-inf"))
-    key = _ordered(x).to(tl.int64)
+    key = _key(x, SHIFT)
     if by_k:
         missing = tl.maximum(top_k - above.to(tl.int64), 1)
         low = _highest(key, inside.to(tl.int32), missing, low, high, DIGIT)
@@ -351,32 +376,46 @@ def _search_candidates(
 
 
 @triton.jit
-def _search_row(row_ptr, V, low, high, largest, temperature, wanted, by_count, BLOCK: tl.constexpr):
-    """Return the highest key in [low, high) at or above which the count or mass of the whole row reaches `wanted`."""
-    way = tl.arange(0, WAYS)
-    while high - low > 1:
-        bounds = low + (high - low) * way.to(tl.int64) // WAYS
+def _search_row(
+    row_ptr,
+    V,
+    low,
+    high,
+    largest,
+    temperature,
+    wanted,
+    by_count,
+    SHIFT: tl.constexpr,
+    DIGIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the highest key from `low` to `high` at or above which the count or mass of the row reaches `wanted`."""
+    WAYS: tl.constexpr = 1 << DIGIT
+    step = tl.full((), 1, tl.int64)
+    while (step << DIGIT) <= high - low:
+        step = step << DIGIT
+    way = tl.arange(0, WAYS).to(tl.int64)
+    while step > 0:
+        bounds = low + way * step
         sums = tl.zeros((WAYS, BLOCK), tl.float32)
         for i in range(0, V, BLOCK):
             column = i + tl.arange(0, BLOCK)
             x = _load(row_ptr, column, V)
             weight = tl.where(by_count, 1.0, tl.exp((x - largest) / temperature))
-            above = (column < V)[None, :] & (_ordered(x).to(tl.int64)[None, :] >= bounds[:, None])
-            sums += tl.where(above, weight[None, :], 0.0)
-        chosen = tl.max(tl.where(tl.sum(sums, axis=1) >= wanted, way, 0), axis=0).to(tl.int64)
-        width = high - low
-        high = low + width * (chosen + 1) // WAYS
-        low += width * chosen // WAYS
+            weight = tl.where(column < V, weight, 0.0)
+            sums += tl.where(_key(x, SHIFT)[None, :] >= bounds[:, None], weight[None, :], 0.0)
+        low += tl.max(tl.where(tl.sum(sums, axis=1) >= wanted, way, 0), axis=0) * step
+        step = step >> DIGIT
     return low
 
 
 @triton.jit
-def _mass_from(row_ptr, V, low, largest, temperature, BLOCK: tl.constexpr):
+def _mass_from(row_ptr, V, low, largest, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """Return the mass of a row's logits whose keys are at least `low`."""
     mass = tl.zeros((BLOCK,), tl.float32)
     for i in range(0, V, BLOCK):
         x = _load(row_ptr, i + tl.arange(0, BLOCK), V)
-        mass += tl.where(_ordered(x).to(tl.int64) >= low, tl.exp((x - largest) / temperature), 0.0)
+        mass += tl.where(_key(x, SHIFT) >= low, tl.exp((x - largest) / temperature), 0.0)
     return tl.sum(mass, axis=0)
 
 
@@ -395,6 +434,8 @@ def _finish(
     FACTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     FEW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    DIGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program row: the smallest logit that it keeps."""
@@ -409,13 +450,13 @@ def _finish(
             wanted = tl.load(fact_ptr + row * FACTS + 2)
             above = tl.load(fact_ptr + row * FACTS + 5)
             count = tl.load(found_ptr + row * 3)
-            low = tl.load(found_ptr + row * 3 + 1).to(tl.int64)
-            high = tl.load(found_ptr + row * 3 + 2).to(tl.int64) + 1
+            low = (tl.load(found_ptr + row * 3 + 1) >> SHIFT).to(tl.int64)
+            high = (tl.load(found_ptr + row * 3 + 2) >> SHIFT).to(tl.int64)
             # top-p after a top-k that used pivots also needs the mass above the candidates.
             apart = by_k & by_p & (tl.load(fact_ptr + row * FACTS + 4) < float("inf"))
             together = by_p & (apart == 0)
             if count == 0:
-                low = _ordered(tl.load(fact_ptr + row * FACTS)).to(tl.int64)
+                low = _key(tl.load(fact_ptr + row * FACTS), SHIFT)
             elif count <= FEW:
                 low = _search_candidates(
                     mine_ptr,
@@ -431,7 +472,8 @@ def _finish(
                     by_k,
                     together,
                     FEW,
-                    4,
+                    SHIFT,
+                    DIGIT,
                 )
             elif count <= CANDIDATES:
                 low = _search_candidates(
@@ -448,17 +490,17 @@ def _finish(
                     by_k,
                     together,
                     CANDIDATES,
-                    2,
+                    SHIFT,
+                    DIGIT,
                 )
             else:
-                low = _search_row(row_ptr, V, low, high, largest, temperature, wanted, by_k, BLOCK)
+                low = _search_row(row_ptr, V, low, high, largest, temperature, wanted, by_k, SHIFT, DIGIT, BLOCK)
                 apart = by_k & by_p
             if apart:
-                wanted = top_p * _mass_from(row_ptr, V, low, largest, temperature, BLOCK)
-                top = _ordered(largest).to(tl.int64) + 1
-                low = _search_row(row_ptr, V, low, top, largest, temperature, wanted, by_k == 2, BLOCK)
-            key = tl.maximum(low, LOWEST).to(tl.int32)
-            least = tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+                wanted = top_p * _mass_from(row_ptr, V, low, largest, temperature, SHIFT, BLOCK)
+                top = _key(largest, SHIFT)
+                low = _search_row(row_ptr, V, low, top, largest, temperature, wanted, by_k == 2, SHIFT, DIGIT, BLOCK)
+            least = _value(tl.maximum(low, LOWEST >> SHIFT), SHIFT)
         least = tl.where(min_p > 0, tl.maximum(least, largest + temperature * tl.log(tl.maximum(min_p, 1e-37))), least)
     tl.store(least_ptr + row, least)
 
@@ -480,7 +522,9 @@ def least_kept_triton(
     parts = max(1, min(most, PROGRAMS // rows))
     part_columns = triton.cdiv(triton.cdiv(vocab, parts), BLOCK) * BLOCK
     parts = triton.cdiv(vocab, part_columns)
-    groups = triton.cdiv(vocab, GROUP)
+    each = max(16, min(BLOCK, triton.next_power_of_2(GROUPS // parts)))
+    groups = parts * each
+    shift = {torch.bfloat16: 16, torch.float16: 13}.get(logits_NV.dtype, 0)
     maxima_NG, value_NC = (torch.empty(rows, columns, device=device) for columns in (groups, CANDIDATES))
     peak_NP, mass_NP = (torch.empty(rows, parts, device=device) for _ in range(2))
     fact_N, pivot_NB = torch.empty(rows, FACTS, device=device), torch.empty(rows, PIVOTS, device=device)
@@ -495,8 +539,7 @@ def least_kept_triton(
         mass_NP,
         vocab,
         part_columns,
-        groups,
-        GROUP=GROUP,
+        EACH=each,
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -519,6 +562,8 @@ def least_kept_triton(
         RUN=RUN,
         GROUPS=triton.next_power_of_2(groups),
         PARTS=few_parts,
+        SHIFT=shift,
+        DIGIT=DIGIT,
         num_warps=8,
     )
     _measure[rows, parts](
@@ -563,6 +608,8 @@ def least_kept_triton(
         FACTS=FACTS,
         CANDIDATES=CANDIDATES,
         FEW=FEW,
+        SHIFT=shift,
+        DIGIT=DIGIT,
         BLOCK=BLOCK,
         num_warps=8,
     )

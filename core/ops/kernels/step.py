@@ -278,8 +278,11 @@ def _draw_parts(
         if RANDOM:
             kept = x >= least
             y = tl.where(temperature > 0, float("-inf"), x)
-            # Most blocks have no logit that top-k keeps, so they need no noise.
-            if (temperature > 0) & (tl.max(kept.to(tl.int32), axis=0) > 0):
+            some = temperature > 0
+            if least_ptr is not None:
+                # Most blocks have no logit that top-k keeps, so they need no noise.
+                some = some & (tl.max(kept.to(tl.int32), axis=0) > 0)
+            if some:
                 bits = _mix(_mix(a + (first + column).to(tl.uint32) * 0x9E3779B9) ^ b)
                 uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
                 y = tl.where(kept, x * scale - tl.log(-tl.log(uniform)), float("-inf"))
