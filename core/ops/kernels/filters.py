@@ -27,10 +27,12 @@ DIGIT = 3
 GROUPS = 4096
 """Target number of groups in a row."""
 PIVOTS = 8
-SAMPLE = 4096
+SAMPLE = 2048
 RUN = 16
 """Consecutive logits in the sample, which share a memory transaction."""
 CANDIDATES = 8192
+LISTS = 8
+"""Lists that a row's candidates are kept in, so that programs that append to them wait less for each other."""
 FEW = 1024
 """Number of candidates up to which `_finish` takes a quarter of the time."""
 PART_COLUMNS = 2048
@@ -186,11 +188,13 @@ def _choose_pivots(
     RUN: tl.constexpr,
     GROUPS: tl.constexpr,
     PARTS: tl.constexpr,
+    LISTS: tl.constexpr,
     SHIFT: tl.constexpr,
     DIGIT: tl.constexpr,
 ):
     """Program row. Facts [N, FACTS]: lower bound, largest logit, count or mass to reach, whether the pivots are used,
-    then (by `_gather`) upper bound and what is above it. found [N, 3]: count, least and greatest key of candidates."""
+    then (by `_gather`) upper bound and what is above it. found [N, 2 + LISTS]: keys of the
+    least and the greatest candidate, lengths of the lists."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p, min_p, by_k, by_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
     if (by_k | by_p | (min_p > 0)) & (temperature > 0):
@@ -226,22 +230,22 @@ def _choose_pivots(
                 low = floor
             # What is dropped is estimated from the sample, since it has no single large terms that a sample may miss.
             dropped = dropped / times
-            middle = _lowest_bound(x, weight, tl.full((1,), 1.0, tl.float32) * dropped, floor, largest, 12)
+            middle = _lowest_bound(x, weight, tl.full((1,), 1.0, tl.float32) * dropped, floor, largest, 8)
             terms = tl.where(x < tl.max(middle, axis=0), weight, 0.0)
             spread = tl.sqrt(tl.sum(terms * terms, axis=0)) + dropped * 0.002
             HALF: tl.constexpr = PIVOTS // 2
             each = tl.arange(0, HALF)
             distance = tl.where(each < 2, 1.0, 4.0) * tl.where(each % 2 == 0, spread, -spread)
-            sampled = _lowest_bound(x, weight, dropped + distance, floor, largest, 18)
+            sampled = _lowest_bound(x, weight, dropped + distance, floor, largest, 12)
             tl.store(pivot_ptr + row * PIVOTS + each, sampled)
             tl.store(pivot_ptr + row * PIVOTS + HALF + each, floor + (largest - floor) * ((each + 0.5) / HALF))
         tl.store(fact_ptr + row * FACTS, low)
         tl.store(fact_ptr + row * FACTS + 1, largest)
         tl.store(fact_ptr + row * FACTS + 2, wanted)
         tl.store(fact_ptr + row * FACTS + 3, pivots)
-        tl.store(found_ptr + row * 3, 0)
-        tl.store(found_ptr + row * 3 + 1, 2147483647)
-        tl.store(found_ptr + row * 3 + 2, -2147483648)
+        tl.store(found_ptr + row * (2 + LISTS), 2147483647)
+        tl.store(found_ptr + row * (2 + LISTS) + 1, -2147483648)
+        tl.store(found_ptr + row * (2 + LISTS) + 2 + tl.arange(0, LISTS), tl.zeros((LISTS,), tl.int32))
 
 
 @triton.jit(do_not_specialize=["part_columns"])
@@ -298,6 +302,7 @@ def _gather(
     FACTS: tl.constexpr,
     PIVOTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    LISTS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -325,24 +330,27 @@ def _gather(
         end = tl.minimum(part * part_columns + part_columns, V)
         lowest = tl.full((BLOCK,), float("inf"), tl.float32)
         highest = tl.full((BLOCK,), float("-inf"), tl.float32)
-        counter = found_ptr + row * 3 + tl.zeros((BLOCK,), tl.int32)
+        LENGTH: tl.constexpr = CANDIDATES // LISTS
+        found_ptr += row * (2 + LISTS)
+        value_ptr += row * CANDIDATES + part % LISTS * LENGTH
+        length = found_ptr + 2 + part % LISTS + tl.zeros((BLOCK,), tl.int32)
         for i in range(part * part_columns, end, BLOCK):
             column = i + tl.arange(0, BLOCK)
             x = _load(logits_ptr + row * V, column, end)
             inside = (column < end) & (x >= low) & (x < high)
             # So few are inside that one addition for each is faster than sums over the block.
-            place = tl.atomic_add(counter, 1, mask=inside, sem="relaxed")
-            tl.store(value_ptr + row * CANDIDATES + place, x, mask=inside & (place < CANDIDATES))
+            place = tl.atomic_add(length, 1, mask=inside, sem="relaxed")
+            tl.store(value_ptr + place, x, mask=inside & (place < LENGTH))
             lowest = tl.where(inside, tl.minimum(lowest, x), lowest)
             highest = tl.where(inside, tl.maximum(highest, x), highest)
-        tl.atomic_min(found_ptr + row * 3 + 1, _ordered(tl.min(lowest, axis=0)), sem="relaxed")
-        tl.atomic_max(found_ptr + row * 3 + 2, _ordered(tl.max(highest, axis=0)), sem="relaxed")
+        tl.atomic_min(found_ptr, _ordered(tl.min(lowest, axis=0)), sem="relaxed")
+        tl.atomic_max(found_ptr + 1, _ordered(tl.max(highest, axis=0)), sem="relaxed")
 
 
 @triton.jit
 def _search_candidates(
     value_ptr,
-    count,
+    length_ptr,
     low,
     high,
     largest,
@@ -353,14 +361,17 @@ def _search_candidates(
     above,
     by_k,
     by_p,
+    LENGTH: tl.constexpr,
+    LISTS: tl.constexpr,
     SIZE: tl.constexpr,
     SHIFT: tl.constexpr,
     DIGIT: tl.constexpr,
 ):
     """Return the least key to keep. If `by_k`, `above` and the top-p filter count candidates only."""
     index = tl.arange(0, SIZE)
-    inside = index < count
-    x = tl.load(value_ptr + index, mask=inside, other=float("-inf"))
+    list = index % LISTS
+    inside = index // LISTS < tl.load(length_ptr + list)
+    x = tl.load(value_ptr + list * LENGTH + index // LISTS, mask=inside, other=float("-inf"))
     key = _key(x, SHIFT)
     if by_k:
         missing = tl.maximum(top_k - above.to(tl.int64), 1)
@@ -434,6 +445,7 @@ def _finish(
     FACTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     FEW: tl.constexpr,
+    LISTS: tl.constexpr,
     SHIFT: tl.constexpr,
     DIGIT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -449,18 +461,20 @@ def _finish(
             mine_ptr = value_ptr + row * CANDIDATES
             wanted = tl.load(fact_ptr + row * FACTS + 2)
             above = tl.load(fact_ptr + row * FACTS + 5)
-            count = tl.load(found_ptr + row * 3)
-            low = (tl.load(found_ptr + row * 3 + 1) >> SHIFT).to(tl.int64)
-            high = (tl.load(found_ptr + row * 3 + 2) >> SHIFT).to(tl.int64)
+            LENGTH: tl.constexpr = CANDIDATES // LISTS
+            length_ptr = found_ptr + row * (2 + LISTS) + 2
+            longest = tl.max(tl.load(length_ptr + tl.arange(0, LISTS)), axis=0)
+            low = (tl.load(found_ptr + row * (2 + LISTS)) >> SHIFT).to(tl.int64)
+            high = (tl.load(found_ptr + row * (2 + LISTS) + 1) >> SHIFT).to(tl.int64)
             # top-p after a top-k that used pivots also needs the mass above the candidates.
             apart = by_k & by_p & (tl.load(fact_ptr + row * FACTS + 4) < float("inf"))
             together = by_p & (apart == 0)
-            if count == 0:
+            if longest == 0:
                 low = _key(tl.load(fact_ptr + row * FACTS), SHIFT)
-            elif count <= FEW:
+            elif longest <= FEW // LISTS:
                 low = _search_candidates(
                     mine_ptr,
-                    count,
+                    length_ptr,
                     low,
                     high,
                     largest,
@@ -471,14 +485,16 @@ def _finish(
                     above,
                     by_k,
                     together,
+                    LENGTH,
+                    LISTS,
                     FEW,
                     SHIFT,
                     DIGIT,
                 )
-            elif count <= CANDIDATES:
+            elif longest <= LENGTH:
                 low = _search_candidates(
                     mine_ptr,
-                    count,
+                    length_ptr,
                     low,
                     high,
                     largest,
@@ -489,6 +505,8 @@ def _finish(
                     above,
                     by_k,
                     together,
+                    LENGTH,
+                    LISTS,
                     CANDIDATES,
                     SHIFT,
                     DIGIT,
@@ -529,7 +547,7 @@ def least_kept_triton(
     peak_NP, mass_NP = (torch.empty(rows, parts, device=device) for _ in range(2))
     fact_N, pivot_NB = torch.empty(rows, FACTS, device=device), torch.empty(rows, PIVOTS, device=device)
     sums_NPB = torch.empty(rows, parts, PIVOTS, device=device)
-    found_N = torch.empty(rows, 3, dtype=torch.int32, device=device)
+    found_N = torch.empty(rows, 2 + LISTS, dtype=torch.int32, device=device)
     few_parts = triton.next_power_of_2(most)
     _summarize[rows, parts](
         logits_NV,
@@ -562,6 +580,7 @@ def least_kept_triton(
         RUN=RUN,
         GROUPS=triton.next_power_of_2(groups),
         PARTS=few_parts,
+        LISTS=LISTS,
         SHIFT=shift,
         DIGIT=DIGIT,
         num_warps=8,
@@ -593,6 +612,7 @@ def least_kept_triton(
         FACTS=FACTS,
         PIVOTS=PIVOTS,
         CANDIDATES=CANDIDATES,
+        LISTS=LISTS,
         PARTS=few_parts,
         BLOCK=BLOCK,
         num_warps=4,
@@ -608,6 +628,7 @@ def least_kept_triton(
         FACTS=FACTS,
         CANDIDATES=CANDIDATES,
         FEW=FEW,
+        LISTS=LISTS,
         SHIFT=shift,
         DIGIT=DIGIT,
         BLOCK=BLOCK,

@@ -268,6 +268,7 @@ def _draw_parts(
     least = float("-inf")
     if least_ptr is not None:
         least = tl.load(least_ptr + row)
+    many = (temperature > 0) & (least == float("-inf"))
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     at = tl.full((BLOCK,), 2147483647, tl.int32)
     for i in range(begin, end, BLOCK):
@@ -278,10 +279,13 @@ def _draw_parts(
         if RANDOM:
             kept = x >= least
             y = tl.where(temperature > 0, float("-inf"), x)
-            some = temperature > 0
-            if least_ptr is not None:
-                # Most blocks have no logit that top-k keeps, so they need no noise.
-                some = some & (tl.max(kept.to(tl.int32), axis=0) > 0)
+            some = many
+            if some == 0:
+                # Most blocks have no logit that top-k keeps, so they need no noise. Where top-p keeps much of the
+                # vocabulary, looking costs more than the noise.
+                count = tl.sum(kept.to(tl.int32), axis=0)
+                some = (temperature > 0) & (count > 0)
+                many = (temperature > 0) & (count * 64 > BLOCK)
             if some:
                 bits = _mix(_mix(a + (first + column).to(tl.uint32) * 0x9E3779B9) ^ b)
                 uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
