@@ -233,6 +233,8 @@ def _choose_pivots(
             middle = _lowest_bound(x, weight, tl.full((1,), 1.0, tl.float32) * dropped, floor, largest, 8)
             terms = tl.where(x < tl.max(middle, axis=0), weight, 0.0)
             spread = tl.sqrt(tl.sum(terms * terms, axis=0)) + dropped * 0.002
+            if by_k:
+                spread *= tl.sqrt(wanted / V)  # A count is binomial: hardly uncertain where k is small.
             HALF: tl.constexpr = PIVOTS // 2
             each = tl.arange(0, HALF)
             distance = tl.where(each < 2, 1.0, 4.0) * tl.where(each % 2 == 0, spread, -spread)
@@ -332,15 +334,16 @@ def _gather(
         highest = tl.full((BLOCK,), float("-inf"), tl.float32)
         LENGTH: tl.constexpr = CANDIDATES // LISTS
         found_ptr += row * (2 + LISTS)
-        value_ptr += row * CANDIDATES + part % LISTS * LENGTH
-        length = found_ptr + 2 + part % LISTS + tl.zeros((BLOCK,), tl.int32)
+        value_ptr += row * CANDIDATES
+        length = found_ptr + 2 + tl.zeros((BLOCK,), tl.int32)
         for i in range(part * part_columns, end, BLOCK):
             column = i + tl.arange(0, BLOCK)
             x = _load(logits_ptr + row * V, column, end)
             inside = (column < end) & (x >= low) & (x < high)
             # So few are inside that one addition for each is faster than sums over the block.
-            place = tl.atomic_add(length, 1, mask=inside, sem="relaxed")
-            tl.store(value_ptr + place, x, mask=inside & (place < LENGTH))
+            list = i // BLOCK % LISTS
+            place = tl.atomic_add(length + list, 1, mask=inside, sem="relaxed")
+            tl.store(value_ptr + list * LENGTH + place, x, mask=inside & (place < LENGTH))
             lowest = tl.where(inside, tl.minimum(lowest, x), lowest)
             highest = tl.where(inside, tl.maximum(highest, x), highest)
         tl.atomic_min(found_ptr, _ordered(tl.min(lowest, axis=0)), sem="relaxed")
