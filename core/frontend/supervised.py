@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.errors import EngineDown, RequestError
+from dovetail.core.engine.adapters import unknown_adapter
+from dovetail.core.errors import EngineDown
 from dovetail.core.frontend.client import EngineClient, tokenizer_of
 from dovetail.core.frontend.engine_process import EngineProcess
 from dovetail.core.frontend.fleet import Fleet
@@ -182,9 +183,7 @@ class SupervisedFleet(Fleet):
         async with self._adapting:
             self._check_settled()
             if name not in self._adapters:
-                raise RequestError(
-                    f"adapter: {name!r} is not loaded; there is {', '.join(self._adapters) or 'none'}", status=404
-                )
+                raise unknown_adapter(name, self._adapters, served=True)
             del self._adapters[name]
             await self._unload(name)
             self._reports.changed()

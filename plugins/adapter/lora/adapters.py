@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import RequestError, shown
 from dovetail.core.interfaces import Adapters, LayerAdapters, LinearSite
 from dovetail.plugins.adapter.config import LoRAConfig
 from dovetail.plugins.adapter.lora.peft import Factors, open_adapter
@@ -114,7 +114,9 @@ class LoRA(Adapters):
     def _check(self, name: str, factors: Factors) -> None:
         if name not in self._whole:
             known = sorted({prefix.rpartition(".")[2] for prefix in self._whole})
-            raise RequestError(f"adapter: the model has no linear layer {name!r} to adapt; it has {', '.join(known)}")
+            raise RequestError(
+                f"adapter: the model has no linear layer {shown(name)} to adapt; it has {', '.join(known)}"
+            )
         if factors.rank > self.config.max_rank:
             raise RequestError(
                 f"adapter: {name} has rank {factors.rank}, and slots hold at most {self.config.max_rank} "
