@@ -87,6 +87,12 @@ def open_weights(path: str) -> WeightSource:
             yield name, partial(reader.get_slice, name)
 
 
+def file_of(path: str, name: str) -> Path:
+    """Return the file from which `open_weights` reads a tensor."""
+    files = _files(resolve(path), path)
+    return next(file for file, names in files if name in (open_safetensors(file).keys() if names is None else names))
+
+
 def _in_package(path: str) -> Path:
     package, _, inside = path.removeprefix(PACKAGE_SCHEME).partition("/")
     if not _is_inside(inside):
