@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.core.checkpoint import path_kind
@@ -145,8 +146,12 @@ class AdapterTable:
 
     def load_first(self, composition: Composition) -> None:
         """Load the adapters that the composition names, and wait for them."""
-        for future in [self.load(name, folder) for name, folder in _initial(composition).items()]:
-            future.result()
+        loads = {name: (folder, self.load(name, folder)) for name, folder in _initial(composition).items()}
+        for name, (folder, future) in loads.items():
+            try:
+                future.result()
+            except RequestError as error:
+                raise RequestError(f"adapter.load: {name} from {folder}: {error}") from None
 
     def load(self, name: str, folder: str) -> Future[None]:
         """Load an adapter while steps go on. Its name is taken at once, usable when done, and freed on failure."""
@@ -227,5 +232,9 @@ def _ready(entry: _Loaded) -> bool:
 
 
 def _log_loaded(name: str, folder: str, done: Future[None]) -> None:
-    if not done.cancelled() and done.exception() is None:
+    if done.cancelled():
+        return
+    if (error := done.exception()) is None:
         log.info("adapter %s loaded from %s", name, folder)
+    else:
+        log.warning("adapter %s from %s was not loaded: %s", name, shown(Path(folder)), error)

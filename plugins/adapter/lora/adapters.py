@@ -17,7 +17,7 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import RequestError, shown
 from dovetail.core.interfaces import Adapters, LayerAdapters, LinearSite
 from dovetail.plugins.adapter.config import LoRAConfig
-from dovetail.plugins.adapter.lora.peft import Factors, open_adapter
+from dovetail.plugins.adapter.lora.peft import WEIGHTS, Factors, open_adapter
 from dovetail.plugins.adapter.lora.reference import lora_reference
 
 _ALIGNED = 64
@@ -108,8 +108,16 @@ class LoRA(Adapters):
         for layer in self._layers:
             layer.fill(host_N, adapter)
         if not host_N.isfinite().all():
-            raise RequestError(f"adapter: {folder} has numbers that are not finite in {self.dtype}")
+            raise RequestError(f"adapter: {self._not_finite(adapter)} has numbers that are not finite in {self.dtype}")
         self._host[key] = host_N
+
+    def _not_finite(self, adapter: Mapping[str, Factors]) -> str:
+        """Return the name of the first matrix that has such numbers."""
+        for name, factors in adapter.items():
+            for values, scale in ((factors.a[:], 1.0), (factors.b[:], factors.scale)):
+                if not (values.float() * scale).to(self.dtype).isfinite().all():
+                    return name
+        return WEIGHTS
 
     def _check(self, name: str, factors: Factors) -> None:
         if name not in self._whole:

@@ -63,6 +63,15 @@ def test_scale(config: dict[str, Any], scale: float, tmp_path: Path) -> None:
     assert (factors.rank, factors.scale) == (4, pytest.approx(scale))
 
 
+def test_a_name_from_the_file_is_escaped_and_shortened(tmp_path: Path) -> None:
+    evil = "base_model.model.\x1b[2J" + "x" * 100_000 + ".lora_A.weight"
+    with pytest.raises(
+        RequestError, match=r"tensor 'base_model.model.\\x1b\[2Jxx.*lora_A.weight' is not part"
+    ) as error:
+        open_adapter(save(tmp_path, {evil: torch.ones(4, 10)}))
+    assert str(error.value).isprintable() and len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
