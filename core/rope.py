@@ -96,7 +96,7 @@ def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None =
 
 
 def _note_dropped_theta(config: ConfigJson, options: ConfigJson, theta: float) -> None:
-    """Report a theta in rope_parameters that rope_scaling, which somebody added, replaces."""
+    """Report a theta in rope_parameters that is lost because rope_scaling replaces the section."""
     replaced = config.get("rope_parameters")
     if options.values is replaced or not isinstance(replaced, Mapping):
         return
