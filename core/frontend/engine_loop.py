@@ -4,6 +4,7 @@ engine process, over sockets, or in a thread of the user's process, over a queue
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+from pydantic import ValidationError
 
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.results import SequenceEvent
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import PluginError, RequestError
 from dovetail.core.frontend.messages import (
     Abort,
     Add,
@@ -30,9 +32,12 @@ from dovetail.core.frontend.messages import (
 )
 from dovetail.core.frontend.outputs import REASONS
 from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence
+from dovetail.core.interfaces.request_values import faults
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+
+log = logging.getLogger(__name__)
 
 _STATS_SECONDS = 0.25
 _LOADING_SECONDS = 0.02
@@ -170,8 +175,15 @@ class EngineRequests:
         try:
             params = SamplingParams.model_validate(command.params)
             sequences = self._engine.add(command.prompt_ids, params, command.options, number=command.id)
-        except (RequestError, TypeError, ValueError) as error:
-            self._reject(port, command.id, str(error), getattr(error, "status", 400))
+        except RequestError as error:
+            self._reject(port, command.id, str(error), error.status)
+            return
+        except ValidationError as error:
+            self._reject(port, command.id, faults(error), 400)
+            return
+        except PluginError as error:
+            log.exception("request %d is refused", command.id)
+            self._reject(port, command.id, str(error), 500)
             return
         request = self._requests[command.id] = _EngineRequest(port, command.id, sequences, len(sequences))
         for seq in sequences:
