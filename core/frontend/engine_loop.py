@@ -33,6 +33,8 @@ from dovetail.core.frontend.messages import (
 from dovetail.core.frontend.outputs import REASONS
 from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence
 from dovetail.core.interfaces.request_values import faults
+from dovetail.core.parallel.channel import ChannelClosed
+from dovetail.core.parallel.failure import for_user
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -85,12 +87,18 @@ class EngineLoop:
         """Controls to be answered when their future is done."""
 
     def run(self) -> None:
-        """Run until `commands` has stopped."""
+        """Run until `commands` has stopped. Raises ChannelClosed if the front-end has ended, a DovetailError that names
+        the failed component for any other error."""
         engine, requests = self._engine, self._requests
-        while self._take_commands():
-            if engine.has_work:
-                requests.note(engine.step())
-            self._publish()
+        try:
+            while self._take_commands():
+                if engine.has_work:
+                    requests.note(engine.step())
+                self._publish()
+        except ChannelClosed:
+            raise
+        except (Exception, SystemExit) as error:
+            raise for_user(error, engine.composition)  # noqa: B904 the cause is set
 
     def _take_commands(self) -> bool:
         """Execute arrived commands; wait for some if there is no work or launch can wait. False = the loop ends."""

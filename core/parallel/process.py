@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.compose import compose
-from dovetail.core.errors import ConfigError, DovetailError
+from dovetail.core.errors import ConfigError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.failure import for_user, traceback_of
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -88,14 +88,15 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def report(control: Channel, error: BaseException) -> None:
-    """Send a fatal error to the parent, or print it to stderr if the channel is closed."""
-    known = isinstance(error, DovetailError)
-    text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
+def report(control: Channel, error: BaseException, composition: Composition | None = None) -> None:
+    """Send a fatal error to the parent, or print it to stderr if the channel is closed. With a composition the message
+    names the component that failed."""
+    shown, trace = for_user(error, composition), traceback_of(error)
+    message = {"op": "error", "at": time.monotonic(), "text": str(shown), "type": type(shown).__name__}
     try:
-        control.send({"op": "error", "at": time.monotonic(), "text": text, "type": type(error).__name__})
+        control.send(message | {"traceback": trace})
     except ChannelClosed:
-        print(text, file=sys.stderr, flush=True)
+        print(trace or str(shown), file=sys.stderr, flush=True)
 
 
 def identity(composition: Composition) -> dict[str, str]:

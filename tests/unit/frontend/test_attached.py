@@ -38,7 +38,7 @@ class FakeEngine:
     engines: list[FakeEngine] = []
 
     def __init__(self, composition: Any, listener: Any, **options: Any) -> None:
-        self.listener, self.hung_at_start = listener, False
+        self.listener, self.hung_at_start, self.traceback = listener, False, ""
         self.orders: list[Any] = []
         self.hung: list[float] = []
         self.links: dict[int, EngineEnd] = {}
