@@ -6,12 +6,13 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import Selected
+from dovetail.core.compose.composition import selected_in
 from dovetail.core.errors import DovetailError, PluginError, one_line
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def for_user(error: BaseException, composition: Composition | None = None) -> Do
         return error
     what = f"{type(error).__name__}: {one_line(str(error))}"
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    part = _component_of(frames, list(_parts(composition.parts))) if composition is not None else None
+    part = _component_of(frames, list(selected_in(composition.parts))) if composition is not None else None
     if part is not None:
         kind = part.component.kind
         found: DovetailError = PluginError(str(part.package), f"{kind}={part.name} failed: {what}")
@@ -57,16 +58,6 @@ def for_user(error: BaseException, composition: Composition | None = None) -> Do
         found = DovetailError(what + (f" (in {ours[-1]})" if ours else ""))
     found.__cause__ = error
     return found
-
-
-def _parts(parts: object) -> Iterator[Selected]:
-    """Yield the selected components in a mapping or sequence, and those in the options of each of them."""
-    if isinstance(parts, Selected):
-        yield parts
-        yield from _parts(vars(parts.config))
-    elif isinstance(parts, Mapping | tuple | list):
-        for part in parts.values() if isinstance(parts, Mapping) else parts:
-            yield from _parts(part)
 
 
 def _component_of(frames: list[FrameType], parts: list[Selected]) -> Selected | None:

@@ -257,9 +257,9 @@ def test_engines_that_start_at_once_meet_at_addresses_of_their_own() -> None:
 
 
 def test_another_registry_on_a_worker_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker reads the environment again, after rank 0 has composed."""
     executor = rank_runners.executor(rank_runners.Runner, composition(2))
-    monkeypatch.setattr("dovetail.core.parallel.process.identity", lambda composed: {"registry": "0", "config": "0"})
+    other = {"packages": {}, "components": "0", "config": "0"}
+    monkeypatch.setattr("dovetail.core.parallel.process.identity", lambda composed: other)
     with pytest.raises(RankError, match="the ranks see different components"):
         executor.start(quiet)
     executor.shutdown()
