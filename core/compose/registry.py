@@ -38,7 +38,7 @@ class Source:
     package: Package
     name: str
     value: str
-    """What it refers to: "module" or "module:object"."""
+    """Reference to what it loads: "module" or "module:object"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,8 @@ def report(control: Channel, error: BaseException, composition: Composition | No
 
 
 def identity(composition: Composition) -> dict[str, Any]:
-    """What must be equal on every rank before anything is loaded: packages of the components with their versions, and
-    digests of the components and of the options. Components that each request picks may differ."""
+    """Return what must be equal on every rank before anything is loaded: the versions of the components' packages, and
+    digests of the components and of their options. Components that each request picks may differ."""
     fixed = {kind: part for kind, part in composition.parts.items() if KINDS[kind].cardinality != "per_request"}
     parts = sorted(
         (part.component.kind, part.name, part.component.api, part.package)
