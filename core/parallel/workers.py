@@ -171,6 +171,8 @@ class Workers:
             return
         rank, how = next(((p.rank, how) for p in self._processes if (how := _stopped(p.popen.pid))), (0, ""))
         cause = f"had not ended its step when it was interrupted{how}"
+        # The interrupted call may end with Ctrl-C, which has no room for the cause.
+        log.error("rank %d %s; every rank stops", rank, cause)
         self._failures.append(RankFailure(rank, time.monotonic(), cause, silent=True))
         _kill(self._processes)
 
