@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import PurePath
+
+_LONGEST_LINE = 500
+_PATH = re.compile(r"(?<![\w.:/~<-])(?:~|[A-Za-z]:(?=\\))?[/\\][^\s'\"`,;:()\[\]]*[^\s'\"`,;:.()\[\]]")
+"""An absolute path of a file. A URL is none."""
+
+
+def one_line(text: str) -> str:
+    """Return the first line that is not empty, with a limited length."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "..."
+
+
+def for_clients(text: str) -> str:
+    """Return the first line of a message without the paths of this machine, which are not for clients of a server."""
+    return _PATH.sub("<path>", one_line(text))
 
 
 class DovetailError(Exception):

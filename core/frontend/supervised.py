@@ -105,7 +105,8 @@ class SupervisedEngine(EngineClient):
         allowed = self._restarts.died()
         # An engine that could not start would fail again, except one that hung.
         again = allowed and (was == "ready" or process.hung_at_start)
-        log.error("%s %s%s", self.name, cause, "; it is started again" if again else "")
+        trace = f"\n{process.traceback}" if process.traceback else ""
+        log.error("%s %s%s%s", self.name, cause, "; it is started again" if again else "", trace)
         self._lost(cause)
         if again:
             self._launch()

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 import dovetail
-from dovetail.core.errors import shown
+from dovetail.core.errors import for_clients, shown
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.output import spell
 from dovetail.plugins.app.serve.schemas import (
@@ -74,7 +74,7 @@ def install(app: FastAPI, service: Service) -> None:
         if service.ready:
             return json_response({"status": "ready"})
         status = "draining" if service.draining else client.state
-        return json_response({"status": status, "phase": client.phase, "failure": client.failure}, 503)
+        return json_response({"status": status, "phase": client.phase, "failure": for_clients(client.failure)}, 503)
 
     @app.get("/version")
     async def version() -> Response:

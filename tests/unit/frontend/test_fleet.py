@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import EngineDown, PluginError, RequestError
@@ -27,6 +30,8 @@ from dovetail.core.frontend.messages import (
 from dovetail.core.frontend.replicas import replica_compositions
 from dovetail.core.frontend.supervised import SupervisedFleet as Fleet
 from dovetail.core.interfaces import RequestOptions, SamplingParams
+from dovetail.plugins.app.serve import meta
+from dovetail.plugins.app.serve.config import ServeConfig
 
 INFO = EngineInfo(
     model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
@@ -46,7 +51,7 @@ class FakeProcess:
         self.received: list[Any] = []
         self.refuses = ""
         """Operation that it answers with an error."""
-        self.pid, self.stopped, self.hung_at_start = 1, False, False
+        self.pid, self.stopped, self.hung_at_start, self.traceback = 1, False, False, ""
 
     def start(self) -> None:
         self.processes.append(self)
@@ -322,6 +327,29 @@ def test_one_replica_needs_no_router() -> None:
         processes[0].die()
         await settle()
         assert fleet.failure == "the engine was killed"
+
+    with_fleet(test, "engine.dp=1")
+
+
+def test_the_traceback_of_a_death_is_in_the_log_and_not_in_what_clients_get(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        await all_ready(fleet, processes)
+        stream = fleet.submit([1], GREEDY)
+        processes[0].traceback = 'Traceback (most recent call last):\n  File "/opt/acme.py", line 3'
+        cause = "failed: package acme 1.0: scheduler=boom failed: OSError: [Errno 2] No such file: '/data/x'"
+        processes[0].listener.on_death(processes[0], cause)
+        with pytest.raises(EngineDown) as ended:
+            await stream.take()
+        with pytest.raises(EngineDown) as refused:
+            fleet.submit([1], GREEDY)
+        app = FastAPI()
+        meta.install(app, SimpleNamespace(client=fleet, ready=False, draining=False, config=ServeConfig()))  # type: ignore
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+        probes = [(await http.get(path)).text for path in ("/ready", "/health")]
+        for text in (str(ended.value), str(refused.value), *probes):
+            assert "scheduler=boom failed: OSError" in text and "acme 1.0" in text
+            assert "Traceback" not in text and "/data" not in text and "/opt" not in text
+        assert "/opt/acme.py" in caplog.text and "/data/x" in caplog.text
 
     with_fleet(test, "engine.dp=1")
 
