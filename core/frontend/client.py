@@ -218,8 +218,8 @@ def missing_tokenizer(info: EngineInfo) -> RequestError:
     """Return the refusal of text by a model without a tokenizer."""
     cause = "no folder" if info.folder is None else "no tokenizer.json in its folder"
     return RequestError(
-        f"the model {info.model} has {cause} and therefore no tokenizer: give token ids, and stop_token_ids in place of "
-        "stop strings"
+        f"the model {info.model} has {cause} and therefore no tokenizer: give token ids, and stop_token_ids in place "
+        "of stop strings"
     )
 
 
