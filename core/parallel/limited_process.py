@@ -107,10 +107,11 @@ class LimitedProcess:
         return popen.wait() if status is None else status
 
     def close(self) -> None:
-        """Kill the process; a call in progress fails. Idempotent, and callable from any thread."""
+        """Kill the process and wait for its end; a call in progress fails. Idempotent, callable from any thread."""
         self._closed = True
         if (popen := self._popen) is not None:
             popen.kill()
+            popen.wait()
 
 
 def answer_calls(control_fd: int, parent: int, prepare: Callable[[Mapping[str, Any]], Callable[..., str]]) -> None:

@@ -95,7 +95,8 @@ def test_a_prompt_of_megabytes_does_not_delay_others(server):
 def test_a_chat_template_that_loops_delays_neither_prompts_nor_the_end(start, tmp_path):
     loop = "".join("{% for " + name + " in range(99999) %}" for name in "abc") + "{% endfor %}" * 3
     (tmp_path / "loop.jinja").write_text(loop)
-    server = start(f"serve.chat_template={tmp_path}/loop.jinja", "serve.template_timeout=1", "serve.grace=1").wait_ready()
+    options = ("serve.template_timeout=1", "serve.grace=1")
+    server = start(f"serve.chat_template={tmp_path}/loop.jinja", *options).wait_ready()
     server.wait_log("chat template: fails in a trial")
     chat = CHAT + '"stream": false}'
     refused = post(server, "/v1/chat/completions", chat)

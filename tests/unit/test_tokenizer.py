@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -10,6 +12,7 @@ from tokenizers import Tokenizer as Made
 from transformers import PreTrainedTokenizerFast
 
 from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.frontend.client import missing_tokenizer
 from dovetail.core.frontend.outputs import StopStringMatcher
 from dovetail.core.interfaces import SamplingParams
 from dovetail.core.tokenizer import Tokenizer
@@ -76,3 +79,9 @@ def test_a_text_with_which_the_tokenizer_fails_is_refused(tmp_path: Path, text: 
     with pytest.raises(RequestError, match=f"tokenizer fails on the text: .*{reason}"):
         tokenizer.encode(text)
     assert len(tokenizer.encode("aab")) == 3
+
+
+@pytest.mark.parametrize(("folder", "cause"), [(None, "no folder"), ("/models/m", r"no tokenizer\.json in its folder")])
+def test_a_missing_tokenizer_is_explained_by_its_cause(folder: str | None, cause: str) -> None:
+    info = SimpleNamespace(folder=folder, model="m")
+    assert re.match(f"the model m has {cause} and therefore no tokenizer", str(missing_tokenizer(info)))  # type: ignore[arg-type]
