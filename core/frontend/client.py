@@ -141,7 +141,7 @@ class EngineClient(ABC):
     def tokenizer(self) -> Tokenizer:
         """Thread-safe."""
         if self._tokenizer is None:
-            raise RequestError(f"the model {self.info.model} has no tokenizer: give token ids, and no stop strings")
+            raise missing_tokenizer(self.info)
         return self._tokenizer
 
     async def control(self, op: str, **arguments: Any) -> Any:
@@ -212,6 +212,15 @@ class EngineClient(ABC):
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             log.debug("the event loop is closed: %s is not called", function)
+
+
+def missing_tokenizer(info: EngineInfo) -> RequestError:
+    """Return the refusal of text by a model without a tokenizer."""
+    cause = "no folder" if info.folder is None else "no tokenizer.json in its folder"
+    return RequestError(
+        f"the model {info.model} has {cause} and therefore no tokenizer: give token ids, and stop_token_ids in place "
+        "of stop strings"
+    )
 
 
 _reading_tokenizer = threading.Lock()

@@ -70,7 +70,8 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = respond(FieldError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
+        detail = _unreadable(request, error.__cause__) or f"{request.method} {request.url.path}: {error.detail}"
+        response = respond(FieldError(detail, status=error.status_code))
         response.headers.update(error.headers or {})
         return response
 
@@ -78,6 +79,16 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     for kind in (RequestError, ServerError, EngineDown, Exception):
         app.add_exception_handler(kind, other)
+
+
+def _unreadable(request: Request, cause: BaseException | None) -> str:
+    """Return why a body cannot be parsed; empty = unknown. FastAPI reports it as the cause of an HTTPException."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if isinstance(cause, UnicodeError) and encoding != "identity":
+        return f"the body has content-encoding {encoding[:40]!r}: this server reads only bodies that are not compressed"
+    if isinstance(cause, UnicodeError):
+        return "the body is not valid UTF-8"
+    return "the body is nested too deeply" if isinstance(cause, RecursionError) else ""
 
 
 def _field_error(error: RequestValidationError) -> FieldError:
