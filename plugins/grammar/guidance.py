@@ -28,7 +28,7 @@ class LLGuidance(GrammarCompiler):
 
     def __init__(self, config: LLGuidanceConfig, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary)
-        self.timeout = config.timeout
+        self.timeout, self.memory = config.timeout, config.memory
         self._limits = LLParserLimits(
             step_max_items=config.step_items, max_lexer_states=config.max_lexer_states, verbose_errors=False
         )
