@@ -47,6 +47,9 @@ STACK = 4 * CHECK_STACK
 _START_SECONDS = 60.0
 """How long a checking process may take to build the component, which may read a large tokenizer."""
 _EXIT_SECONDS = 1.0
+"""How long a process that closed its channel may take to exit."""
+_SHARED_BYTES = 1 << 30
+"""Most memory of what all grammars of a component share."""
 
 
 def compile_grammar(compiler: GrammarCompiler, grammar: Grammar, not_eos_W: NDArray[np.uint32]) -> CompiledGrammar:
@@ -232,8 +235,9 @@ class _Checks:
     def answer(self, raw: bytes) -> dict[str, Any]:
         try:
             if self._first:
-                # The first compilation also loads what all grammars share.
-                self._trial(raw)
+                # The first compilation also loads what all grammars share, such as the tokenizer.
+                with _memory_limit(self._memory + _SHARED_BYTES):
+                    self._trial(raw)
                 self._first = False
                 gc.collect()
                 gc.freeze()
