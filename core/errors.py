@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+from pathlib import PurePath
 
 
 class DovetailError(Exception):
@@ -66,3 +68,27 @@ class RequestError(DovetailError):
 
 class DovetailDeprecationWarning(FutureWarning):
     """Something still works but is deprecated. The message names the package that must change."""
+
+
+_MOST_NAME, _MOST_TEXT = 120, 1000
+"""Characters of an untrusted name or value, and of a path or an exception's text."""
+
+
+def shown(value: object, most: int | None = None) -> str:
+    """Return an untrusted value as a message shows it: on one line, escaped, and shortened in the middle to at most
+    `most` characters (None = 1000 for paths and exceptions, 120 for others). Paths and exceptions have no quotes;
+    everything else is a Python literal."""
+    plain = isinstance(value, PurePath | BaseException)
+    most = most or (_MOST_TEXT if plain else _MOST_NAME)
+    if plain:
+        text = str(value)
+        text = text if text.isprintable() else repr(text)[1:-1]
+    else:
+        # Nested and long values are cut while they are written: an untrusted file may hold megabytes of them.
+        brief = reprlib.Repr()
+        brief.maxstring = brief.maxother = brief.maxlong = most
+        text = brief.repr(value)
+    if len(text) <= most:
+        return text
+    head = (most - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (most - 3 - head) :]}"

@@ -317,6 +317,8 @@ def _model_overrides(model: str) -> list[str]:
     """Return the overrides for a folder, which model=llama reads, or for the name of a `model` option."""
     from pathlib import Path
 
-    if Path(model).expanduser().is_dir() or "/" in model:
+    from dovetail.core.checkpoint import path_kind
+
+    if path_kind(model) == "folder" or "/" in model:
         return ["model=llama", f"model.path={Path(model).expanduser()}"]
     return [f"model={model}"]

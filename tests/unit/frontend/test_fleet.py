@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from dovetail.core.compose import compose
@@ -62,8 +63,10 @@ class FakeProcess:
                 error = "no room" if command.op == self.refuses else ""
                 self.listener.on_message(self, Reply(command.id, value, error, 409))
 
-    def ready(self) -> None:
-        self.listener.on_ready(self, INFO)
+    def ready(self, lost: str = "") -> None:
+        """`lost`: adapter of its predecessor that it could not load again."""
+        adapters = {name: folder for name, folder in (self.adapters or {}).items() if name != lost}
+        self.listener.on_ready(self, msgspec.structs.replace(INFO, adapters=adapters))
 
     def die(self) -> None:
         self.listener.on_death(self, "was killed")
@@ -279,6 +282,24 @@ def test_adapters_are_on_every_replica_or_on_none() -> None:
         await fleet.load_adapter("sql", "/sql")
         assert fleet.submit([1], GREEDY, RequestOptions(adapter="sql")).replica == 0
         assert processes[3].received[-1].options.adapter == "sql"
+
+    with_fleet(test, max_restarts=1)
+
+
+def test_an_adapter_that_a_restarted_replica_could_not_load_is_unloaded() -> None:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        await all_ready(fleet, processes)
+        for name in ("sql", "chat"):
+            await fleet.load_adapter(name, f"/{name}")
+        processes[0].die()
+        await settle()
+        processes[3].ready(lost="sql")
+        await settle()
+        assert fleet.adapters == {"chat": "/chat"}
+        unload = [(c.op, c.arguments["name"]) for c in processes[1].received][-1]
+        assert unload == ("unload_adapter", "sql")
+        await fleet.load_adapter("sql", "/sql")
+        assert fleet.adapters == {"chat": "/chat", "sql": "/sql"}
 
     with_fleet(test, max_restarts=1)
 
