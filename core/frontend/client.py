@@ -163,7 +163,7 @@ class EngineClient(ABC):
     def _lost(self, cause: str) -> None:
         """Handle the death of the engine. `cause` is a phrase that follows the engine's name."""
         self.failure = cause
-        self._fail_all(EngineDown(f"{self.name} {for_clients(cause)}"))
+        self._fail_all(EngineDown(f"{self.name} {for_clients(cause)}", ran=True))
 
     def _fail_all(self, error: EngineDown) -> None:
         self._table.fail(self.replica, error)

@@ -39,7 +39,8 @@ class FieldError(RequestError):
 def body_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return status, body and headers. An unexpected exception is a 500 that does not reveal its cause."""
     if isinstance(error, EngineDown):
-        error = ServerError(503, str(error), code="engine_unavailable", retry_after=1)
+        # Proxies send a 503 to another server, so it is only for requests that have not reached an engine.
+        error = ServerError(500 if error.ran else 503, str(error), code="engine_unavailable", retry_after=1)
     elif not isinstance(error, ServerError | RequestError):
         error = ServerError(500, "the server failed on this request; see its log for the cause")
     status, retry_after = error.status, getattr(error, "retry_after", None)
