@@ -120,8 +120,8 @@ def _one_line(
 
 def _help(folders: tuple[str, ...]) -> str:
     with hydra_1_3():
-        _, sources = open_sources(installed(), folders)
-        repository = Repository(sources)
+        registry, sources = open_sources(installed(), folders)
+        repository = Repository(sources, registry)
         rows = [(kind, repository.get_group_options(kind)) for kind in (*KINDS, PRESET)]
     chosen = "\n".join(f"  {kind:17} {listing(options)}" for kind, options in rows if options)
     return f"""\

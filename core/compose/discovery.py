@@ -44,12 +44,16 @@ def discover(switch: str = "") -> Registry:
     registered: list[Registered] = []
     problems: list[Problem] = []
     config_dirs: list[tuple[Package, str]] = []
-    found: set[str] = set()
-    for entry in sorted(entry_points(group=hookspecs.PROJECT), key=lambda e: (_package(e), e.name)):
+    entries = sorted(entry_points(group=hookspecs.PROJECT), key=lambda e: (_package(e), e.name))
+    found = {_normal(_package(entry).name) for entry in entries}
+    for name in sorted(blocked - found):
+        there = sorted(found - {hookspecs.PROJECT})
+        none = f"{SWITCH}={switch}: no installed plugin package is called `{name}`.{did_you_mean(name, there)}"
+        raise ConfigError(f"{none} Packages: {listing(there)}.")
+    for entry in entries:
         package = _package(entry)
-        found.add(_normal(package.name))
         if _normal(package.name) in blocked:
-            problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}"))
+            problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}", unnamed=True))
             continue
         try:
             # Output that a package prints while loading must not mix with the run's output.
@@ -57,7 +61,7 @@ def discover(switch: str = "") -> Registry:
                 components, folders = _load(entry, f"{package.name}:{entry.name}")
         except (Exception, SystemExit) as error:  # third-party code may raise anything; list it
             what = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
-            problems.append(Problem(str(package), f"entry point {entry.name}: {what}"))
+            problems.append(Problem(str(package), f"entry point {entry.name}: {what}", unnamed=True))
             continue
         config_dirs += [(package, folder) for folder in folders]
         for component in components:
@@ -68,11 +72,10 @@ def discover(switch: str = "") -> Registry:
             if reason:
                 kind, name = getattr(component, "kind", ""), getattr(component, "name", "")
                 known = isinstance(component, Component) and kind in KINDS
-                problems.append(Problem(str(package), reason, *((kind, name) if known else ())))
+                named = {"kind": kind, "name": name} if known else {"unnamed": True}
+                problems.append(Problem(str(package), reason, **named))
             else:
                 registered.append(Registered(component, package))
-    for name in sorted(blocked - found):
-        problems.append(Problem(name, f"{SWITCH} blocks it, but it is not installed.{did_you_mean(name, found)}"))
     unique = list(_without_duplicates(registered, problems))
     return Registry(unique, problems, config_dirs)
 
@@ -210,7 +213,9 @@ def _without_duplicates(registered: list[Registered], problems: list[Problem]) -
             kept = builtin or group[0]
             yield kept
             taken = f"{kind}={name} is built in: give the component another name"
-            problems += [Problem(str(one.package), taken) for one in group if one is not kept]
+            problems += [
+                Problem(str(one.package), taken, kind, name, refuses=False) for one in group if one is not kept
+            ]
         else:
             packages = [str(one.package) for one in group]
             reason = f"{kind}={name} comes from {' and '.join(packages)}; {SWITCH}=-{group[0].package.name} leaves one"

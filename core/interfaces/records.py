@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -88,6 +89,19 @@ class SamplingParams(BaseModel):
     grammar: Grammar | None = None
     """Required form of the output, for instance {"kind": "regex", "value": "[a-z]+"}. The output ends when the grammar
     allows no further token."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: object) -> object:
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                close = get_close_matches(str(name), cls.model_fields, n=1)
+                hint = f" Did you mean `{close[0]}`?" if close else ""
+                raise ValueError(
+                    f"SamplingParams has no field `{name}`.{hint} "
+                    f'A parameter of a logits processor is given as extra={{"{name}": ...}}'
+                )
+        return data
 
     @model_validator(mode="before")
     @classmethod

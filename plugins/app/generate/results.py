@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from dovetail.core.compose.wording import listing, show
 from dovetail.core.errors import ConfigError
@@ -53,7 +53,7 @@ class ResultFile:
                         "generate.resume=true continues it, generate.resume=false discards it"
                     )
                 self._take_over(lines, header, prompts)
-                self._file = self.partial.open("r+b")
+                self._file: IO[bytes] = self.partial.open("r+b")
                 self._file.truncate(sum(map(len, lines)))  # drops a record that was cut off
                 self._file.seek(0, os.SEEK_END)
             else:

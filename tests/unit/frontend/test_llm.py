@@ -260,3 +260,12 @@ def test_every_call_after_an_engines_death_gets_the_cause() -> None:
             llm.generate("x", GREEDY)
         with pytest.raises(RuntimeError, match="the device fell off"):
             llm.generate("x", GREEDY)
+
+
+def test_an_unknown_sampling_parameter_is_explained() -> None:
+    with pytest.raises(
+        ValueError, match=r'no field `no_repeat`. A parameter of .* is given as extra={"no_repeat": ...}'
+    ):
+        SamplingParams(no_repeat=3)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"Did you mean `max_tokens`\?"):
+        SamplingParams(max_token=3)  # type: ignore[call-arg]

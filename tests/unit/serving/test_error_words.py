@@ -23,6 +23,7 @@ class Body(BaseModel):
         (b'{"prompt": "x", ', "application/json", "the body is not JSON: Expecting .* at character 16", None),
         (b'{"prompt": "x"}', "application/x-www-form-urlencoded", "lacks the header `content-type: appl", None),
         (b'{"prompt": "x", "max_token": 3}', "application/json", "max_token: there is no such field", "max_token"),
+        (b'{"prompt": "x", "no_repeat": 3}', "application/json", r'given as "extra": {"no_repeat": ...}', "no_repeat"),
     ],
 )
 def test_an_invalid_body_gets_a_message_with_the_cause(
