@@ -14,11 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 import pluggy
 from pydantic_core import PydanticSerializationError
 
+import dovetail
 from dovetail.core.compose import hookspecs
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.config import AppConfig, Config, part_fields
@@ -46,6 +48,8 @@ def discover(switch: str = "") -> Registry:
     config_dirs: list[tuple[Package, str]] = []
     entries = sorted(entry_points(group=hookspecs.PROJECT), key=lambda e: (_package(e), e.name))
     found = {_normal(_package(entry).name) for entry in entries}
+    if hookspecs.PROJECT not in found:
+        raise ConfigError(not_installed())
     for name in sorted(blocked - found):
         there = sorted(found - {hookspecs.PROJECT})
         none = f"{SWITCH}={switch}: no installed plugin package is called `{name}`.{did_you_mean(name, there)}"
@@ -78,6 +82,17 @@ def discover(switch: str = "") -> Registry:
                 registered.append(Registered(component, package))
     unique = list(_without_duplicates(registered, problems))
     return Registry(unique, problems, config_dirs)
+
+
+def not_installed() -> str:
+    """Return the message for a source tree on PYTHONPATH whose built-in components are registered nowhere."""
+    package = Path(dovetail.__file__).parent
+    root = package.parent.parent
+    command = f"pip install -e {root}" if (root / "pyproject.toml").is_file() else "pip install dovetail"
+    return (
+        f"{package} is imported, but the metadata of the package `dovetail`, which lists its components, is missing: "
+        f"{command}"
+    )
 
 
 def _parse_switch(switch: str) -> set[str]:

@@ -1,10 +1,11 @@
 """Third-party packages: found by entry point and loaded independently; a broken one fails only when it is selected."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from dovetail.core.compose import Problem, Registered, Registry, cli, compose, discover
+from dovetail.core.compose import Problem, Registered, Registry, cli, compose, discover, discovery
 from dovetail.core.errors import ConfigError, PluginError
 
 FOLDER = """
@@ -139,6 +140,21 @@ def test_the_switch_is_checked():
     for switch, words in (("acme", "is not `-package`"), ("-dovetail", "cannot be blocked"), ("-nobody", nothing)):
         with pytest.raises(ConfigError, match=words):
             discover(switch)
+
+
+@pytest.mark.parametrize("words", [["app=plugins"], ["--help"], ["--version"]])
+def test_a_source_tree_without_metadata_says_how_to_install_it(words, monkeypatch, capsys):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(discovery, "entry_points", lambda group: [])
+    monkeypatch.setattr(cli, "version", missing)
+    discovery.installed.cache_clear()
+    try:
+        assert cli.main(words) == 2
+    finally:
+        discovery.installed.cache_clear()
+    assert "the metadata of the package `dovetail`" in (err := capsys.readouterr().err) and "pip install -e /" in err
 
 
 def test_a_name_that_the_environment_blocks(install, plugin, monkeypatch):
