@@ -26,6 +26,12 @@ def each(broken: Mapping[str, Iterable[type]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("broken", "test"), rows, ids=[fault.__name__ for fault, _ in rows])
 
 
+def rejection(suite: object, test: str) -> str:
+    """Return the message with which the suite's test of this name fails; "" if it passes."""
+    found = failures(suite, skip=tuple(name for name in dir(suite) if name != test))
+    return str(found.get(test, ""))
+
+
 def rejects(suite: object, test: str) -> bool:
     """Whether the suite's test of this name fails; the suite's other tests do not run."""
     return test in failures(suite, skip=tuple(name for name in dir(suite) if name != test))
