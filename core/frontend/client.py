@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dovetail.core.errors import EngineDown, RequestError
+from dovetail.core.errors import EngineDown, RequestError, for_clients
 from dovetail.core.frontend.messages import EngineInfo, EngineStats, Reply, StepMessage
 from dovetail.core.frontend.outputs import Delta, Timing
 from dovetail.core.frontend.request_table import Delivery, OpenRequest, RequestTable, Transport
@@ -100,7 +100,7 @@ class EngineClient(ABC):
         self._on_state, self._on_phase = on_state, on_phase
         self.state: State = "stopped"
         self.failure = ""
-        """Cause of the engine's latest death."""
+        """Cause of the engine's latest death, for operators; clients get `for_clients(failure)`."""
         self.phase = ""
         """Phase of a starting engine."""
         self._info: EngineInfo | None = None
@@ -163,7 +163,7 @@ class EngineClient(ABC):
     def _lost(self, cause: str) -> None:
         """Handle the death of the engine. `cause` is a phrase that follows the engine's name."""
         self.failure = cause
-        self._fail_all(EngineDown(f"{self.name} {cause.splitlines()[0]}"))
+        self._fail_all(EngineDown(f"{self.name} {for_clients(cause)}"))
 
     def _fail_all(self, error: EngineDown) -> None:
         self._table.fail(self.replica, error)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from dovetail.core.compose import Host
-from dovetail.core.errors import ConfigError, DovetailError, RequestError
+from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.generate.prompts import gather
@@ -124,7 +124,7 @@ class GenerateApp(App):
                 ttft = ttft or time.perf_counter() - began
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
-        except (DovetailError, KeyboardInterrupt):
+        except BaseException:
             # Start a new line for the error message.
             print(flush=True)
             raise
