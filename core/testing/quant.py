@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
     PLAIN,
     ActFormat,
-    Activation,
     BuildContext,
     LinearMethod,
     LinearShape,
@@ -38,6 +37,7 @@ from dovetail.core.ops import encode
 from dovetail.core.ops.formats import encode_reference, why_unfused
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.interpreter import mend_interpreter
+from dovetail.core.testing.loaded_layer import Loaded, exact_product
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
 
@@ -425,38 +425,6 @@ class QuantizerContract:
         assert got.shape == exact.shape, f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
         error, most = float((got - exact).norm() / exact.norm()), factor * self.error + TOLERANCE[dtype]
         assert error <= most, f"relative error of the matmul is {error:.2e}, more than {most:.2e} ({seed_note()})"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A finished layer and the matrix that it was loaded from."""
-
-    method: LinearMethod
-    params: dict[str, torch.Tensor]
-    weight: torch.Tensor
-
-    def apply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
-        with poisoned_memory():
-            return self.method.apply(self.params, x, bias_O)
-
-    def partial_scale(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
-        return self.method.partial(self.params, x).scale or ()
-
-    def partial(self, x_TI: torch.Tensor) -> torch.Tensor:
-        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
-        with poisoned_memory():
-            return self.method.partial(self.params, x).scaled()
-
-    def exact(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return exact_product(x_TI, self.weight)
-
-
-def exact_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the matmul in float64 on the host."""
-    y_TO = x_TI.cpu().double() @ weight_OI.cpu().double().t()
-    return y_TO if bias_O is None else y_TO + bias_O.cpu().double()
 
 
 def run_in_interpreter(suite: object, test: str) -> None:
