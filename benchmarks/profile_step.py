@@ -3,6 +3,7 @@
     python benchmarks/profile_step.py 1 64 256 -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --prefill -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --mixed -- +preset=h200_bf16_tp1 engine.max_len=1024
+    python benchmarks/profile_step.py 64 --sampling '{"top_p": 0.95}' -- +preset=h200_fp8_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 1 64 256 --emulate -- +preset=h200_fp8_tp8 engine.max_len=1024
 
 Profiles decode steps of each number of sequences; with --prefill the steps that feed as many prompts; with --mixed the
@@ -17,6 +18,7 @@ that the device waits for. --emulate: two GPUs do what two of engine.tp ranks do
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -25,7 +27,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -35,6 +39,9 @@ from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import Sequence
 
+Sampling = dict[str, Any]
+"""Fields of SamplingParams."""
+GREEDY: Sampling = {"temperature": 0.0}
 STEPS = 40
 WARM = 20
 
@@ -101,17 +108,17 @@ def by_place(activities: list[Activity], first: str) -> list[tuple[str, float]]:
     return [(name, statistics.median(us)) for name, us in zip(names, zip(*found, strict=True), strict=True)]
 
 
-def burst(engine: Engine, rows: int, context: int, output: int) -> list[Sequence]:
+def burst(engine: Engine, rows: int, context: int, output: int, sampling: Sampling) -> list[Sequence]:
     """Queue `rows` prompts of random ids."""
     vocab = engine.info.spec.vocab
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    params = SamplingParams(max_tokens=output, ignore_eos=True, **sampling)
     return [engine.add([random.randrange(vocab) for _ in range(context)], params)[0] for _ in range(rows)]
 
 
-def prefill(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
+def prefill(engine: Engine, rows: int, context: int, sampling: Sampling) -> tuple[Recording, int]:
     """Record the steps that feed `rows` prompts, after as many for warm-up. Also returns the number of steps."""
     for record in (nullcontext, recording):
-        burst(engine, rows, context, 1)
+        burst(engine, rows, context, 1, sampling)
         before = engine.counters.steps
         with record() as found:
             while engine.has_work:
@@ -119,10 +126,10 @@ def prefill(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
     return found, engine.counters.steps - before
 
 
-def clocked(engine: Engine, rows: int, context: int) -> tuple[float, int]:
+def clocked(engine: Engine, rows: int, context: int, sampling: Sampling) -> tuple[float, int]:
     """Time the steps that feed `rows` prompts by the host's clock, after as many for warm-up: (seconds, steps)."""
     for _ in range(2):
-        burst(engine, rows, context, 1)
+        burst(engine, rows, context, 1, sampling)
         _settle()
         began, before = time.perf_counter(), engine.counters.steps
         while engine.has_work:
@@ -137,13 +144,13 @@ def _settle() -> None:
         torch.cuda.synchronize()
 
 
-def mixed(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
+def mixed(engine: Engine, rows: int, context: int, sampling: Sampling) -> tuple[Recording, int]:
     """Record the steps that feed the prompts of half of `rows` sequences while the others decode, after a warm-up."""
     for record in (nullcontext, recording):
-        decoding = burst(engine, rows - rows // 2, context, 4 * (WARM + STEPS))
+        decoding = burst(engine, rows - rows // 2, context, 4 * (WARM + STEPS), sampling)
         while any(seq.known_len < seq.prompt_len + WARM for seq in decoding):
             engine.step()
-        entering = burst(engine, rows // 2, context, 2)
+        entering = burst(engine, rows // 2, context, 2, sampling)
         torch.cuda.synchronize()
         before = engine.counters.steps
         with record() as found:
@@ -155,9 +162,9 @@ def mixed(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
     return found, steps
 
 
-def decode(engine: Engine, rows: int, context: int) -> tuple[Recording, int]:
+def decode(engine: Engine, rows: int, context: int, sampling: Sampling) -> tuple[Recording, int]:
     """Record STEPS decode steps of `rows` sequences."""
-    sequences = burst(engine, rows, context, 2 * (WARM + STEPS))
+    sequences = burst(engine, rows, context, 2 * (WARM + STEPS), sampling)
 
     def go(steps: int) -> None:
         target = sequences[-1].known_len + steps
@@ -183,6 +190,9 @@ def main(argv: list[str]) -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--prefill", action="store_true", help="steps that feed prompts instead of decode steps")
     kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half each")
+    parser.add_argument(
+        "--sampling", type=json.loads, action="append", metavar="JSON", help="SamplingParams; repeatable"
+    )
     parser.add_argument("--clock", action="store_true", help="with --prefill: time by the host's clock only")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to list, longest first")
     parser.add_argument("--layer", metavar="KERNEL", help="time of each kernel of a layer, which begins with this one")
@@ -200,13 +210,14 @@ def main(argv: list[str]) -> None:
 
         composition = emulate(composition)
     engine = start_engine(composition)
-    for rows in args.rows:
+    for sampling, rows in product(args.sampling or [GREEDY], args.rows):
+        words = f"{rows} rows{'' if sampling == GREEDY else f', {sampling}'}"
         if args.clock:
-            seconds, steps = clocked(engine, rows, args.context)
-            print(f"\n{rows} rows: {1e3 * seconds / steps:.1f} ms a step by the host's clock, {steps} steps")
+            seconds, steps = clocked(engine, rows, args.context, sampling)
+            print(f"\n{words}: {1e3 * seconds / steps:.1f} ms a step by the host's clock, {steps} steps")
             continue
         measure = prefill if args.prefill else mixed if args.mixed else decode
-        recorded, steps = measure(engine, rows, args.context)
+        recorded, steps = measure(engine, rows, args.context, sampling)
         found = recorded.activities
         if args.trace is not None and recorded.recorder is not None:
             recorded.recorder.export_chrome_trace(str(args.trace / f"{rows}_rows.json.gz"))
@@ -218,7 +229,7 @@ def main(argv: list[str]) -> None:
             by_name[name].append(duration)
         shares = f"{1 - work / span:.1%} idle, {overlapped / span:.1%} overlapped"
         kernels = f"{len(found) / steps:.0f} kernels, {steps} steps"
-        print(f"\n{rows} rows: {span / steps / 1e3:.3f} ms a step, {shares}, {kernels}")
+        print(f"\n{words}: {span / steps / 1e3:.3f} ms a step, {shares}, {kernels}")
         print("  ".join(f"{name} {count}" for name, count in recorded.memory.items()))
         for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[: args.kernels]:
             each, mean = len(times) / steps, sum(times) / len(times)

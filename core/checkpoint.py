@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, Protocol
 
+from dovetail.core.config_json import LARGEST, ConfigJson
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.startup_notes import note
 
@@ -68,8 +69,12 @@ def read_config(path: str) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if path_kind(generation) == "file":
-        ids = read_json(generation)
-        config |= {key: ids[key] for key in ("eos_token_id", "bos_token_id") if ids.get(key) is not None}
+        ids, vocab = ConfigJson(read_json(generation), str(generation)), config.get("vocab_size")
+        largest = vocab - 1 if isinstance(vocab, int) and vocab > 0 else LARGEST
+        for key in ("eos_token_id", "bos_token_id"):
+            if ids.get(key) is not None:
+                ids.counts(key, at_most=largest)
+                config[key] = ids.get(key)
     return config
 
 

@@ -66,6 +66,11 @@ class EngineStopped(DovetailError, RuntimeError):
 class EngineDown(DovetailError):
     """No engine is available, or the engine died while the request ran. A retry may succeed."""
 
+    def __init__(self, message: str, *, ran: bool = False) -> None:
+        """`ran`: the request had reached the engine, and may be the cause of its death."""
+        self.ran = ran
+        super().__init__(message)
+
 
 class RequestError(DovetailError):
     """One request is refused; others continue. `status` is the HTTP status, 400 to 499."""

@@ -20,7 +20,6 @@ from typing import Any
 import pluggy
 from pydantic_core import PydanticSerializationError
 
-import dovetail
 from dovetail.core.compose import hookspecs
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.config import AppConfig, Config, part_fields
@@ -100,7 +99,7 @@ def _check_installed(switch: str, blocked: set[str], found: set[str]) -> None:
 
 def not_installed() -> str:
     """Return the message for a source tree on PYTHONPATH whose built-in components are registered nowhere."""
-    package = Path(dovetail.__file__).parent
+    package = Path(__file__).parents[2]
     root = package.parent.parent
     command = f"pip install -e {root}" if (root / "pyproject.toml").is_file() else "pip install dovetail"
     return (

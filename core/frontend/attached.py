@@ -171,7 +171,7 @@ class AttachedEngine(EngineClient):
 
     async def close(self) -> None:
         self.state = "stopped"
-        self._fail_all(EngineDown("the server stops"))
+        self._fail_all(EngineDown("the server stops", ran=True))
         if (link := self._link) is not None:
             self._link = None
             await asyncio.to_thread(link.close)

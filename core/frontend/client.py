@@ -141,7 +141,7 @@ class EngineClient(ABC):
     def tokenizer(self) -> Tokenizer:
         """Thread-safe."""
         if self._tokenizer is None:
-            raise RequestError(f"the model {self.info.model} has no tokenizer: give token ids, and no stop strings")
+            raise missing_tokenizer(self.info)
         return self._tokenizer
 
     async def control(self, op: str, **arguments: Any) -> Any:
@@ -163,7 +163,7 @@ class EngineClient(ABC):
     def _lost(self, cause: str) -> None:
         """Handle the death of the engine. `cause` is a phrase that follows the engine's name."""
         self.failure = cause
-        self._fail_all(EngineDown(f"{self.name} {for_clients(cause)}"))
+        self._fail_all(EngineDown(f"{self.name} {for_clients(cause)}", ran=True))
 
     def _fail_all(self, error: EngineDown) -> None:
         self._table.fail(self.replica, error)
@@ -212,6 +212,15 @@ class EngineClient(ABC):
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             log.debug("the event loop is closed: %s is not called", function)
+
+
+def missing_tokenizer(info: EngineInfo) -> RequestError:
+    """Return the refusal of text by a model without a tokenizer."""
+    cause = "no folder" if info.folder is None else "no tokenizer.json in its folder"
+    return RequestError(
+        f"the model {info.model} has {cause} and therefore no tokenizer: give token ids, and stop_token_ids in place "
+        "of stop strings"
+    )
 
 
 _reading_tokenizer = threading.Lock()

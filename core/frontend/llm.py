@@ -16,7 +16,7 @@ from dovetail.core.compose import compose
 from dovetail.core.compose.wording import words
 from dovetail.core.engine.counters import Counters
 from dovetail.core.errors import RequestError
-from dovetail.core.frontend.client import tokenizer_of
+from dovetail.core.frontend.client import missing_tokenizer, tokenizer_of
 from dovetail.core.frontend.engines import OneLocalEngine, start_engines
 from dovetail.core.frontend.outputs import Completion, Delta, Generation, Timing, truncate_and_normalize
 from dovetail.core.frontend.request_table import Delivery, NewRequest, OpenRequest
@@ -144,7 +144,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer (model.load=dummy without a folder): give token ids")
+            raise missing_tokenizer(self.info)
         return self._tokenizer
 
     def generate(
@@ -341,7 +341,7 @@ class LLM:
     def _submit(self, new: Seq[NewRequest]) -> list[OpenRequest]:
         """Queue all requests between the same two steps of an engine, or none: raises RequestError."""
         if self._tokenizer is None and any(one.params.stop for one in new):
-            raise RequestError("stop strings need a tokenizer; this model has none (use stop_token_ids)")
+            raise missing_tokenizer(self.info)
         if self._engines.closed:
             raise RuntimeError("this LLM is closed")
         return self._table.submit(*new)

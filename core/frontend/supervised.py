@@ -57,7 +57,7 @@ class SupervisedEngine(EngineClient):
         """Abort requests and end the engine process. Idempotent."""
         if self.state != "failed":
             self.state = "stopped"
-        self._fail_all(EngineDown("the server stops"))
+        self._fail_all(EngineDown("the server stops", ran=True))
         self._on_state()
         process, self._process = self._process, None
         if process is not None:

@@ -149,6 +149,14 @@ def test_generation_config_has_the_last_word_on_eos(folder):
     assert read_config(str(folder)) == {"eos_token_id": [2, 7], "bos_token_id": 1}
 
 
+@pytest.mark.parametrize("wrong", ["2", -1, [2.5], 10**6])
+def test_a_wrong_eos_of_generation_config_names_that_file(folder, wrong):
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 1000}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ConfigError, match=r"/generation_config\.json: eos_token_id is"):
+        read_config(str(folder))
+
+
 def test_a_folder_inside_a_package():
     assert (resolve("pkg://dovetail.core/interfaces") / "model.py").is_file()
     with pytest.raises(ConfigError, match="'no_such_package'"):

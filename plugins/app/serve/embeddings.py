@@ -25,8 +25,10 @@ def install(app: FastAPI, service: Service) -> None:
         model = service.model(body.model)
         how = _how(service, model)
         _check_dimensions(body.dimensions, how, service)
-        prompts = await service.text.prompts(body.input, "input")
-        jobs = service.submit(request, body, "embeddings", prompts, SamplingParams(max_tokens=1), pooling=how.pooling)
+        limit, params = service.limit(body.timeout), SamplingParams(max_tokens=1)
+        async with limit:
+            prompts = await service.text.prompts(body.input, "input")
+        jobs = service.submit(request, body, "embeddings", prompts, params, limit, pooling=how.pooling)
         try:
             found = await while_connected(request.receive, output.collect(jobs, 1))
             vectors = np.stack([delta.pooled_C for delta in found])

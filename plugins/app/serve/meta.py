@@ -44,11 +44,12 @@ def install(app: FastAPI, service: Service) -> None:
         service.model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give one of prompt and messages", "prompt")
-        if body.messages is not None:
-            ids = await service.text.encode(await service.text.render(body.messages), special=False, param="messages")
-        else:
-            tokenizer = service.text.tokenizer
-            ids = await service.text.threaded(tokenizer.encode, body.prompt, special=body.add_special_tokens)
+        async with service.limit():
+            if body.messages is not None:
+                text = await service.text.render(body.messages)
+                ids = await service.text.encode(text, special=False, param="messages")
+            else:
+                ids = await service.text.tokenize(body.prompt or "", special=body.add_special_tokens)
         answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": client.info.max_len}
         if body.return_token_strs:
             answer["token_strs"] = [spell(service.text.tokenizer, token) for token in ids]

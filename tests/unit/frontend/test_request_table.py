@@ -228,6 +228,9 @@ class Hook:
             self._function()
         return "x"
 
+    def finish(self) -> str:
+        return ""
+
 
 def table_with_hook(function: Callable[[], None]) -> tuple[RequestTable, FakeLocalEngine]:
     table = RequestTable(CheckedRouter(COMPOSITION))
