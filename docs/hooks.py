@@ -1,7 +1,8 @@
-"""Generate the parts of the pages that come from the registry. The site build does this, so they are always current.
+"""Generate the parts of the pages that come from the registry: `python docs/hooks.py` rewrites them.
 
-`<!-- dovetail: components scheduler -->` in a page is replaced by the options of every built-in scheduler. The pages
-reference/components.md and reference/compatibility.md exist only in the built site.
+The text between `<!-- dovetail: components scheduler -->` and `<!-- /dovetail -->` is the options of every built-in
+scheduler. It is committed, so that the pages read on any host; a test compares it with what is generated. The pages
+reference/components.md and reference/compatibility.md exist only in the built site, which is generated anew.
 """
 
 from __future__ import annotations
@@ -48,11 +49,24 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return re.sub(r"^<!-- dovetail: (\w+) ?(\w*) -->$", _replacement, markdown, flags=re.M)
+    return PLACE.sub(_generated, markdown)
 
 
-def _replacement(match: re.Match[str]) -> str:
+PLACE = re.compile(r"^<!-- dovetail: (\w+) ?(\w*) -->\n(?:(?!<!-- dovetail: ).*\n)*?<!-- /dovetail -->$", re.M)
+
+
+def _generated(match: re.Match[str]) -> str:
     return TABLES[match[1]](*([match[2]] if match[2] else []))
+
+
+def filled(page: str) -> str:
+    """Return a page with the generated text of today between its marks."""
+
+    def place(match: re.Match[str]) -> str:
+        head = match[0].partition("\n")[0]
+        return f"{head}\n\n{_generated(match)}\n\n<!-- /dovetail -->"
+
+    return PLACE.sub(place, page)
 
 
 # Components and their options
@@ -390,3 +404,10 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/components.md": components_page,
     "reference/compatibility.md": compatibility_page,
 }
+
+if __name__ == "__main__":
+    for file in Path(__file__).parent.rglob("*.md"):
+        text = file.read_text(encoding="utf-8")
+        if filled(text) != text:
+            file.write_text(filled(text), encoding="utf-8")
+            print(f"rewrote {file}")

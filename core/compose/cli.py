@@ -9,11 +9,11 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn, TextIO
 
 from dovetail.core.compose.composer import compose
-from dovetail.core.compose.discovery import installed
+from dovetail.core.compose.discovery import installed, not_installed
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.sources import Repository, hydra_1_3, open_sources
 from dovetail.core.compose.wording import listing, program
@@ -72,7 +72,10 @@ def _run(argv: list[str]) -> int:
         print(_help(tuple(args.config_dir)))
         return 0
     if args.version:
-        print(f"dovetail {version('dovetail')}")
+        try:
+            print(f"dovetail {version('dovetail')}")
+        except PackageNotFoundError:
+            raise ConfigError(not_installed()) from None
         return 0
     if args.multirun:
         raise ConfigError(
@@ -120,8 +123,8 @@ def _one_line(
 
 def _help(folders: tuple[str, ...]) -> str:
     with hydra_1_3():
-        _, sources = open_sources(installed(), folders)
-        repository = Repository(sources)
+        registry, sources = open_sources(installed(), folders)
+        repository = Repository(sources, registry)
         rows = [(kind, repository.get_group_options(kind)) for kind in (*KINDS, PRESET)]
     chosen = "\n".join(f"  {kind:17} {listing(options)}" for kind, options in rows if options)
     return f"""\

@@ -51,7 +51,7 @@ def compose(
         texts.append(f"app={app}")
     with hydra_1_3():
         full, sources = open_sources(registry or installed(), tuple(config_dirs))
-        repository = Repository(sources)
+        repository = Repository(sources, full)
         checked = check_overrides(texts, repository, full)
         if checked.faults and {"app", PRESET} & checked.unsettled:
             # An invalid app or preset hides further mistakes.

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -46,13 +47,14 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
     registered: list[Registered] = []
     problems: list[Problem] = []
     config_dirs: list[tuple[Package, str]] = []
-    found: set[str] = set()
     used: list[Source] = []
-    for entry in sorted(_installed_sources() if sources is None else sources):
+    if sources is None:
+        sources = list(_installed_sources())
+        _check_installed(switch, blocked, {_normal(entry.package.name) for entry in sources})
+    for entry in sorted(sources):
         package = entry.package
-        found.add(_normal(package.name))
         if _normal(package.name) in blocked:
-            problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}"))
+            problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}", unnamed=True))
             continue
         used.append(entry)
         try:
@@ -61,7 +63,7 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
                 components, folders = _load(entry, f"{package.name}:{entry.name}")
         except (Exception, SystemExit) as error:  # third-party code may raise anything; list it
             what = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
-            problems.append(Problem(str(package), f"entry point {entry.name}: {what}"))
+            problems.append(Problem(str(package), f"entry point {entry.name}: {what}", unnamed=True))
             continue
         config_dirs += [(package, folder) for folder in folders]
         for component in components:
@@ -72,11 +74,10 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
             if reason:
                 kind, name = getattr(component, "kind", ""), getattr(component, "name", "")
                 known = isinstance(component, Component) and kind in KINDS
-                problems.append(Problem(str(package), reason, *((kind, name) if known else ())))
+                named = {"kind": kind, "name": name} if known else {"unnamed": True}
+                problems.append(Problem(str(package), reason, **named))
             else:
                 registered.append(Registered(component, package))
-    for name in sorted(blocked - found):
-        problems.append(Problem(name, f"{SWITCH} blocks it, but it is not installed.{did_you_mean(name, found)}"))
     unique = list(_without_duplicates(registered, problems))
     return Registry(unique, problems, config_dirs, sources=used)
 
@@ -84,6 +85,27 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
 def _installed_sources() -> Iterator[Source]:
     for entry in entry_points(group=hookspecs.PROJECT):
         yield Source(_package(entry), entry.name, entry.value)
+
+
+def _check_installed(switch: str, blocked: set[str], found: set[str]) -> None:
+    """Raise ConfigError if Dovetail's own entry points are missing, or if a blocked package is not installed."""
+    if hookspecs.PROJECT not in found:
+        raise ConfigError(not_installed())
+    for name in sorted(blocked - found):
+        there = sorted(found - {hookspecs.PROJECT})
+        none = f"{SWITCH}={switch}: no installed plugin package is called `{name}`.{did_you_mean(name, there)}"
+        raise ConfigError(f"{none} Packages: {listing(there)}.")
+
+
+def not_installed() -> str:
+    """Return the message for a source tree on PYTHONPATH whose built-in components are registered nowhere."""
+    package = Path(__file__).parents[2]
+    root = package.parent.parent
+    command = f"pip install -e {root}" if (root / "pyproject.toml").is_file() else "pip install dovetail"
+    return (
+        f"{package} is imported, but the metadata of the package `dovetail`, which lists its components, is missing: "
+        f"{command}"
+    )
 
 
 def _parse_switch(switch: str) -> set[str]:
@@ -219,7 +241,9 @@ def _without_duplicates(registered: list[Registered], problems: list[Problem]) -
             kept = builtin or group[0]
             yield kept
             taken = f"{kind}={name} is built in: give the component another name"
-            problems += [Problem(str(one.package), taken) for one in group if one is not kept]
+            problems += [
+                Problem(str(one.package), taken, kind, name, refuses=False) for one in group if one is not kept
+            ]
         else:
             packages = [str(one.package) for one in group]
             reason = f"{kind}={name} comes from {' and '.join(packages)}; {SWITCH}=-{group[0].package.name} leaves one"

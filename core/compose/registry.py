@@ -83,12 +83,16 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something in a package that cannot be used. Without a kind it concerns the whole package."""
+    """Something in a package that cannot be used."""
 
     package: str
     reason: str
     kind: str = ""
     name: str = ""
+    unnamed: bool = False
+    """Components whose kind and name are unknown are missing because of it, usually all of the package."""
+    refuses: bool = True
+    """Whether choosing `name` of `kind` is an error; False: a built-in component has that name and works."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -136,7 +140,8 @@ class Registry:
         return tuple(name for k, name in self.registered if k == kind)
 
     def problems_of(self, kind: str, name: str) -> tuple[Problem, ...]:
-        return tuple(p for p in self.problems if (p.kind, p.name) == (kind, name))
+        """Return the problems for which the choice is refused."""
+        return tuple(p for p in self.problems if (p.kind, p.name) == (kind, name) and p.refuses)
 
     def get(self, kind: str, name: str) -> Registered:
         """Return the component, or raise the reason why it cannot be selected."""
@@ -153,13 +158,15 @@ class Registry:
             raise PluginError(packages, f"{kind}={name} cannot be used: {reasons}")
 
     def no_such(self, kind: str, name: str, options: Iterable[str]) -> str:
+        """Return the message for a name that is not among the options."""
         options = sorted(options)
-        message = f"{kind}={name}: no such {kind}.{did_you_mean(name, options)} Options: {listing(options)}."
+        hint = did_you_mean(name, options)
+        message = f"{kind}={name}: no such {kind}.{hint} Options: {listing(options)}."
         if kind == "model" and "/" in name:
             message += f" A folder is given as model=llama model.path={name}"
         # The name may be in a package that failed before it registered components.
-        whole = [f"{p.package} ({p.reason})" for p in self.problems if not p.kind]
-        return message + (f" Packages that could not be used: {'; '.join(whole)}." if whole else "")
+        packages = [f"{p.package} ({p.reason})" for p in self.problems if p.unnamed and not hint]
+        return message + (f" Packages that could not be used: {'; '.join(packages)}." if packages else "")
 
     def fingerprint(self) -> str:
         """Digest that tells environments apart: equal for the same components of the same versions."""

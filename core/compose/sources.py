@@ -70,7 +70,7 @@ class RegistrySource(ConfigSource):
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         if config_path == "":
             return sorted({kind for kind, _ in self._keys}) if results_filter != ObjectType.CONFIG else []
-        return sorted(name for kind, name in self._keys if kind == config_path.strip("/"))
+        return list(self._registry.options(config_path.strip("/")))
 
     def load_config(self, config_path: str) -> ConfigResult:
         kind, _, name = config_path.removesuffix(".yaml").rpartition("/")
@@ -89,8 +89,10 @@ class RegistrySource(ConfigSource):
 class Repository(ConfigRepository):
     """Hydra's repository over Dovetail's sources. Loads each config once and serves one composition."""
 
-    def __init__(self, sources: Sequence[ConfigSource]) -> None:
+    def __init__(self, sources: Sequence[ConfigSource], registry: Registry | None = None) -> None:
+        """registry: what cannot be used is no option of a group."""
         self.sources = list(sources)
+        self._registry = registry or Registry()
         self._loaded: dict[str, ConfigResult | None] = {}
         self.added: dict[str, list[str]] = {}
         """List kind -> items that the loaded presets add to it."""
@@ -105,6 +107,10 @@ class Repository(ConfigRepository):
                     self._take_additions(result)
             self._loaded[config_path] = result
         return self._loaded[config_path]
+
+    def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
+        options = super().get_group_options(group_name, results_filter)
+        return [name for name in options if not self._registry.problems_of(group_name, name)]
 
     def _take_additions(self, preset: ConfigResult) -> None:
         """Collect entries such as `/logits: mine` for the composer; for Hydra they would be a second selection."""

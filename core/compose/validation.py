@@ -201,7 +201,14 @@ class _Validation:
         hint = did_you_mean(loc[-1], options)
         if loc[0] != "engine" and loc[-1] in EngineConfig.model_fields:
             hint = f" Did you mean `engine.{loc[-1]}`, which every part reads?"
+        elif owner and (others := self._with_option(owner.kind, loc[-1])):
+            hint = f" It is an option of {' and '.join(others)}."
         return f"{'.'.join(loc)}: {whose} has no option `{loc[-1]}`.{hint} Options: {listing(options)}."
+
+    def _with_option(self, kind: str, option: str) -> list[str]:
+        """Return the components of the kind that have the option, as "kind=name"."""
+        components = (r.component for r in self.registry.registered.values())
+        return [f"{kind}={c.name}" for c in components if c.kind == kind and option in c.config.model_fields]
 
     def _config_at(self, path: Path) -> type[BaseModel] | None:
         """Return the model that validates a node, if it can be determined."""

@@ -24,8 +24,11 @@ def words(overrides: Sequence[str]) -> list[str]:
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Return ' Did you mean `x`?' or ""."""
-    close = get_close_matches(word, sorted(options), n=1, cutoff=0.6)
+    """Return ' Did you mean `x`?' or "". An option that begins with the word, or the word with an option, is close."""
+    options = sorted(options)
+    close = get_close_matches(word, options, n=1, cutoff=0.6)
+    if not close and len(word) > 1:
+        close = [o for o in options if o.startswith(word) or (len(o) > 1 and word.startswith(o))]
     return f" Did you mean `{close[0]}`?" if close else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,33 @@ class _WholeInbox(_Inbox):
             super().deliver(request, Delivery(self._deltas, error, True))
 
 
+class _SharedInbox:
+    """Collects the output of one request and puts itself on a queue, which many share, when the request has ended."""
+
+    def __init__(self, index: int, generation: Generation, done: queue.SimpleQueue[_SharedInbox]) -> None:
+        self.index, self.generation = index, generation
+        self._done = done
+        self._deltas: list[Delta] = []
+        self._error: Exception | None = None
+
+    def deliver(self, request: OpenRequest, delivery: Delivery) -> None:
+        deltas, self._error, last = delivery
+        self._deltas += deltas
+        if last:
+            self.generation.timing, self.generation.cached_tokens = request.timing, request.cached
+            self._done.put(self)
+
+    def result(self) -> Generation | RequestError:
+        """Return the generation, or the reason for which the request was refused. Raises any other error."""
+        if isinstance(self._error, RequestError):
+            return self._error
+        if self._error is not None:
+            raise self._error
+        for delta in self._deltas:
+            _merge(self.generation, delta)
+        return self.generation
+
+
 class LLM:
     """A running engine. `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any
     override of the command line. A model path that is a folder is read as `model=llama model.path=...`. Use it as a
@@ -131,9 +158,7 @@ class LLM:
         """Complete one prompt or many; results are in the order of the prompts. `on_done` is called in the engine's
         thread as each request completes. `request`: priority, user, cache_salt, hints, adapter."""
         pairs = self._pairs(prompts, params)
-        generations = [
-            _blank(prompt if isinstance(prompt, str) else None, self._encode(prompt), p.n) for prompt, p in pairs
-        ]
+        generations = [_blank(_text(prompt), self._encode(prompt), p.n) for prompt, p in pairs]
         prompts = [generation.prompt_ids for generation in generations]
         inboxes = [_WholeInbox(on_done) for _ in pairs]
         with closing(self._run(prompts, [p for _, p in pairs], RequestOptions(**request), inboxes)) as found:
@@ -142,6 +167,34 @@ class LLM:
                 _merge(generation, delta)
                 generation.timing, generation.cached_tokens = opened.timing, opened.cached
         return generations
+
+    def generate_each(
+        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **request: Any
+    ) -> Generator[tuple[int, Generation | RequestError]]:
+        """Complete many prompts independently: yield (index of the prompt, result) as each completes, in any order. A
+        prompt that is refused yields its RequestError. Closing the generator aborts the others."""
+        params, options = params or SamplingParams(), RequestOptions(**request)
+        done: queue.SimpleQueue[_SharedInbox] = queue.SimpleQueue()
+        opened: dict[int, OpenRequest] = {}
+
+        def result(inbox: _SharedInbox) -> tuple[int, Generation | RequestError]:
+            del opened[inbox.index]
+            return inbox.index, inbox.result()
+
+        try:
+            for index, prompt in enumerate(prompts):
+                try:
+                    inbox = _SharedInbox(index, _blank(_text(prompt), self._encode(prompt), params.n), done)
+                    ids = inbox.generation.prompt_ids
+                    (opened[index],) = self._submit([NewRequest(ids, params, options, inbox.deliver)])
+                except RequestError as error:
+                    yield index, error
+                while not done.empty():
+                    yield result(done.get())
+            while opened:
+                yield result(done.get())
+        finally:
+            self._abort(list(opened.values()))
 
     def embed(
         self,
@@ -296,6 +349,10 @@ class LLM:
     def _abort(self, opened: Seq[OpenRequest]) -> None:
         for request in opened:
             self._table.abort(request)
+
+
+def _text(prompt: Prompt) -> str | None:
+    return prompt if isinstance(prompt, str) else None
 
 
 def _blank(prompt: str | None, ids: Seq[int], n: int) -> Generation:

@@ -32,11 +32,18 @@ class LinearShape:
     shares: Mapping[int, int] = field(default_factory=dict, hash=False)
     """ModelSpec.shares() of the model."""
 
-    def check_multiple(self, multiple: int, quant: str, path: str, skip: Sequence[str] | None) -> None:
+    def check_multiple(
+        self,
+        multiple: int,
+        quant: str,
+        path: str,
+        skip: Sequence[str] | None,
+        sides: Sequence[Literal["inp", "out"]] = ("inp", "out"),
+    ) -> None:
         """Raise CapabilityError, with alternatives, if a side of this share is not a multiple of `multiple`. `quant` is
         the choice ("quant=int8") and `path` the layer. `skip` holds the patterns of layers already left unquantized;
-        None = the quantizer has no such option."""
-        if self.inp % multiple == 0 and self.out % multiple == 0:
+        None = the quantizer has no such option. `sides`: ("inp",) for a format with groups of input channels."""
+        if all(getattr(self, side) % multiple == 0 for side in sides):
             return
         works = [f"engine.tp={ranks}" for ranks, divisor in self.shares.items() if divisor % multiple == 0]
         works = [" or ".join(works)] if works else []
@@ -44,9 +51,10 @@ class LinearShape:
             # Skip the whole block of this layer, whose matrices share channels, at every depth.
             pattern = re.sub(r"\.\d+\.", ".*.", f"{path.rpartition('.')[0]}.*")
             works += [f"quant.skip={[*skip, pattern]}", "quant=none"]
+        who = "both" if len(sides) == 2 else {"inp": "its input", "out": "its output"}[sides[0]]
         raise CapabilityError(
             [
-                f"{quant}: {path} is {self.inp} x {self.out} on each rank; both must divide by {multiple}. "
+                f"{quant}: {path} is {self.inp} x {self.out} on each rank; {who} must divide by {multiple}. "
                 f"Would work: {', '.join(works) or 'a checkpoint in another format'}"
             ]
         )

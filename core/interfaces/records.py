@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
@@ -105,6 +106,19 @@ class SamplingParams(BaseModel):
     @classmethod
     def _tiny_is_greedy(cls, value: float) -> float:
         return value if value >= LEAST_TEMPERATURE else 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: object) -> object:
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                close = get_close_matches(str(name), cls.model_fields, n=1)
+                hint = f" Did you mean `{close[0]}`?" if close else ""
+                raise ValueError(
+                    f"SamplingParams has no field `{name}`.{hint} "
+                    f'A parameter of a logits processor is given as extra={{"{name}": ...}}'
+                )
+        return data
 
     @model_validator(mode="before")
     @classmethod

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, AttentionBackend, BatchMeta, HostBounds
 from dovetail.core.ops.formats import encode_reference
-from dovetail.core.testing.attention_arena import SCALE, Arena, Step
+from dovetail.core.testing.attention_arena import MAX_LEN, SCALE, Arena, Step
 from dovetail.core.testing.attention_write import WriteTests
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.core.testing.numeric import (
@@ -142,6 +143,22 @@ class AttentionContract(WriteTests):
         for name, count in valid.items():
             arena.paging.rewind(name, 4 - count)
         arena.run(arena.plan([("c", 2), ("a", 1), ("b", 3)], num_decode=3))
+
+    def test_indices_are_counted_back_from_the_length(self) -> None:
+        """The index of a token in the cache is not its position, which differs from it in trees and padded drafts."""
+        arena = self._arena(windows=self._windows(0, 6))
+        for rows, num_decode in (([("a", 9), ("b", 25)], 0), ([("b", 1), ("a", 3), ("c", 7)], 2)):
+            arena.run(arena.plan(rows, num_decode=num_decode, slack=4, gap=7))
+
+    def test_rows_may_be_long(self) -> None:
+        """Kernels split the keys of long rows over programs and merge the parts."""
+        pages = 2 * ceil_div(MAX_LEN, min(self.page_tokens))
+        arena = self._arena(windows=self._windows(0, 530), pages=pages)
+        prompt = arena.plan([("a", 600), ("b", 520)])
+        for layer in arena.layers:
+            arena.write(layer, prompt)
+        arena.run(arena.plan([("a", 1), ("b", 3), ("c", 5)], num_decode=2, slack=4))
+        arena.run(arena.plan([("b", 1), ("a", 9)], num_decode=1))
 
     def test_padding_tokens_belong_to_no_row(self) -> None:
         arena = self._arena()

@@ -24,7 +24,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.testing.numeric import assert_near, fresh_random, poisoned_memory
 from dovetail.core.testing.paging import PagedStep, Paging
 
-MAX_LEN = 128
+MAX_LEN = 640
 SCALE = 0.3
 """Differs from 1/sqrt(D), so that a backend must use the layer's scale."""
 
@@ -67,6 +67,7 @@ class Arena:
         page_tokens: Sequence[int],
         windows: Sequence[int] = (0,),
         poison: float = float("nan"),
+        pages: int = 64,
         kv_scales: tuple[float | torch.Tensor, float | torch.Tensor] = (1.0, 1.0),
     ) -> None:
         self.kv_scales = kv_scales
@@ -85,7 +86,7 @@ class Arena:
             )
             for id, window in enumerate(windows)
         )
-        self.paging = Paging(self.groups, device, poison=poison, rng=fresh_random())
+        self.paging = Paging(self.groups, device, pages=pages, poison=poison, rng=fresh_random())
         backend.bind(self.paging.pools)
         self.truth: dict[tuple[int, str], torch.Tensor] = {}
         """(layer index, sequence) -> [MAX_LEN, 2, K, D]: keys and values as a cache of kv_dtype holds them."""
@@ -117,10 +118,11 @@ class Arena:
         slack_everywhere: bool = False,
         padding: int = 0,
         spare: int = 0,
+        gap: int = 0,
         change: Mapping[str, Any] | None = None,
     ) -> Step:
         """Plan as the engine does: plan_host once, plan_device for each group. `change` replaces metadata fields."""
-        paged = self.page(rows, num_decode=num_decode, slack=slack, padding=padding, spare=spare)
+        paged = self.page(rows, num_decode=num_decode, slack=slack, padding=padding, spare=spare, gap=gap)
         if slack_everywhere:
             longer = tuple(self.paging.lengths[name] + slack for name, _ in rows)
             paged.host = replace(paged.host, bounds=longer)

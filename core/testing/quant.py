@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
     PLAIN,
     ActFormat,
-    Activation,
     BuildContext,
     LinearMethod,
     LinearShape,
@@ -36,7 +35,9 @@ from dovetail.core.interfaces import (
 from dovetail.core.layers import ColumnParallel, Linear, RowParallel
 from dovetail.core.ops import encode
 from dovetail.core.ops.formats import encode_reference, why_unfused
+from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.interpreter import mend_interpreter
+from dovetail.core.testing.loaded_layer import Loaded, exact_product
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
 
@@ -101,11 +102,12 @@ class QuantizerContract:
 
     def test_bias_is_added_once(self) -> None:
         for dtype in self.dtypes:
-            layer, x_TI = self._layer(64, (96,), dtype), self._x(5, 64, dtype)
-            bias_O = 100 * self._x(1, 96, dtype)[0]
-            plain, biased = layer.apply(x_TI), layer.apply(x_TI, bias_O)
-            expected = plain.double() + bias_O.double()
-            assert_near(biased, expected, 2 * TOLERANCE[dtype], "the matmul with a bias")
+            layer, bias_O = self._layer(64, (96,), dtype), 100 * self._x(1, 96, dtype)[0]
+            for tokens in (1, 5, 33, 130):
+                x_TI = self._x(tokens, 64, dtype)
+                expected = layer.apply(x_TI).double() + bias_O.double()
+                what = f"the matmul of {tokens} tokens with a bias"
+                assert_near(layer.apply(x_TI, bias_O), expected, 2 * TOLERANCE[dtype], what)
 
     def test_output_has_the_models_dtype(self) -> None:
         for dtype in self.dtypes:
@@ -151,6 +153,17 @@ class QuantizerContract:
         for value in layer.params.values():
             value.view(torch.uint8).fill_(255)
         assert same_bits(replace(layer, params=moved).apply(x_TI), expected), "apply read tensors other than `params`"
+        other = self._layer(64, (96,))
+        swapped = replace(layer, params=other.params).apply(x_TI)
+        same = same_bits(swapped, other.apply(x_TI))
+        assert same, "apply with the params of another layer gave another result: it read a weight kept on the method"
+
+    def test_apply_does_not_wait_for_the_device(self) -> None:
+        for dtype in self.dtypes:
+            layer, bias_O = self._layer(64, (96,), dtype), self._x(1, 96, dtype)[0]
+            x = encode(self._x(5, 64, dtype), (layer.method.input,))[layer.method.input]
+            with NoHostSync("apply"):
+                layer.method.apply(layer.params, x, bias_O)
 
     def test_layers_do_not_share_state(self) -> None:
         quantizer = self.make()
@@ -198,6 +211,33 @@ class QuantizerContract:
         got = layer.apply(x_TI, bias_O)
         assert got.isfinite().all(), "a row of zeros in the input made the output infinite or NaN"
         assert_near(got[1:2], bias_O[None], 1e-5, "the result of a row of zeros")
+
+    def test_groups_of_zeros_and_rows_of_zeros_in_the_weight(self) -> None:
+        """A group of channels may be zero in a row that is not, in the input as in the weight."""
+        for inp, parts in self.shapes:
+            x_TI, weight_OI = self._x(4, inp), self._weight(inp, sum(parts))
+            x_TI[1, : inp // 2] = 0
+            x_TI[2, inp // 2 :] = 0
+            weight_OI[1, : inp // 2] = 0
+            weight_OI[2, inp // 2 :] = 0
+            weight_OI[3] = 0
+            layer = self._layer(inp, parts, weight=weight_OI)
+            got = layer.apply(x_TI)
+            assert got.isfinite().all(), "a group of zeros made the output infinite or NaN"
+            for row in range(len(x_TI)):
+                self._check(got[row : row + 1], layer.exact(x_TI)[row : row + 1], factor=2.0)
+
+    def test_the_last_group_of_channels_may_be_partial(self) -> None:
+        """688 input channels, as in the bundled model, are no whole number of groups of 32 or more."""
+        inp, large = 688, slice(-16, None)
+        for where in ("input", "weight"):
+            x_TI, weight_OI = self._x(9, inp), self._weight(inp, 64)
+            (x_TI if where == "input" else weight_OI)[:, large] *= 20
+            try:
+                layer = self._layer(inp, (64,), weight=weight_OI)
+            except CapabilityError:
+                pytest.skip(f"the format refuses {inp} input channels")
+            self._check(layer.apply(x_TI), layer.exact(x_TI), factor=2.0)
 
     # Input format
 
@@ -385,38 +425,6 @@ class QuantizerContract:
         assert got.shape == exact.shape, f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
         error, most = float((got - exact).norm() / exact.norm()), factor * self.error + TOLERANCE[dtype]
         assert error <= most, f"relative error of the matmul is {error:.2e}, more than {most:.2e} ({seed_note()})"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A finished layer and the matrix that it was loaded from."""
-
-    method: LinearMethod
-    params: dict[str, torch.Tensor]
-    weight: torch.Tensor
-
-    def apply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
-        with poisoned_memory():
-            return self.method.apply(self.params, x, bias_O)
-
-    def partial_scale(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
-        return self.method.partial(self.params, x).scale or ()
-
-    def partial(self, x_TI: torch.Tensor) -> torch.Tensor:
-        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
-        with poisoned_memory():
-            return self.method.partial(self.params, x).scaled()
-
-    def exact(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return exact_product(x_TI, self.weight)
-
-
-def exact_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the matmul in float64 on the host."""
-    y_TO = x_TI.cpu().double() @ weight_OI.cpu().double().t()
-    return y_TO if bias_O is None else y_TO + bias_O.cpu().double()
 
 
 def run_in_interpreter(suite: object, test: str) -> None:

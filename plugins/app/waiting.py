@@ -14,9 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from dovetail.core.interfaces import Progress
+from dovetail.plugins.app.tables import console as wide_console
 
 SECONDS = 30.0
 """Interval between two lines. A start that takes less prints nothing."""
+
+
+def line_console() -> Console:
+    """Return a console on stderr. Where that is not a terminal, each message is one line, however long."""
+    return wide_console(1 << 20, stderr=True, highlight=False)
 
 
 def in_words(phase: str, share: float | None) -> str:
@@ -61,7 +67,7 @@ def phases_in_lines(console: Console, what: str = "starting") -> Iterator[Progre
 
     def print_lines() -> None:
         while not finished.wait(SECONDS):
-            console.print(f"{what} for {time.monotonic() - began:.0f} s: {phase}")
+            console.print(f"{what} for {time.monotonic() - began:.0f} s: {phase}", markup=False)
 
     thread = threading.Thread(target=print_lines, name="dovetail-phases", daemon=True)
     if not console.is_terminal:

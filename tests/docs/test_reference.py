@@ -166,6 +166,11 @@ def test_places_for_tables_are_filled(hooks: Any) -> None:
             assert built.count(f"**`{kind}=") == sum(c.kind == kind for c in BUILT_IN)
 
 
+def test_generated_text_is_current(hooks: Any) -> None:
+    old = [page for page, text in pages().items() if hooks.filled(text) != text]
+    assert old == [], "run `python docs/hooks.py`"
+
+
 def test_sampling_parameters_are_listed(hooks: Any) -> None:
     page = hooks.on_page_markdown(pages()["quick-start.md"])
     assert all(f"| `{name}` |" in page for name in SamplingParams.model_fields)

@@ -11,13 +11,13 @@ BLOCK = {"DOVETAIL_PLUGINS": f"-{NAME}"}
 REASONS = {
     (None, None): "import_error: ModuleNotFoundError: No module named 'a_module_that_nobody_has'",
     (None, None, 2): "there is no hook `dovetail_component`. Did you mean `dovetail_components`?",
-    (None, None, 3): "scheduler=static is built in: give the component another name",
+    ("scheduler", "static"): "scheduler=static is built in: give the component another name",
     ("scheduler", "bygone"): "it is made for scheduler/9.0, and this Dovetail implements scheduler/0.1",
     ("kv_cache", "paged"): "kv_cache/paged.yaml has the name of a component",
     ("model", "tiny_draft"): f"model/tiny_draft.yaml is in dovetail 0.1.0 and in {PACKAGE}",
     ("preset", "tiny_cpu"): f"preset/tiny_cpu.yaml is in dovetail 0.1.0 and in {PACKAGE}",
 }
-CHOICES = [reason[:2] for reason in REASONS if reason[0]]
+CHOICES = [reason[:2] for reason in REASONS if reason[0] and reason != ("scheduler", "static")]
 
 
 def word(kind: str, name: str) -> str:

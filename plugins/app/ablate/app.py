@@ -9,8 +9,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from dovetail.core.interfaces import App
 from dovetail.core.parallel.process import order_for
 from dovetail.plugins.app.ablate.children import Child, Failure
@@ -24,7 +22,7 @@ from dovetail.plugins.app.bench.app import check_writable
 from dovetail.plugins.app.bench.config import RunsConfig
 from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.app.bench.report import check_plot
-from dovetail.plugins.app.waiting import bar, in_words, phases_in_lines
+from dovetail.plugins.app.waiting import bar, in_words, line_console, phases_in_lines
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -44,7 +42,7 @@ class AblateApp(App):
         check_plot(config.plot, "ablate.plot")
         check_writable(config.out, "ablate.out")
         make(config, composition)  # report composition errors before any process starts
-        self.console = Console(stderr=True, highlight=False)
+        self.console = line_console()
         self._requests: dict[tuple[Any, int], str] = {}
         """(rate, run number) -> hash of the requests that the first variant got."""
         order: dict[str, Any] = {
@@ -129,7 +127,7 @@ class AblateApp(App):
             record["starts"].append({"round": number, **found})
         if not self.console.is_terminal:
             how = "failed" if record["failure"] else "done"
-            self.console.print(f"{title}: {how} in {time.monotonic() - began:.1f} s", soft_wrap=True)
+            self.console.print(f"{title}: {how} in {time.monotonic() - began:.1f} s", markup=False)
 
     def _keep(self, result: dict[str, Any]) -> None:
         result["comparisons"] = comparisons(result["variants"], result["rates"])

@@ -9,8 +9,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from dovetail.core.compose import Selected, compose
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import App, Workload
@@ -20,7 +18,7 @@ from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.app.bench.report import check_plot, draw, rows, show
 from dovetail.plugins.app.bench.runs import Runs
 from dovetail.plugins.app.bench.target import OnDone, Target
-from dovetail.plugins.app.waiting import bar, phases
+from dovetail.plugins.app.waiting import bar, line_console, phases
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -36,7 +34,7 @@ class BenchApp(App):
         workloads = self._workloads(composition)
         check_plot(self.config.plot, "bench.plot")
         check_writable(self.config.out, "bench.out")
-        self.console = Console(stderr=True, highlight=False)
+        self.console = line_console()
         target = self._target(composition)
         runs = Runs(self.config, target, self._bar, self.console.print)
         for name, part in workloads.items():

@@ -2,66 +2,102 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from statistics import median
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+import yaml
 
 from dovetail.core.compose import Host
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
-from dovetail.plugins.app.waiting import bar, long_phases, phases
+from dovetail.plugins.app.generate.prompts import gather
+from dovetail.plugins.app.generate.results import ResultFile
+from dovetail.plugins.app.waiting import bar, line_console, long_phases, phases
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
     from dovetail.core.frontend.llm import LLM
     from dovetail.core.frontend.outputs import Generation
 
-DEFAULT = "def read_json(path):\n    with open(path) as f:\n"
-"""Default prompt; Python, since the bundled model is trained on it."""
+    Add = Callable[[int, Generation | RequestError], None]
+    """Takes the index of a prompt and its result."""
+
+MADE_WITH = ("model", "quant", "adapter", "logits", "grammar")
+"""Nodes on which the text of an output depends, besides the options of the app and engine.seed."""
 
 
 class GenerateApp(App):
     config: GenerateConfig
 
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
+        """Return 0, or 1 if some of several prompts could not be completed."""
         # Reads the model's folder without importing torch, so that a missing one is reported at once.
         composition.part("model").capabilities(Host())
         texts = gather(prompts, self.config.prompts)
         params = self._params()
-        self._console = Console(stderr=True, highlight=False)
-        with ExitStack() as stack:
-            output = None
-            if self.config.output is not None:
-                try:
-                    output = stack.enter_context(Path(self.config.output).open("w", encoding="utf-8"))
-                except OSError as error:
-                    raise ConfigError(f"generate.output={self.config.output}: cannot be written ({error})") from None
-            llm = stack.enter_context(self._start(composition))
+        self._console = line_console()
+        if self.config.output is not None:
+            return self._into_file(composition, texts, params, self.config.output)
+        if self.config.resume is not None:
+            raise ConfigError("generate.resume has no effect without generate.output")
+        with self._start(composition) as llm:
             began = time.perf_counter()
-            if output is None and len(texts) == 1 and params.n == 1:
-                ttft = [self._stream(llm, texts[0], params)]
+            if len(texts) == 1 and params.n == 1:
+                ttft, failed = [self._stream(llm, texts[0], params)], 0
             else:
-                generations = self._complete(llm, texts, params)
-                ttft = [g.timing.ttft for g in generations]
-                for generation in generations:
-                    if output is not None:
-                        print(json.dumps(_record(generation), ensure_ascii=False), file=output)
-                    else:
-                        _show(generation)
+                ttft, failed = self._complete(llm, texts, range(len(texts)), params, _InOrder(texts).add)
             self._summary(llm, time.perf_counter() - began, ttft)
-        return 0
+        return self._exit_code(failed, len(texts))
+
+    def _into_file(self, composition: Composition, texts: Sequence[str], params: SamplingParams, output: str) -> int:
+        settings, resume = _settings(composition), self.config.resume
+        with ResultFile(output, texts, settings, source=self.config.prompts, resume=resume) as file:
+            left = [index for index in range(len(texts)) if index not in file.done]
+            if len(left) < len(texts):
+                self._print(f"{len(texts) - len(left)} of {len(texts)} results are in {file.partial}", style="dim")
+            failed = 0
+            try:
+                if left:
+                    with self._start(composition) as llm:
+                        failed = self._write(llm, texts, left, params, file)
+                file.finish()
+            except BaseException:
+                if file.done:
+                    there = f"{len(file.done)} of {len(texts)} results are in {file.partial}"
+                    self._print(f"{there}; generate.resume=true continues")
+                raise
+        return self._exit_code(failed, len(left))
+
+    def _write(
+        self, llm: LLM, texts: Sequence[str], left: Sequence[int], params: SamplingParams, file: ResultFile
+    ) -> int:
+        """Complete the prompts at `left` and write their records. Returns the number of failed prompts."""
+        began = time.perf_counter()
+        try:
+            ttft, failed = self._complete(
+                llm, texts, left, params, lambda index, result: file.write(index, _record(texts[index], result))
+            )
+        except RequestError:
+            file.discard()  # an output that has only errors must not replace a former one
+            raise
+        self._summary(llm, time.perf_counter() - began, ttft)
+        return failed
+
+    def _exit_code(self, failed: int, prompts: int) -> int:
+        if failed:
+            self._print(f"{failed} of {prompts} prompts failed; the result of each is its error")
+        return 1 if failed else 0
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False)
 
     def _params(self) -> SamplingParams:
-        options = self.config.model_dump(exclude={"prompts", "output", "adapter"})
+        options = self.config.model_dump(exclude={"prompts", "output", "resume", "adapter"})
         try:
             return SamplingParams(**options)
         except ValueError as error:
@@ -73,9 +109,9 @@ class GenerateApp(App):
         with phases(self._console) as progress:
             llm = LLM(composition=composition, progress=progress)
         info = llm.info
-        self._console.print(f"[dim]{info.device}, started in {llm.start_seconds:.1f} s{long_phases(info.phases)}[/]")
+        self._print(f"{info.device}, started in {llm.start_seconds:.1f} s{long_phases(info.phases)}", style="dim")
         for note in info.notes:
-            self._console.print(f"[dim]note: {note}[/]")
+            self._print(f"note: {note}", style="dim")
         return llm
 
     def _stream(self, llm: LLM, prompt: str, params: SamplingParams) -> float:
@@ -95,74 +131,88 @@ class GenerateApp(App):
         print(flush=True)
         return ttft
 
-    def _complete(self, llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Generation]:
-        with bar(self._console, "generate", len(prompts)) as update:
-            return llm.generate(prompts, params, on_done=partial(update, advance=1), adapter=self.config.adapter)
+    def _complete(
+        self, llm: LLM, texts: Sequence[str], left: Sequence[int], params: SamplingParams, add: Add
+    ) -> tuple[list[float], int]:
+        """Pass the result of each prompt at `left` to `add` as it completes. Returns (times to first token, number of
+        failed prompts). Raises the last RequestError if all of `texts` failed."""
+        ttft: list[float] = []
+        failed = 0
+        # On one terminal, a bar would be drawn between lines of output.
+        shows_results = self.config.output is None and sys.stdout.isatty()
+        shown = nullcontext() if shows_results else bar(self._console, "generate", len(left), redirect_stdout=False)
+        results = llm.generate_each([texts[index] for index in left], params, adapter=self.config.adapter)
+        with shown as update, closing(results):
+            for at, result in results:
+                add(left[at], result)
+                if isinstance(result, RequestError):
+                    failed += 1
+                    if failed == len(texts):
+                        raise result
+                else:
+                    ttft.append(result.timing.ttft)
+                if update is not None:
+                    update(advance=1)
+        return ttft, failed
 
     def _summary(self, llm: LLM, seconds: float, ttft: Sequence[float]) -> None:
         counters = llm.counters
         parts = [
             f"{counters.output_tokens} tokens in {seconds:.2f} s",
             f"{counters.output_tokens / seconds:.1f} tokens/s",
-            f"TTFT {median(ttft) * 1e3:.0f} ms" + (" (median)" if len(ttft) > 1 else ""),
         ]
+        if ttft:
+            parts.append(f"TTFT {median(ttft) * 1e3:.0f} ms" + (" (median)" if len(ttft) > 1 else ""))
         if counters.drafted:
             share = counters.accepted / counters.drafted
             length = 1 + counters.accepted / counters.decode_rows
             parts.append(f"accepted {share:.0%} of drafts, {length:.2f} tokens a step")
         if counters.cached_tokens:
             parts.append(f"prefix cache {counters.cached_tokens / counters.entered_tokens:.0%}")
-        self._console.print(f"[bold]{' | '.join(parts)}[/]")
+        self._print(" | ".join(parts), style="bold")
 
 
-def _record(generation: Generation) -> dict[str, object]:
+def _settings(composition: Composition) -> dict[str, object]:
+    """Return what the output depends on, as option -> value."""
+    nodes = yaml.safe_load(composition.to_yaml())
+    for name in ("prompts", "output", "resume"):
+        del nodes["generate"][name]
+    chosen = {f"{kind}.{k}": value for kind in ("generate", *MADE_WITH) for k, value in nodes.get(kind, {}).items()}
+    return {**chosen, "engine.seed": nodes["engine"]["seed"]}
+
+
+def _record(prompt: str, result: Generation | RequestError) -> dict[str, object]:
+    if isinstance(result, RequestError):
+        return {"prompt": prompt, "error": str(result)}
     return {
-        "prompt": generation.prompt,
+        "prompt": prompt,
         "completions": [
-            {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in generation.completions
+            {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.completions
         ],
-        "ttft_s": round(generation.timing.ttft, 6),
-        "cached_tokens": generation.cached_tokens,
+        "ttft_s": round(result.timing.ttft, 6),
+        "cached_tokens": result.cached_tokens,
     }
 
 
-def _show(generation: Generation) -> None:
-    for i, completion in enumerate(generation.completions):
-        mark = f" [{i}]" if len(generation.completions) > 1 else ""
-        print(f"=== {generation.prompt!r}{mark}\n{generation.prompt}{completion.text}\n")
+class _InOrder:
+    """Prints results in the order of the prompts, each as soon as those before it are printed."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self._prompts = prompts
+        self._waiting: dict[int, Generation | RequestError] = {}
+        self._next = 0
+
+    def add(self, index: int, result: Generation | RequestError) -> None:
+        self._waiting[index] = result
+        while self._next in self._waiting:
+            _show(self._prompts[self._next], self._waiting.pop(self._next))
+            self._next += 1
 
 
-def gather(words: Sequence[str], source: str | None) -> list[str]:
-    """Return the prompts: the arguments after `--`, else the file, else stdin for "-", else the default."""
-    if words and source:
-        raise ConfigError(f"prompts come after `--` or from generate.prompts={source}, not from both")
-    if words:
-        prompts = list(words)
-    elif source is None:
-        prompts = [DEFAULT]
-    elif source == "-":
-        prompts = [sys.stdin.read()]
-    else:
-        prompts = _read(Path(source))
-    if not prompts or not all(prompts):
-        raise ConfigError("a prompt is empty: every prompt needs at least one character")
-    return prompts
-
-
-def _read(file: Path) -> list[str]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"generate.prompts={file}: cannot be read ({error})") from None
-    lines = [line for line in lines if line.strip()]
-    return [_from_json(line, file, i) for i, line in enumerate(lines, 1)] if file.suffix == ".jsonl" else lines
-
-
-def _from_json(line: str, file: Path, number: int) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{file}:{number}: not an object with "prompt" ({type(error).__name__}: {error})') from None
-    if not isinstance(prompt, str):
-        raise ConfigError(f'{file}:{number}: "prompt" is {type(prompt).__name__}, not text')
-    return prompt
+def _show(prompt: str, result: Generation | RequestError) -> None:
+    if isinstance(result, RequestError):
+        print(f"=== {prompt!r}\nerror: {result}\n", flush=True)
+        return
+    for i, completion in enumerate(result.completions):
+        mark = f" [{i}]" if len(result.completions) > 1 else ""
+        print(f"=== {prompt!r}{mark}\n{prompt}{completion.text}\n", flush=True)

@@ -19,7 +19,11 @@ class GenerateConfig(AppConfig):
     prompts: str | None = None
     """File of prompts: *.jsonl with {"prompt": ...} per line, else one prompt per line; "-" reads one from stdin."""
     output: str | None = None
-    """Write results to this JSONL file, one line per prompt, in the order of the prompts."""
+    """Write results to this JSONL file, one line per prompt, in the order of the prompts. During the run they are in
+    `<output>.partial`, each from its completion on."""
+    resume: bool | None = None
+    """Results of a run that did not end: true = keep them and complete the other prompts, false = discard them, null =
+    refuse to start."""
     max_tokens: int = Field(160, ge=1)
     """Maximum number of output tokens per sample."""
     temperature: float = Field(0.0, ge=0.0)

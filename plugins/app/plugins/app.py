@@ -65,7 +65,8 @@ def _print_tables(found: dict[str, Any]) -> None:
     if found["problems"]:
         table = _Table("cannot be used", (), dict.fromkeys(("package", "component", "reason")))
         for p in found["problems"]:
-            table.add(p["package"], f"{p['kind']}={p['name']}" if p["kind"] else "all", p["reason"])
+            part = f"{p['kind']}={p['name']}" if p["kind"] else "all" if p["unnamed"] else ""
+            table.add(p["package"], part, p["reason"])
         out.print(table)
 
 

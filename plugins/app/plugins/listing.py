@@ -18,7 +18,7 @@ from dovetail.core.errors import PluginError
 
 
 def describe(registry: Registry, kind: str | None, package: str | None, host: Host) -> dict[str, Any]:
-    """Describe components, variants, presets and problems. The filter `kind` keeps problems of whole packages."""
+    """Describe components, variants, presets and problems. The filter `kind` keeps problems without a kind."""
 
     def shown(of_kind: str, of_package: str) -> bool:
         return kind in (None, of_kind) and package in (None, name_of(of_package))
@@ -39,7 +39,13 @@ def describe(registry: Registry, kind: str | None, package: str | None, host: Ho
             if f.group == PRESET
         ],
         "problems": [
-            {"package": p.package, "kind": p.kind or None, "name": p.name or None, "reason": p.reason}
+            {
+                "package": p.package,
+                "kind": p.kind or None,
+                "name": p.name or None,
+                "unnamed": p.unnamed,
+                "reason": p.reason,
+            }
             for p in registry.problems
             if shown(p.kind or kind or "", p.package)
         ],

@@ -102,5 +102,9 @@ def _field_error(error: RequestValidationError) -> FieldError:
     where = [str(part) for part in first["loc"] if part != "body"]
     # pydantic reports one error per alternative of a union; all have the same field.
     path = ".".join(where[:_LONGEST_PATH] + ["..."] * (len(where) > _LONGEST_PATH)) or None
-    reason = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
+    reason = first["msg"]
+    if first["type"] == "extra_forbidden":
+        # Only the fields of the body itself may be meant as parameters of a logits processor.
+        hint = f'; a parameter of a logits processor is given as "extra": {{"{path}": ...}}' if len(where) == 1 else ""
+        reason = f"there is no such field{hint}"
     return FieldError(f"{path or 'body'}: {reason}", path.split(".")[0] if path else None)

@@ -38,16 +38,13 @@ class Follower(Drafter):
 
 
 class Drawer(Follower):
-    """Correct: draws from a q that depends on the last token, with noise that depends on the history."""
+    """Correct: draws from a q that depends on the last token, with noise from the row's key and length."""
 
     def propose(self, ctx: DraftContext) -> Draft:
         q_BKV = self.q(ctx)
         rows, k, vocab = q_BKV.shape
-        place_L = torch.arange(ctx.max_length)
-        known_BL = place_L < ctx.lengths_B[:, None]
-        mixed_BL = (ctx.tokens_SL[ctx.slots_B, : ctx.max_length].long() + 1) * (place_L * 2654435761 % 1000003 + 7)
-        key_B = (mixed_BL * known_BL).sum(-1) * 48271
-        noise = gumbel(key_B.repeat_interleave(k), torch.arange(k).repeat(rows), Purpose.DRAFT, vocab)
+        at_BK = ctx.lengths_B.long()[:, None] + torch.arange(k)
+        noise = gumbel(ctx.key_S[ctx.slots_B].repeat_interleave(k), at_BK.flatten(), Purpose.DRAFT, vocab)
         tokens_BK = (q_BKV.log() + noise.view(rows, k, vocab)).argmax(-1).int()
         return Draft(tokens_BK, torch.full((rows,), k, dtype=torch.int32), self.stated(q_BKV))
 
@@ -149,6 +146,11 @@ class SaysTheLikeliest(Drawer):
         return Draft(draft.probs_BKV.argmax(-1).int(), draft.count_B, draft.probs_BKV)
 
 
+def uniform(ctx: DraftContext, draft: Draft) -> Draft:
+    rows, k = draft.tokens_BK.shape
+    return replace(draft, count_B=torch.full_like(draft.count_B, k), probs_BKV=torch.full((rows, k, 8), 1 / 8))
+
+
 class HostEatsTokens(HostFollower):
     def propose_host(self, tokens: Any, k: int) -> Sequence[int]:
         found = super().propose_host(tokens, k)
@@ -194,6 +196,7 @@ BROKEN: dict[str, list[type[Drafter]]] = {
         # States a sharper q than it drew from.
         drawer("Boasts", stated=lambda self, q_BKV: (3 * q_BKV.log()).softmax(-1)),
         SaysTheLikeliest,
+        changed("StatesUniformForFixedDrafts", uniform),
     ],
     "test_host_guesses_are_at_most_k_tokens": [
         on_host(

@@ -24,3 +24,9 @@ def test_a_log_gets_a_line_and_a_terminal_none(monkeypatch: pytest.MonkeyPatch) 
         while "s: load weights, 50%" not in log.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
     assert "s: load weights, 50%" in log.getvalue() and terminal.getvalue() == ""
+
+
+def test_a_message_is_one_line_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    text = "started [in] " + "load weights 1.0 s, " * 20
+    waiting.line_console().print(text, markup=False)
+    assert capfd.readouterr().err == text + "\n"

@@ -1,10 +1,11 @@
 """Third-party packages: found by entry point and loaded independently; a broken one fails only when it is selected."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from dovetail.core.compose import Problem, Registered, Registry, compose, discover
+from dovetail.core.compose import Problem, Registered, Registry, cli, compose, discover, discovery
 from dovetail.core.errors import ConfigError, PluginError
 
 FOLDER = """
@@ -135,10 +136,25 @@ def test_a_blocked_package_is_not_imported(install):
 
 
 def test_the_switch_is_checked():
-    for switch, words in (("acme", "is not `-package`"), ("-dovetail", "cannot be blocked")):
+    nothing = "no installed plugin package is called `nobody`"
+    for switch, words in (("acme", "is not `-package`"), ("-dovetail", "cannot be blocked"), ("-nobody", nothing)):
         with pytest.raises(ConfigError, match=words):
             discover(switch)
-    assert "not installed" in reasons(discover("-nobody"), "nobody")[0]
+
+
+@pytest.mark.parametrize("words", [["app=plugins"], ["--help"], ["--version"]])
+def test_a_source_tree_without_metadata_says_how_to_install_it(words, monkeypatch, capsys):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(discovery, "entry_points", lambda group: [])
+    monkeypatch.setattr(cli, "version", missing)
+    discovery.installed.cache_clear()
+    try:
+        assert cli.main(words) == 2
+    finally:
+        discovery.installed.cache_clear()
+    assert "the metadata of the package `dovetail`" in (err := capsys.readouterr().err) and "pip install -e /" in err
 
 
 def test_a_name_that_the_environment_blocks(install, plugin, monkeypatch):
@@ -151,6 +167,37 @@ def test_a_name_that_the_environment_blocks(install, plugin, monkeypatch):
         assert ("scheduler", "swift") not in installed().registered
     finally:
         installed.cache_clear()
+
+
+def test_what_cannot_be_used_is_not_offered(install, plugin, composed, registry, conf, monkeypatch, capsys):
+    """Packages without a known name are named where nothing else is close; a clash concerns one component."""
+    install("acme_old", plugin(name="statik", api="scheduler/9.0"))
+    install("acme_twin", plugin(name="fcfs"))
+    install("acme_bad", "1 / 0")
+    both = merged(registry, discover())
+    folder = conf("preset/tiny_cpus.yaml", "engine: {}\n")
+    messages = []
+    for word in ("scheduler=stati", "+preset=tiny_cpux", "quant=no", "scheduler=xyz"):
+        with pytest.raises(ConfigError) as refused:
+            composed(word, registry=both, config_dirs=[folder])
+        messages.append(str(refused.value))
+    assert messages[0] == "scheduler=stati: no such scheduler. Did you mean `static`? Options: fcfs, static."
+    assert messages[1] == "preset=tiny_cpux: no such preset. Did you mean `tiny_cpu`? Options: tiny_cpu."
+    assert "Did you mean `none`?" in messages[2]
+    assert "acme_bad 1.0 (" in messages[3] and "acme_old" not in messages[3] and "acme_twin" not in messages[3]
+    monkeypatch.setattr(cli, "installed", lambda: both)
+    assert cli.main(["--help", "--config-dir", folder]) == 0
+    shown = capsys.readouterr().out
+    assert "fcfs, static\n" in shown and "tiny_cpus" not in shown
+    assert compose(["plugins.package=acme_twin"], app="plugins", registry=discover()).run() == 0
+    assert "scheduler=fcfs" in capsys.readouterr().out.partition("cannot be used")[2].replace(
+        "scheduler=fcfs is built", ""
+    )
+
+
+def test_an_option_of_another_component_is_explained(composed):
+    with pytest.raises(ConfigError, match=r"has no option `hosts`. It is an option of kv_cache=radix"):
+        composed("kv_cache.hosts=1")
 
 
 def test_the_fingerprint_changes_with_versions_and_not_with_the_order(stand_ins, registry):

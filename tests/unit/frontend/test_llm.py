@@ -72,6 +72,18 @@ def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     wait_until(lambda: llm.engine.kv.stats().owned == 0)
 
 
+def test_each_prompt_of_many_completes_or_is_refused_by_itself(llm: LLM) -> None:
+    results = dict(llm.generate_each(["a = ", "x " * 300, [5, 9]], GREEDY))
+    assert isinstance(results[1], RequestError)
+    expected = llm.generate(["a = ", [5, 9]], GREEDY)
+    assert [(results[i].prompt, results[i].token_ids) for i in (0, 2)] == [(g.prompt, g.token_ids) for g in expected]
+    assert results[0].text == expected[0].text and 0 < results[0].timing.ttft
+    leaving = llm.generate_each(["x", "y"], SamplingParams(max_tokens=200, ignore_eos=True, n=2))
+    next(leaving)
+    leaving.close()
+    assert not llm._table.busy
+
+
 def test_an_error_of_on_done_reaches_the_caller_and_not_the_engine(llm: LLM) -> None:
     def broken() -> None:
         raise ZeroDivisionError
@@ -247,3 +259,12 @@ def test_every_call_after_an_engines_death_gets_the_cause() -> None:
             llm.generate("x", GREEDY)
         with pytest.raises(RuntimeError, match="the device fell off"):
             llm.generate("x", GREEDY)
+
+
+def test_an_unknown_sampling_parameter_is_explained() -> None:
+    with pytest.raises(
+        ValueError, match=r'no field `no_repeat`. A parameter of .* is given as extra={"no_repeat": ...}'
+    ):
+        SamplingParams(no_repeat=3)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"Did you mean `max_tokens`\?"):
+        SamplingParams(max_token=3)  # type: ignore[call-arg]

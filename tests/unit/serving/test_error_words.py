@@ -26,6 +26,7 @@ class Body(BaseModel):
         (b'{"prompt": "\xff"}', "application/json", "the body is not valid UTF-8", None),
         (b'{"prompt": ' + b"[" * 100_000, "application/json", "the body is nested too deeply", None),
         (b'{"prompt": "x", "max_token": 3}', "application/json", "max_token: there is no such field", "max_token"),
+        (b'{"prompt": "x", "no_repeat": 3}', "application/json", r'given as "extra": {"no_repeat": ...}', "no_repeat"),
     ],
 )
 def test_an_invalid_body_gets_a_message_with_the_cause(

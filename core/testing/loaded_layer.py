@@ -1,0 +1,43 @@
+"""A loaded layer for the suite of quantizers, and the exact matmul. Shapes: T tokens, I input, O output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.core.interfaces import Activation, LinearMethod
+from dovetail.core.ops import encode
+from dovetail.core.testing.numeric import poisoned_memory
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A finished layer and the matrix that it was loaded from."""
+
+    method: LinearMethod
+    params: dict[str, torch.Tensor]
+    weight: torch.Tensor
+
+    def apply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
+        with poisoned_memory():
+            return self.method.apply(self.params, x, bias_O)
+
+    def partial_scale(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
+        return self.method.partial(self.params, x).scale or ()
+
+    def partial(self, x_TI: torch.Tensor) -> torch.Tensor:
+        x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
+        with poisoned_memory():
+            return self.method.partial(self.params, x).scaled()
+
+    def exact(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return exact_product(x_TI, self.weight)
+
+
+def exact_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute the matmul in float64 on the host."""
+    y_TO = x_TI.cpu().double() @ weight_OI.cpu().double().t()
+    return y_TO if bias_O is None else y_TO + bias_O.cpu().double()
