@@ -17,7 +17,13 @@ log = logging.getLogger(__name__)
 
 _LONGEST_PATH = 8
 """Maximum number of parts in a field's path; a body can be nested hundreds of levels deep."""
-_TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
 
 
 class ServerError(Exception):
