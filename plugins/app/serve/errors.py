@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -76,7 +77,13 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = respond(FieldError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
+        detail = str(error.detail)
+        match error.__cause__:
+            case RecursionError():
+                detail = "the body is nested too deeply"
+            case UnicodeDecodeError():
+                detail = "the body is not text in UTF-8"
+        response = respond(FieldError(f"{request.method} {request.url.path}: {detail}", status=error.status_code))
         response.headers.update(error.headers or {})
         return response
 
@@ -86,6 +93,32 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, other)
 
 
+def _place(error: Any, body: Any) -> list[str | int]:
+    """Return the path of a mistake within the body: its `loc` without the names that pydantic inserts for the
+    alternatives of a union."""
+    place: list[str | int] = []
+    for part in error["loc"][1:]:
+        if isinstance(body, dict) and part in body or isinstance(body, list) and isinstance(part, int):
+            body = body[part]
+            place.append(part)
+    if error["type"] == "missing":
+        place.append(error["loc"][-1])
+    return place
+
+
+def _most_specific(errors: Sequence[Any], body: Any) -> tuple[list[str | int], str]:
+    """Return path and message of the first mistake. For a union, that of the alternative that accepts most of the
+    value; of several, the different messages."""
+    first = errors[0]
+    place = _place(first, body)
+    if len(place) == len(first["loc"]) - 1:
+        return place, first["msg"]
+    others = [(_place(one, body), one["msg"]) for one in errors]
+    others = [(where, message) for where, message in others if where[:1] == place[:1]]
+    best = max((where for where, _ in others), key=lambda where: (len(where), [p for p in where if isinstance(p, int)]))
+    return best, ", or: ".join(dict.fromkeys(message for where, message in others if where == best))
+
+
 def _field_error(error: RequestValidationError) -> FieldError:
     """Return the first mistake, by field. The value may be a prompt, so it is not repeated."""
     first = error.errors()[0]
@@ -93,8 +126,8 @@ def _field_error(error: RequestValidationError) -> FieldError:
         return FieldError(f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if first["type"] == "model_attributes_type" and first["loc"] == ("body",):
         return FieldError("the body is not a JSON object or lacks the header `content-type: application/json`")
-    where = [str(part) for part in first["loc"] if part != "body"]
-    # pydantic reports one error per alternative of a union; all have the same field.
+    place, message = _most_specific(error.errors(), error.body)
+    where = [str(part) for part in place]
     path = ".".join(where[:_LONGEST_PATH] + ["..."] * (len(where) > _LONGEST_PATH)) or None
-    reason = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
+    reason = "there is no such field" if first["type"] == "extra_forbidden" else message
     return FieldError(f"{path or 'body'}: {reason}", path.split(".")[0] if path else None)

@@ -178,10 +178,13 @@ class Service:
         *,
         keep: Collection[str] = (),
         pooling: Pooling | None = None,
+        admitted: bool = False,
     ) -> list[Job]:
         """Submit all prompts, or none if one is refused. `keep`: special tokens whose text stays in the output.
-        `pooling`: embed the prompts instead of generating."""
-        self._admit(len(prompts) * params.n)
+        `pooling`: embed the prompts instead of generating. `admitted`: they take the places of earlier prompts of the
+        same request, so the queue is not checked."""
+        if not admitted:
+            self._admit(len(prompts) * params.n)
         limit = self.client.info.max_len
         for ids in prompts:
             if len(ids) >= limit:
@@ -189,7 +192,7 @@ class Service:
         seconds = min((s for s in (self.config.timeout, body.timeout) if s is not None), default=None)
         options = RequestOptions(
             priority=body.priority or 0,
-            deadline=None if seconds is None else time.perf_counter() + seconds,
+            deadline=None if seconds is None else exchange.of(request.scope).began + seconds,
             user=body.user or "",
             cache_salt=self._salt(request, body),
             hints=body.hints or {},
@@ -202,13 +205,20 @@ class Service:
                 stream = self.client.submit(ids, params, options, keep=keep)
                 job = Job(self, stream, endpoint, len(ids), request)
                 jobs.append(job)
-                if seconds is not None:
-                    job.timer = asyncio.get_running_loop().call_later(seconds, self._expire, job, seconds)
+                if seconds is not None and options.deadline is not None:
+                    job.timer = asyncio.get_running_loop().call_later(
+                        options.deadline - time.perf_counter(), self._expire, job, seconds
+                    )
         except BaseException:
             for job in jobs:
                 job.close()
             raise
         return jobs
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of samples that run or wait."""
+        return self.client.max_seqs + self.config.max_waiting
 
     def _salt(self, request: Request, body: Queued) -> str:
         salt = body.cache_salt if body.cache_salt is not None else body.prompt_cache_key or ""
@@ -218,7 +228,7 @@ class Service:
     def _admit(self, samples: int) -> None:
         if self.draining:
             raise ServerError(503, "the server is about to stop", code="shutting_down", retry_after=1)
-        capacity = self.client.max_seqs + self.config.max_waiting
+        capacity = self.capacity
         if samples > capacity:
             raise FieldError(
                 f"{samples} samples in one request, but the server accepts at most {capacity} "

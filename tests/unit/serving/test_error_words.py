@@ -12,9 +12,15 @@ from pydantic import BaseModel, ConfigDict
 from dovetail.plugins.app.serve import errors
 
 
+class Message(BaseModel):
+    role: str
+    content: str | list[str] | None = None
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    prompt: str
+    prompt: str | list[str] | list[int]
+    messages: list[Message] = []
 
 
 @pytest.mark.parametrize(
@@ -22,6 +28,22 @@ class Body(BaseModel):
     [
         (b'{"prompt": "x", ', "application/json", "the body is not JSON: Expecting .* at character 16", None),
         (b'{"prompt": "x"}', "application/x-www-form-urlencoded", "lacks the header `content-type: appl", None),
+        (
+            b'{"prompt": {}}',
+            "application/json",
+            "^prompt: Input should be a valid string, or: Input should be a valid list$",
+            "prompt",
+        ),
+        (b'{"prompt": ["x", 3]}', "application/json", "^prompt.1: Input should be a valid string$", "prompt"),
+        (b'{"prompt": "x", "messages": [{}]}', "application/json", "^messages.0.role: Field required$", "messages"),
+        (
+            b'{"prompt": "x", "messages": [{"role": "user", "content": [3]}]}',
+            "application/json",
+            "^messages.0.content.0: Input should be a valid string$",
+            "messages",
+        ),
+        (b"[" * 100_000, "application/json", "the body is nested too deeply", None),
+        (b'"\xff"', "application/json", "the body is not text in UTF-8", None),
         (b'{"prompt": "x", "max_token": 3}', "application/json", "max_token: there is no such field", "max_token"),
     ],
 )
