@@ -158,7 +158,7 @@ class ProcessorTable:
                 self._check_values(processor, request)
                 processor.validate(request, self._vocab)
                 if processor.wants(request):
-                    processor.join(0, request)  # a rehearsal: every rank does the same when the request enters
+                    processor.join(0, request)  # a trial: every rank does the same when the request enters
                     wanted.append(name)
         return replace(request, processors=tuple(wanted))
 

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dovetail.core.interfaces.records import RequestOptions
+
 
 @dataclass(frozen=True, slots=True)
 class SLO:
@@ -18,8 +20,11 @@ class SLO:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedRequest:
-    """One request of a benchmark. It ignores EOS tokens, so the work does not depend on the model's answer."""
+class TimedRequest(RequestOptions):
+    """One request of a benchmark. It ignores EOS tokens, so the work does not depend on the model's answer.
+
+    `deadline` is in seconds after the request's arrival. `pooling` must be None, since a benchmark measures generation.
+    """
 
     prompt_ids: tuple[int, ...]
     output_tokens: int
@@ -28,12 +33,6 @@ class TimedRequest:
     """Seconds after the start of the run. Arrivals do not wait for answers (open loop)."""
     slo: SLO | None = None
     """None = the run's objective."""
-    priority: int = 0
-    """Lower values run first, with a scheduler that uses priorities."""
-    user: str = ""
-    cache_salt: str = ""
-    adapter: str = ""
-    """Adapter name; "" = the base model."""
 
 
 def no_tokenizer(text: str) -> Sequence[int]:

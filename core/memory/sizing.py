@@ -58,15 +58,15 @@ def measure_pages(
     *,
     fraction: float,
     wanted: Mapping[int, int],
-    rehearse: Callable[[], None],
+    warm_up: Callable[[], None],
 ) -> dict[int, int]:
-    """Number of pages per group. On CUDA `rehearse` runs the most expensive step and the rest of `fraction` goes to KV.
+    """Number of pages per group. On CUDA `warm_up` runs the most expensive step and the rest of `fraction` goes to KV.
     On a CPU the cache gets what the `wanted` tokens need, limited to half of `fraction` of free memory, since other
     ranks use the same memory. If there are groups without a window, window groups get at most what they want."""
     full = any(not group.window for group in groups)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        rehearse()
+        warm_up()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         peak = torch.cuda.max_memory_allocated(device)

@@ -19,11 +19,10 @@ import torch
 from dovetail.core.compose import Composition, compose
 from dovetail.core.errors import DovetailError, RequestError
 from dovetail.core.interfaces import Executor, ExecutorInfo, Join, Row, StepResult
+from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.core.testing.executor_scripts import (
-    DECODE,
     MAX_LEN,
     PAGES_PER_SLOT,
-    SAMPLE,
     SLOTS,
     VOCAB,
     A,
@@ -31,6 +30,7 @@ from dovetail.core.testing.executor_scripts import (
     C,
     Script,
     alone,
+    decode_row,
     quiet,
     save_adapter,
     small_composition,
@@ -271,7 +271,7 @@ class ExecutorContract:
         good = alone(B, 1, 1)
         bad = Script(after=good)
         if wrong == "a row without a sequence":
-            bad.add([Row(3, UNKNOWN, 1, 1, 1, 0, DECODE)])
+            bad.add([decode_row(3, UNKNOWN, 1, 1)])
         else:
             bad.add([Row(3, UNKNOWN, 1, 5, 5, 0, SAMPLE)], {Join(3, UNKNOWN, 1, 0): B})
             bad.steps[0][1].clear()

@@ -21,10 +21,10 @@ from dovetail.core.interfaces import (
     PageDelta,
     Request,
     Row,
-    RowFlag,
     SamplingParams,
     StepPlan,
 )
+from dovetail.core.interfaces.plan import DECODE_AND_SAMPLE, LATE, SAMPLE
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 
@@ -35,7 +35,6 @@ SMALL_LLAMA = (
     f"num_attention_heads: 4, num_key_value_heads: 2, vocab_size: {VOCAB}, max_position_embeddings: 128, "
     "rms_norm_eps: 1.0e-5, rope_theta: 10000.0, eos_token_id: 2, torch_dtype: float32}"
 )
-SAMPLE, DECODE, LATE = RowFlag.SAMPLE, RowFlag.DECODE | RowFlag.SAMPLE, RowFlag.LATE
 
 
 def small_composition(*overrides: str) -> Composition:
@@ -123,16 +122,21 @@ def prompt(length: int, first: int) -> tuple[int, ...]:
 A, B, C = prompt(23, 3), prompt(5, 50), prompt(18, 11)
 
 
+def decode_row(slot: int, uid: int, epoch: int, bound: int, late: int = 0) -> Row:
+    """Row that decodes one token; `late` is LATE if it waits for its mask."""
+    return Row(slot, uid, epoch, 1, bound, 0, DECODE_AND_SAMPLE | late)
+
+
 def whole_life(after: Script | None = None) -> Script:
     """Chunks, decode rows, a slot that is reused, and a sequence that resumes in another slot."""
     script = Script(after)
     script.add([Row(0, 1, 1, 16, 16, 0, 0), Row(2, 2, 1, 5, 5, 0, SAMPLE)], {Join(0, 1, 1, 0): A, Join(2, 2, 1, 0): B})
-    script.add([Row(2, 2, 1, 1, 6, 0, DECODE), Row(0, 1, 1, 7, 23, 0, SAMPLE)])
-    script.add([Row(0, 1, 1, 1, 24, 0, DECODE), Row(2, 2, 1, 1, 7, 0, DECODE)])
-    script.add([Row(0, 1, 1, 1, 25, 0, DECODE), Row(2, 3, 1, 18, 18, 0, SAMPLE)], {Join(2, 3, 1, 0): C}, leaves=[2])
-    script.add([Row(0, 1, 1, 1, 26, 0, DECODE), Row(2, 3, 1, 1, 19, 0, DECODE)])
-    script.add([Row(2, 3, 1, 1, 20, 0, DECODE), Row(1, 1, 2, 23, 23, 0, SAMPLE)], {Join(1, 1, 2, 0): A}, leaves=[0])
-    script.add([Row(1, 1, 2, 1, 24, 0, DECODE), Row(2, 3, 1, 1, 21, 0, DECODE)])
+    script.add([decode_row(2, 2, 1, 6), Row(0, 1, 1, 7, 23, 0, SAMPLE)])
+    script.add([decode_row(0, 1, 1, 24), decode_row(2, 2, 1, 7)])
+    script.add([decode_row(0, 1, 1, 25), Row(2, 3, 1, 18, 18, 0, SAMPLE)], {Join(2, 3, 1, 0): C}, leaves=[2])
+    script.add([decode_row(0, 1, 1, 26), decode_row(2, 3, 1, 19)])
+    script.add([decode_row(2, 3, 1, 20), Row(1, 1, 2, 23, 23, 0, SAMPLE)], {Join(1, 1, 2, 0): A}, leaves=[0])
+    script.add([decode_row(1, 1, 2, 24), decode_row(2, 3, 1, 21)])
     return script
 
 
@@ -141,7 +145,7 @@ def alone(tokens: Seq[int], uid: int, decodes: int, after: Script | None = None)
     script, count = Script(after), len(tokens)
     script.add([Row(0, uid, 1, count, count, 0, SAMPLE)], {Join(0, uid, 1, 0): tokens})
     for i in range(1, decodes + 1):
-        script.add([Row(0, uid, 1, 1, count + i, 0, DECODE)])
+        script.add([decode_row(0, uid, 1, count + i)])
     return script
 
 
@@ -151,8 +155,8 @@ def with_masks(after: Script | None = None) -> Script:
     rows = [Row(0, 1, 1, 23, 23, 0, SAMPLE | LATE), Row(2, 2, 1, 5, 5, 0, SAMPLE)]
     script.add(rows, {Join(0, 1, 1, 0): A, Join(2, 2, 1, 0): B}, masks={0: (7, 40, 96)})
     for bound, masks in ((24, {0: (13,)}), (25, {}), (25, {0: (64, 65)}), (26, None)):
-        flags = DECODE if masks is None else DECODE | LATE
-        mine, other = Row(0, 1, 1, 1, bound, 0, flags), Row(2, 2, 1, 1, 5 + len(script.steps), 0, DECODE)
+        late = 0 if masks is None else LATE
+        mine, other = decode_row(0, 1, 1, bound, late), decode_row(2, 2, 1, 5 + len(script.steps))
         script.add([mine, other], masks=masks)
     return script
 
@@ -162,10 +166,10 @@ def with_adapters() -> Script:
     script = Script()
     rows = [Row(0, 1, 1, 23, 23, 0, SAMPLE), Row(2, 2, 1, 5, 5, 0, SAMPLE)]
     script.add(rows, {Join(0, 1, 1, 0): A, Join(2, 2, 1, 0): B}, adapter="x@1")
-    script.add([Row(0, 1, 1, 1, 24, 0, DECODE), Row(2, 2, 1, 1, 6, 0, DECODE)])
-    rows = [Row(2, 2, 1, 1, 7, 0, DECODE), Row(0, 3, 1, 23, 23, 0, SAMPLE)]
+    script.add([decode_row(0, 1, 1, 24), decode_row(2, 2, 1, 6)])
+    rows = [decode_row(2, 2, 1, 7), Row(0, 3, 1, 23, 23, 0, SAMPLE)]
     script.add(rows, {Join(0, 3, 1, 0): A}, leaves=[0], adapter="y@2")
-    script.add([Row(0, 3, 1, 1, 24, 0, DECODE), Row(2, 2, 1, 1, 8, 0, DECODE)])
+    script.add([decode_row(0, 3, 1, 24), decode_row(2, 2, 1, 8)])
     return script
 
 

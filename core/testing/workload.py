@@ -62,6 +62,7 @@ class WorkloadContract:
                 assert known, f"prompt ids must be ints below {self.vocab}: {request.prompt_ids}"
                 tokens = len(request.prompt_ids) + request.output_tokens
                 assert tokens <= self.max_len, f"a request needs {tokens} tokens, the context has {self.max_len}"
+                assert request.pooling is None, f"a benchmark measures generation; pooling must be None: {request!r}"
                 assert request.slo is None or isinstance(request.slo, SLO), f"slo must be an SLO: {request.slo!r}"
 
     def test_ids_stay_in_a_small_vocabulary(self) -> None:

@@ -251,7 +251,7 @@ def _measure_pages(parts: RankParts) -> dict[int, int]:
             ahead=engine.depth * (1 + parts.drafter.lookahead),
             budget=engine.token_budget,
         ),
-        rehearse=lambda: run_warmup_steps(parts),
+        warm_up=lambda: run_warmup_steps(parts),
     )
 
 

@@ -223,7 +223,7 @@ class SideStream:
 def interleave(
     halves: Sequence[Layers], side: Side, enter: Callable[[int], None] = lambda half: None
 ) -> tuple[Hidden, ...]:
-    """Run the halves in turns and return their results. The first half has the earlier tokens, and is ahead in every
+    """Run the halves alternately and return their results. The first half has the earlier tokens, and is ahead in every
     layer. `enter(half)` is called before a half goes on."""
     found: dict[int, Hidden] = {}
     turns: deque[tuple[int, Any]] = deque()

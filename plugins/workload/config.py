@@ -70,6 +70,6 @@ class TraceConfig(Config):
 
     path: str
     """JSONL file. Each line: {"prompt_ids": [...], "output_tokens": n}, optionally with "arrival" in seconds,
-    "priority", "user", "cache_salt" and "adapter"."""
+    "deadline" in seconds after it, "priority", "user", "cache_salt", "hints" and "adapter"."""
     speed: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Arrival rate relative to the recording; 2 = twice as fast."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import TimedRequest, Workload, WorkloadContext
+from dovetail.core.interfaces import RequestOptions, TimedRequest, Workload, WorkloadContext
 from dovetail.plugins.workload.config import ShareGPTConfig, TraceConfig
 from dovetail.plugins.workload.synthetic import check_length, poisson_arrivals
 
@@ -23,18 +25,18 @@ def read(path: str) -> str:
         raise ConfigError(f"workload.path={path}: cannot be read ({error})") from None
 
 
-class _Line(BaseModel):
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class _Line(RequestOptions):
     """One line of a trace."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     output_tokens: int = Field(ge=1)
     arrival: float = Field(0.0, ge=0, allow_inf_nan=False)
-    priority: int = 0
-    user: str = ""
-    cache_salt: str = ""
-    adapter: str = ""
+    deadline: float | None = Field(None, gt=0, allow_inf_nan=False, kw_only=True)
+    pooling: None = field(default=None, kw_only=True)
+
+
+_LINE = TypeAdapter(_Line)
 
 
 class Trace(Workload):
@@ -54,7 +56,7 @@ class Trace(Workload):
     def _request(self, text: str, number: int, ctx: WorkloadContext) -> TimedRequest:
         where = f"{self.config.path}:{number}"
         try:
-            line = _Line.model_validate_json(text)
+            line = _LINE.validate_json(text)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
@@ -63,15 +65,8 @@ class Trace(Workload):
         if outside:
             raise ConfigError(f"{where}: token id {outside[0]} is not in the model's vocabulary of {ctx.vocab}")
         check_length(f"trace ({where})", len(line.prompt_ids), line.output_tokens, ctx)
-        return TimedRequest(
-            line.prompt_ids,
-            line.output_tokens,
-            line.arrival / self.config.speed,
-            priority=line.priority,
-            user=line.user,
-            cache_salt=line.cache_salt,
-            adapter=line.adapter,
-        )
+        values = {one.name: getattr(line, one.name) for one in fields(line)}
+        return TimedRequest(**values | {"arrival": line.arrival / self.config.speed})
 
 
 class ShareGPT(Workload):

@@ -11,6 +11,8 @@ from dovetail.core.testing.attention import AttentionContract
 from dovetail.plugins.attention.config import FlashInferConfig
 from dovetail.plugins.attention.flashinfer.backend import FlashInfer
 
+from .models import dummy_llama
+
 pytest.importorskip("flashinfer", reason="the extra `flashinfer` is not installed")
 
 pytestmark = pytest.mark.timeout(900)  # FlashInfer compiles kernels at first use.
@@ -34,26 +36,17 @@ class TestFlashInferFloat16(TestFlashInfer):
     page_tokens = (16, 64)
 
 
-SHAPES = {
-    "architectures": "[LlamaForCausalLM]",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "dtype": "bfloat16",
-}
-MODEL = [
-    "model=llama",
-    "model.load=dummy",
-    f"model.hf={{{', '.join(f'{key}: {value}' for key, value in SHAPES.items())}}}",
+MODEL = dummy_llama(
     "engine.dtype=bfloat16",
     "engine.kv_pages=600",
     "engine.max_seqs=16",
     "engine.cuda_graphs=false",
-]
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    dtype="bfloat16",
+)
 PROMPTS = [[(7 * n + i * i) % 512 for i in range(5 + 40 * n)] for n in range(8)]
 NEAR = 0.1
 """Largest difference in nats between log-probabilities of decode steps and of one prompt in bfloat16. A wrong key

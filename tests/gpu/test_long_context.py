@@ -7,28 +7,18 @@ import torch
 
 from dovetail import LLM, SamplingParams
 
+from .models import dummy_llama
+
 GPUS = torch.cuda.device_count()
 CONTEXT, TOKENS = 131072, 24
-SHAPES = {
-    "architectures": "[LlamaForCausalLM]",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": CONTEXT,
-    "rope_theta": 500000.0,
-    "dtype": "float32",
-}
-MODEL = [
-    "model=llama",
-    "model.load=dummy",
-    f"model.hf={{{', '.join(f'{key}: {value}' for key, value in SHAPES.items())}}}",
+MODEL = dummy_llama(
     "engine.device=cuda",
     "engine.kv_pages=9000",
     "engine.max_seqs=4",
-]
+    num_hidden_layers=2,
+    max_position_embeddings=CONTEXT,
+    rope_theta=500000.0,
+)
 PROMPTS = [[(11 * i + i * i // 7) % 512 for i in range(CONTEXT - TOKENS)], [(5 * i) % 512 for i in range(900)]]
 NEAR = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest difference of log-probabilities in nats."""

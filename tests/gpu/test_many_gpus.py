@@ -19,26 +19,13 @@ from dovetail import LLM, SamplingParams
 from dovetail.core.frontend.engines import EngineProcesses
 from dovetail.plugins.collective.symm_mem.reduce import Reducer
 
+from .models import dummy_llama
+
 GPUS = torch.cuda.device_count()
 MOST = next((tp for tp in (8, 4, 2) if tp <= GPUS), 1)
 """Largest number of ranks that divides the heads."""
 pytestmark = [pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"), pytest.mark.timeout(300)]
-SHAPES = {
-    "architectures": "[LlamaForCausalLM]",
-    # The last of 8 ranks has fewer tokens than the others.
-    "vocab_size": 509,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-    "dtype": "float32",
-}
-MODEL = [
-    "model=llama",
-    "model.load=dummy",
-    f"model.hf={{{', '.join(f'{key}: {value}' for key, value in SHAPES.items())}}}",
+MODEL = dummy_llama(
     "engine.device=cuda",
     "engine.dtype=float32",
     "engine.kv_pages=2000",
@@ -46,7 +33,11 @@ MODEL = [
     "engine.token_budget=512",
     "engine.depth=2",
     "attention=triton",
-]
+    vocab_size=509,  # The last of 8 ranks has fewer tokens than the others.
+    hidden_size=512,
+    num_hidden_layers=4,
+    max_position_embeddings=4096,
+)
 """All steps run as graphs: chunks, mixed steps and decode steps."""
 PROMPTS = [[(7 * n + i * i) % 509 for i in range(3 + 130 * n)] for n in range(10)]
 PARAMS = [

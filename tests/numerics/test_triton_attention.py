@@ -40,7 +40,7 @@ from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
 from dovetail.plugins.attention.triton import backend  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
-from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS, DecodeTile, PromptTile, Shape, Tile, Tiles, fit  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS, DecodeTile, Shape, Tile, Tiles, fit  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
 from .attention_cases import Case, error, expected, make_step  # noqa: E402
@@ -84,6 +84,16 @@ class WarpTiles(SmallTiles):
         tile = super().decode(shape, tokens, programs)
         rows = next_power_of_2(max(8, shape.group * tokens))
         return fit(replace(tile, block_m=rows, key_warps=4, warps=4, pairs=rows <= 32), shape)
+
+
+class FixedTile(Tiles):
+    """The same tile for every decode row."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile = tile
+
+    def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
+        return self.tile
 
 
 class GatheringTiles(SmallTiles):
@@ -209,52 +219,6 @@ def test_gathered_pages(step, kv_dtype, page_tokens, monkeypatch):
     case = replace(STEPS[step], kv_dtype=kv_dtype, page_tokens=page_tokens, dtype=torch.float16, slack=90)
     check(case, GatheringTiles())
     check(replace(case, dim=64), GatheringTiles(programs=1, tma=True))
-
-
-def test_which_steps_gather_pages():
-    """Pages are gathered for long prompts whose pages are slow to read, if the copy is small enough."""
-    tiles, shape = Tiles(), Shape(4, 128, torch.bfloat16, E4M3, 16)
-    assert tiles.gather(shape, 8192, (512,) * 16, 8)
-    assert not tiles.gather(shape, 8192, (128,) * 64, 8), "short prompts"
-    assert tiles.gather(shape, 8192, (65536,), 8) and not tiles.gather(shape, 8192, (65537,), 8), "more than the room"
-    assert not tiles.gather(shape, 2560, (65536 // 9,) * 9, 8), "with what each row's last page leaves free"
-    assert not tiles.gather(replace(shape, dtype=torch.float32), 8192, (8192,), 8)
-    same = replace(shape, kv_dtype=torch.bfloat16)
-    assert tiles.gather(same, 8192, (1024,) * 8, 8)
-    assert not tiles.gather(same, 8192, (512,) * 16, 8), "prompts of middle length"
-    assert tiles.gather(replace(same, hopper=True), 8192, (512,) * 16, 8)
-    assert not tiles.gather(replace(same, hopper=True, group=5), 8192, (512,) * 16, 8), "not its kernel's"
-    assert not tiles.gather(replace(same, page_tokens=64), 8192, (8192,), 8), "tensor maps read these pages"
-    assert not tiles.gather(replace(same, head_dim=80), 8192, (8192,), 8), "tensor maps read none of these"
-
-
-def test_which_prompts_go_to_the_kernel_for_hopper():
-    shape = Shape(4, 128, torch.bfloat16, torch.bfloat16, 64, hopper=True)
-    tiles = [Tiles().prefill(shape, 8192, rows) for rows in (1, 4, 16)]
-    assert all(isinstance(tile, PromptTile) for tile in tiles)
-    assert [(tile.block_n, tile.persistent) for tile in tiles] == [(128, True), (128, False), (64, True)]
-    others = (
-        dict(hopper=False), dict(page_tokens=32), dict(page_tokens=96), dict(head_dim=96), dict(head_dim=256),
-        dict(group=3), dict(group=128), dict(kv_dtype=E4M3), dict(dtype=torch.float32, kv_dtype=torch.float32),
-    )  # fmt: skip
-    for other in others:
-        assert not isinstance(Tiles().prefill(replace(shape, **other), 8192, 1), PromptTile), other
-
-
-def test_which_rows_go_to_the_kernel_for_single_tokens():
-    shape = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True)
-    for programs in (0.01, 0.5, 1.5, 20):
-        tile = Tiles().decode(shape, 1, programs)
-        assert isinstance(tile, DecodeTile) and tile.block_m == 4, "a token of a row is a tile"
-    tiles = [Tiles().decode(replace(shape, **other), 1, 1) for other in (dict(group=16), dict(kv_dtype=torch.bfloat16))]
-    assert all(isinstance(tile, DecodeTile) for tile in tiles)
-    others = (
-        dict(hopper=False), dict(group=32), dict(head_dim=96), dict(head_dim=64), dict(kv_dtype=torch.float16),
-        dict(dtype=torch.float32, kv_dtype=torch.float32),
-    )  # fmt: skip
-    for other in others:
-        assert not isinstance(Tiles().decode(replace(shape, **other), 1, 1), DecodeTile), other
-    assert not isinstance(Tiles().decode(shape, 2, 1), DecodeTile), "drafts"
 
 
 def test_decode_rows_do_not_make_a_short_prompt_long():
@@ -403,10 +367,6 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
     lengths = (1, 700, 64, 65, 3000, 333)
     counts, tile = (1,) * len(lengths), DecodeTile(2, WARP_KEYS, 2, 3, 64, least=32, slabs=1, root=8)
 
-    class Decoding(Tiles):
-        def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
-            return tile
-
     table = torch.randint(1, 1000, (len(lengths), -(-max(lengths) // page_tokens) + 1), dtype=torch.int32)
     meta = BatchMeta(
         row_start_B1=torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE),
@@ -417,7 +377,7 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
     )
     geometry = (window, 4, 2, 64, torch.float16, torch.float16)
     host = HostBounds(counts, tuple(length + 9 for length in lengths), len(lengths))
-    (made,) = backend._make_plan(Decoding(), geometry, meta, host, len(lengths) + 2, lambda: None).lists
+    (made,) = backend._make_plan(FixedTile(tile), geometry, meta, host, len(lengths) + 2, lambda: None).lists
     assert (made.mail == EMPTY).all() and made.mail.numel() == made.items.shape[0] * 2 * tile.box_words(64)
     grain = tile.grain(page_tokens)
     pages = made.first_pages.view(made.items.shape[0], -1).cpu()
@@ -441,10 +401,6 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
 def test_mailboxes_are_filled_after_the_plan_even_if_no_row_is_split(tile, words, monkeypatch):
     """attend_decode reads the plan without waiting for its preceding kernel, so that must not be plan_items."""
 
-    class Decoding(Tiles):
-        def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
-            return tile
-
     launched = []
 
     class Planning:
@@ -461,7 +417,7 @@ def test_mailboxes_are_filled_after_the_plan_even_if_no_row_is_split(tile, words
     monkeypatch.setattr(torch, "full", full)
     step = make_step(Case(lengths=(5, 9), counts=(1, 1), num_decode=2), make(), DEVICE)
     geometry = (0, 4, 2, 64, torch.float16, torch.float16)
-    backend._make_plan(Decoding(), geometry, step.ctx.meta, step.ctx.host, 2, lambda: None)
+    backend._make_plan(FixedTile(tile), geometry, step.ctx.meta, step.ctx.host, 2, lambda: None)
     assert launched == ["plan", words]
 
 

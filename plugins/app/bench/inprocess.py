@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -201,12 +201,12 @@ class Drive(ABC):
         """Return the engines' figures of the run; a value that they cannot measure is None."""
         return _figures(self.replicas, self._counted())
 
-    def _next(self) -> tuple[Sequence[int], SamplingParams, RequestOptions]:
+    def _next(self, began: float) -> tuple[Sequence[int], SamplingParams, RequestOptions]:
         request = self.requests[self._added]
         params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
-        options = RequestOptions(
-            priority=request.priority, user=request.user, cache_salt=request.cache_salt, adapter=request.adapter
-        )
+        options = RequestOptions(**{option.name: getattr(request, option.name) for option in fields(RequestOptions)})
+        if request.deadline is not None:
+            options = replace(options, deadline=began + request.arrival + request.deadline)
         return request.prompt_ids, params, options
 
     def _finished(self) -> None:
@@ -236,7 +236,7 @@ class StepDrive(Drive):
         while not self.stopped and (self._added < len(requests) or engine.has_work):
             now = time.perf_counter() - began
             while self._added < len(requests) and requests[self._added].arrival <= now:
-                self._add()
+                self._add(began)
             if not engine.has_work:
                 _sleep_until(began + requests[self._added].arrival)
                 continue
@@ -257,8 +257,8 @@ class StepDrive(Drive):
                         line.failure = event.detail
                     self._finished()
 
-    def _add(self) -> None:
-        ids, params, options = self._next()
+    def _add(self, began: float) -> None:
+        ids, params, options = self._next(began)
         (seq,) = self.engine.add(ids, params, options)
         self._running[seq.uid] = self.timelines[self._added]
         self._added += 1
@@ -321,7 +321,7 @@ class TableDrive(Drive):
                     if self._done == len(self.requests):
                         self._ended.set()
 
-        (request,) = self.engines.table.submit(NewRequest(*self._next(), deliver))
+        (request,) = self.engines.table.submit(NewRequest(*self._next(began), deliver))
         self._added += 1
         self.replicas[request.replica].requests += 1
 

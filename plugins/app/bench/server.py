@@ -79,11 +79,11 @@ class ServerTarget(Target):
     async def _run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
         """Send all requests. Bytes are stored with their arrival time and parsed after the run."""
         bodies = [msgspec.json.encode(self._body(request)) for request in requests]
-        streams = [Stream() for _ in requests]
+        streams = [StreamedAnswer() for _ in requests]
         lags: list[float] = []
         done = 0
 
-        async def one(request: TimedRequest, body: bytes, stream: Stream) -> None:
+        async def one(request: TimedRequest, body: bytes, stream: StreamedAnswer) -> None:
             nonlocal done
             await asyncio.sleep(began + request.arrival - time.perf_counter())
             lags.append(max(0.0, time.perf_counter() - began - request.arrival))
@@ -111,12 +111,14 @@ class ServerTarget(Target):
             "stream_options": {"include_usage": True},
         }
         # Extensions of the OpenAI API: sent only if the workload sets them.
-        for name in ("priority", "user", "cache_salt"):
+        for name in ("priority", "user", "cache_salt", "hints"):
             if value := getattr(request, name):
                 body[name] = value
+        if request.deadline is not None:
+            body["timeout"] = request.deadline
         return body
 
-    async def _complete(self, body: bytes, stream: Stream, began: float) -> None:
+    async def _complete(self, body: bytes, stream: StreamedAnswer, began: float) -> None:
         try:
             answer = await self._ask("POST", "/completions", body)
         except HttpError as error:
@@ -136,7 +138,7 @@ class StreamError(Exception):
 
 
 @dataclass(slots=True)
-class Stream:
+class StreamedAnswer:
     """One streamed answer, as the pieces that arrived."""
 
     pieces: list[tuple[float, bytes]] = field(default_factory=list)

@@ -21,8 +21,8 @@ Read = Callable[[ConfigJson], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """Keys of the shapes in config.json."""
+class ConfigKeys:
+    """Names in config.json of the sizes that every family has."""
 
     hidden: str = "hidden_size"
     layers: str = "num_hidden_layers"
@@ -145,7 +145,7 @@ def _deepseek_mla(config: ConfigJson) -> MLA:
 class Family:
     """Differences from Llama 2. Functions read config.json where the models of a family differ."""
 
-    keys: Keys = Keys()
+    keys: ConfigKeys = ConfigKeys()
     names: Names = Names()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Suffixes of unused tensors in old checkpoints."""
@@ -188,7 +188,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(qkv_bias=lambda config: True, windows=_qwen_windows),
     "Qwen3ForCausalLM": replace(LLAMA, mlp_bias=_no, qk_norm=True, head_dim=128, windows=_qwen_windows),
     "FalconForCausalLM": Family(
-        keys=Keys(intermediate="ffn_hidden_size", eps="layer_norm_epsilon", activation="activation"),
+        keys=ConfigKeys(intermediate="ffn_hidden_size", eps="layer_norm_epsilon", activation="activation"),
         names=Names(
             embedding="transformer.word_embeddings",
             norm="transformer.ln_f",
@@ -210,7 +210,7 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=lambda config: config.flag("bias"),
     ),
     "GPTJForCausalLM": Family(
-        keys=Keys(
+        keys=ConfigKeys(
             hidden="n_embd",
             layers="n_layer",
             heads="n_head",

@@ -70,6 +70,10 @@ BROKEN: dict[str, list[type[Sound]]] = {
                 replace(r, prompt_ids=(*r.prompt_ids[1:], ctx.vocab)) for r in Sound.requests(self, ctx)
             ],
         ),
+        fault(
+            "Embeds",
+            requests=lambda self, ctx: [replace(r, pooling="last") for r in Sound.requests(self, ctx)],
+        ),
         EmptyOutput,
     ],
     "test_ids_stay_in_a_small_vocabulary": [

@@ -19,11 +19,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
-from dovetail.core.interfaces import TimedRequest
+from dovetail.core.engine.engine import Engine
+from dovetail.core.interfaces import RequestOptions, TimedRequest
 from dovetail.plugins.app.bench.http import Address, Answer, HttpError
 from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.bench.metrics import Timeline
-from dovetail.plugins.app.bench.server import Stream
+from dovetail.plugins.app.bench.server import StreamedAnswer
 
 CPU = ("app=bench", "engine.device=cpu", "engine.max_len=128", "engine.kv_pages=200", "bench.warmup=1")
 SMALL = ("workload.requests=4", "workload.prompt_tokens=6", "workload.output_tokens=5")
@@ -286,6 +287,29 @@ def test_requests_name_adapters_as_models(server: FakeServer, tmp_path: Path) ->
     assert sum(counts) == 40 and counts[0] > 2 * counts[1] > 2 * counts[2] > 0, counts
 
 
+def test_options_of_a_request_reach_server_and_engine(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"priority": 1, "user": "ann", "cache_salt": "s", "hints": {"output_tokens": 2.0}}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"prompt_ids": [1], "output_tokens": 2, "deadline": 90.0} | options))
+    words = ("workload=trace", f"workload.path={trace}", "bench.one_token_run=false")
+    bench(tmp_path, *words, f"bench.url={server.url}")
+    assert server.asked[-1].items() >= (options | {"timeout": 90.0}).items()
+    found: list[RequestOptions] = []
+    add = Engine.add
+
+    def spy(self: Engine, ids: Any, params: Any, options: RequestOptions) -> Any:
+        found.append(options)
+        return add(self, ids, params, options)
+
+    monkeypatch.setattr(Engine, "add", spy)
+    before = time.perf_counter()
+    bench(tmp_path, *words)
+    assert found[-1] == RequestOptions(**options, deadline=found[-1].deadline)  # type: ignore[arg-type]
+    assert before + 90 < (found[-1].deadline or 0) < time.perf_counter() + 90
+
+
 def test_a_server_that_takes_only_text(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server.takes_ids = False
     assert main([*CPU, *SMALL, f"bench.url={server.url}", "bench.model=mine"]) == 2
@@ -302,7 +326,8 @@ def test_a_server_that_stops_early_is_a_failure(server: FakeServer, capsys: pyte
 
 
 def stream(*pieces: tuple[float, str], wanted: int) -> Timeline:
-    return Stream([(clock, text.encode()) for clock, text in pieces]).timeline(TimedRequest((1, 2, 3), wanted, 0.05))
+    answer = StreamedAnswer([(clock, text.encode()) for clock, text in pieces])
+    return answer.timeline(TimedRequest((1, 2, 3), wanted, 0.05))
 
 
 def event(**content: Any) -> str:

@@ -17,8 +17,7 @@ from dovetail import LLM, Grammar, RequestError, SamplingParams
 from dovetail.core.compose import Capabilities, EngineConfig, Host
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.engine.policy import PolicyScheduler
-from dovetail.core.interfaces import FinishReason, KVGroup, RowFlag
-from dovetail.core.testing.executor_scripts import VOCAB, small_runner
+from dovetail.core.interfaces import FinishReason, KVGroup
 from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.toy import (
     VOCABULARY,
@@ -28,7 +27,6 @@ from dovetail.core.testing.toy import (
     ToyMatcher,
     expected_output,
 )
-from dovetail.core.worker.warmup import WarmupStep, warmup_masks, warmup_plan
 from dovetail.plugins.attention.config import SDPAConfig
 from dovetail.plugins.attention.sdpa import capabilities as sdpa
 
@@ -367,15 +365,3 @@ def test_a_grammar_that_delays_the_step_loop_is_rejected(engine: Engine, monkeyp
         last |= {event.uid: event for event in engine.step()}
     assert last[bound.uid].reason is FinishReason.REJECTED and "delayed all requests by" in last[bound.uid].detail
     assert last[other.uid].reason is FinishReason.STOP
-
-
-@pytest.mark.parametrize("decodes", [0, 1, 4])
-def test_warm_up_steps_have_masks(decodes: int) -> None:
-    """They run where memory is measured, on a GPU: here by hand."""
-    runner = small_runner()
-    plan, blobs = warmup_plan(WarmupStep(30, 4, decodes, context=2), runner.parts.groups)
-    assert plan.num_tokens == 30 and sum(row.flags & RowFlag.DECODE > 0 for row in plan.rows) == min(decodes, 3)
-    runner.execute(plan, blobs)
-    runner.complete(warmup_masks(plan, VOCAB))
-    assert all(len(row.tokens) == 1 for row in runner.collect().rows)
-    runner.close()

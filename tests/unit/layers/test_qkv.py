@@ -8,19 +8,10 @@ from dovetail.core.interfaces import LinearMethod, ModelSpec
 from dovetail.core.layers import PlainLinear, QKVParallel
 from dovetail.core.testing.model_driver import Alone, build_context
 
+from .lazy import Lazy
+
 SPEC = ModelSpec("any", 10, 1, 6, 4, 2, 4, 8, 16, "float32")
 HEADS, KV_HEADS, DIM = 4, 2, 4
-
-
-class Lazy:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def get_shape(self):
-        return list(self.tensor.shape)
-
-    def __getitem__(self, index):
-        return self.tensor[index]
 
 
 class Rank(Alone):

@@ -7,18 +7,9 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.layers import Weight, dummy_weights, load_weights
 from dovetail.core.layers.linear import local_heads
 
+from .lazy import Lazy
+
 CPU = torch.device("cpu")
-
-
-class Lazy:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def get_shape(self):
-        return list(self.tensor.shape)
-
-    def __getitem__(self, index):
-        return self.tensor[index]
 
 
 def source(**tensors):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.core.interfaces import RowFlag
-from dovetail.core.worker.warmup import warmup_plan, warmup_steps
+from dovetail.core.testing.executor_scripts import VOCAB, small_runner
+from dovetail.core.worker.warmup import WarmupStep, warmup_masks, warmup_plan, warmup_steps
 
 NUMBERS = st.integers(1, 400)
 
@@ -27,3 +29,15 @@ def test_warm_up_steps_are_possible(budget: int, most: int, longest: int) -> Non
     if most > 1 and longest > 1 and budget > 1:
         decoding = [sum(bool(row.flags & RowFlag.DECODE) for row in plan.rows) for plan in plans]
         assert max(decoding) > 0
+
+
+@pytest.mark.parametrize("decodes", [0, 1, 4])
+def test_warm_up_steps_have_masks_for_rows_with_grammars(decodes: int) -> None:
+    """They run where memory is measured, on a GPU: here by hand."""
+    runner = small_runner()
+    plan, blobs = warmup_plan(WarmupStep(30, 4, decodes, context=2), runner.parts.groups)
+    assert plan.num_tokens == 30 and sum(row.flags & RowFlag.DECODE > 0 for row in plan.rows) == min(decodes, 3)
+    runner.execute(plan, blobs)
+    runner.complete(warmup_masks(plan, VOCAB))
+    assert all(len(row.tokens) == 1 for row in runner.collect().rows)
+    runner.close()

@@ -10,7 +10,7 @@ import pytest
 from dovetail.core.compose import compose, installed
 from dovetail.core.compose.sources import open_sources
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import WorkloadContext
+from dovetail.core.interfaces import TimedRequest, WorkloadContext
 
 CTX = WorkloadContext(vocab=50, max_len=64, seed=0, encode=lambda text: [1] * len(text.split()))
 GOOD = {"prompt_ids": [1, 2], "output_tokens": 3}
@@ -31,6 +31,8 @@ def requests(*overrides: str, ctx: WorkloadContext = CTX) -> list:
         (json.dumps(GOOD | {"output_tokens": 63}), "context of 64"),
         (json.dumps(GOOD | {"arrival": -1}), "arrival"),
         (json.dumps(GOOD | {"arrives": 1}), "arrives"),
+        (json.dumps(GOOD | {"pooling": "last"}), "pooling"),
+        (json.dumps(GOOD | {"deadline": 0}), "deadline"),
     ],
 )
 def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str, words: str) -> None:
@@ -39,6 +41,14 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str, words: str) -
     with pytest.raises(ConfigError, match=f"{file}:2") as caught:
         requests("workload=trace", f"workload.path={file}")
     assert words in str(caught.value)
+
+
+def test_a_line_of_a_trace_carries_all_options(tmp_path: Path) -> None:
+    options = {"priority": 1, "deadline": 2.5, "user": "ann", "cache_salt": "s", "hints": {"a": 1.0}, "adapter": "sql"}
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(GOOD | options | {"arrival": 4.0}))
+    (request,) = requests("workload=trace", f"workload.path={file}", "workload.speed=2")
+    assert request == TimedRequest((1, 2), 3, 2.0, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""Choice of kernels and tiles by attention=triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, Shape, Tiles
+
+E4M3 = torch.float8_e4m3fn
+
+
+def test_which_steps_gather_pages():
+    """Pages are gathered for long prompts whose pages are slow to read, if the copy is small enough."""
+    tiles, shape = Tiles(), Shape(4, 128, torch.bfloat16, E4M3, 16)
+    assert tiles.gather(shape, 8192, (512,) * 16, 8)
+    assert not tiles.gather(shape, 8192, (128,) * 64, 8), "short prompts"
+    assert tiles.gather(shape, 8192, (65536,), 8) and not tiles.gather(shape, 8192, (65537,), 8), "more than the room"
+    assert not tiles.gather(shape, 2560, (65536 // 9,) * 9, 8), "with what each row's last page leaves free"
+    assert not tiles.gather(replace(shape, dtype=torch.float32), 8192, (8192,), 8)
+    same = replace(shape, kv_dtype=torch.bfloat16)
+    assert tiles.gather(same, 8192, (1024,) * 8, 8)
+    assert not tiles.gather(same, 8192, (512,) * 16, 8), "prompts of middle length"
+    assert tiles.gather(replace(same, hopper=True), 8192, (512,) * 16, 8)
+    assert not tiles.gather(replace(same, hopper=True, group=5), 8192, (512,) * 16, 8), "not its kernel's"
+    assert not tiles.gather(replace(same, page_tokens=64), 8192, (8192,), 8), "tensor maps read these pages"
+    assert not tiles.gather(replace(same, head_dim=80), 8192, (8192,), 8), "tensor maps read none of these"
+
+
+def test_which_prompts_go_to_the_kernel_for_hopper():
+    shape = Shape(4, 128, torch.bfloat16, torch.bfloat16, 64, hopper=True)
+    tiles = [Tiles().prefill(shape, 8192, rows) for rows in (1, 4, 16)]
+    assert all(isinstance(tile, PromptTile) for tile in tiles)
+    assert [(tile.block_n, tile.persistent) for tile in tiles] == [(128, True), (128, False), (64, True)]
+    others = (
+        dict(hopper=False), dict(page_tokens=32), dict(page_tokens=96), dict(head_dim=96), dict(head_dim=256),
+        dict(group=3), dict(group=128), dict(kv_dtype=E4M3), dict(dtype=torch.float32, kv_dtype=torch.float32),
+    )  # fmt: skip
+    for other in others:
+        assert not isinstance(Tiles().prefill(replace(shape, **other), 8192, 1), PromptTile), other
+
+
+def test_which_rows_go_to_the_kernel_for_single_tokens():
+    shape = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True)
+    for programs in (0.01, 0.5, 1.5, 20):
+        tile = Tiles().decode(shape, 1, programs)
+        assert isinstance(tile, DecodeTile) and tile.block_m == 4, "a token of a row is a tile"
+    tiles = [Tiles().decode(replace(shape, **other), 1, 1) for other in (dict(group=16), dict(kv_dtype=torch.bfloat16))]
+    assert all(isinstance(tile, DecodeTile) for tile in tiles)
+    others = (
+        dict(hopper=False), dict(group=32), dict(head_dim=96), dict(head_dim=64), dict(kv_dtype=torch.float16),
+        dict(dtype=torch.float32, kv_dtype=torch.float32),
+    )  # fmt: skip
+    for other in others:
+        assert not isinstance(Tiles().decode(replace(shape, **other), 1, 1), DecodeTile), other
+    assert not isinstance(Tiles().decode(shape, 2, 1), DecodeTile), "drafts"

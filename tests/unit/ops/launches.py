@@ -1,0 +1,319 @@
+"""Launches of every kernel at the shapes and settings that select its variants. DOVETAIL_KERNELS=all adds shapes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces import (
+    PLAIN,
+    ActFormat,
+    AttentionLayer,
+    BatchMeta,
+    HostBounds,
+    KVGroup,
+    Plane,
+    QKNorm,
+    Rope,
+)
+from dovetail.core.memory.pools import make_pools
+from dovetail.core.ops import step
+from dovetail.core.ops.activations import gelu
+from dovetail.core.ops.bitmask import apply_bitmask
+from dovetail.core.ops.formats import encode
+from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.layernorm import layer_norm
+from dovetail.core.ops.matmul import matmul, scaled_matmul
+from dovetail.core.ops.norm import rms_norm
+from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.ops.tuned_tiles import MEASURED
+from dovetail.core.testing.formats import SCALED_ROWS
+from dovetail.plugins.adapter.lora.kernel import lora_triton
+from dovetail.plugins.attention.config import TritonConfig
+from dovetail.plugins.attention.triton.backend import Triton
+from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
+from dovetail.plugins.collective.symm_mem.collective import FP8
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.int8.format import INT8_TOKEN
+
+from ..nowhere import lone_copies, lone_reducer
+
+EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
+BF16, FP16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+INT32, INT64 = torch.int32, torch.int64
+VOCAB = 128256
+
+
+def cuda(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+@triton.jit
+def encode_groups(x_GC, scale_in):
+    scale_G = tl.max(tl.abs(x_GC), axis=1) + scale_in
+    return (x_GC / scale_G[:, None]).to(tl.float8e4nv), scale_G
+
+
+def encoded(columns: int) -> tuple[tuple[ActFormat, ...], ...]:
+    """Formats that producers emit."""
+    groups = ActFormat("groups", dtype=E4M3, group=128, scale_layout="column", encode=encode_groups)
+    static = ActFormat(
+        "static",
+        dtype=E4M3,
+        group="tensor",
+        static_scale=cuda(1, dtype=FP32),
+        pre_scale=cuda(columns),
+        encode=encode_groups,
+    )
+    some = ((PLAIN,), (FP8_TOKEN,), (PLAIN, FP8_TOKEN))
+    return (*some, (SCALED_ROWS,), (INT8_TOKEN,), (groups,), (static,)) if EVERYTHING else (*some, (groups,))
+
+
+def norms() -> None:
+    for columns, dtype in ((4096, BF16), (72, FP16), (16384, BF16))[: 3 if EVERYTHING else 2]:
+        x, weight = cuda(64, columns, dtype=dtype), cuda(columns, dtype=dtype)
+        for emit in encoded(columns):
+            for residual in (x, None):
+                rms_norm(x, residual, weight, 1e-5, emit)
+        layer_norm(x, x, weight, weight, 1e-5, (PLAIN, FP8_TOKEN))
+        layer_norm(x, None, weight, weight, 1e-5)
+
+
+def activations() -> None:
+    for columns, dtype in ((14336, BF16), (1440, FP16)):
+        for emit in encoded(columns):
+            silu_and_mul(cuda(64, 2 * columns, dtype=dtype), emit)
+        for tanh in (False, True):
+            gelu(cuda(64, columns, dtype=dtype), tanh, (PLAIN, FP8_TOKEN))
+
+
+def formats() -> None:
+    for emit in (*encoded(4096), (INT8_TOKEN,)):
+        encode(cuda(64, 4096), emit)
+
+
+def steps() -> None:
+    """Bookkeeping of a step with 256 rows, and with a single row, for which Triton specialises on the value 1."""
+    for rows, longest in ((256, 1), (1, 512)):
+        slots, starts = cuda(rows, dtype=INT64), cuda(rows + 1, dtype=INT32)
+        total = rows * longest
+        tokens_SL, table = cuda(257, 8192, dtype=INT32), cuda(257, 512, dtype=INT32)
+        layout = step.lay_out_tokens(slots, starts, cuda(257, dtype=INT64), tokens_SL, total, longest)
+        step.lay_out_pages(slots, layout, table, 16)
+        floats = [cuda(rows, dtype=FP32) for _ in range(3)]
+        keys = cuda(rows, dtype=INT64)
+        for dtype in (BF16, FP32):
+            logits = cuda(rows, VOCAB, dtype=dtype)
+            least = step.least_kept(logits, floats[0], keys, *floats[1:])
+            for bound in (least, None):
+                step.draw(logits, keys, floats[0], keys, True, bound)
+            step.draw(logits, keys, floats[0], keys, False)
+            apply_bitmask(logits, cuda(rows, -(-VOCAB // 32), dtype=INT32), keys)
+        for width in (1, 5):
+            lengths = cuda(257, dtype=INT64)
+            into = step.SampleInputs.empty(rows, width, 4096, BF16, torch.device("cuda"))
+            step.gather_samples(cuda(total, 4096), keys, cuda(rows, 3, dtype=INT64), into)
+            step.accept(cuda(rows, width, dtype=INT64), slots, keys, keys, tokens_SL, lengths, lengths)
+
+
+def products() -> None:
+    """One tuned tile for each code path, at a shape for which it was tuned, and tiles that the rule picks."""
+    seen: set[object] = set()
+    for (_, kind, outputs, inputs), by_rows in MEASURED.items():
+        for rows, tile in by_rows.items():
+            if tile is None:
+                continue
+            early = tile.prefetch > 0
+            ways = {
+                (kind, early, tile.tokens),
+                (kind, tile.tma, tile.swap),
+                (kind, early, tile.outputs, tile.split > 1),
+            }
+            if EVERYTHING or not ways <= seen:
+                seen |= ways
+                multiply(kind, rows, outputs, inputs)
+    for outputs in (1280, 200064):
+        for rows in (1, 64):
+            multiply("fp8", rows, outputs, 4096 + 128)
+
+
+def multiply(kind: str, rows: int, outputs: int, inputs: int) -> None:
+    if kind == "bf16":
+        counts = cuda(MOST_SHARED_TILES, dtype=INT32)
+        matmul(cuda(rows, inputs), cuda(outputs, inputs), cuda(outputs), counts)
+        return
+    scales = cuda(rows, 1, dtype=FP32), cuda(outputs, dtype=FP32)
+    x, weight = cuda(rows, inputs, dtype=E4M3), cuda(outputs, inputs, dtype=E4M3)
+    scaled_matmul(x, weight, *scales, None, BF16, cuda(MOST_SHARED_TILES, dtype=INT32))
+
+
+def adapters() -> None:
+    """LoRA with few and many rows; last tiles hold rows of one slot or of all slots."""
+    some = [
+        (1, 4096, (4096, 1024, 1024), 16, BF16),
+        (64, 4096, (14336, 14336), 64, BF16),
+        (2048, 14336, (4096,), 32, FP16),
+        (20, 40, (72,), 16, FP32),
+    ]
+    for tokens, inputs, parts, rank, dtype in some if EVERYTHING else some[:2]:
+        a = cuda(4, len(parts), rank, inputs, dtype=dtype)
+        shapes = (tokens, inputs), (tokens, sum(parts)), (4, sum(parts), rank)
+        x, y, b = (cuda(*shape, dtype=dtype) for shape in shapes)
+        lora_triton(x, y, a, b, cuda(tokens, dtype=INT32), cuda(9, 3, dtype=INT32))
+
+
+DECODE, SCARCE, CHUNKS, LONG, MIXED, DRAFTS = (
+    HostBounds((1,) * 64, (512,) * 64, 64),
+    HostBounds((1,), (32768,), 1),
+    HostBounds((512, 512), (512, 512), 0),
+    HostBounds((8192,), (32768,), 0),
+    HostBounds((1,) * 64 + (448,), (4096,) * 65, 64),
+    HostBounds((4,) * 16, (4096,) * 16, 16),
+)
+
+
+class WarpTiles(Tiles):
+    """Decode tiles whose warps each process different keys."""
+
+    def __init__(self, warps: int) -> None:
+        self.warps = warps
+
+    def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
+        rows = triton.next_power_of_2(max(8, shape.group * tokens))
+        return fit(Tile(rows, 16, self.warps, 3, 2, key_warps=self.warps, pairs=True), shape)
+
+
+def attention(
+    host: HostBounds,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
+    heads: tuple[int, int, int] = (32, 8, 128),
+    page: int = 16,
+    window: int = 0,
+    tree: bool = False,
+    rotary: int = 128,
+    norm: bool = False,
+    head_scales: bool = False,
+    key_warps: int = 0,
+    gluon: bool = True,
+) -> None:
+    query_heads, kv_heads, dim = heads
+    rows, tokens = len(host.counts), sum(host.counts)
+    planes = tuple(Plane(name, (kv_heads, dim), kv_dtype or dtype) for name in "kv")
+    meta = BatchMeta(
+        row_start_B1=cuda(rows + 1, dtype=INT32),
+        kv_len_B=cuda(rows, dtype=INT32),
+        slots_B=cuda(rows, dtype=INT64),
+        positions_T=cuda(tokens, dtype=INT64),
+        rows_T=cuda(tokens, dtype=INT64),
+        page_table_BP=cuda(rows, -(-max(host.bounds) // page), dtype=INT32),
+        write_T=cuda(tokens, dtype=INT64),
+        page_tokens=page,
+        tree_mask_TW=cuda(tokens, 8, dtype=torch.bool) if tree else None,
+    )
+    backend = Triton(TritonConfig(gluon=gluon))
+    if key_warps:
+        backend.tiles = WarpTiles(key_warps)
+    backend.bind(make_pools([KVGroup(0, (0, 1), planes, page_tokens=page)], {0: 9}, torch.device("cuda")))
+    scale = cuda(kv_heads, dtype=FP32) if head_scales else 0.5
+    layer = AttentionLayer(1, 0, 1, query_heads, kv_heads, dim, dim**-0.5, window, scale, scale)
+    ctx = backend.plan_device(meta, host, backend.plan_host(host))
+    rope = Rope(cuda(32768, rotary, dtype=FP32)) if rotary else None
+    weights = QKNorm(cuda(dim, dtype=dtype), cuda(dim, dtype=dtype), 1e-5) if norm else None
+    qkv = cuda(tokens, (query_heads + 2 * kv_heads) * dim, dtype=dtype)
+    backend.write_and_attend(layer, ctx, qkv, rope, weights)
+
+
+def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    some = {
+        "decode": dict(host=DECODE, gluon=False),
+        "decode, e4m3": dict(host=DECODE, kv_dtype=E4M3, gluon=False),
+        "decode, window, head scales": dict(
+            host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, page=64, gluon=False
+        ),
+        "decode, scarce": dict(host=SCARCE, norm=True, gluon=False),
+        "single tokens": dict(host=DECODE, norm=True),
+        "single tokens, e4m3": dict(host=SCARCE, kv_dtype=E4M3, heads=(16, 1, 128)),
+        "single tokens, window, head scales": dict(host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, page=64),
+        "single tokens, narrow heads": dict(host=SCARCE, heads=(8, 8, 64), rotary=32),
+        "chunks": dict(host=CHUNKS, norm=True, gluon=False),
+        "chunks, tensor maps": dict(host=CHUNKS, page=64, gluon=False),
+        "long, tensor maps": dict(host=LONG, page=64, gluon=False),
+        "prompts, gathered": dict(host=CHUNKS, kv_dtype=E4M3),
+        "prompts, long": dict(host=LONG, page=64),
+        "prompts, window, head scales": dict(host=LONG, dtype=FP16, page=192, window=4096, head_scales=True),
+        "prompts, narrow heads": dict(host=LONG, heads=(8, 8, 64), page=64, rotary=64),
+        "mixed, e4m3": dict(host=MIXED, kv_dtype=E4M3),
+        "mixed, window, head scales": dict(host=MIXED, kv_dtype=E4M3, window=4096, head_scales=True),
+        "keys per warp": dict(host=DECODE, page=64, key_warps=4),
+        "keys per warp, e4m3, window, head scales": dict(
+            host=SCARCE, kv_dtype=E4M3, window=4096, head_scales=True, key_warps=8
+        ),
+        "drafts": dict(host=DRAFTS),
+        "tree": dict(host=DRAFTS, tree=True),
+        "float32": dict(host=MIXED, dtype=FP32, heads=(8, 8, 64), rotary=64),
+        "partly rotated, wide heads": dict(host=MIXED, heads=(16, 16, 256), rotary=64),
+        "one kv head, odd dim, no rotary": dict(host=MIXED, dtype=FP16, heads=(71, 1, 80), rotary=0),
+    }
+    more = {"decode", "mixed, window, head scales", "keys per warp", "partly rotated, wide heads"}
+    for name, case in some.items():
+        if name in more and not EVERYTHING:
+            continue
+        yield f"attention: {name}", partial(attention, **case)
+    if EVERYTHING:
+        hosts = (DECODE, SCARCE, CHUNKS, LONG, MIXED, DRAFTS)
+        for i, (host, kv_dtype, page, window) in enumerate(product(hosts, (BF16, E4M3, E5M2), (16, 64), (0, 4096))):
+            for gluon in (False, True):
+                case = dict(host=host, kv_dtype=kv_dtype, page=page, window=window, gluon=gluon)
+                yield f"attention: {i}: {case}", partial(attention, **case)
+        for heads in ((64, 8, 128), (8, 1, 128), (32, 32, 64), (12, 2, 128), (48, 8, 96), (16, 8, 256)):
+            for host, kv_dtype in product((DECODE, SCARCE, CHUNKS, LONG, DRAFTS), (BF16, E4M3)):
+                case = dict(host=host, kv_dtype=kv_dtype, heads=heads, rotary=heads[2])
+                yield f"attention: {case}", partial(attention, **case)
+
+
+def sums() -> None:
+    """Reductions as launched by a rank of eight and of two."""
+    for size, columns, dtype in ((8, 7168, BF16), (2, 96, FP32), (8, 8192, FP16))[: 3 if EVERYTHING else 2]:
+        reducer = lone_reducer(3, size)
+        for algorithm, rows in (("one_shot", 1), ("one_shot", 132), ("two_shot", 256)):
+            x = cuda(rows, columns, dtype=dtype)
+            reducer.reduce(x, algorithm)
+            for emit in encoded(columns) if EVERYTHING else ((PLAIN, FP8_TOKEN),):
+                reducer.boundary(x, x, x[0], 1e-5, emit, algorithm)
+        for emit in encoded(columns) if EVERYTHING else ((PLAIN, FP8_TOKEN), encoded(columns)[-1]):
+            assert reducer.serves_sharded(x, emit) == all(fmt is not INT8_TOKEN for fmt in emit)
+            reducer.sharded_boundary(x, cuda(-(-rows // size), columns, dtype=dtype), x[0], 1e-5, emit)
+        reducer.sharded_boundary(x, None, x[0], 1e-5, (FP8,))
+        reducer.argmax(cuda(64, dtype=FP32), cuda(64, dtype=INT64))
+        reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "one_shot")
+
+
+def copies() -> None:
+    for rank, (size, columns, dtype) in enumerate(((2, 96, FP32), (2, 8192, BF16), (8, 7168, BF16))):
+        ranks = lone_copies(rank, size)
+        x = cuda(4 * size, columns, dtype=dtype)
+        own = ranks.reduce_rows(x)
+        for emit in ((PLAIN, FP8_TOKEN), (FP8_TOKEN,), (FP8,)):
+            assert ranks.serves(emit)
+            ranks.boundary(x, own, x[0], 1e-5, emit)
+        ranks.boundary(x, None, x[0], 1e-5, (PLAIN,))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "norms": norms,
+    "activations": activations,
+    "formats": formats,
+    "steps": steps,
+    "sums": sums,
+    "copies": copies,
+    "products": products,
+    "adapters": adapters,
+    **dict(attention_cases()),
+}
