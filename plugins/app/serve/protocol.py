@@ -6,15 +6,42 @@ Otherwise a client that never ends them would occupy memory and a connection ind
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import time
 from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dovetail.plugins.app.serve.errors import FieldError, body_bytes
 
+log = logging.getLogger(__name__)
+
 _HEAD_BYTES = 64 << 10
 _STEP = 16 << 10
 """Bytes that are parsed at once, and so the precision of the limits."""
+
+
+_DESCRIPTORS_LEFT = 64
+_WARNING_SECONDS = 60.0
+_warned_at = -math.inf
+
+
+def _warn_of_descriptors(descriptor: int) -> None:
+    """Log a warning, at most once a minute, if this descriptor is among the last that the process may open. Descriptors
+    are assigned from the lowest, and uvloop drops connections silently once there are none."""
+    import resource  # Not on Windows, where app=serve reports that it cannot run.
+
+    global _warned_at
+    limit, now = resource.getrlimit(resource.RLIMIT_NOFILE)[0], time.monotonic()
+    if limit == resource.RLIM_INFINITY or descriptor < limit - min(_DESCRIPTORS_LEFT, limit // 8):
+        return
+    if now - _warned_at >= _WARNING_SECONDS:
+        _warned_at = now
+        log.warning(
+            "%d of %d file descriptors are in use; further connections will be dropped: raise the limit (ulimit -n, "
+            "LimitNOFILE of systemd)", descriptor + 1, limit,
+        )  # fmt: skip
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -33,6 +60,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait()
+        _warn_of_descriptors(transport.get_extra_info("socket").fileno())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()

@@ -124,3 +124,14 @@ def test_a_long_head_is_refused_even_if_it_arrives_at_once():
 
     assert talk(conversation).startswith(b"HTTP/1.1 431")
     assert not scopes
+
+
+def test_a_shortage_of_file_descriptors_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(protocol, "_warned_at", -1e9)
+    protocol._warn_of_descriptors(900)
+    assert not caplog.records
+    for descriptor in (1000, 1001):
+        protocol._warn_of_descriptors(descriptor)
+    (line,) = caplog.messages
+    assert line.startswith("1001 of 1024 file descriptors are in use") and "LimitNOFILE" in line
