@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py rows [--shapes 8b,70b] [--rows 1,64,256,8192]
     python benchmarks/kernels.py lora [--layers 4] [--ranks 16,64] [--slots 8]
-    python benchmarks/kernels.py sampling [--rows 1,64,256]
+    python benchmarks/kernels.py sampling [--rows 1,24,64,256] [--vocab 128256] [--spread 0.3,3]
 
 rows: kernels in which a program takes one row of an activation. `norm` adds the residual and writes E4M3 by token,
 alone or with the scales of a matmul that left them to it; `silu` is silu(gate) * up, in E4M3 as well; `encode` follows
@@ -12,13 +12,16 @@ the cache may be faster.
 lora: what LoRA adapters add to the four matmuls of a Llama 3 8B layer, with every row on one adapter and with rows
 spread over all slots. Results are first compared with torch. Each layer of a graph has its own weights.
 
-sampling: drawing tokens from logits as a captured step does: greedy, random, and random with top-k and top-p.
+sampling: drawing tokens from logits as a captured step does: greedy, random, and random with filters. `one row` is a
+batch in which one row has filters. --spread is the standard deviation of the logits: with 0.3 top-p keeps most of the
+vocabulary, with 3 a small part of it.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 from timing import microseconds
@@ -122,9 +125,12 @@ def time_lora(args: argparse.Namespace) -> None:
 WAYS = {
     "greedy": {},
     "random": {},
-    "top-p": {"top_p": 0.9},
+    "top-p": {"top_p": 0.95},
     "top-k": {"top_k": 50},
-    "both": {"top_p": 0.9, "top_k": 50},
+    "both": {"top_p": 0.8, "top_k": 20},
+    "large k": {"top_k": 5000},
+    "min-p": {"min_p": 0.05},
+    "one row": {"top_p": 0.95},
 }
 
 
@@ -134,11 +140,14 @@ def sample_params(way: str, rows: int) -> SampleParams:
     def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
+    top_p_N = full(options.get("top_p", 1.0))
+    if way == "one row":
+        top_p_N[1:] = 1
     return SampleParams(
         full(0.0 if way == "greedy" else 0.8),
         full(options.get("top_k", 0), torch.int64),
-        full(options.get("top_p", 1.0)),
-        full(0.0),
+        top_p_N,
+        full(options.get("min_p", 0.0)),
         torch.arange(rows, device="cuda"),
         random=way != "greedy",
         filtered=bool(options),
@@ -146,13 +155,15 @@ def sample_params(way: str, rows: int) -> SampleParams:
 
 
 def time_sampling(args: argparse.Namespace) -> None:
-    print(f"{'us':>6}" + "".join(f"{way:>10}" for way in WAYS))
-    for rows in map(int, args.rows.split(",")):
-        logits_NV = random(rows, args.vocab).mul_(3)
-        position_N = torch.arange(rows, device="cuda")
-        several = [sample_params(way, rows) for way in WAYS]
-        times = [microseconds(lambda: sample(logits_NV, position_N, params), CALLS) for params in several]  # noqa: B023
-        print(f"{rows:>6}" + "".join(f"{us:>10.1f}" for us in times))
+    for vocab, spread in product(map(int, args.vocab.split(",")), map(float, args.spread.split(","))):
+        print(f"vocabulary {vocab}, spread {spread}")
+        print(f"{'us':>6}" + "".join(f"{way:>10}" for way in WAYS))
+        for rows in map(int, args.rows.split(",")):
+            logits_NV = random(rows, vocab).mul_(spread)
+            position_N = torch.arange(rows, device="cuda")
+            several = [sample_params(way, rows) for way in WAYS]
+            times = [microseconds(lambda: sample(logits_NV, position_N, params), CALLS) for params in several]  # noqa: B023
+            print(f"{rows:>6}" + "".join(f"{us:>10.1f}" for us in times))
 
 
 @torch.inference_mode()
@@ -170,8 +181,9 @@ def main() -> None:
     lora.add_argument("--slots", type=int, default=8, help="adapters loaded at once")
     lora.add_argument("--rows", default="1,16,64,256,2048")
     sampling.set_defaults(time=time_sampling)
-    sampling.add_argument("--rows", default="1,64,256")
-    sampling.add_argument("--vocab", type=int, default=128256)
+    sampling.add_argument("--rows", default="1,24,64,256")
+    sampling.add_argument("--vocab", default="128256")
+    sampling.add_argument("--spread", default="0.3,3")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU: there is none")

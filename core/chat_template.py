@@ -1,77 +1,83 @@
-"""Chat templates: render messages into the model's prompt format, in transformers' Jinja sandbox."""
+"""Chat templates: render messages into the model's prompt format, in transformers' Jinja sandbox.
+
+A template is a program from a stranger, so a separate process executes it, with limits of time and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.checkpoint import load_json
-from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.checkpoint import read_json
+from dovetail.core.errors import ConfigError, DovetailError, RequestError
+from dovetail.core.parallel.limited_process import CallFailed, LimitedProcess, answer_calls
+
+MEMORY_BYTES = 1 << 30
+"""Memory limit of the process that renders."""
+LONGEST_PROMPT = 64 << 20
+"""Maximum length of a prompt in characters."""
+TRIAL = ({"role": "user", "content": "Hello"},)
+"""Conversation that every chat template should render."""
 
 
+@dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Renders one chat template. Thread-safe."""
+    """A chat template, which a Renderer renders."""
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """`special`: variables that the template may use, such as bos_token."""
-        self.source, self._special = source, dict(special)
+    source: str
+    special: Mapping[str, str]
+    """Variables that the template may use, such as bos_token."""
 
     @classmethod
-    def load(cls, folder: Path, file: Path | None = None) -> ChatTemplate | None:
-        """Load `file`, else the folder's chat_template.jinja or tokenizer_config.json; None without any template."""
-        config = _tokenizer_config(folder)
+    def load(cls, folder: Path | None, file: Path | None = None) -> ChatTemplate | None:
+        """Load `file`, else the folder's chat_template.jinja or tokenizer_config.json; None without any template.
+        Raises ConfigError for a file that cannot be read."""
+        stated_in = None if folder is None else folder / "tokenizer_config.json"
+        config = {} if stated_in is None or not stated_in.is_file() else read_json(stated_in)
         special = {name: _text(token) for name, token in config.items() if name.endswith("_token") and _text(token)}
+        if file is None and folder is not None and (folder / "chat_template.jinja").is_file():
+            file = folder / "chat_template.jinja"
         if file is not None:
             try:
                 return cls(file.read_text(encoding="utf-8"), special)
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat template {file}: cannot be read ({error})") from None
-        if (template := folder / "chat_template.jinja").is_file():
-            return cls(template.read_text(encoding="utf-8"), special)
-        stated = config.get("chat_template")
-        if isinstance(stated, list):
-            named = {entry["name"]: entry["template"] for entry in stated}
-            stated = named.get("default")
-        return cls(stated, special) if isinstance(stated, str) else None
+        source = _default(config.get("chat_template"), f"{stated_in}")
+        return None if source is None else cls(source, special)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> str:
-        """Render the prompt in milliseconds; the first call takes seconds. Raises RequestError for refused messages."""
-        # Imported here because it takes a second (see warm).
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
 
+class Renderer:
+    """Renders chat templates in a separate process. Use it in one thread, as LimitedProcess."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: time limit of one call."""
+        self.process = LimitedProcess("dovetail.core.chat_template:main", seconds=seconds, memory=MEMORY_BYTES)
+        self._template: ChatTemplate | None = None
+
+    def render(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        """Render a prompt in well under a millisecond; a call that has to start the process takes seconds. Raises
+        RequestError if the template refuses the messages, fails or passes a limit. `variables`: those of the template,
+        with the arguments of transformers' apply_chat_template."""
+        if template is not self._template:
+            self._template, self.process.setup = template, asdict(template)
         try:
-            rendered, _ = render_jinja_template(
-                [list(messages)],
-                tools=None if tools is None else list(tools),
-                chat_template=self.source,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                **{**self._special, **variables},
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from None
-        return str(rendered[0])
+            return self.process.call(messages=list(messages), **variables)
+        except CallFailed as error:
+            raise RequestError(f"the model's chat template {error}") from None
 
 
-def warm() -> None:
-    """Import the rendering libraries ahead of time, which takes a second, so that no request waits for it."""
-    import transformers.utils.chat_template_utils  # noqa: F401
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    config = load_json(file) if file.is_file() else {}
-    return config if isinstance(config, dict) else {}
+def _default(stated: object, where: str) -> str | None:
+    """Return the template of tokenizer_config.json: a string, or the one named "default" in a list."""
+    if isinstance(stated, list):
+        try:
+            stated = {entry["name"]: entry["template"] for entry in stated}.get("default")
+        except (TypeError, KeyError):
+            raise ConfigError(f"{where}: chat_template is a list, but not of objects with name and template") from None
+    if stated is not None and not isinstance(stated, str):
+        raise ConfigError(f"{where}: chat_template is {type(stated).__name__}; it must be a string or a list")
+    return stated
 
 
 def _text(token: object) -> str:
@@ -79,3 +85,43 @@ def _text(token: object) -> str:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
+
+
+class _Refusal(DovetailError):
+    """Error of a template, with its words."""
+
+
+def main(control_fd: int, parent: int) -> None:
+    """Entry point of the process that renders."""
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+    answer_calls(control_fd, parent, lambda setup: partial(_render, setup))
+
+
+def _render(
+    setup: Mapping[str, Any],
+    /,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    **variables: Any,
+) -> str:
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        (rendered,), _ = render_jinja_template(
+            [messages],
+            chat_template=setup["source"],
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            **{**setup["special"], **variables},
+        )
+    except TemplateSyntaxError as error:
+        raise _Refusal(f"cannot be parsed: {error} (line {error.lineno})") from None
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise _Refusal(f"refuses these messages: {error}") from None
+    if len(rendered) > LONGEST_PROMPT:
+        raise _Refusal(f"makes a prompt of {len(rendered)} characters, more than {LONGEST_PROMPT}")
+    return str(rendered)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, shown
 
 LARGEST = 2**31 - 1
 
@@ -74,9 +74,8 @@ class ConfigJson:
 
     def wrong(self, key: str, why: str) -> ConfigError:
         """Return the error for an invalid value of `key`."""
-        value = repr(self.get(key))
-        shown = value if len(value) <= 80 else f"{value[:77]}..."
-        return ConfigError(f"{self.where}: {self._section}{key} is {shown}; {why}")
+        named = key if key.isidentifier() and len(key) <= 80 else shown(key)
+        return ConfigError(f"{self.where}: {self._section}{named} is {shown(self.get(key))}; {why}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.get(key)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dovetail.core.checkpoint import load_json, read_json
+from dovetail.core.checkpoint import load_json, path_kind, read_json
 from dovetail.core.config_json import ConfigJson
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import EmbeddingSpec, Pooling
 
 _MODULES = "modules.json"
@@ -20,19 +20,19 @@ _FLAG, _MEAN = "pooling_mode_", "pooling_mode_mean_tokens"
 def read_embedding(folder: Path) -> EmbeddingSpec | None:
     """Return the embedding settings; None without modules.json, as in any but a sentence-transformers model."""
     file = folder / _MODULES
-    if not file.is_file():
+    if path_kind(file) != "file":
         return None
     modules = load_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ConfigError(f"{file}: not a list of modules")
     by_kind = {str(module.get("type")).rpartition(".")[2]: str(module.get("path")) for module in modules}
     if unknown := sorted(by_kind.keys() - {"Transformer", "Pooling", "Normalize"}):
-        raise ConfigError(f"{file}: module type {unknown[0]}; the options are Transformer, Pooling, Normalize")
+        raise ConfigError(f"{file}: module type {shown(unknown[0])}; the options are Transformer, Pooling, Normalize")
     if "Pooling" not in by_kind or by_kind.get("Transformer"):
         raise ConfigError(f"{file}: needs a Pooling, and a Transformer whose path is the folder itself")
     pooling = by_kind["Pooling"]
     if pooling not in {entry.name for entry in folder.iterdir()}:
-        raise ConfigError(f"{file}: {pooling!r} is not a folder next to it")
+        raise ConfigError(f"{file}: {shown(pooling)} is not a folder next to it")
     return EmbeddingSpec(_pooling(folder / pooling / "config.json"), normalize="Normalize" in by_kind)
 
 
@@ -46,5 +46,5 @@ def _pooling(file: Path) -> Pooling:
         return "last"
     if modes == [_MEAN]:
         return "mean"
-    found = " and ".join(modes) or "none"
+    found = " and ".join(map(shown, modes)) or "none"
     raise ConfigError(f"{file}: the pooling mode is {found}; the options are {_FLAG}lasttoken and {_MEAN}")

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Sequence
+from pathlib import PurePath
+
+_LONGEST_LINE = 500
+_PATH = re.compile(r"(?<![\w.:/~<-])(?:~|[A-Za-z]:(?=\\))?[/\\][^\s'\"`,;:()\[\]]*[^\s'\"`,;:.()\[\]]")
+"""An absolute path of a file. A URL is none."""
+
+
+def one_line(text: str) -> str:
+    """Return the first line that is not empty, with a limited length."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "..."
+
+
+def for_clients(text: str) -> str:
+    """Return the first line of a message without the paths of this machine, which are not for clients of a server."""
+    return _PATH.sub("<path>", one_line(text))
 
 
 class DovetailError(Exception):
@@ -48,6 +66,11 @@ class EngineStopped(DovetailError, RuntimeError):
 class EngineDown(DovetailError):
     """No engine is available, or the engine died while the request ran. A retry may succeed."""
 
+    def __init__(self, message: str, *, ran: bool = False) -> None:
+        """`ran`: the request had reached the engine, and may be the cause of its death."""
+        self.ran = ran
+        super().__init__(message)
+
 
 class RequestError(DovetailError):
     """One request is refused; others continue. `status` is the HTTP status, 400 to 499."""
@@ -61,3 +84,27 @@ class RequestError(DovetailError):
 
 class DovetailDeprecationWarning(FutureWarning):
     """Something still works but is deprecated. The message names the package that must change."""
+
+
+_MOST_NAME, _MOST_TEXT = 120, 1000
+"""Characters of an untrusted name or value, and of a path or an exception's text."""
+
+
+def shown(value: object, most: int | None = None) -> str:
+    """Return an untrusted value as a message shows it: on one line, escaped, and shortened in the middle to at most
+    `most` characters (None = 1000 for paths and exceptions, 120 for others). Paths and exceptions have no quotes;
+    everything else is a Python literal."""
+    plain = isinstance(value, PurePath | BaseException)
+    most = most or (_MOST_TEXT if plain else _MOST_NAME)
+    if plain:
+        text = str(value)
+        text = text if text.isprintable() else repr(text)[1:-1]
+    else:
+        # Nested and long values are cut while they are written: an untrusted file may hold megabytes of them.
+        brief = reprlib.Repr()
+        brief.maxstring = brief.maxother = brief.maxlong = most
+        text = brief.repr(value)
+    if len(text) <= most:
+        return text
+    head = (most - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (most - 3 - head) :]}"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core.config_json import ConfigJson
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, shown
+from dovetail.core.startup_notes import note
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -42,13 +43,17 @@ class RopeConfig:
 
 
 def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None = None) -> RopeConfig:
-    """Read rope_parameters or, in older files, rope_theta and rope_scaling. `dim` is set if the model fixes it."""
-    options = config.section("rope_parameters", "rope_scaling")
+    """Read the settings from any place where files have them, with the precedence of transformers 5: rope_scaling
+    replaces rope_parameters; rope_theta and partial_rotary_factor at the top level are defaults for what the section
+    lacks; original_max_position_embeddings at the top level replaces the section's. `dim` is set if the model fixes it.
+    """
+    options = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
     for key, value in options.values.items():
         if isinstance(value, Mapping):
             raise options.wrong(key, "rotary positions that differ by kind of layer are not supported")
     kind = options.choice("type" if options.get("rope_type") is None else "rope_type", KINDS, "default")
     theta = options.number("rope_theta", config.number("rope_theta", 10000.0))
+    _note_dropped_theta(config, options, theta)
     partial = config.number("partial_rotary_factor", 1.0, at_most=1.0)
     partial = options.number("partial_rotary_factor", partial, at_most=1.0)
     dim = int(head_dim * partial) if dim is None else dim
@@ -60,7 +65,8 @@ def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None =
     rope: dict[str, Any] = {"dim": dim, "theta": theta, "kind": kind}
     if kind == "default":
         return RopeConfig(**rope)
-    trained_len = options.count("original_max_position_embeddings", max_len)
+    whole = config if config.get("original_max_position_embeddings") is not None else options
+    trained_len = whole.count("original_max_position_embeddings", max_len)
     if kind == "yarn":
         factor, low, high = (
             options.number(key, default)
@@ -87,6 +93,18 @@ def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None =
     if low >= high:
         raise options.wrong("low_freq_factor", f"it must be below high_freq_factor, which is {high}")
     return RopeConfig(**rope, trained_len=trained_len, low=low, high=high)
+
+
+def _note_dropped_theta(config: ConfigJson, options: ConfigJson, theta: float) -> None:
+    """Report a theta in rope_parameters that is lost because rope_scaling replaces the section."""
+    replaced = config.get("rope_parameters")
+    if options.values is replaced or not isinstance(replaced, Mapping):
+        return
+    if (dropped := replaced.get("rope_theta")) is not None and dropped != theta:
+        note(
+            f"{config.where}: rope_scaling replaces rope_parameters, as in transformers, so rope_theta is {theta:g}, "
+            f"not {shown(dropped)}. Write rope_theta into rope_scaling to change that"
+        )
 
 
 def _yarn_attention(options: ConfigJson, factor: float) -> float:

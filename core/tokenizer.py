@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, RequestError
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """Name of a single-byte token in a SentencePiece vocabulary."""
@@ -27,16 +27,23 @@ _BYTES = _byte_alphabet()
 
 
 class Tokenizer:
-    """Tokenizer of one model. Thread-safe."""
+    """Tokenizer of one model. Thread-safe. It never truncates or pads, whatever tokenizer.json states."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises ConfigError if the folder's tokenizer.json is missing or broken."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
                 f"{file} does not exist: text prompts need a tokenizer; give token ids instead, or convert it "
                 "(transformers' AutoTokenizer.save_pretrained writes tokenizer.json)"
             )
-        self._tokenizer = _Tokenizer.from_file(str(file))
+        try:
+            self._tokenizer = _Tokenizer.from_file(str(file))
+        except Exception as error:  # The library raises plain Exceptions.
+            raise ConfigError(f"{file}: cannot be read as a tokenizer ({error})") from None
+        # Files often keep the settings of a fine-tuning run. transformers does not obey them either.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
         self._special = frozenset(
             id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
@@ -49,9 +56,16 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """special: add the tokenizer's special tokens (usually a leading BOS)."""
-        # `encode` would hold the GIL, for seconds on megabytes of text; encoding a batch of one releases it.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        """special: add the tokenizer's special tokens (usually a leading BOS). Raises RequestError for a text with
+        which the tokenizer fails."""
+        try:
+            # `encode` would hold the GIL, for seconds on megabytes of text; encoding a batch of one releases it.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        except BaseException as error:
+            # A regular expression that backtracks too often ends in a panic, which is a BaseException.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(f"this model's tokenizer fails on the text: {_reason(text, error)}") from None
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -89,6 +103,14 @@ class Tokenizer:
         return Detokenizer(self._tokenizer, skip)
 
 
+def _reason(text: str, error: BaseException) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as surrogate:
+        return f"it is not valid Unicode ({surrogate})"
+    return str(error)
+
+
 class Detokenizer:
     """Incremental text of a growing output. Holds bytes back until they form complete characters."""
 
@@ -96,8 +118,22 @@ class Detokenizer:
         """skip: tokens without text; None = all special tokens."""
         self._tokenizer, self._skip = tokenizer, skip
         self._stream = DecodeStream(skip_special_tokens=skip is None)
+        self._held: list[int] = []
+        """Tokens since the last text."""
 
     def push(self, token: int) -> str:
         if self._skip is not None and token in self._skip:
             return ""
-        return self._stream.step(self._tokenizer, token) or ""
+        text = self._stream.step(self._tokenizer, token)
+        if text is None:
+            self._held.append(token)
+            return ""
+        if self._held:
+            self._held = []
+        return text
+
+    def finish(self) -> str:
+        """Return the rest of an output that ends inside a character, with U+FFFD for the incomplete character."""
+        held, self._held = self._held, []
+        text = self._tokenizer.decode(held, skip_special_tokens=self._skip is None) if held else ""
+        return text if text.endswith("\ufffd") else ""

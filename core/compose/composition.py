@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,11 +82,19 @@ class Composition:
         if found := layout_conflicts(self, host):
             raise CapabilityError(found)
 
+    def selected(self) -> Iterator[Selected]:
+        """Yield all selected components, those in options of others included."""
+        yield from selected_in((self.app_part, self.parts))
+
     def run(self, prompts: Sequence[str] = ()) -> int:
         return int(self.app_part.build().run(self, prompts))
 
     def to_yaml(self) -> str:
         """Return the composed config as readable YAML: only the nodes that the app reads."""
+        return str(yaml.safe_dump(self.nodes(), sort_keys=False, allow_unicode=True))
+
+    def nodes(self) -> dict[str, Any]:
+        """Return the composed config as plain values: only the nodes that the app reads."""
         nodes: dict[str, Any] = {"app": self.app}
         options = self.app_part.to_node()
         del options["name"]
@@ -95,4 +103,14 @@ class Composition:
             nodes["engine"] = self.engine_config.model_dump(mode="json")
         for kind, part in self.parts.items():
             nodes[kind] = part.to_node() if isinstance(part, Selected) else {n: p.to_node() for n, p in part.items()}
-        return str(yaml.safe_dump(nodes, sort_keys=False, allow_unicode=True))
+        return nodes
+
+
+def selected_in(parts: object) -> Iterator[Selected]:
+    """Yield the components in a mapping or sequence, and those in the options of each of them."""
+    if isinstance(parts, Selected):
+        yield parts
+        yield from selected_in(vars(parts.config))
+    elif isinstance(parts, Mapping | tuple | list):
+        for part in parts.values() if isinstance(parts, Mapping) else parts:
+            yield from selected_in(part)

@@ -24,7 +24,7 @@ from dovetail.core.compose.component import Component
 from dovetail.core.compose.config import AppConfig, Config, part_fields
 from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.nodes import plain_defaults
-from dovetail.core.compose.registry import Package, Problem, Registered, Registry
+from dovetail.core.compose.registry import Package, Problem, Registered, Registry, Source
 from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError, DovetailError
 
@@ -39,18 +39,22 @@ def installed() -> Registry:
     return discover(os.environ.get(SWITCH, ""))
 
 
-def discover(switch: str = "") -> Registry:
+def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Registry:
+    """Load what packages register. `sources` are the entry points of another process's registry (`Registry.sources`);
+    None = those that are installed. What was installed since is then not part of the registry."""
     blocked = _parse_switch(switch)
     registered: list[Registered] = []
     problems: list[Problem] = []
     config_dirs: list[tuple[Package, str]] = []
     found: set[str] = set()
-    for entry in sorted(entry_points(group=hookspecs.PROJECT), key=lambda e: (_package(e), e.name)):
-        package = _package(entry)
+    used: list[Source] = []
+    for entry in sorted(_installed_sources() if sources is None else sources):
+        package = entry.package
         found.add(_normal(package.name))
         if _normal(package.name) in blocked:
             problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}"))
             continue
+        used.append(entry)
         try:
             # Output that a package prints while loading must not mix with the run's output.
             with redirect_stdout(sys.stderr):
@@ -74,7 +78,12 @@ def discover(switch: str = "") -> Registry:
     for name in sorted(blocked - found):
         problems.append(Problem(name, f"{SWITCH} blocks it, but it is not installed.{did_you_mean(name, found)}"))
     unique = list(_without_duplicates(registered, problems))
-    return Registry(unique, problems, config_dirs)
+    return Registry(unique, problems, config_dirs, sources=used)
+
+
+def _installed_sources() -> Iterator[Source]:
+    for entry in entry_points(group=hookspecs.PROJECT):
+        yield Source(_package(entry), entry.name, entry.value)
 
 
 def _parse_switch(switch: str) -> set[str]:
@@ -95,9 +104,9 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _load(entry: EntryPoint, key: str) -> tuple[list[Component], list[str]]:
+def _load(entry: Source, key: str) -> tuple[list[Component], list[str]]:
     """Load one package with a separate plugin manager, so that an error names the right package."""
-    plugin = entry.load()
+    plugin = EntryPoint(entry.name, entry.value, hookspecs.PROJECT).load()
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(plugin, name=key)

@@ -57,6 +57,8 @@ class EngineConfig(Config):
     overlap with matmuls of the other; 0: never."""
     mask_wait: float = Field(0.01, ge=0)
     """Seconds that a step waits for the grammar mask of a row; a row without its mask yields no token in this step."""
+    grammar_cache: int = Field(256 << 20, ge=16 << 20)
+    """Bytes of compiled grammars kept for later requests. A grammar that takes more than 1/16 of it is rejected."""
     start_timeout: float | None = Field(900.0, gt=0)
     """Seconds without progress of any rank after which start-up counts as hung and is ended; null: never. It must
     exceed the longest single step of start-up, such as compiling a kernel or reading one tensor."""

@@ -31,6 +31,16 @@ class Package:
         return f"{self.name} {self.version}".rstrip()
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Source:
+    """An entry point of an installed package, which registers components."""
+
+    package: Package
+    name: str
+    value: str
+    """Reference to what it loads: "module" or "module:object"."""
+
+
 @dataclass(frozen=True, slots=True)
 class Registered:
     """A component and the package that registered it."""
@@ -105,6 +115,7 @@ class Registry:
         problems: Iterable[Problem] = (),
         config_dirs: Iterable[tuple[Package, str]] = (),
         files: Iterable[ConfigFile] = (),
+        sources: Iterable[Source] = (),
     ) -> None:
         by_key = {(r.component.kind, r.component.name): r for r in registered}
         self.registered: Mapping[tuple[str, str], Registered] = MappingProxyType(dict(sorted(by_key.items())))
@@ -114,10 +125,12 @@ class Registry:
 
         self.files = tuple(sorted(files))
         """Filled in once the folders are opened, in the registry of a composition."""
+        self.sources = tuple(sources)
+        """Entry points from which another process makes the same registry; empty for one that was made by hand."""
 
     def with_files(self, files: Iterable[ConfigFile], problems: Iterable[Problem]) -> Registry:
         """Return a registry with the contents of the config folders and the problems found in them."""
-        return Registry(self.registered.values(), (*self.problems, *problems), self.config_dirs, files)
+        return Registry(self.registered.values(), (*self.problems, *problems), self.config_dirs, files, self.sources)
 
     def options(self, kind: str) -> tuple[str, ...]:
         return tuple(name for k, name in self.registered if k == kind)
@@ -149,7 +162,7 @@ class Registry:
         return message + (f" Packages that could not be used: {'; '.join(whole)}." if whole else "")
 
     def fingerprint(self) -> str:
-        """Digest that ranks and hosts compare before loading: equal for the same components of the same versions."""
+        """Digest that tells environments apart: equal for the same components of the same versions."""
         lines = [
             f"{kind} {name} {r.package.name} {r.package.version} {r.component.api}"
             for (kind, name), r in self.registered.items()

@@ -20,6 +20,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
+from dovetail.core.checkpoint import path_kind
 from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.nodes import component_node, plain_defaults
@@ -140,7 +141,7 @@ def _open(registry: Registry, folders: tuple[str, ...]) -> Opened:
         else:
             files.append((str(package), FileConfigSource(package.name, str(path))))
     for folder in folders:
-        if not Path(folder).is_dir():
+        if path_kind(folder) != "folder":
             raise ConfigError(f"--config-dir {folder}: no such folder")
         files.append((folder, FileConfigSource(folder, str(Path(folder).absolute()))))
     components = RegistrySource(registry)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.checkpoint import path_kind
+from dovetail.core.errors import ConfigError, RequestError, shown
 from dovetail.core.interfaces import Executor, Resource, Sequence
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def check_folders(composition: Composition) -> None:
     """Raise ConfigError if the folder of an initial adapter is missing."""
     if "adapter" in composition.parts:
         for name, folder in _initial(composition).items():
-            if not Path(folder).is_dir():
+            if path_kind(folder) != "folder":
                 raise ConfigError(f"adapter {name}: there is no folder {folder}")
 
 
@@ -145,17 +146,21 @@ class AdapterTable:
 
     def load_first(self, composition: Composition) -> None:
         """Load the adapters that the composition names, and wait for them."""
-        for future in [self.load(name, folder) for name, folder in _initial(composition).items()]:
-            future.result()
+        loads = {name: (folder, self.load(name, folder)) for name, folder in _initial(composition).items()}
+        for name, (folder, future) in loads.items():
+            try:
+                future.result()
+            except RequestError as error:
+                raise RequestError(f"adapter.load: {name} from {folder}: {error}") from None
 
     def load(self, name: str, folder: str) -> Future[None]:
         """Load an adapter while steps go on. Its name is taken at once, usable when done, and freed on failure."""
         self._check_served()
         if not name or len(name) > _MAX_NAME or not name.isprintable():
-            raise RequestError(f"adapter: {name!r} is no name: give 1 to {_MAX_NAME} printable characters")
+            raise RequestError(f"adapter: {shown(name)} is no name: give 1 to {_MAX_NAME} printable characters")
         self._drop_failed()
-        if (entry := self._loaded.get(name)) is not None:
-            raise RequestError(f"adapter: {name!r} is loaded, from {entry.folder}: unload it, or take another name")
+        if name in self._loaded:
+            raise RequestError(f"adapter: {name!r} is loaded already: unload it, or take another name")
         key = f"{name}@{next(self._load_numbers)}"
         future = self._executor.load_adapter(key, folder)
         self._loaded[name] = _Loaded(key, folder, future)
@@ -214,7 +219,7 @@ def unknown_adapter(name: str, names: Iterable[str], *, served: bool) -> Request
     """Return the error for an adapter that is not among `names`. `served`: whether the engine serves adapters."""
     if not served:
         return RequestError("adapter: this engine has none (adapter=none); adapter=lora serves some", status=404)
-    return RequestError(f"adapter: {name!r} is not loaded; there is {', '.join(names) or 'none'}", status=404)
+    return RequestError(f"adapter: {shown(name)} is not loaded; there is {', '.join(names) or 'none'}", status=404)
 
 
 def _failed(entry: _Loaded) -> bool:
@@ -227,5 +232,9 @@ def _ready(entry: _Loaded) -> bool:
 
 
 def _log_loaded(name: str, folder: str, done: Future[None]) -> None:
-    if not done.cancelled() and done.exception() is None:
+    if done.cancelled():
+        return
+    if (error := done.exception()) is None:
         log.info("adapter %s loaded from %s", name, folder)
+    else:
+        log.warning("adapter %s from %s was not loaded: %s", name, shown(Path(folder)), error)

@@ -11,6 +11,7 @@ from dovetail.core.engine.adapters import check_folders
 from dovetail.core.engine.cost import number_format
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import Model
+from dovetail.core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def check_fit(composition: Composition) -> None:
     """Raise CapabilityError for conflicts, CapacityError if the weights alone are too large, ConfigError if an
-    adapter's folder is missing."""
+    adapter's folder is missing or tokenizer.json is broken."""
     model = composition.part("model")
     spec = model.target().spec(model.config)
     here = host.detect_host(composition.engine.device)
@@ -29,6 +30,9 @@ def check_fit(composition: Composition) -> None:
         raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
     check_folders(composition)
+    folder = model.target().source(model.config).folder
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        Tokenizer(folder)
 
 
 def exact_lengths(composition: Composition, here: Host | None = None) -> bool:

@@ -1,23 +1,33 @@
-"""Grammars of running requests. Threads compile them, and compute their masks while the device runs."""
+"""Grammars of running requests. Threads compile them, after a process that checks them, and compute their masks while
+the device runs."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dovetail.core.arithmetic import ceil_div
+from dovetail.core.engine.grammar_check import (
+    STACK,
+    GrammarChecker,
+    bits,
+    check_order,
+    compile_grammar,
+    thread_stack,
+)
 from dovetail.core.engine.tracked import CompiledGrammar, CompilingGrammar, GrammarState, Tracked
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
@@ -39,8 +49,13 @@ log = logging.getLogger(__name__)
 
 _COMPILE_THREADS = 4
 _MASK_THREADS = min(8, os.cpu_count() or 1)
-_CACHED = 128
-"""Compiled grammars kept for later requests."""
+_LARGEST = 16
+"""One compiled grammar takes at most this part of the cache."""
+_SMALLEST = 1 << 16
+"""Bytes that a compiled grammar counts at least."""
+_GROWTH = 64 << 20
+"""Bytes by which the shared tables of a compiled grammar grow in each second of computing masks, at most. Native code
+does not report it."""
 _SLOW_SECONDS = 0.005
 """An advance that takes longer is slow: it runs in the step loop and delays every request."""
 _SLOW_TOTAL_SECONDS = 1.0
@@ -61,11 +76,19 @@ class Ended:
 class Grammars:
     """Used by the engine's thread alone. A sequence's state is in its Tracked record."""
 
-    def __init__(self, compiler: GrammarCompiler, vocabulary: Vocabulary, patience: float) -> None:
-        """`patience`: seconds that a step waits for a mask when other rows could run without it."""
-        self._compiler, self._patience = compiler, patience
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        vocabulary: Vocabulary,
+        patience: float,
+        cache: int,
+        order: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`patience`: seconds that a step waits for a mask when other rows could run without it. `cache`: bytes of
+        compiled grammars kept for later requests. `order`: from `check_order`; None = grammars are not checked."""
+        self._compiler, self._patience, self._cache, self._order = compiler, patience, cache, order
         self._words = ceil_div(vocabulary.size, 32)
-        self._not_eos_W = ~self._bits(vocabulary.eos_ids)
+        self._not_eos_W = ~bits(vocabulary.eos_ids, self._words)
         self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._compiling: list[CompilingGrammar] = []
         self.running = 0
@@ -73,17 +96,20 @@ class Grammars:
         self._pool = ThreadPoolExecutor(_COMPILE_THREADS, "dovetail-grammar")
         self._asked: queue.SimpleQueue[GrammarState | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._own = threading.local()
+        """`checker` of a thread of the pool."""
+        self._checkers: list[GrammarChecker] = []
 
     def add(self, sequences: Seq[Tracked]) -> None:
         """Compile the grammar of one request's sequences. `compiled` returns them once they may run."""
         grammar = sequences[0].seq.request.params.grammar
         assert grammar is not None
+        self._trim()
         future = self._compiled.get(grammar)
-        if future is None or (future.done() and future.exception() is not None):
-            future = self._compiled[grammar] = self._pool.submit(self._compile, grammar)
+        if future is None:
+            with thread_stack(STACK):
+                future = self._compiled[grammar] = self._pool.submit(self._compile, grammar)
         self._compiled.move_to_end(grammar)
-        while len(self._compiled) > _CACHED:
-            self._compiled.popitem(last=False)
         deadline = time.perf_counter() + self._compiler.timeout
         compiling = CompilingGrammar(future, {tracked.seq.uid: tracked for tracked in sequences}, deadline)
         for tracked in sequences:
@@ -91,16 +117,46 @@ class Grammars:
         self._compiling.append(compiling)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        matcher = self._compiler.compile(grammar)
-        if matcher.finished:
-            raise RequestError("grammar: it allows only the empty output")
-        compiled = CompiledGrammar(matcher, np.zeros(self._words, np.uint32))
-        # The first mask is the most expensive one.
-        matcher.mask(compiled.mask_W)
-        compiled.mask_W &= self._not_eos_W
-        if not compiled.mask_W.any():
-            raise RequestError("grammar: no sequence of this model's tokens fits it")
+        size = 0 if self._order is None else self._check(grammar, self._order)
+        try:
+            compiled = compile_grammar(self._compiler, grammar, self._not_eos_W)
+        except Exception as error:  # a plugin's method may raise anything
+            # The traceback would keep what was compiled.
+            raise RequestError(_detail(error)) from None
+        compiled.size = size
         return compiled
+
+    def _check(self, grammar: Grammar, order: Mapping[str, Any]) -> int:
+        """Check the grammar in the process of this thread and return the bytes that it takes compiled."""
+        if not hasattr(self._own, "checker"):
+            self._own.checker = GrammarChecker(order, self._compiler.timeout)
+            self._checkers.append(self._own.checker)
+        size: int = self._own.checker.check(grammar)
+        if size > self._cache // _LARGEST:
+            raise RequestError(
+                f"grammar: compiled it takes {size} bytes, and a grammar may take {self._cache // _LARGEST}, "
+                f"1/{_LARGEST} of engine.grammar_cache={self._cache}"
+            )
+        return size
+
+    def _trim(self) -> None:
+        """Drop what was refused or has failed, what has grown too large, and the least recently used of what is more
+        than the cache may hold."""
+        sizes: dict[Grammar, float] = {}
+        for grammar, future in list(self._compiled.items()):
+            if not future.done():
+                continue
+            size = math.inf if future.exception() is not None else _size(future.result())
+            if size > self._cache // _LARGEST:
+                del self._compiled[grammar]
+            else:
+                sizes[grammar] = size
+        total = sum(sizes.values())
+        for grammar, size in sizes.items():
+            if total <= self._cache:
+                break
+            del self._compiled[grammar]
+            total -= size
 
     def compiled(self) -> tuple[list[Sequence], list[Ended]]:
         """Return the sequences whose grammar was compiled since the last call, and those whose grammar failed."""
@@ -122,6 +178,8 @@ class Grammars:
                 else:
                     tracked.seq.status = Status.FINISHED
                     refused.append(Ended(uid, FinishReason.REJECTED, _detail(error)))
+        if ready or refused:
+            self._trim()
         return ready, refused
 
     @property
@@ -134,11 +192,11 @@ class Grammars:
         wait_for_futures([waiting.future for waiting in self._compiling], _IDLE_SECONDS, FIRST_COMPLETED)
 
     def _start(self, tracked: Tracked, compiled: CompiledGrammar) -> None:
-        stops_W = self._bits(tracked.seq.request.stop_ids)
+        stops_W = bits(tracked.seq.request.stop_ids, self._words)
         matcher, mask_W = compiled.matcher.fork(), compiled.mask_W.copy()
         if matcher.accepting:
             mask_W |= stops_W
-        tracked.grammar = GrammarState(matcher, mask_W, stops_W)
+        tracked.grammar = GrammarState(compiled, matcher, mask_W, stops_W)
         tracked.grammar.ready.set()
         self.running += 1
 
@@ -158,6 +216,7 @@ class Grammars:
         try:
             state.matcher.advance(token)
         except Exception as error:  # a plugin's method may raise anything; only this request fails
+            state.origin.failed = True
             return Ended(uid, FinishReason.REJECTED, _detail(error))
         if (taken := time.perf_counter() - began) > _SLOW_SECONDS:
             state.slow += taken
@@ -190,6 +249,7 @@ class Grammars:
             if not state.ready.is_set():
                 continue
             if state.error:
+                state.origin.failed = True
                 ended.append(Ended(uid, FinishReason.REJECTED, state.error))
             elif not state.empty:
                 masks[uid] = state.mask_W
@@ -204,29 +264,28 @@ class Grammars:
         for i in range(_MASK_THREADS):
             name = f"dovetail-mask-{i}"
             self._threads.append(threading.Thread(target=self._compute_masks, name=name, daemon=True))
-            self._threads[-1].start()
+            with thread_stack(STACK):
+                self._threads[-1].start()
 
     def _compute_masks(self) -> None:
         while (state := self._asked.get()) is not None:
+            began = time.perf_counter()
             try:
                 state.matcher.mask(state.mask_W)
                 state.mask_W &= self._not_eos_W
                 if state.matcher.accepting:
                     state.mask_W |= state.stops_W
                 state.empty = not state.mask_W.any()
-            except Exception as error:  # as in advance
+            except BaseException as error:  # as in advance; a panic of native code is no Exception
                 state.error = _detail(error)
+            state.origin.worked += time.perf_counter() - began
             state.ready.set()
 
-    def _bits(self, tokens: Iterable[int]) -> NDArray[np.uint32]:
-        bits_W = np.zeros(self._words, np.uint32)
-        for token in tokens:
-            bits_W[token // 32] |= np.uint32(1 << token % 32)
-        return bits_W
-
     def close(self) -> None:
-        """End the threads, each after the work that it has begun."""
+        """End the checking processes and the threads, each after the work that it has begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for checker in list(self._checkers):
+            checker.close()
         for _ in self._threads:
             self._asked.put(None)
 
@@ -241,8 +300,17 @@ def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool) 
     if tokenizer is not None and not tokenizer.is_file():
         tokenizer = None
     vocabulary = Vocabulary(spec.vocab, spec.eos_ids, tokenizer)
-    compiler = composition.build("grammar", vocabulary=vocabulary)
-    return Grammars(compiler, vocabulary, threading.TIMEOUT_MAX if patient else composition.engine.mask_wait)
+    compiler: GrammarCompiler = composition.build("grammar", vocabulary=vocabulary)
+    order = check_order(composition.part("grammar"), vocabulary, compiler.memory) if compiler.checked else None
+    engine = composition.engine
+    return Grammars(
+        compiler, vocabulary, threading.TIMEOUT_MAX if patient else engine.mask_wait, engine.grammar_cache, order
+    )
+
+
+def _size(compiled: CompiledGrammar) -> float:
+    """Return the bytes that a compiled grammar may take by now; infinite if it must not be used again."""
+    return math.inf if compiled.failed else max(compiled.size, _SMALLEST) + compiled.worked * _GROWTH
 
 
 def _detail(error: BaseException) -> str:

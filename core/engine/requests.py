@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
@@ -24,6 +23,7 @@ from dovetail.core.interfaces import (
     SamplingParams,
     Sequence,
 )
+from dovetail.core.interfaces.request_values import faults, token_ids
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -72,14 +72,12 @@ class RequestBuilder:
     ) -> Request:
         """Check a request as `sequences` does."""
         if options.pooling is not None:
-            if options.pooling not in get_args(Pooling):
-                raise RequestError(f"pooling={options.pooling!r}: there are {', '.join(get_args(Pooling))}")
             params = _EMBEDDING_PARAMS
-        self._validate(prompt_ids, params, options.pooling)
-        _check_hints(options.hints)
+        ids = token_ids(prompt_ids)
+        self._validate(ids, params, options.pooling)
         request = Request(
             uid=self._next if number is None else number,
-            prompt_ids=tuple(prompt_ids),
+            prompt_ids=ids,
             params=params,
             eos_ids=() if params.ignore_eos else self._spec.eos_ids,
             arrival=time.perf_counter(),
@@ -95,7 +93,7 @@ class RequestBuilder:
             raise RequestError(
                 f"the prompt has {len(prompt_ids)} tokens and the context is {limit} (engine.max_len): shorten it"
             )
-        outside = [t for t in prompt_ids if not 0 <= t < vocab]
+        outside = [t for t in (min(prompt_ids), max(prompt_ids)) if not 0 <= t < vocab]
         if outside:
             raise RequestError(f"prompt token id {outside[0]} is not in the model's vocabulary of {vocab}")
         if pooling is None and not spec.head:
@@ -106,16 +104,9 @@ class RequestBuilder:
             wrong = [t for t in ids if t >= vocab]
             if wrong:
                 raise RequestError(f"{what}: token id {wrong[0]} is not in the model's vocabulary of {vocab}")
-
-
-def _check_hints(hints: object) -> None:
-    """Raise RequestError for wrong hints. Clients send them and plugins compute with them during a step."""
-    if not isinstance(hints, Mapping):
-        raise RequestError(f"hints: {hints!r} is not a mapping of names to numbers")
-    for name, value in hints.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not isinstance(name, str) or not number:
-            raise RequestError(f"hints: {name!r}: {value!r} is not a name with a finite number")
+        for what, top in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if top is not None and top > vocab:
+                raise RequestError(f"{what}={top}: the model's vocabulary has only {vocab} tokens")
 
 
 PROCESSED = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"}
@@ -187,5 +178,4 @@ class ProcessorTable:
         try:
             processor.parameters(request)
         except ValidationError as error:
-            faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-            raise RequestError(f"extra: {'; '.join(faults)}") from error
+            raise RequestError(f"extra: {faults(error)}") from error

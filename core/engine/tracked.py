@@ -20,6 +20,13 @@ class CompiledGrammar:
 
     matcher: Matcher
     mask_W: NDArray[np.uint32]
+    size: int = 0
+    """Bytes that it took when it was compiled."""
+    worked: float = 0.0
+    """Seconds for which masks of its copies were computed. Written by mask threads."""
+    failed: bool = False
+    """A copy of the matcher reached a limit. Copies may share memory, so later ones would fail as well. Written by
+    Grammars."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +34,7 @@ class GrammarState:
     """Position of one sequence's output in its grammar. The engine's thread advances the matcher while `ready` is set;
     a mask thread reads it while `ready` is clear."""
 
+    origin: CompiledGrammar
     matcher: Matcher
     mask_W: NDArray[np.uint32]
     """Written by a mask thread."""

@@ -11,6 +11,7 @@ Requests and tokens pass only over the links. The owner sends the whole state of
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 import threading
@@ -26,10 +27,13 @@ from dovetail.core.frontend.process_rpc import ProcessRPC
 from dovetail.core.frontend.shared_counters import SharedCounters
 from dovetail.core.frontend.supervised import SupervisedFleet
 from dovetail.core.frontend.zmq_link import Link
+from dovetail.core.parallel.failure import for_user
 from dovetail.core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+
+log = logging.getLogger(__name__)
 
 
 class EngineState(msgspec.Struct):
@@ -63,6 +67,7 @@ class EngineSharing:
     def join(self, number: int, user: ProcessRPC) -> None:
         clients = self._fleet.clients
         user.handlers |= {
+            "detach": lambda replica: clients[replica].detach(number),
             "attach": lambda replica, incarnation, **link: clients[replica].attach(number, incarnation, link),
             "hangs": lambda replica, incarnation, seconds: clients[replica].end_hung(incarnation, seconds),
             "load_adapter": self._load_adapter,
@@ -166,7 +171,7 @@ class AttachedEngine(EngineClient):
 
     async def close(self) -> None:
         self.state = "stopped"
-        self._fail_all(EngineDown("the server stops"))
+        self._fail_all(EngineDown("the server stops", ran=True))
         if (link := self._link) is not None:
             self._link = None
             await asyncio.to_thread(link.close)
@@ -184,10 +189,27 @@ class AttachedEngine(EngineClient):
         if found.info is None:
             self.state, self.failure = found.state, found.failure
         elif self._link is None:
-            link = self._link = _AttachedLink(self, found.info, found.incarnation, self._timeout)
-            self._owner.notify("attach", replica=self.replica, incarnation=link.incarnation, **link.link.addresses)
+            self._attach(found.info, found.incarnation)
         if self.state != before:
             self._on_state()
+
+    def _attach(self, info: EngineInfo, incarnation: int) -> None:
+        link = self._link = _AttachedLink(self, info, incarnation, self._timeout)
+        self._owner.notify("attach", replica=self.replica, incarnation=incarnation, **link.link.addresses)
+
+    def link_failed(self, link: _AttachedLink, error: Exception) -> None:
+        """Fail this process's requests to the engine, whose output was lost. A link that has worked is replaced; one
+        that could not be opened would fail again."""
+        if link is not self._link:
+            return
+        log.error("%s cannot be reached any more by this process", self.name, exc_info=error)
+        self._link, worked = None, self.state == "ready"
+        self.state = "starting" if worked else "failed"
+        self._lost(f"cannot be reached any more: {for_user(error)}")
+        self._owner.notify("detach", replica=self.replica)
+        if worked:
+            self._attach(link.info, link.incarnation)
+        self._on_state()
 
     def link_opened(self, link: _AttachedLink, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         if link is self._link:
@@ -202,7 +224,7 @@ class _AttachedLink:
     """Link to one incarnation of an engine, with the thread that receives from it."""
 
     def __init__(self, engine: AttachedEngine, info: EngineInfo, incarnation: int, timeout: float) -> None:
-        self._engine, self._info, self.incarnation = engine, info, incarnation
+        self._engine, self.info, self.incarnation = engine, info, incarnation
         self.link = Link(self._receive, timeout=timeout)
         self._open = False
         self._released, self._release_seen = socket.socketpair()
@@ -221,15 +243,19 @@ class _AttachedLink:
 
     def _run(self) -> None:
         with self._release_seen:
-            if silent := self.link.listen(self._release_seen.fileno(), lambda: False):
-                self._engine._call_soon(self._engine.report_hang, self, silent)
-                self._release_seen.recv(1)
-            self.link.close()
+            try:
+                if silent := self.link.listen(self._release_seen.fileno(), lambda: False):
+                    self._engine._call_soon(self._engine.report_hang, self, silent)
+                    self._release_seen.recv(1)
+            except Exception as error:
+                self._engine._call_soon(self._engine.link_failed, self, error)
+            finally:
+                self.link.close()
 
     def _receive(self, message: StepMessage | Reply) -> None:
         if not self._open:
             # The engine sends its first message once its end is bound.
             self._open = True
             self.link.open()
-            self._engine._call_soon(self._engine.link_opened, self, self._info, tokenizer_of(self._info))
+            self._engine._call_soon(self._engine.link_opened, self, self.info, tokenizer_of(self.info))
         self._engine._receive(message)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dovetail.core.errors import EngineDown, RequestError
+from dovetail.core.errors import EngineDown, RequestError, for_clients
 from dovetail.core.frontend.messages import EngineInfo, EngineStats, Reply, StepMessage
 from dovetail.core.frontend.outputs import Delta, Timing
 from dovetail.core.frontend.request_table import Delivery, OpenRequest, RequestTable, Transport
@@ -101,7 +101,7 @@ class EngineClient(ABC):
         self._on_state, self._on_phase = on_state, on_phase
         self.state: State = "stopped"
         self.failure = ""
-        """Cause of the engine's latest death."""
+        """Cause of the engine's latest death, for operators; clients get `for_clients(failure)`."""
         self.phase = ""
         """Phase of a starting engine."""
         self._info: EngineInfo | None = None
@@ -142,7 +142,7 @@ class EngineClient(ABC):
     def tokenizer(self) -> Tokenizer:
         """Thread-safe."""
         if self._tokenizer is None:
-            raise RequestError(f"the model {self.info.model} has no tokenizer: give token ids, and no stop strings")
+            raise missing_tokenizer(self.info)
         return self._tokenizer
 
     async def control(self, op: str, **arguments: Any) -> Any:
@@ -164,7 +164,7 @@ class EngineClient(ABC):
     def _lost(self, cause: str) -> None:
         """Handle the death of the engine. `cause` is a phrase that follows the engine's name."""
         self.failure = cause
-        self._fail_all(EngineDown(f"{self.name} {cause.splitlines()[0]}"))
+        self._fail_all(EngineDown(f"{self.name} {for_clients(cause)}", ran=True))
 
     def _fail_all(self, error: EngineDown) -> None:
         self._table.fail(self.replica, error)
@@ -213,6 +213,15 @@ class EngineClient(ABC):
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             log.debug("the event loop is closed: %s is not called", function)
+
+
+def missing_tokenizer(info: EngineInfo) -> RequestError:
+    """Return the refusal of text by a model without a tokenizer."""
+    cause = "no folder" if info.folder is None else "no tokenizer.json in its folder"
+    return RequestError(
+        f"the model {info.model} has {cause} and therefore no tokenizer: give token ids, and stop_token_ids in place "
+        "of stop strings"
+    )
 
 
 _reading_tokenizer = threading.Lock()

@@ -4,6 +4,7 @@ engine process, over sockets, or in a thread of the user's process, over a queue
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+from pydantic import ValidationError
 
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.results import SequenceEvent
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import PluginError, RequestError
 from dovetail.core.frontend.messages import (
     Abort,
     Add,
@@ -30,9 +32,14 @@ from dovetail.core.frontend.messages import (
 )
 from dovetail.core.frontend.outputs import REASONS
 from dovetail.core.interfaces import FinishReason, SamplingParams, Sequence
+from dovetail.core.interfaces.request_values import faults
+from dovetail.core.parallel.channel import ChannelClosed
+from dovetail.core.parallel.failure import for_user
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+
+log = logging.getLogger(__name__)
 
 _STATS_SECONDS = 0.25
 _LOADING_SECONDS = 0.02
@@ -80,12 +87,18 @@ class EngineLoop:
         """Controls to be answered when their future is done."""
 
     def run(self) -> None:
-        """Run until `commands` has stopped."""
+        """Run until `commands` has stopped. Raises ChannelClosed if the front-end has ended, a DovetailError that names
+        the failed component for any other error."""
         engine, requests = self._engine, self._requests
-        while self._take_commands():
-            if engine.has_work:
-                requests.note(engine.step())
-            self._publish()
+        try:
+            while self._take_commands():
+                if engine.has_work:
+                    requests.note(engine.step())
+                self._publish()
+        except ChannelClosed:
+            raise
+        except (Exception, SystemExit) as error:
+            raise for_user(error, engine.composition)  # noqa: B904 the cause is set
 
     def _take_commands(self) -> bool:
         """Execute arrived commands; wait for some if there is no work or launch can wait. False = the loop ends."""
@@ -170,8 +183,15 @@ class EngineRequests:
         try:
             params = SamplingParams.model_validate(command.params)
             sequences = self._engine.add(command.prompt_ids, params, command.options, number=command.id)
-        except (RequestError, TypeError, ValueError) as error:
-            self._reject(port, command.id, str(error), getattr(error, "status", 400))
+        except RequestError as error:
+            self._reject(port, command.id, str(error), error.status)
+            return
+        except ValidationError as error:
+            self._reject(port, command.id, faults(error), 400)
+            return
+        except PluginError as error:
+            log.exception("request %d is refused", command.id)
+            self._reject(port, command.id, str(error), 500)
             return
         request = self._requests[command.id] = _EngineRequest(port, command.id, sequences, len(sequences))
         for seq in sequences:

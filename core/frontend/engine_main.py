@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def main(control_fd: int, parent: int) -> None:
     """Run an engine until the front-end sends "stop" or ends."""
     control = enter(control_fd, parent, signal.SIGINT, signal.SIGTERM)
-    engine = None
+    engine = composition = None
     try:
         order, _ = control.recv()
         composition = recompose(order)
@@ -51,7 +51,7 @@ def main(control_fd: int, parent: int) -> None:
         # The front-end has ended, so the error cannot be reported.
         _end(engine, 1)
     except BaseException as error:
-        report(control, error)
+        report(control, error, composition)
         _end(engine, 1)
     _end(engine, 0)
 

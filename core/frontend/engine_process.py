@@ -14,7 +14,7 @@ import msgspec
 from dovetail.core.frontend.messages import Command, EngineInfo, Reply, StepMessage
 from dovetail.core.frontend.zmq_link import Link
 from dovetail.core.parallel.channel import Channel, ChannelClosed
-from dovetail.core.parallel.failure import StartHung, describe_exit
+from dovetail.core.parallel.failure import StartHung, describe_exit, traceback_of
 from dovetail.core.parallel.process import end_hung, order_for, start_process
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class EngineProcess:
         """Why the process ends, if known before its exit."""
         self._phase = ""
         """Phase of the start."""
+        self.traceback = ""
+        """Traceback of the error that ended the process, for logs; "" = none is known. Final, as `hung_at_start`."""
         self.hung_at_start = False
         """Final when `on_death` is called."""
         # The child ends with the thread that started it (PR_SET_PDEATHSIG), so this thread lives as long as the child.
@@ -118,8 +120,7 @@ class EngineProcess:
         try:
             cause = self._serve()
         except Exception as error:
-            log.exception("the thread that receives from the engine failed")
-            cause = f"cannot be reached any more: {error!r}"
+            cause, self.traceback = f"cannot be reached any more: {error!r}", traceback_of(error)
         finally:
             if self._popen is not None and self._popen.poll() is None:
                 self._popen.kill()
@@ -174,7 +175,7 @@ class EngineProcess:
             self._link.open()
             self._listener.on_ready(self, msgspec.convert(message["info"], EngineInfo, str_keys=True))
         elif message["op"] == "error":
-            self._failure = f"failed: {message['text']}"
+            self._failure, self.traceback = f"failed: {message['text']}", message["traceback"]
             self.hung_at_start = message["type"] == StartHung.__name__
         elif message["op"] == "progress":
             self._phase = message["phase"]

@@ -22,6 +22,7 @@ from dovetail.core.frontend.messages import EngineInfo, EngineStats, Reply, Step
 from dovetail.core.frontend.replicas import CheckedRouter, replica_compositions, replica_environment
 from dovetail.core.frontend.request_table import NewRequest, RequestTable
 from dovetail.core.interfaces import ModelSpec, Progress
+from dovetail.core.parallel.failure import for_user, remote_cause
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -88,7 +89,7 @@ class Engines(ABC):
         self._requests.request(new.prompt_ids, new.params, new.options)
 
     def check_alive(self) -> None:
-        """Raise EngineStopped if an engine has failed, or RuntimeError if the cause is not a DovetailError."""
+        """Raise EngineStopped if an engine has failed."""
         if self.failure is not None:
             raise stopped(self.failure)
 
@@ -205,7 +206,7 @@ class EngineProcesses(Engines):
         self.spec = model.target().spec(model.config)
 
     def _stop(self) -> None:
-        self._fail(RuntimeError("closed while requests ran"))
+        self._fail(DovetailError("closed while requests ran"))
         with ThreadPoolExecutor(max(len(self.processes), 1)) as pool:
             list(pool.map(EngineProcess.stop, self.processes))
 
@@ -230,6 +231,7 @@ class _ProcessListener:
 
     def on_death(self, process: EngineProcess, cause: str) -> None:
         error = ReplicaError(f"replica {self._replica} {cause}")
+        error.__cause__ = remote_cause(process.traceback)
         self._starting((self._replica, "death", error))
         self._engines._fail(error)
 
@@ -241,10 +243,9 @@ def start_engines(composition: Composition, progress: Progress = lambda phase, s
     return engines
 
 
-def stopped(failure: BaseException) -> RuntimeError:
+def stopped(failure: BaseException) -> EngineStopped:
     """Return the error for requests of an engine that has failed."""
-    text = f"the engine stopped: {type(failure).__name__}: {failure}"
-    error = EngineStopped(text) if isinstance(failure, DovetailError) else RuntimeError(text)
+    error = EngineStopped(f"the engine stopped: {for_user(failure)}")
     error.__cause__ = failure
     return error
 

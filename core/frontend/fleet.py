@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.errors import EngineDown
+from dovetail.core.errors import EngineDown, for_clients
 from dovetail.core.frontend.client import EngineClient, State, Stream
 from dovetail.core.frontend.messages import EngineInfo, EngineStats, total
 from dovetail.core.frontend.replicas import CheckedRouter
@@ -55,7 +55,7 @@ class Fleet(ABC):
         self._table = RequestTable(self._router, counters=self.counters)
         self._closed = self.complete = False
         self.failure = ""
-        """Cause of the latest death of a replica; a sentence."""
+        """Cause of the latest death of a replica; a sentence for operators."""
         self.failed = asyncio.Event()
         """Set when no engine will be restarted."""
         self._all_ready = asyncio.Event()
@@ -127,7 +127,7 @@ class Fleet(ABC):
 
     def _check_ready(self) -> None:
         if (state := self.state) != "ready":
-            raise EngineDown(f"the engine is {state}{f': {self.failure}' if self.failure else ''}")
+            raise EngineDown(f"the engine is {state}{f': {for_clients(self.failure)}' if self.failure else ''}")
 
     def start(self) -> None:
         """Start the engines without waiting for them; `wait_ready` does."""
@@ -201,12 +201,12 @@ class Fleet(ABC):
         """Unload an adapter; requests that use it run to their end. Raises RequestError for an unknown name."""
 
     def health(self) -> list[Mapping[str, Any]]:
-        """Return the state and load of each replica, for monitoring."""
+        """Return the state and load of each replica, for monitoring by clients, too."""
         return [
             {
                 "state": client.state,
                 "phase": client.phase if client.state == "starting" else "",
-                "failure": client.failure,
+                "failure": for_clients(client.failure),
                 "samples": client.samples,
                 "running": client.stats.running,
                 "waiting": client.stats.waiting,

@@ -16,11 +16,12 @@ from dovetail.core.compose import compose
 from dovetail.core.compose.wording import words
 from dovetail.core.engine.counters import Counters
 from dovetail.core.errors import RequestError
-from dovetail.core.frontend.client import tokenizer_of
+from dovetail.core.frontend.client import missing_tokenizer, tokenizer_of
 from dovetail.core.frontend.engines import OneLocalEngine, start_engines
 from dovetail.core.frontend.outputs import Completion, Delta, Generation, Timing, truncate_and_normalize
 from dovetail.core.frontend.request_table import Delivery, NewRequest, OpenRequest
 from dovetail.core.interfaces import EmbeddingSpec, Pooling, Progress, RequestOptions, SamplingParams
+from dovetail.core.interfaces.request_values import token_ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -116,7 +117,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer (model.load=dummy without a folder): give token ids")
+            raise missing_tokenizer(self.info)
         return self._tokenizer
 
     def generate(
@@ -229,8 +230,8 @@ class LLM:
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Generation:
         """The asyncio form of `generate`, for one prompt."""
         params = params or SamplingParams()
-        text, ids = (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, tuple(prompt))
-        generation = _blank(text, ids, params.n)
+        ids = self._encode(prompt)
+        generation = _blank(prompt if isinstance(prompt, str) else None, ids, params.n)
         async for delta in self.astream(ids, params, **request):
             _merge(generation, delta)
         generation.timing.finished = time.perf_counter()
@@ -265,13 +266,13 @@ class LLM:
         self.close()
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else token_ids(prompt)
 
     def _pairs(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
     ) -> list[tuple[Prompt, SamplingParams]]:
         many: list[Prompt]
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (len(prompts) and not hasattr(prompts[0], "__len__")):
             many = [prompts]  # type: ignore[list-item]
         else:
             many = list(prompts)  # type: ignore[arg-type]
@@ -287,7 +288,7 @@ class LLM:
     def _submit(self, new: Seq[NewRequest]) -> list[OpenRequest]:
         """Queue all requests between the same two steps of an engine, or none: raises RequestError."""
         if self._tokenizer is None and any(one.params.stop for one in new):
-            raise RequestError("stop strings need a tokenizer; this model has none (use stop_token_ids)")
+            raise missing_tokenizer(self.info)
         if self._engines.closed:
             raise RuntimeError("this LLM is closed")
         return self._table.submit(*new)
@@ -317,6 +318,8 @@ def _model_overrides(model: str) -> list[str]:
     """Return the overrides for a folder, which model=llama reads, or for the name of a `model` option."""
     from pathlib import Path
 
-    if Path(model).expanduser().is_dir() or "/" in model:
+    from dovetail.core.checkpoint import path_kind
+
+    if path_kind(model) == "folder" or "/" in model:
         return ["model=llama", f"model.path={Path(model).expanduser()}"]
     return [f"model={model}"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from dovetail.core.engine.engine import Engine, start_engine
+from dovetail.core.errors import DovetailError
 from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
 from dovetail.core.frontend.messages import Command, EngineInfo, EngineStats, Reply, SampleUpdate, StepMessage
 from dovetail.core.interfaces import Progress
@@ -64,7 +65,7 @@ class LocalEngine:
         self.engine.shutdown()
 
     def _run(self, engine: Engine) -> None:
-        failure: BaseException = RuntimeError("closed while requests ran")
+        failure: BaseException = DovetailError("closed while requests ran")
         try:
             EngineLoop(engine, self._commands).run()
         except BaseException as error:

@@ -115,9 +115,9 @@ class StopStringMatcher:
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self.stop)), 0)
 
     def flush(self) -> str:
-        """Return the held text, once the output has ended without a stop string."""
+        """Return the held text, once the output has ended without a stop string. An incomplete character is U+FFFD."""
         held, self._held = self._held, ""
-        return held
+        return held if self._detokenizer is None else held + self._detokenizer.finish()
 
 
 REASONS = {

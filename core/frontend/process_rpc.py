@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from dovetail.core.errors import EngineDown, RequestError
+from dovetail.core.errors import DovetailError, EngineDown, RequestError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class ProcessRPC:
                 message, _ = self._channel.recv()
                 if message["op"] == "error":
                     self.exit_reason = message["text"]
+                    if message["traceback"]:
+                        log.error("another process failed: %s", message["traceback"])
                     continue
                 self._loop.call_soon_threadsafe(self._handle, message)
         except ChannelClosed:
@@ -81,6 +83,8 @@ class ProcessRPC:
             answer.set_result(message["value"])
         elif message["status"] == _UNAVAILABLE:
             answer.set_exception(EngineDown(message["error"]))
+        elif message["status"] >= 500:
+            answer.set_exception(DovetailError(message["error"]))
         else:
             answer.set_exception(RequestError(message["error"], status=message["status"]))
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
-from dovetail.core.errors import EngineDown, RequestError
+from pydantic import ValidationError
+
+from dovetail.core.errors import DovetailError, EngineDown, RequestError
 from dovetail.core.frontend.messages import (
     Abort,
     Add,
@@ -29,6 +31,7 @@ from dovetail.core.frontend.outputs import Delta, StopStringMatcher, Timing
 from dovetail.core.frontend.replicas import CheckedRouter
 from dovetail.core.frontend.shared_counters import Load, SharedCounters
 from dovetail.core.interfaces import ReplicaLoad, RequestOptions, SamplingParams
+from dovetail.core.interfaces.request_values import faults, token_ids
 from dovetail.core.tokenizer import Tokenizer
 
 
@@ -99,6 +102,24 @@ class _Replica:
     stats: EngineStats = field(default_factory=EngineStats)
     delivering: threading.RLock = field(default_factory=threading.RLock)
     """Held while callbacks are called, so that `fail` cannot overtake a delivery of `receive`."""
+
+
+def _refusal(update: SampleUpdate) -> DovetailError:
+    if update.status >= 500:
+        return DovetailError(update.detail)
+    return RequestError(update.detail, status=update.status)
+
+
+def _checked(new: NewRequest) -> NewRequest:
+    """Return the request with plain, valid values: an error of a router, scheduler or sampler would fail others."""
+    if not isinstance(new.params, SamplingParams) or not isinstance(new.options, RequestOptions):
+        given = f"{type(new.params).__name__} and {type(new.options).__name__}"
+        raise RequestError(f"a request has SamplingParams and RequestOptions; given were {given}")
+    try:
+        params = SamplingParams.model_validate(new.params)
+    except ValidationError as error:
+        raise RequestError(faults(error)) from None
+    return new._replace(prompt_ids=token_ids(new.prompt_ids), params=params)
 
 
 class RequestTable:
@@ -179,6 +200,7 @@ class RequestTable:
         commands: dict[int, list[Command]] = {}
         numbers: list[int] = []
         try:
+            new = tuple(map(_checked, new))
             with self._submitting:
                 for one in new:
                     self._validate(one)
@@ -272,8 +294,7 @@ class RequestTable:
             if (reason := update.reason) is not None and reason == "rejected":
                 with state.delivering:
                     if self._close(request):
-                        error = RequestError(update.detail, status=update.status)
-                        request.deliver(request, Delivery([], error, True))
+                        request.deliver(request, Delivery([], _refusal(update), True))
             elif update.sample in request.open:
                 delta = self._delta(request, update, now)
                 if request.undelivered:

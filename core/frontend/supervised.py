@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.errors import EngineDown, RequestError
+from dovetail.core.engine.adapters import unknown_adapter
+from dovetail.core.errors import EngineDown
 from dovetail.core.frontend.client import EngineClient, tokenizer_of
 from dovetail.core.frontend.engine_process import EngineProcess
 from dovetail.core.frontend.fleet import Fleet
@@ -56,7 +57,7 @@ class SupervisedEngine(EngineClient):
         """Abort requests and end the engine process. Idempotent."""
         if self.state != "failed":
             self.state = "stopped"
-        self._fail_all(EngineDown("the server stops"))
+        self._fail_all(EngineDown("the server stops", ran=True))
         self._on_state()
         process, self._process = self._process, None
         if process is not None:
@@ -104,7 +105,8 @@ class SupervisedEngine(EngineClient):
         allowed = self._restarts.died()
         # An engine that could not start would fail again, except one that hung.
         again = allowed and (was == "ready" or process.hung_at_start)
-        log.error("%s %s%s", self.name, cause, "; it is started again" if again else "")
+        trace = f"\n{process.traceback}" if process.traceback else ""
+        log.error("%s %s%s%s", self.name, cause, "; it is started again" if again else "", trace)
         self._lost(cause)
         if again:
             self._launch()
@@ -136,6 +138,7 @@ class SupervisedFleet(Fleet):
         super().__init__(composition, **fleet)
         self._max_restarts = max_restarts
         self._adapting = asyncio.Lock()
+        self._unloads: set[asyncio.Future[None]] = set()
         self.clients: list[SupervisedEngine] = [
             SupervisedEngine(
                 one,
@@ -153,6 +156,8 @@ class SupervisedFleet(Fleet):
         if client.state == "ready":
             if self._all_ready.is_set():
                 self._reports.restarted(replica)
+                for name in self._adapters.keys() - client.info.adapters.keys():
+                    self._drop(name, client.name)
             elif all(one.state == "ready" for one in self.clients):
                 self.complete = True
                 self._adapters = dict(self.info.adapters)
@@ -182,12 +187,18 @@ class SupervisedFleet(Fleet):
         async with self._adapting:
             self._check_settled()
             if name not in self._adapters:
-                raise RequestError(
-                    f"adapter: {name!r} is not loaded; there is {', '.join(self._adapters) or 'none'}", status=404
-                )
+                raise unknown_adapter(name, self._adapters, served=True)
             del self._adapters[name]
             await self._unload(name)
             self._reports.changed()
+
+    def _drop(self, name: str, replica: str) -> None:
+        """Unload an adapter that a restarted replica could not load again: adapters are on every replica or on none."""
+        log.error("adapter %s is unloaded, because %s could not load it again", name, replica)
+        del self._adapters[name]
+        task = asyncio.ensure_future(self._unload(name))
+        self._unloads.add(task)
+        task.add_done_callback(self._unloads.discard)
 
     def _check_settled(self) -> None:
         """Raise EngineDown while an engine starts: it has already received its list of adapters."""

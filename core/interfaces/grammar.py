@@ -118,10 +118,17 @@ class Matcher(ABC):
 
 
 class GrammarCompiler(ABC):
-    """Creates matchers. Built only on rank 0, at engine start. Importing its module must load nothing heavy."""
+    """Creates matchers. Built only on rank 0, at engine start, and a second time, from the same options and vocabulary,
+    in each process that checks grammars (`checked`). Importing its module must load nothing heavy."""
 
     timeout: float = 30.0
     """Seconds that a request waits for its grammar before it is rejected."""
+    memory: int = 256 << 20
+    """Most bytes that the compilation of one grammar may allocate; beyond, the grammar is rejected."""
+    checked: bool = True
+    """Compile each grammar in a separate process first, and in the engine's only after that succeeded: a grammar that
+    exhausts stack, memory or time there is rejected, and the engine survives. False: for compilers that cannot crash
+    and whose work is bounded."""
 
     def __init__(self, config: Any, vocabulary: Vocabulary) -> None:
         self.config, self.vocabulary = config, vocabulary

@@ -235,7 +235,8 @@ class Model(ABC):
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         """Load weights from (name, opener) pairs of all checkpoint tensors. An opener returns a lazily sliced tensor
-        (safetensors get_slice). Raises ConfigError listing missing and unexpected names."""
+        (safetensors get_slice), whose slices may be on the model's device. Raises ConfigError listing missing and
+        unexpected names."""
 
     @abstractmethod
     def init_dummy(self, seed: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.core.errors import CapabilityError, ConfigError, shown
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Partial
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Quantizer(ABC):
         if (existing := hf.get("quantization_config")) is not None:
             method = existing.get("quant_method") if isinstance(existing, Mapping) else existing
             raise ConfigError(
-                f"config.json: the checkpoint is quantized already (quant_method {method!r}), and "
+                f"config.json: the checkpoint is quantized already (quant_method {shown(method)}), and "
                 f"{type(self).__name__} takes plain weights. Choose a quantizer that reads it, or another checkpoint"
             )
 

@@ -7,10 +7,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from dovetail.core.errors import RequestError
+from dovetail.core.interfaces import request_values
 from dovetail.core.interfaces.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -39,18 +41,24 @@ class SamplingParams(BaseModel):
     """How to sample tokens from logits, and when to stop. Names and meanings follow the OpenAI API if it has them."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        strict=False,
+        # `model_copy(update=...)` checks nothing, so `model_validate` checks an instance too, when it is submitted.
+        revalidate_instances="always",
     )
 
     n: int = Field(1, ge=1, le=128)
     """Samples per prompt. They share the prompt's KV pages (copy-on-write)."""
-    max_tokens: int | None = Field(128, ge=1)
+    max_tokens: int | None = Field(128, ge=1, lt=2**31)
     """Maximum number of output tokens; None = until the context is full."""
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(0, ge=0, lt=2**31)
     """Number of output tokens before EOS or a stop token may be sampled."""
     temperature: float = Field(1.0, ge=0.0, le=100.0)
     """0 = greedy."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=2**31)
     """Keep the k most likely tokens; 0 = all."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Keep the smallest set of tokens whose probability reaches top_p (nucleus sampling, Holtzman et al. 2019)."""
@@ -78,8 +86,8 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     """Continue past the model's EOS (for benchmarks)."""
     logprobs: int | None = Field(None, ge=0, le=64)
-    """Report the log-probability of each output token and of this many most likely tokens. They are taken from the
-    model's distribution, before penalties, bias and temperature."""
+    """Report the log-probability of each output token and of this many most likely tokens, at most the vocabulary. They
+    are taken from the model's distribution, before penalties, bias and temperature."""
     prompt_logprobs: int | None = Field(None, ge=0, le=64)
     """The same for prompt tokens. Such a request recomputes its prompt instead of reading the prefix cache."""
     extra: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
@@ -109,7 +117,8 @@ class SamplingParams(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options of a request in addition to its prompt and sampling parameters."""
+    """Options of a request in addition to its prompt and sampling parameters. Raises RequestError for a value of a
+    wrong type; NumPy's numbers become Python's."""
 
     priority: int = 0
     """Lower values run first, with a scheduler that uses priorities."""
@@ -125,6 +134,17 @@ class RequestOptions:
     """How the prompt is embedded; None = the request generates text."""
     adapter: str = ""
     """Name of the adapter to run with; "" = the base model."""
+
+    def __post_init__(self) -> None:
+        write = object.__setattr__
+        write(self, "priority", request_values.integer("priority", self.priority))
+        if self.deadline is not None:
+            write(self, "deadline", request_values.number("deadline", self.deadline))
+        for name in ("user", "cache_salt", "adapter"):
+            request_values.text(name, getattr(self, name))
+        write(self, "hints", request_values.numbers_by_name("hints", self.hints))
+        if self.pooling is not None and self.pooling not in get_args(Pooling):
+            raise RequestError(f"pooling={self.pooling!r}: there are {', '.join(get_args(Pooling))}")
 
 
 @dataclass(frozen=True, slots=True)

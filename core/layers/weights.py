@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from dovetail.core.checkpoint import LazyTensor
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, shown
 
 DUMMY_STD = 0.02
 
@@ -86,11 +86,13 @@ class DummyTensor:
 def _take(weight: Weight, tensor: LazyTensor) -> None:
     shape = tuple(tensor.get_shape())
     if weight.shape is not None and shape != weight.shape:
-        raise ConfigError(f"{weight.name} has shape {shape} in the checkpoint; config.json makes it {weight.shape}")
+        raise ConfigError(
+            f"{weight.name} has shape {shown(shape)} in the checkpoint; config.json makes it {weight.shape}"
+        )
     weight.take(tensor)
 
 
 def _listed(what: str, names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(names)} {what}" + (f" ({', '.join(names[:5])}{more})" if names else "")
+    return f"{len(names)} {what}" + (f" ({', '.join(map(shown, names[:5]))}{more})" if names else "")

@@ -191,15 +191,15 @@ def least_kept_reference(
     reached_N = (scaled(kept_NV, temperature_N).softmax(-1).cumsum(-1) < top_p_N[:, None]).sum(-1).clamp_max(vocab - 1)
     by_p_N = ordered_NV.gather(1, reached_N[:, None]).squeeze(1)
     least_N = torch.where(top_p_N < 1, torch.maximum(least_N, by_p_N), least_N)
-    by_min_p_N = ordered_NV[:, 0] + temperature_N * min_p_N.clamp_min(1e-38).log()
+    by_min_p_N = ordered_NV[:, 0] + temperature_N * min_p_N.clamp_min(1e-37).log()
     least_N = torch.where(min_p_N > 0, torch.maximum(least_N, by_min_p_N), least_N)
     filtered_N = random_N & ((top_k_N > 0) | (top_p_N < 1) | (min_p_N > 0))
     return torch.where(filtered_N, least_N, float("-inf"))
 
 
 def scaled(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
-    """float32 logits / temperature; rows of temperature 0 are not divided."""
-    return logits_NV.float() / torch.where(temperature_N > 0, temperature_N, 1.0)[:, None]
+    """float32 logits / temperature (at least 1e-30, so that it is finite); rows of temperature 0 are not divided."""
+    return logits_NV.float() / torch.where(temperature_N > 0, temperature_N.clamp_min(1e-30), 1.0)[:, None]
 
 
 def draw(

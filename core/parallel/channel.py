@@ -44,7 +44,9 @@ class Channel:
 
     def wait(self, seconds: float) -> bool:
         """Whether data or the end of the stream can be received within `seconds`."""
-        return bool(select.select([self._socket], [], [], seconds)[0])
+        poll = select.poll()  # Unlike select(), it accepts descriptors of 1024 and more.
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
     def at_end(self) -> bool:
         """Whether the other end is closed and all its data was received. Blocks until this is known."""

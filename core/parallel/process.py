@@ -13,13 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.compose import compose
-from dovetail.core.errors import ConfigError, DovetailError
+from dovetail.core.compose import KINDS, Package, compose, discover
+from dovetail.core.compose.composition import selected_in
+from dovetail.core.compose.registry import Source
+from dovetail.core.errors import ConfigError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
+from dovetail.core.parallel.failure import for_user, traceback_of
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -88,43 +91,82 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def report(control: Channel, error: BaseException) -> None:
-    """Send a fatal error to the parent, or print it to stderr if the channel is closed."""
-    known = isinstance(error, DovetailError)
-    text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
+def report(control: Channel, error: BaseException, composition: Composition | None = None) -> None:
+    """Send a fatal error to the parent, or print it to stderr if the channel is closed. With a composition the message
+    names the component that failed."""
+    shown, trace = for_user(error, composition), traceback_of(error)
+    message = {"op": "error", "at": time.monotonic(), "text": str(shown), "type": type(shown).__name__}
     try:
-        control.send({"op": "error", "at": time.monotonic(), "text": text, "type": type(error).__name__})
+        control.send(message | {"traceback": trace})
     except ChannelClosed:
-        print(text, file=sys.stderr, flush=True)
+        print(trace or str(shown), file=sys.stderr, flush=True)
 
 
-def identity(composition: Composition) -> dict[str, str]:
-    """Digests that must be equal on every rank before anything is loaded."""
-    text = composition.to_yaml()
-    return {"registry": composition.registry.fingerprint(), "config": hashlib.sha256(text.encode()).hexdigest()[:16]}
+def identity(composition: Composition) -> dict[str, Any]:
+    """Return what must be equal on every rank before anything is loaded: the versions of the components' packages, and
+    digests of the components and of their options. Components that each request picks may differ."""
+    fixed = {kind: part for kind, part in composition.parts.items() if KINDS[kind].cardinality != "per_request"}
+    parts = sorted(
+        (part.component.kind, part.name, part.component.api, part.package)
+        for part in selected_in((composition.app_part, fixed))
+    )
+    nodes = {name: node for name, node in composition.nodes().items() if name in fixed or name not in KINDS}
+    return {
+        "packages": {package.name: package.version for _, _, _, package in parts},
+        "components": _digest([[*one, str(package)] for *one, package in parts]),
+        "config": _digest(nodes),
+    }
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def order_for(composition: Composition) -> dict[str, Any]:
-    """Return the message from which another process of this machine recreates the composition (`recompose`)."""
+    """Return the message from which another process of this machine recreates the composition (`recompose`), even if
+    plugins have been installed or removed since."""
     return {
         "overrides": list(composition.overrides),
         "config_dirs": list(composition.config_dirs),
+        "sources": [
+            [source.package.name, source.package.version, source.name, source.value]
+            for source in composition.registry.sources
+        ],
         "identity": identity(composition),
     }
 
 
 def recompose(order: Mapping[str, Any]) -> Composition:
-    wanted: dict[str, str] = order["identity"]
-    composition = compose(order["overrides"], config_dirs=order["config_dirs"])
+    wanted: dict[str, Any] = order["identity"]
+    _check_packages(wanted["packages"])
+    sources = [Source(Package(name, version), *entry) for name, version, *entry in order["sources"]]
+    registry = discover(sources=sources) if sources else None
+    composition = compose(order["overrides"], registry=registry, config_dirs=order["config_dirs"])
     found = identity(composition)
-    if found["registry"] != wanted["registry"]:
+    if found["components"] != wanted["components"]:
         raise ConfigError(
-            f"the ranks see different components (registry {found['registry']} here, {wanted['registry']} on rank 0): "
+            f"the ranks see different components ({found['components']} here, {wanted['components']} on rank 0): "
             "install the same versions of the same packages for every rank, and give no registry by hand"
         )
-    if found != wanted:
+    if found["config"] != wanted["config"]:
         raise ConfigError(
             f"composing {' '.join(order['overrides'])} again gave options that differ from rank 0's: it reads configs "
             "that only rank 0 can find"
         )
     return composition
+
+
+def _check_packages(wanted: Mapping[str, str]) -> None:
+    """Raise ConfigError if the package of a component has been removed or replaced since rank 0 composed."""
+    for name, version in wanted.items():
+        try:
+            found = metadata.version(name) if version else ""
+        except metadata.PackageNotFoundError:
+            raise ConfigError(
+                f"package {name} {version} is in use, and it is not installed any more: install it again"
+            ) from None
+        if found != version:
+            raise ConfigError(
+                f"package {name} was version {version} at the start of this run and is {found} now: install {version} "
+                "again, or start the run again"
+            )

@@ -8,7 +8,7 @@ import sys
 import time
 from concurrent.futures import Future
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.core.interfaces import JoinBlob
 from dovetail.core.parallel.channel import Channel, ChannelClosed
@@ -16,6 +16,9 @@ from dovetail.core.parallel.encoding import decode_blob, decode_late, decode_pla
 from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.core.parallel.ring import RingReader
 from dovetail.core.parallel.slot_ledger import SlotLedger
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
 
 _PROGRESS_SECONDS = 1.0
 """Interval between two progress messages of one phase."""
@@ -26,14 +29,16 @@ CONTROL = b""
 def main(control_fd: int, parent: int) -> None:
     """Entry point of the process. Runs until the parent requests shutdown or ends."""
     control = enter(control_fd, parent, signal.SIGINT)
+    composition = None
     try:
         order, _ = control.recv()
-        _Worker(control, order).run()
+        composition = recompose(order)
+        _Worker(control, order, composition).run()
     except ChannelClosed:
         # The parent has ended, so the error cannot be reported.
         os._exit(1)
     except BaseException as error:
-        report(control, error)
+        report(control, error, composition)
         os._exit(1)
     sys.stdout.flush()
     # Remaining threads of collectives and allocators have no work, but some take seconds to end.
@@ -41,13 +46,13 @@ def main(control_fd: int, parent: int) -> None:
 
 
 class _Worker:
-    def __init__(self, control: Channel, order: dict[str, Any]) -> None:
+    def __init__(self, control: Channel, order: dict[str, Any], composition: Composition) -> None:
         self.control = control
         self.rank: int = order["rank"]
         self.phase, self._reported = "", 0.0
         self.plans = RingReader(order["plan_fd"], self.rank - 1)
         self.blobs = RingReader(order["blob_fd"], self.rank - 1)
-        self.composition = recompose(order)
+        self.composition = composition
         self.load = resolve_name(order["loader"])
         self.place = {"rank": self.rank, "size": order["size"], "address": order["address"]}
 

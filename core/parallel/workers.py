@@ -154,7 +154,8 @@ class Workers:
         self._acknowledged = True
         failure = self._failure
         if failure is not None and (failure.silent or failure.at <= now):
-            raise failure.error() from error
+            raised = failure.error()
+            raise raised from raised.__cause__ or error
         for process in self._processes:
             if how := _stopped(process.popen.pid):
                 raise RankError(process.rank, f"does not answer{how}, while {process.phase}") from error
@@ -170,6 +171,8 @@ class Workers:
             return
         rank, how = next(((p.rank, how) for p in self._processes if (how := _stopped(p.popen.pid))), (0, ""))
         cause = f"had not ended its step when it was interrupted{how}"
+        # The interrupted call may end with Ctrl-C, which has no room for the cause.
+        log.error("rank %d %s; every rank stops", rank, cause)
         self._failures.append(RankFailure(rank, time.monotonic(), cause, silent=True))
         _kill(self._processes)
 
@@ -281,7 +284,9 @@ class Workers:
         op, process.last_message = message["op"], time.monotonic()
         if op == "error":
             cause = f"failed while {process.phase}: {message['text']}"
-            self._failures.append(RankFailure(process.rank, message["at"], cause, silent=False))
+            self._failures.append(
+                RankFailure(process.rank, message["at"], cause, silent=False, traceback=message["traceback"])
+            )
         elif op == "phase":
             process.phase = f"in phase {message['phase']!r} of loading"
             self._on_progress()
@@ -304,7 +309,8 @@ class Workers:
 
     def _give_up(self) -> None:
         failure = first_cause(self._failures)
-        log.error("rank %d %s; every rank stops", failure.rank, failure.cause)
+        # Rank 0 raises it as an error, which its caller reports.
+        log.info("rank %d %s; every rank stops", failure.rank, failure.cause)
         _kill(self._processes)
         with self._changed:
             self._failure = failure
@@ -314,7 +320,11 @@ class Workers:
             try:
                 self._on_failure()
             except Exception:
-                log.exception("rank 0 could not be freed from a call that may be waiting for rank %d", failure.rank)
+                log.exception(
+                    "rank %d %s; rank 0 could not be freed from a call that may wait for it",
+                    failure.rank,
+                    failure.cause,
+                )
                 return
             time.sleep(_ABORT_SECONDS)
 

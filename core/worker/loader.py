@@ -29,6 +29,7 @@ from dovetail.core.worker.graphs import Recorder, StepGraphs
 from dovetail.core.worker.runner import Connection, RankParts, Runner
 from dovetail.core.worker.two_batch_overlap import OverlappedForward, why_useless
 from dovetail.core.worker.warmup import compile_kernels, report_unwarmed_kernels, run_warmup_steps
+from dovetail.core.worker.weight_check import WeightCheck
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -205,13 +206,15 @@ def _fill(model: Model, source: ModelSource, seed: int, progress: Progress) -> N
         model.init_dummy(seed)
         return
     weights = list(open_weights(str(source.folder)))
+    check = WeightCheck(model.build.device, model.build.dtype)
 
     def counted() -> Iterator[tuple[str, Callable[[], Any]]]:
-        for i, weight in enumerate(weights):
-            yield weight
+        for i, (name, opener) in enumerate(weights):
+            yield name, check.watch(name, opener)
             progress("load weights", (i + 1) / len(weights))
 
     model.load(counted())
+    check.finish(source.folder)
 
 
 def _graph_tokens(composition: Composition, device: torch.device) -> int:

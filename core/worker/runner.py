@@ -5,6 +5,7 @@ each half can be captured separately. Neither waits for the device."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import RequestError, shown
 from dovetail.core.interfaces import (
     Adapters,
     AttentionBackend,
@@ -290,16 +291,23 @@ class Runner:
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
         """Read this rank's share of an adapter while steps go on. The future raises RequestError."""
-        return self._reader.submit(self._read_adapter, key, Path(folder).expanduser())
+        return self._reader.submit(self._read_adapter, key, Path(folder))
 
     def _read_adapter(self, key: str, folder: Path) -> None:
         try:
+            folder = folder.expanduser()
             self.parts.adapters.read(key, folder)
-        except RequestError:
-            raise
+        except RequestError as error:
+            # Clients see the message, and where the folder is concerns the operator alone.
+            message = str(error)
+            if folder.is_absolute() and folder != Path(folder.anchor):
+                message = message.replace(f"{folder}{os.sep}", "").replace(str(folder), "the folder")
+            raise RequestError(message, status=error.status) from None
         except Exception as error:  # A folder may hold anything; the error concerns this adapter only.
-            log.exception("adapter %s cannot be read", key)
-            raise RequestError(f"adapter: {folder} cannot be read: {type(error).__name__}: {error}") from error
+            log.exception("adapter %s cannot be read from %s", key, shown(folder))
+            raise RequestError(
+                f"adapter: it cannot be read ({type(error).__name__}; the log has the reason)"
+            ) from error
 
     def unload_adapter(self, key: str) -> None:
         """Forget the adapter after the plans executed so far."""

@@ -22,6 +22,8 @@ class LLGuidanceConfig(Config):
     grammar, which stalls running requests."""
     timeout: float = Field(30.0, gt=0)
     """Seconds after which a compilation fails and the request is rejected."""
+    memory: int = Field(256 << 20, ge=1 << 20)
+    """Most bytes that the compilation of one grammar may allocate, on Linux."""
     json_whitespace: int = Field(32, ge=0)
     """Most white space characters between two tokens of a JSON text; 0 = none."""
     coerce_one_of: bool = False

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 _LONGEST_REASON = 400
 """Longest error text in characters. It may quote the grammar."""
 
+_EXPLAINED = {"NoExtensionBias": "no text matches it; does a $ref or a rule lead only to itself?"}
+"""Reasons of llguidance that do not explain themselves."""
+
 
 class LLGuidance(GrammarCompiler):
     config: LLGuidanceConfig
 
     def __init__(self, config: LLGuidanceConfig, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary)
-        self.timeout = config.timeout
+        self.timeout, self.memory = config.timeout, config.memory
         self._limits = LLParserLimits(
             step_max_items=config.step_items, max_lexer_states=config.max_lexer_states, verbose_errors=False
         )
@@ -64,7 +67,8 @@ class LLGuidance(GrammarCompiler):
         value = grammar.value
         try:
             if grammar.kind == "choice":
-                return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value))))
+                # A terminal is one item of the parser, whose items are limited; a rule would be one for each string.
+                return str(LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))))
             assert isinstance(value, str)
             if grammar.kind == "regex":
                 return str(LLMatcher.grammar_from_regex(value))
@@ -135,6 +139,7 @@ def _load(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def _refusal(kind: str, reason: str) -> RequestError:
-    reason = " ".join(reason.split())
+    reason = " ".join(reason.replace("<non-verbose/>", "").split())
+    reason = _EXPLAINED.get(reason, reason)
     short = reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON] + " ..."
     return RequestError(f"grammar: {kind}: {short}")

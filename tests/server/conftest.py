@@ -92,7 +92,7 @@ class Server:
         return answer.json()
 
     def engine_pid(self) -> int:
-        return children(self.process.pid)[0]
+        return children(self.process.pid, "engine_main:main")[0]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -13,6 +13,8 @@ import httpx
 import openai
 import pytest
 
+from dovetail.plugins.app.serve.meta import _inside
+
 GREEDY = {"prompt": "def fib(n):\n", "max_tokens": 12, "temperature": 0}
 
 
@@ -88,10 +90,22 @@ def test_adapters_over_http(adapted, tmp_path: Path, save_lora: Callable[..., st
         assert "is not in serve.adapter_root" in error(
             post(adapted, "load_lora_adapter", lora_name="x", lora_path=path), 400
         )
+    (tmp_path / "linked").mkdir()
+    for file in (tmp_path / "third").iterdir():
+        (tmp_path / "linked" / file.name).symlink_to(file)
+    _inside(tmp_path, "linked")  # as in a download cache
+    (tmp_path / "linked" / "adapter_model.safetensors").unlink()
+    (outside / "weights").write_bytes(b"")
+    (tmp_path / "linked" / "adapter_model.safetensors").symlink_to(outside / "weights")
+    said = error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="linked"), 400)
+    assert said == "lora_path: adapter_model.safetensors in 'linked' leads out of serve.adapter_root"
     assert "is not a valid path" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="a\0"), 400)
     save_lora("wide", seed=1, rank=32)
     assert "rank 32" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="wide"), 400)
-    assert "adapter_config.json" in error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="nothing"), 400)
+    said = error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="nothing"), 400)
+    assert "adapter_config.json" in said and str(tmp_path) not in said
+    said = error(post(adapted, "load_lora_adapter", lora_name="x", lora_path="a" * 300), 400)
+    assert "name too long" in said and str(tmp_path) not in said
     assert "is loaded" in error(post(adapted, "load_lora_adapter", lora_name="first", lora_path="second"), 400)
     assert "base model" in error(post(adapted, "load_lora_adapter", lora_name="base", lora_path="second"), 400)
     assert "no name" in error(post(adapted, "load_lora_adapter", lora_name="a\nb", lora_path="third"), 400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -30,7 +31,10 @@ def deep_arguments(depth: int) -> str:
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        *(("/v1/responses", '{"input": "x", "metadata": ' + nested(n) + "}", 400, "") for n in (300, 900, 100_000)),
+        *(("/v1/responses", '{"input": "x", "metadata": ' + nested(n) + "}", 400, "") for n in (300, 900)),
+        ("/v1/responses", '{"input": "x", "metadata": ' + nested(100_000) + "}", 400, "nested too deeply"),
+        ("/v1/completions", b'{"prompt": "\xff"}', 400, "not valid UTF-8"),
+        ("/v1/completions", gzip.compress(b'{"prompt": "x"}'), 400, "not valid UTF-8"),
         *(
             ("/v1/chat/completions", CHAT + '"chat_template_kwargs": ' + nested(n) + "}", 400, "")
             for n in (900, 100_000)
@@ -86,6 +90,27 @@ def test_a_prompt_of_megabytes_does_not_delay_others(server):
     began = time.monotonic()
     refused = post(server, "/v1/completions", json.dumps({"prompt": "a" * 900_000}))
     assert refused.json()["error"]["code"] == "context_length_exceeded" and time.monotonic() - began < max(5, taken)
+
+
+def test_a_chat_template_that_loops_delays_neither_prompts_nor_the_end(start, tmp_path):
+    loop = "".join("{% for " + name + " in range(99999) %}" for name in "abc") + "{% endfor %}" * 3
+    (tmp_path / "loop.jinja").write_text(loop)
+    options = ("serve.template_timeout=1", "serve.grace=1")
+    server = start(f"serve.chat_template={tmp_path}/loop.jinja", *options).wait_ready()
+    server.wait_log("chat template: fails in a trial")
+    chat = CHAT + '"stream": false}'
+    refused = post(server, "/v1/chat/completions", chat)
+    assert refused.status_code == 400 and "took more than 1 s" in refused.text
+    threads = [threading.Thread(target=lambda: post(server, "/v1/chat/completions", chat)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    answer = post(server, "/v1/completions", json.dumps({"prompt": "a b " * 300, "max_tokens": 1}))
+    assert answer.status_code == 200, answer.text
+    late = post(server, "/v1/chat/completions", CHAT + '"timeout": 0.1}')
+    assert late.status_code in (503, 504), late.text
+    assert server.stop() == 0, "".join(server.log)
+    for thread in threads:
+        thread.join()
 
 
 def raw(server, *pieces: bytes, wait: float = 0.0) -> bytes:

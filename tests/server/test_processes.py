@@ -214,6 +214,7 @@ def test_shutdown_finishes_running_requests_and_leaves_nothing_behind(two):
     until(lambda: two.stats()["running"] == 2)
     pids = children(two.process.pid)
     assert len(pids) == 3
+    pids += [template for pid in pids for template in children(pid, "chat_template:main")]
     assert two.stop() == 0, two.log
     for connection in connections:
         assert connection.events()[-1]["choices"][0]["finish_reason"] == "length"
@@ -224,6 +225,7 @@ def test_without_the_supervisor_all_processes_end(start, tmp_path):
     server = start("serve.processes=2", TMPDIR=str(tmp_path))
     pids = children(server.process.pid)
     assert len(pids) == 3
+    pids += [template for pid in pids for template in children(pid, "chat_template:main")]
     server.process.kill()
     until(lambda: all(ended(pid) for pid in pids))
     assert not list(tmp_path.iterdir())

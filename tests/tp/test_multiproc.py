@@ -116,7 +116,7 @@ def test_a_rank_that_fails_in_start_up_ends_it(
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    with caplog.at_level(logging.ERROR), pytest.raises(RankError, match=cause) as raised:
+    with caplog.at_level(logging.INFO), pytest.raises(RankError, match=cause) as raised:
         executor.start(quiet)
     raised_at = time.monotonic()
     watcher.join(1)
@@ -181,6 +181,9 @@ def test_a_rank_that_fails_in_a_step_is_the_one_named(
             executor.submit(StepPlan(9, []), {})
     assert raised.value.rank == 2
     assert all(map(gone, pids))
+    # One line for the user; the traceback is the cause, which DOVETAIL_DEBUG=1 and the log of a server show.
+    assert len(str(raised.value).splitlines()) == 1
+    assert ("third step" in cause) == ("in execute" in str(raised.value.__cause__))
 
 
 def test_an_error_of_rank_0_stays_its_own(gone: Gone) -> None:
@@ -254,9 +257,9 @@ def test_engines_that_start_at_once_meet_at_addresses_of_their_own() -> None:
 
 
 def test_another_registry_on_a_worker_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker reads the environment again, after rank 0 has composed."""
     executor = rank_runners.executor(rank_runners.Runner, composition(2))
-    monkeypatch.setattr("dovetail.core.parallel.process.identity", lambda composed: {"registry": "0", "config": "0"})
+    other = {"packages": {}, "components": "0", "config": "0"}
+    monkeypatch.setattr("dovetail.core.parallel.process.identity", lambda composed: other)
     with pytest.raises(RankError, match="the ranks see different components"):
         executor.start(quiet)
     executor.shutdown()

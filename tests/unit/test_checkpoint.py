@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from dovetail.core.checkpoint import open_weights, read_config, resolve
+from dovetail.core.config_json import ConfigJson
 from dovetail.core.errors import ConfigError
+from dovetail.core.layers import load_weights
+from dovetail.core.startup_notes import collect_notes
 
 
 @pytest.fixture
@@ -38,6 +41,18 @@ def test_a_single_file(folder):
     assert [name for name, _ in open_weights(str(folder))] == ["a"]
 
 
+def test_a_single_file_comes_before_a_stale_index(folder):
+    """As in transformers."""
+    write_sharded(folder, {"a": "one.safetensors", "b": "gone.safetensors"})
+    save_file({"a": torch.full((2,), 7.0)}, folder / "model.safetensors")
+    with collect_notes() as notes:
+        ((name, opener),) = open_weights(str(folder))
+    assert (name, opener()[:].tolist()) == ("a", [7.0, 7.0])
+    assert list(notes) == [
+        "weights are read from model.safetensors; model.safetensors.index.json next to it is not used"
+    ]
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -61,6 +76,49 @@ def test_an_index_that_promises_too_much(folder):
     write_sharded(folder, {"a": "three.safetensors"})
     with pytest.raises(ConfigError, match="three.safetensors is missing"):
         list(open_weights(str(folder)))
+
+
+EVIL = "\x1b[2J" + "x" * 100_000
+
+
+def unknown_tensor(folder):
+    save_file({EVIL: torch.ones(1)}, folder / "model.safetensors")
+    load_weights([], open_weights(str(folder)))
+
+
+def absent_tensor(folder):
+    write_sharded(folder, {EVIL: "one.safetensors"})
+    list(open_weights(str(folder)))
+
+
+def absent_file(folder, name=EVIL):
+    write_sharded(folder, {"a": f"{name}.safetensors"})
+    list(open_weights(str(folder)))
+
+
+def file_outside(folder):
+    write_sharded(folder, {EVIL: f"../{EVIL}"})
+    list(open_weights(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        (unknown_tensor, r"1 unexpected \('\\x1b\[2Jxx"),
+        (absent_tensor, r"not in it, first '\\x1b\[2Jxx"),
+        (absent_file, r"cannot be opened \(File name too long\)"),
+        (lambda folder: absent_file(folder, "\x1b[2J"), r"json: \\x1b\[2J.safetensors is missing"),
+        (file_outside, r"tensor '\\x1b\[2Jxx.* is in '../\\x1b"),
+        (lambda folder: resolve(EVIL), r"cannot be opened \(File name too long\)"),
+        (lambda folder: resolve("a\0"), r"a\\x00: cannot be opened \(embedded null byte\)"),
+        (lambda folder: resolve("~no-such-user/model"), "cannot be opened"),
+        (lambda folder: ConfigJson({"k": EVIL}, "config.json").count("k"), r"k is '\\x1b"),
+    ],
+)
+def test_names_from_files_are_escaped_and_shortened(fail, words, folder):
+    with pytest.raises(ConfigError, match=words) as error:
+        fail(folder)
+    assert str(error.value).isprintable() and len(str(error.value)) < 1500
 
 
 def test_a_truncated_file_is_named(folder):
@@ -89,6 +147,14 @@ def test_a_missing_folder_is_said_without_asking_a_hub(monkeypatch):
 def test_generation_config_has_the_last_word_on_eos(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))
     assert read_config(str(folder)) == {"eos_token_id": [2, 7], "bos_token_id": 1}
+
+
+@pytest.mark.parametrize("wrong", ["2", -1, [2.5], 10**6])
+def test_a_wrong_eos_of_generation_config_names_that_file(folder, wrong):
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 1000}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ConfigError, match=r"/generation_config\.json: eos_token_id is"):
+        read_config(str(folder))
 
 
 def test_a_folder_inside_a_package():

@@ -264,10 +264,11 @@ def _draw_parts(
         place = ((tl.load(position_ptr + row) * 0x9E3779B1 + PURPOSE * 0x7F4A7C15) & 0xFFFFFFFF).to(tl.uint32)
         a = _mix(_mix(low) ^ place)
         b = _mix(_mix(high ^ 0x5BD1E995) + place)
-    divisor = tl.where(temperature > 0, temperature, 1.0)
+    scale = 1 / tl.where(temperature > 0, tl.maximum(temperature, 1e-30), 1.0)
     least = float("-inf")
     if least_ptr is not None:
         least = tl.load(least_ptr + row)
+    many = (temperature > 0) & (least == float("-inf"))
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     at = tl.full((BLOCK,), 2147483647, tl.int32)
     for i in range(begin, end, BLOCK):
@@ -276,12 +277,20 @@ def _draw_parts(
         x = tl.load(logits_ptr + row * V + column, mask=ok, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))  # NaN never wins
         if RANDOM:
-            bits = _mix(_mix(a + (first + column).to(tl.uint32) * 0x9E3779B9) ^ b)
-            uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-            noise = -tl.log(-tl.log(uniform))
-            y = tl.div_rn(x, divisor + tl.zeros_like(x))
-            y = tl.where(x >= least, y + noise, float("-inf"))
-            x = tl.where(temperature > 0, y, x)
+            kept = x >= least
+            y = tl.where(temperature > 0, float("-inf"), x)
+            some = many
+            if some == 0:
+                # Most blocks have no logit that top-k keeps, so they need no noise. Where top-p keeps much of the
+                # vocabulary, looking costs more than the noise.
+                count = tl.sum(kept.to(tl.int32), axis=0)
+                some = (temperature > 0) & (count > 0)
+                many = (temperature > 0) & (count * 64 > BLOCK)
+            if some:
+                bits = _mix(_mix(a + (first + column).to(tl.uint32) * 0x9E3779B9) ^ b)
+                uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+                y = tl.where(kept, x * scale - tl.log(-tl.log(uniform)), float("-inf"))
+            x = y
         better = ok & ((x > best) | (at == 2147483647))
         best = tl.where(better, x, best)
         at = tl.where(better, first + column, at)

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import RequestError, shown
 from dovetail.core.interfaces import Adapters, LayerAdapters, LinearSite
 from dovetail.plugins.adapter.config import LoRAConfig
-from dovetail.plugins.adapter.lora.peft import Factors, open_adapter
+from dovetail.plugins.adapter.lora.peft import WEIGHTS, Factors, open_adapter
 from dovetail.plugins.adapter.lora.reference import lora_reference
 
 _ALIGNED = 64
@@ -108,13 +108,23 @@ class LoRA(Adapters):
         for layer in self._layers:
             layer.fill(host_N, adapter)
         if not host_N.isfinite().all():
-            raise RequestError(f"adapter: {folder} has numbers that are not finite in {self.dtype}")
+            raise RequestError(f"adapter: {self._not_finite(adapter)} has numbers that are not finite in {self.dtype}")
         self._host[key] = host_N
+
+    def _not_finite(self, adapter: Mapping[str, Factors]) -> str:
+        """Return the name of the first matrix that has such numbers."""
+        for name, factors in adapter.items():
+            for values, scale in ((factors.a[:], 1.0), (factors.b[:], factors.scale)):
+                if not (values.float() * scale).to(self.dtype).isfinite().all():
+                    return name
+        return WEIGHTS
 
     def _check(self, name: str, factors: Factors) -> None:
         if name not in self._whole:
             known = sorted({prefix.rpartition(".")[2] for prefix in self._whole})
-            raise RequestError(f"adapter: the model has no linear layer {name!r} to adapt; it has {', '.join(known)}")
+            raise RequestError(
+                f"adapter: the model has no linear layer {shown(name)} to adapt; it has {', '.join(known)}"
+            )
         if factors.rank > self.config.max_rank:
             raise RequestError(
                 f"adapter: {name} has rank {factors.rank}, and slots hold at most {self.config.max_rank} "

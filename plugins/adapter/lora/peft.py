@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.checkpoint import LazyTensor, open_safetensors, read_json
-from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.checkpoint import LazyTensor, open_safetensors, path_kind, read_json
+from dovetail.core.errors import ConfigError, RequestError, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 1 << 20
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_TENSOR = re.compile(r"base_model\.model\.([\w.-]{1,500})\.lora_([AB])\.weight")
 _NAME = re.compile(r"[\w.-]+")
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -63,15 +63,16 @@ def open_adapter(folder: Path) -> dict[str, Factors]:
 
 def _open(folder: Path) -> dict[str, Factors]:
     config = _read_config(folder)
-    if not (folder / WEIGHTS).is_file():
-        pickled = " (pickled weights would run code from the file)" if (folder / "adapter_model.bin").exists() else ""
+    if path_kind(folder / WEIGHTS) != "file":
+        is_pickled = path_kind(folder / "adapter_model.bin") == "file"
+        pickled = " (pickled weights would run code from the file)" if is_pickled else ""
         raise ConfigError(f"{folder} has no {WEIGHTS}; no other format is supported{pickled}")
     reader = open_safetensors(folder / WEIGHTS)
     found: dict[str, dict[str, LazyTensor]] = {}
     for name in sorted(reader.keys()):
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise ConfigError(f"{folder / WEIGHTS}: tensor {name!r} is not part of a LoRA of a linear layer")
+            raise ConfigError(f"{folder / WEIGHTS}: tensor {shown(name)} is not part of a LoRA of a linear layer")
         found.setdefault(match[1], {})[match[2]] = reader.get_slice(name)
     if not found:
         raise ConfigError(f"{folder / WEIGHTS} has no tensors")
@@ -81,16 +82,16 @@ def _open(folder: Path) -> dict[str, Factors]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
-    if not file.is_file():
+    if path_kind(file) != "file":
         raise ConfigError(f"{folder} has no {CONFIG}: give a folder as PEFT's save_pretrained writes it")
     if (size := file.stat().st_size) > _MOST_CONFIG_BYTES:
         raise ConfigError(f"{file} has {size} bytes; the limit is {_MOST_CONFIG_BYTES}")
     config = read_json(file)
     if config.get("peft_type") != "LORA":
-        raise ConfigError(f"{file}: peft_type is {config.get('peft_type')!r}, and adapter=lora serves 'LORA'")
+        raise ConfigError(f"{file}: peft_type is {shown(config.get('peft_type'))}, and adapter=lora serves 'LORA'")
     for field, (asks, what) in _UNSUPPORTED.items():
         if asks(config.get(field)):
-            raise ConfigError(f"{file}: {field}={config[field]!r} is not supported: {what}")
+            raise ConfigError(f"{file}: {field}={shown(config[field])} is not supported: {what}")
     return config
 
 
@@ -102,14 +103,16 @@ def _check_complete(config: Mapping[str, Any], found: Mapping[str, Mapping[str, 
     targets = config.get("target_modules")
     for target in targets if isinstance(targets, list) else ():
         if not any(_names(target, prefix) for prefix in found):
-            raise ConfigError(f"{folder / WEIGHTS}: no tensor for {target!r} of target_modules")
+            raise ConfigError(f"{folder / WEIGHTS}: no tensor for {shown(target)} of target_modules")
 
 
 def _factors(prefix: str, pair: Mapping[str, LazyTensor], config: Mapping[str, Any], folder: Path) -> Factors:
     a, b = pair["A"], pair["B"]
     shapes = tuple(a.get_shape()), tuple(b.get_shape())
     if len(shapes[0]) != 2 or len(shapes[1]) != 2 or shapes[0][0] != shapes[1][1]:
-        raise ConfigError(f"{folder / WEIGHTS}: {prefix} has factors A {shapes[0]} and B {shapes[1]}, which do not fit")
+        raise ConfigError(
+            f"{folder / WEIGHTS}: {prefix} has factors A {shown(shapes[0])} and B {shown(shapes[1])}, which do not fit"
+        )
     rank = _number(config, "r", "rank_pattern", prefix, folder)
     if shapes[0][0] != rank:
         raise ConfigError(f"{folder}: {prefix} has rank {shapes[0][0]} in {WEIGHTS} and {rank:g} in {CONFIG}")
@@ -129,12 +132,12 @@ def _number(config: Mapping[str, Any], field: str, pattern: str, prefix: str, fo
             value = own
             break
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{folder / CONFIG}: {field} of {prefix} is {value!r}; it must be a positive number")
+        raise ConfigError(f"{folder / CONFIG}: {field} of {prefix} is {shown(value)}; it must be a positive number")
     return value
 
 
 def _names(name: object, prefix: str) -> bool:
     """Whether `name` is the path of this matrix or the end of that path."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{CONFIG}: {name!r} is a pattern; modules must be named by their path or its end")
+        raise ConfigError(f"{CONFIG}: {shown(name)} is a pattern; modules must be named by their path or its end")
     return prefix == name or prefix.endswith(f".{name}")

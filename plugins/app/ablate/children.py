@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dovetail.core.parallel.channel import ChannelClosed
+from dovetail.core.parallel.failure import remote_cause
 from dovetail.core.parallel.process import start_process
 
 OUTPUT_LINES = 60
@@ -55,7 +56,7 @@ class Child:
                     value: dict[str, Any] = message["value"]
                     return value
                 if message["op"] == "error":
-                    raise Failure(message["text"])
+                    raise Failure(message["text"]) from remote_cause(message["traceback"])
                 phase(message["name"], message["share"])
         except ChannelClosed:
             raise Failure(self._death()) from None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import FinishReason, Progress, RequestOptions, SamplingParams, TimedRequest, TokenLogprobs
+from dovetail.core.parallel.failure import for_user
 from dovetail.plugins.app.bench.metrics import Timeline
 from dovetail.plugins.app.bench.target import OnDone, Target
 
@@ -91,6 +92,8 @@ class EngineTarget(Target):
         def run() -> None:
             try:
                 drive.run()
+            except Exception as error:
+                ended.set_exception(for_user(error, self.composition))
             except BaseException as error:
                 ended.set_exception(error)
             else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from dovetail.core.compose import Host
-from dovetail.core.errors import ConfigError, DovetailError
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.waiting import bar, long_phases, phases
@@ -88,7 +88,7 @@ class GenerateApp(App):
                 ttft = ttft or time.perf_counter() - began
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
-        except (DovetailError, KeyboardInterrupt):
+        except BaseException:
             # Start a new line for the error message.
             print(flush=True)
             raise

@@ -29,8 +29,8 @@ _STATUSES = {
     413: "The body is too long.",
     415: "The body is compressed.",
     429: "The queue is full: try again after Retry-After seconds.",
-    500: "Internal server error.",
-    503: "The engine is starting or has died, or the server is stopping.",
+    500: "Internal server error, or the engine died while it had the request.",
+    503: "No engine is available yet or any more, or the server is stopping: nothing has run.",
     504: "The request took longer than its time limit.",
 }
 

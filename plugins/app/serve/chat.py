@@ -42,10 +42,11 @@ class _Chat(output.Generation[ChatRequest]):
         variables = template_variables(body, self.functions, body.reasoning_effort)
         variables["add_generation_prompt"] = body.add_generation_prompt
         variables["continue_final_message"] = body.continue_final_message
-        text = await service.text.render(body.messages, variables)
-        self.parsing = service.parsers.for_request(body, self.offered, service.text.template, text)
-        # The template already writes the special tokens.
-        ids = await service.text.encode(text, special=False, param="messages")
+        async with self.limit:
+            text = await service.text.render(body.messages, variables)
+            self.parsing = service.parsers.for_request(body, self.offered, service.text.template, text)
+            # The template already writes the special tokens.
+            ids = await service.text.encode(text, special=False, param="messages")
         params = service.params(
             body,
             n=self.n,
@@ -53,7 +54,7 @@ class _Chat(output.Generation[ChatRequest]):
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=self.parsing.grammar(),
         )
-        jobs = service.submit(self.request, body, "chat", [ids], params, keep=self.parsing.special)
+        jobs = service.submit(self.request, body, "chat", [ids], params, self.limit, keep=self.parsing.special)
         return await self.reply(jobs, self.n)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:

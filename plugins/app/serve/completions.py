@@ -48,7 +48,8 @@ class _Completion(output.Generation[CompletionRequest]):
 
     async def answer(self) -> Response:
         body, service = self.body, self.service
-        self.prompts = await service.text.prompts(body.prompt, "prompt")
+        async with self.limit:
+            self.prompts = await service.text.prompts(body.prompt, "prompt")
         self.texts = self._texts() if body.echo else []
         wants_logprobs = body.logprobs if body.logprobs is not None else (0 if self.samples > self.n else None)
         max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
@@ -59,7 +60,7 @@ class _Completion(output.Generation[CompletionRequest]):
             logprobs=wants_logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        jobs = service.submit(self.request, body, "completions", self.prompts, params)
+        jobs = service.submit(self.request, body, "completions", self.prompts, params, self.limit)
         return await self.reply(jobs, self.samples)
 
     def _texts(self) -> list[str]:

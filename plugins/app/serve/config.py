@@ -31,6 +31,9 @@ class ServeConfig(AppConfig):
     """Model names accepted in requests; answers state the first. Empty: the name of the model's folder or component."""
     chat_template: str | None = None
     """File with a Jinja chat template; null: the template in the model's folder."""
+    template_timeout: float = Field(5.0, gt=0)
+    """Maximum seconds for which the chat template may run for one request; then the request is refused. The template
+    runs in a separate process, which is killed then, with a memory limit of 1 GiB."""
 
     tool_parser: str = "auto"
     """Name of the parser for tool calls; auto: the first that fits the chat template. A request can override it with

@@ -28,13 +28,15 @@ def install(app: FastAPI, service: Service) -> None:
         model = service.model(body.model)
         how = _how(service, model)
         _check_dimensions(body.dimensions, how, service)
-        prompts = await service.text.prompts(body.input, "input")
+        limit, params = service.limit(body.timeout), SamplingParams(max_tokens=1)
+        async with limit:
+            prompts = await service.text.prompts(body.input, "input")
         found: list[Delta] = []
         size = min(_AT_ONCE, service.capacity)
         for start in range(0, len(prompts), size):
-            wave = prompts[start : start + size]
+            wave, admitted = prompts[start : start + size], start > 0
             jobs = service.submit(
-                request, body, "embeddings", wave, SamplingParams(max_tokens=1), pooling=how.pooling, admitted=start > 0
+                request, body, "embeddings", wave, params, limit, pooling=how.pooling, admitted=admitted
             )
             try:
                 found += await while_connected(request.receive, output.collect(jobs, 1))

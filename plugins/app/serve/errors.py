@@ -46,7 +46,8 @@ class FieldError(RequestError):
 def body_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return status, body and headers. An unexpected exception is a 500 that does not reveal its cause."""
     if isinstance(error, EngineDown):
-        error = ServerError(503, str(error), code="engine_unavailable", retry_after=1)
+        # Proxies send a 503 to another server, so it is only for requests that have not reached an engine.
+        error = ServerError(500 if error.ran else 503, str(error), code="engine_unavailable", retry_after=1)
     elif not isinstance(error, ServerError | RequestError):
         error = ServerError(500, "the server failed on this request; see its log for the cause")
     status, retry_after = error.status, getattr(error, "retry_after", None)
@@ -77,13 +78,8 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        detail = str(error.detail)
-        match error.__cause__:
-            case RecursionError():
-                detail = "the body is nested too deeply"
-            case UnicodeDecodeError():
-                detail = "the body is not text in UTF-8"
-        response = respond(FieldError(f"{request.method} {request.url.path}: {detail}", status=error.status_code))
+        detail = _unreadable(request, error.__cause__) or f"{request.method} {request.url.path}: {error.detail}"
+        response = respond(FieldError(detail, status=error.status_code))
         response.headers.update(error.headers or {})
         return response
 
@@ -117,6 +113,16 @@ def _most_specific(errors: Sequence[Any], body: Any) -> tuple[list[str | int], s
     others = [(where, message) for where, message in others if where[:1] == place[:1]]
     best = max((where for where, _ in others), key=lambda where: (len(where), [p for p in where if isinstance(p, int)]))
     return best, ", or: ".join(dict.fromkeys(message for where, message in others if where == best))
+
+
+def _unreadable(request: Request, cause: BaseException | None) -> str:
+    """Return why a body cannot be parsed; empty = unknown. FastAPI reports it as the cause of an HTTPException."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if isinstance(cause, UnicodeError) and encoding != "identity":
+        return f"the body has content-encoding {encoding[:40]!r}: this server reads only bodies that are not compressed"
+    if isinstance(cause, UnicodeError):
+        return "the body is not valid UTF-8"
+    return "the body is nested too deeply" if isinstance(cause, RecursionError) else ""
 
 
 def _field_error(error: RequestValidationError) -> FieldError:

@@ -60,7 +60,7 @@ async def _answer(config: ServeConfig, composition: Composition, channel: Channe
     fleet = AttachedFleet(composition, owner, counters, timeout=seconds_or_inf(config.engine_timeout), reports=reports)
     service = Service(config, composition, fleet, monitor, order["started"])
     accepted = Keys({bytes.fromhex(digest): name for digest, name in order["keys"].items()})
-    server = HttpServer(service, accepted, lambda: owner.notify("listening"))
+    server = HttpServer(service, accepted, lambda: owner.notify("listening"), report=order["number"] == 1)
     cutting: list[asyncio.Future[None]] = []
     owner.handlers |= {"stop": server.stop, "cut_off": lambda: cutting.append(asyncio.ensure_future(server.cut_off()))}
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import uvicorn
 
-from dovetail.core import chat_template
 from dovetail.plugins.app.serve import api, protocol
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.service import Service
@@ -41,8 +40,11 @@ def freeze_heap() -> None:
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling: it re-raises signals after shutdown, and the exit code would not be 0."""
 
-    def __init__(self, service: Service, accepted: Keys, on_listening: Callable[[], None]) -> None:
-        self.service, self._on_listening = service, on_listening
+    def __init__(
+        self, service: Service, accepted: Keys, on_listening: Callable[[], None], *, report: bool = True
+    ) -> None:
+        """`report`: log mistakes in the model's files. One of several processes does."""
+        self.service, self._on_listening, self.report = service, on_listening, report
         super().__init__(
             uvicorn.Config(
                 api.build(service, accepted),
@@ -70,7 +72,7 @@ class HttpServer(uvicorn.Server):
         """Answer requests until `stop`, with the awaitables `background` running concurrently."""
         service = self.service
         service.client.start()
-        tasks = [asyncio.ensure_future(one) for one in (*background, service.text.threaded(chat_template.warm))]
+        tasks = [asyncio.ensure_future(one) for one in (*background, service.text.prepare(self.report))]
         try:
             await self.serve(sockets=[sock])
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 import dovetail
+from dovetail.core.errors import for_clients, shown
 from dovetail.plugins.app.serve.errors import FieldError, ServerError
 from dovetail.plugins.app.serve.output import spell
 from dovetail.plugins.app.serve.schemas import (
@@ -19,6 +22,9 @@ from dovetail.plugins.app.serve.schemas import (
 )
 from dovetail.plugins.app.serve.service import Service
 from dovetail.plugins.app.serve.transport import json_response
+
+_MOST_ENTRIES = 1000
+"""Files and folders in an adapter's folder, all of which are checked for links."""
 
 
 def install(app: FastAPI, service: Service) -> None:
@@ -38,11 +44,12 @@ def install(app: FastAPI, service: Service) -> None:
         service.model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give one of prompt and messages", "prompt")
-        if body.messages is not None:
-            ids = await service.text.encode(await service.text.render(body.messages), special=False, param="messages")
-        else:
-            tokenizer = service.text.tokenizer
-            ids = await service.text.threaded(tokenizer.encode, body.prompt, special=body.add_special_tokens)
+        async with service.limit():
+            if body.messages is not None:
+                text = await service.text.render(body.messages)
+                ids = await service.text.encode(text, special=False, param="messages")
+            else:
+                ids = await service.text.tokenize(body.prompt or "", special=body.add_special_tokens)
         answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": client.info.max_len}
         if body.return_token_strs:
             answer["token_strs"] = [spell(service.text.tokenizer, token) for token in ids]
@@ -68,7 +75,7 @@ def install(app: FastAPI, service: Service) -> None:
         if service.ready:
             return json_response({"status": "ready"})
         status = "draining" if service.draining else client.state
-        return json_response({"status": status, "phase": client.phase, "failure": client.failure}, 503)
+        return json_response({"status": status, "phase": client.phase, "failure": for_clients(client.failure)}, 503)
 
     @app.get("/version")
     async def version() -> Response:
@@ -76,8 +83,8 @@ def install(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        shown = await service.monitor.exposition(request.headers.get("accept", ""))
-        return Response(shown.text, headers={"content-type": shown.content_type})
+        found = await service.monitor.exposition(request.headers.get("accept", ""))
+        return Response(found.text, headers={"content-type": found.content_type})
 
     @app.get("/stats")
     async def stats() -> Response:
@@ -121,7 +128,8 @@ def install(app: FastAPI, service: Service) -> None:
         """Load an adapter; answers once requests can use it. Other requests keep running."""
         if body.lora_name in service.model_names:
             raise FieldError(f"lora_name: {body.lora_name!r} is the base model's name", "lora_name")
-        await client.load_adapter(body.lora_name, str(_inside(root, body.lora_path)))
+        folder = await asyncio.to_thread(_inside, root, body.lora_path)
+        await client.load_adapter(body.lora_name, str(folder))
         return json_response({"status": "loaded", "lora_name": body.lora_name})
 
     @app.post("/v1/unload_lora_adapter")
@@ -132,13 +140,23 @@ def install(app: FastAPI, service: Service) -> None:
 
 
 def _inside(root: Path, asked: str) -> Path:
-    """Return the requested folder. Raises FieldError if it is outside `root` once symlinks are resolved."""
+    """Return the requested folder. Raises FieldError if it, or a file in it, is outside `root` once symlinks are
+    resolved. A link from the folder to another place in `root` is allowed, because download caches consist of them."""
     try:
         folder = (root / asked).resolve()
+        walked = folder.rglob("*") if folder.is_relative_to(root) else ()
+        entries = list(itertools.islice(walked, _MOST_ENTRIES + 1))
+        inside = [path.resolve().is_relative_to(root) for path in (folder, *entries)]
     except (OSError, ValueError, RuntimeError) as error:
-        raise FieldError(f"lora_path: {asked!r} is not a valid path: {error}", "lora_path") from None
-    if not folder.is_relative_to(root):
-        raise FieldError(f"lora_path: {asked!r} is not in serve.adapter_root", "lora_path")
+        reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+        raise FieldError(f"lora_path: {shown(asked)} is not a valid path ({reason})", "lora_path") from None
+    if not inside[0]:
+        raise FieldError(f"lora_path: {shown(asked)} is not in serve.adapter_root", "lora_path")
+    if len(entries) > _MOST_ENTRIES:
+        raise FieldError(f"lora_path: {shown(asked)} has more than {_MOST_ENTRIES} files: not an adapter", "lora_path")
+    if not all(inside):
+        link = shown(entries[inside.index(False) - 1].relative_to(folder))
+        raise FieldError(f"lora_path: {link} in {shown(asked)} leads out of serve.adapter_root", "lora_path")
     return folder
 
 

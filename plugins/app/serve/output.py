@@ -39,6 +39,7 @@ class Generation(ABC, Generic[B]):
         self.service, self.body, self.request = service, body, request
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self.limit = service.limit(body.timeout)
         self.model = service.model(body.model)
         if body.stream_options is not None and not body.stream:
             raise FieldError("stream_options needs stream=true", "stream_options")

@@ -47,11 +47,12 @@ class _Response(output.Generation[ResponsesRequest]):
     async def answer(self) -> Response:
         body, service = self.body, self.service
         effort = body.reasoning.effort if body.reasoning is not None else None
-        text = await service.text.render(self._messages(), template_variables(body, self.tools, effort))
-        self.parsing = service.parsers.for_request(body, self.offered, service.text.template, text)
-        ids = await service.text.encode(text, special=False, param="input")
+        async with self.limit:
+            text = await service.text.render(self._messages(), template_variables(body, self.tools, effort))
+            self.parsing = service.parsers.for_request(body, self.offered, service.text.template, text)
+            ids = await service.text.encode(text, special=False, param="input")
         params = service.params(body, max_tokens=body.max_output_tokens, grammar=self.parsing.grammar())
-        jobs = service.submit(self.request, body, "responses", [ids], params, keep=self.parsing.special)
+        jobs = service.submit(self.request, body, "responses", [ids], params, self.limit, keep=self.parsing.special)
         return await self.reply(jobs)
 
     def whole(self, jobs: list[Job], outputs: list[Delta]) -> dict[str, Any]:

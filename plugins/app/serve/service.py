@@ -84,6 +84,30 @@ class Job:
         return error is not None and (status := body_of(error)[0]) >= 500 and status != 504
 
 
+class TimeLimit:
+    """Time limit of one request, from its arrival. As an async context manager, it limits the work inside."""
+
+    def __init__(self, seconds: float | None) -> None:
+        """`seconds`: None = no limit."""
+        self._seconds = seconds
+        self.deadline = None if seconds is None else time.perf_counter() + seconds
+        """A time of time.perf_counter()."""
+
+    async def __aenter__(self) -> None:
+        left = None if self.deadline is None else self.deadline - time.perf_counter()
+        self._timeout = asyncio.timeout(left)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        try:
+            await self._timeout.__aexit__(*error)
+        except TimeoutError:
+            raise self.error() from None
+
+    def error(self) -> ServerError:
+        return ServerError(504, f"the request was not complete after {self._seconds:g} s", code="timeout")
+
+
 class Service:
     """State of a server process. Used only in the event loop."""
 
@@ -175,6 +199,7 @@ class Service:
         endpoint: str,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        limit: TimeLimit,
         *,
         keep: Collection[str] = (),
         pooling: Pooling | None = None,
@@ -185,14 +210,13 @@ class Service:
         same request, so the queue is not checked."""
         if not admitted:
             self._admit(len(prompts) * params.n)
-        limit = self.client.info.max_len
+        max_len = self.client.info.max_len
         for ids in prompts:
-            if len(ids) >= limit:
-                raise too_long(str(len(ids)), limit, _PROMPT_FIELD[endpoint])
-        seconds = min((s for s in (self.config.timeout, body.timeout) if s is not None), default=None)
+            if len(ids) >= max_len:
+                raise too_long(str(len(ids)), max_len, _PROMPT_FIELD[endpoint])
         options = RequestOptions(
             priority=body.priority or 0,
-            deadline=None if seconds is None else exchange.of(request.scope).began + seconds,
+            deadline=limit.deadline,
             user=body.user or "",
             cache_salt=self._salt(request, body),
             hints=body.hints or {},
@@ -205,10 +229,9 @@ class Service:
                 stream = self.client.submit(ids, params, options, keep=keep)
                 job = Job(self, stream, endpoint, len(ids), request)
                 jobs.append(job)
-                if seconds is not None and options.deadline is not None:
-                    job.timer = asyncio.get_running_loop().call_later(
-                        options.deadline - time.perf_counter(), self._expire, job, seconds
-                    )
+                if limit.deadline is not None:
+                    left = limit.deadline - time.perf_counter()
+                    job.timer = asyncio.get_running_loop().call_later(left, self._expire, job, limit)
         except BaseException:
             for job in jobs:
                 job.close()
@@ -251,9 +274,13 @@ class Service:
         # Each process counts only its own requests.
         return max(1, min(60, round(interval * self.config.max_waiting / 2 / self.config.processes)))
 
-    def _expire(self, job: Job, seconds: float) -> None:
+    def limit(self, timeout: float | None = None) -> TimeLimit:
+        """Return the time limit of a request that arrives now. `timeout`: field of the request."""
+        return TimeLimit(min((s for s in (self.config.timeout, timeout) if s is not None), default=None))
+
+    def _expire(self, job: Job, limit: TimeLimit) -> None:
         self.client.abort(job.stream)
-        job.stream.fail(ServerError(504, f"the request was not complete after {seconds:g} s", code="timeout"))
+        job.stream.fail(limit.error())
 
     def finished(self, record: RequestRecord) -> None:
         self._ends.append(time.perf_counter())

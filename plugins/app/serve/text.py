@@ -1,31 +1,43 @@
-"""Text of requests: chat templates and tokenization, in threads off the event loop."""
+"""Text of requests: tokenization in threads off the event loop, chat templates in a separate process."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
+import logging
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dovetail.core.chat_template import ChatTemplate
-from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.chat_template import TRIAL, ChatTemplate, Renderer
+from dovetail.core.errors import ConfigError, DovetailError, RequestError
 from dovetail.core.frontend.fleet import Fleet
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.config import ServeConfig
-from dovetail.plugins.app.serve.errors import FieldError
+from dovetail.plugins.app.serve.errors import FieldError, ServerError
+from dovetail.plugins.app.serve.lanes import Lane
 from dovetail.plugins.app.serve.schemas import Message, Prompts
 
-_THREADS = 4
+log = logging.getLogger(__name__)
+
+_THREADS = 2
+"""Threads of a lane."""
 _INLINE_CHARACTERS = 256
 """Length up to which tokenizing takes less time than waking a thread."""
+_INLINE_SECONDS = 0.05
+"""Time of one tokenization in the event loop after which all others use threads."""
+_SHORT_CHARACTERS = 16 << 10
+"""Maximum length of a text in the lane of short ones, which thus never wait for megabytes."""
 _MAX_DENSITY = 8
 """Characters per token that few texts exceed."""
 _CUT_MARGIN = 64
 """Number of tokens by which a truncated text may differ from the same text within the whole."""
+_QUEUE_FACTOR = 2
+"""A request waits for others at most this multiple of serve.template_timeout before its template is rendered."""
+_TRIAL_TEXT = "".join(char * 64 for char in "aA1 .\n")
+"""Text with runs of characters, on which regular expressions that backtrack too often fail."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 
 
@@ -34,54 +46,116 @@ class Texts:
 
     def __init__(self, config: ServeConfig, client: Fleet) -> None:
         self.config, self.client = config, client
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dovetail-text")
-        if config.chat_template is not None and not Path(config.chat_template).expanduser().is_file():
-            raise ConfigError(f"serve.chat_template={config.chat_template}: no such file")
+        self._file = None if config.chat_template is None else Path(config.chat_template).expanduser()
+        if self._file is not None:
+            if not self._file.is_file():
+                raise ConfigError(f"serve.chat_template={config.chat_template}: no such file")
+            ChatTemplate.load(None, self._file)
+        self._inline = _INLINE_CHARACTERS
+        self._short, self._long = Lane(_THREADS, "text"), Lane(_THREADS, "long-text")
+        self._rendering, self._renderer = Lane(1, "template"), Renderer(config.template_timeout)
+        self._rendered = 0.0
+        """Seconds spent on rendering. Written by the lane's thread."""
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._renderer.process.close()
+        for lane in (self._short, self._long, self._rendering):
+            lane.close()
+
+    async def prepare(self, report: bool = True) -> None:
+        """Start the process that renders. Once an engine is ready, try tokenizer and template; `report`: log why they
+        fail."""
+        try:
+            await self._rendering.run(self._renderer.process.start)
+            await self.client.wait_ready()
+        except DovetailError as error:
+            log.debug("the text of requests is not tried: %s", error)
+            return
+        for what, trial in (("tokenizer", self._try_tokenizer), ("chat template", self._try_template)):
+            try:
+                await trial()
+            except (DovetailError, ServerError) as error:
+                if report:
+                    log.warning("%s: fails in a trial, so requests may be refused: %s", what, error)
+
+    async def _try_tokenizer(self) -> None:
+        try:
+            _ = self.tokenizer
+        except RequestError:
+            return  # Prompts are token ids.
+        await self.tokenize(_TRIAL_TEXT)
+
+    async def _try_template(self) -> None:
+        if await self._short.run(lambda: self._template) is not None:
+            await self._rendering.run(self._render, list(TRIAL), {}, self._rendered)
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.client.tokenizer
 
     async def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
-        tokenizer, limit = self.tokenizer, self.client.info.max_len
-        if len(text) > _MAX_DENSITY * limit:
-            # It hardly fits; checking its beginning costs a fraction of tokenizing the whole text.
-            beginning = await self.threaded(tokenizer.encode, text[: _MAX_DENSITY * limit], special=special)
-            if len(beginning) > limit + _CUT_MARGIN:
+        limit = self.client.info.max_len
+        beginning = _MAX_DENSITY * limit
+        while len(text) > beginning:
+            # It hardly fits. Its beginning shows that for a fraction of the work, at any ratio of characters to tokens.
+            if len(await self.tokenize(text[:beginning], special=special)) > limit + _CUT_MARGIN:
                 raise too_long(f"more than {limit}", limit, param)
-        if len(text) <= _INLINE_CHARACTERS:
-            ids = tokenizer.encode(text, special=special)
-        else:
-            ids = await self.threaded(tokenizer.encode, text, special=special)
+            beginning *= 2
+        ids = await self.tokenize(text, special=special)
         if not ids:
             raise FieldError(f"{param}: empty, and this model has no BOS token", param)
         return ids
 
+    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokenize a text of any length."""
+        tokenizer = self.tokenizer
+        if len(text) > self._inline:
+            lane = self._short if len(text) <= _SHORT_CHARACTERS else self._long
+            return await lane.run(tokenizer.encode, text, special=special)
+        began = time.perf_counter()
+        try:
+            return tokenizer.encode(text, special=special)
+        finally:
+            if time.perf_counter() - began > _INLINE_SECONDS:
+                self._inline = 0
+
     async def threaded(self, function: Any, *arguments: Any, **named: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: function(*arguments, **named))
+        return await self._short.run(function, *arguments, **named)
 
     async def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """Render messages with the model's chat template."""
-        return await self.threaded(self._render, [plain(message) for message in messages], variables)
+        plain_messages = [plain(message) for message in messages]
+        return await self._rendering.run(self._render, plain_messages, variables, self._rendered)
 
-    def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        if self._template is None:
+    def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], rendered: float) -> str:
+        """Render in the thread of the lane. `rendered`: seconds spent on rendering when the request was queued."""
+        try:
+            template = self._template
+        except ConfigError as error:
+            reason = str(error).replace(f"{self.client.info.folder}/", "")
+            raise RequestError(f"this model's chat template cannot be used: {reason}") from None
+        if template is None:
             raise RequestError(
                 f"the model {self.client.info.model} has no chat template: use /v1/completions, or start the server "
                 "with serve.chat_template=FILE"
             )
-        return self._template.render(messages, **variables)
+        began, limit = time.perf_counter(), _QUEUE_FACTOR * self.config.template_timeout
+        if self._rendered - rendered > limit:
+            raise ServerError(
+                503,
+                f"the chat templates of earlier requests took more than {limit:g} s: try again later",
+                code="template_queue",
+                retry_after=1,
+            )
+        try:
+            return self._renderer.render(template, messages, **variables)
+        finally:
+            self._rendered += time.perf_counter() - began
 
     @functools.cached_property
     def _template(self) -> ChatTemplate | None:
-        folder, file = self.client.info.folder, self.config.chat_template
-        if folder is None and file is None:
-            return None
-        return ChatTemplate.load(Path(folder or "."), None if file is None else Path(file).expanduser())
+        folder = self.client.info.folder
+        return ChatTemplate.load(None if folder is None else Path(folder), self._file)
 
     @property
     def template(self) -> str:

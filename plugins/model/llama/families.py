@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dovetail.core.checkpoint import read_config, resolve
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.embedding_files import read_embedding
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import MLA, EmbeddingSpec, ModelSpec, MoE
 from dovetail.core.rope import RopeConfig, read_rope
 from dovetail.plugins.model.config import LlamaConfig
@@ -85,7 +85,7 @@ def _qwen_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise config.wrong("layer_types", f"it must be a list of {layers} kinds, one a layer")
     if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
-        raise config.wrong("layer_types", f"{unknown[0]!r} is neither full_attention nor sliding_attention")
+        raise config.wrong("layer_types", f"{shown(unknown[0])} is neither full_attention nor sliding_attention")
     if "sliding_attention" in kinds and not window:
         raise config.wrong("layer_types", "sliding_attention needs use_sliding_window and a sliding_window")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, shown
 
 READS = 'quant=fp8 reads compressed-tensors with format "float-quantized", and fp8 without blocks'
 KV_TENSORS = ("k_scale", "v_scale")
@@ -123,5 +123,4 @@ def _matches(name: str, entry: str) -> bool:
 
 def _wrong(key: str, value: object, reason: str) -> ConfigError:
     where = "quantization_config" + (f".{key}" if key else "")
-    shown = repr(value)
-    return ConfigError(f"config.json: {where} is {shown[:200]}{'...' if len(shown) > 200 else ''}: {reason}")
+    return ConfigError(f"config.json: {where} is {shown(value)}: {reason}")

@@ -53,6 +53,19 @@ def test_limits(options: dict[str, object], grammar: Grammar, reason: str) -> No
     llguidance(coerce_one_of=True).compile(grammar)
 
 
+@pytest.mark.parametrize(
+    "endless", [Grammar(kind="json_schema", value={"$ref": "#"}), Grammar(kind="lark", value='start: start "a"')]
+)
+def test_a_grammar_without_an_end_is_refused_in_words(endless: Grammar) -> None:
+    with pytest.raises(RequestError, match=r"no text matches it; does a \$ref or a rule lead only to itself\?$"):
+        TestLLGuidance().allowed(llguidance().compile(endless))
+
+
+def test_a_choice_may_have_any_number_of_strings() -> None:
+    matcher = llguidance().compile(Grammar(kind="choice", value=tuple(f"word {i}" for i in range(10_000))))
+    assert TestLLGuidance().write(matcher, "word 1234") and matcher.accepting
+
+
 def test_white_space_in_json_is_bounded() -> None:
     suite = TestLLGuidance()
     for most in (0, 3):

@@ -109,7 +109,7 @@ def test_loading_and_unloading_while_requests_run(save_lora: Save) -> None:
         assert refused.value.status == 404
         llm.load_adapter("a", a)
         expected = llm.generate(PROMPTS[0], GREEDY, adapter="a")[0].token_ids
-        with pytest.raises(RequestError, match="'a' is loaded, from"):
+        with pytest.raises(RequestError, match="'a' is loaded already"):
             llm.load_adapter("a", b)
         deltas = llm.stream(PROMPTS[0], GREEDY, adapter="a")
         tokens = list(next(deltas).token_ids)

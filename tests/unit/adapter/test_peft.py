@@ -63,6 +63,15 @@ def test_scale(config: dict[str, Any], scale: float, tmp_path: Path) -> None:
     assert (factors.rank, factors.scale) == (4, pytest.approx(scale))
 
 
+def test_a_name_from_the_file_is_escaped_and_shortened(tmp_path: Path) -> None:
+    evil = "base_model.model.\x1b[2J" + "x" * 100_000 + ".lora_A.weight"
+    with pytest.raises(
+        RequestError, match=r"tensor 'base_model.model.\\x1b\[2Jxx.*lora_A.weight' is not part"
+    ) as error:
+        open_adapter(save(tmp_path, {evil: torch.ones(4, 10)}))
+    assert str(error.value).isprintable() and len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -136,8 +145,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         (tensors(rank=32), {"r": 32}, r"rank 32.*at most 16 \(adapter\.max_rank"),
         (tensors(outputs=8), {}, "10 inputs to 8 outputs, and this model's maps 10 to 6: .*another base model"),
         (tensors(inputs=12), {}, "12 inputs to 6 outputs"),
-        (tensors() | {B: torch.full((6, 4), float("nan"))}, {}, "not finite"),
-        (tensors() | {B: torch.full((6, 4), 1e38)}, {"lora_alpha": 1e3}, "not finite"),
+        (tensors() | {B: torch.full((6, 4), float("nan"))}, {}, f"{NAME} has numbers that are not finite"),
+        (tensors() | {B: torch.full((6, 4), 1e38)}, {"lora_alpha": 1e3}, f"{NAME} has numbers that are not finite"),
         ({name.replace("q_proj", "lm_head"): t for name, t in tensors().items()}, {"target_modules": "all-linear"},
          "no linear layer 'model.layers.0.self_attn.lm_head' to adapt; it has q_proj"),
     ],

@@ -301,6 +301,12 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert said.returncode == 0 and not ours, said.stderr
 
 
+def test_nginx_sends_again_only_what_has_not_reached_an_engine() -> None:
+    """`error` with `non_idempotent` would repeat a POST whose connection broke, and so what killed its server."""
+    rules = re.findall(r"proxy_next_upstream (.*);", (DEPLOY / "nginx" / "nginx.conf").read_text())
+    assert rules == ["http_503 http_429 non_idempotent", "error"]
+
+
 def test_nginx_accepts_its_configuration() -> None:
     nginx = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
     if nginx is None:

@@ -11,10 +11,11 @@ import pytest
 
 from dovetail import LLM, SamplingParams
 from dovetail.core import host
+from dovetail.core.checkpoint import resolve
 from dovetail.core.compose import Host, compose
 from dovetail.core.engine.checks import check_fit, check_weights_fit
 from dovetail.core.engine.engine import start_engine
-from dovetail.core.errors import CapabilityError, CapacityError, RequestError
+from dovetail.core.errors import CapabilityError, CapacityError, ConfigError, RequestError
 from dovetail.core.interfaces import Model
 from dovetail.plugins.model.llama.families import spec_of
 
@@ -68,6 +69,15 @@ def test_all_conflicts_with_the_engine_options_are_reported_together(monkeypatch
     drafts, halves = caught.value.conflicts
     assert "spec_decode=ngram drafts from tokens on the host" in drafts and "Would work: engine.depth=1." in drafts
     assert "model=" in halves and "Would work: engine.overlap_tokens=0." in halves
+
+
+def test_a_broken_tokenizer_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    """Also where a grammar component would read the file first."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(resolve(compose([]).part("model").config.path) / name)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+        start_engine(compose(["model=llama", f"model.path={tmp_path}", "engine.device=cpu", "grammar=llguidance"]))
 
 
 def test_late_launches_need_a_depth_of_two() -> None:

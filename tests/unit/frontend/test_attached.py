@@ -38,7 +38,7 @@ class FakeEngine:
     engines: list[FakeEngine] = []
 
     def __init__(self, composition: Any, listener: Any, **options: Any) -> None:
-        self.listener, self.hung_at_start = listener, False
+        self.listener, self.hung_at_start, self.traceback = listener, False, ""
         self.orders: list[Any] = []
         self.hung: list[float] = []
         self.links: dict[int, EngineEnd] = {}
@@ -202,6 +202,27 @@ def test_a_death_of_the_engine_is_reported_to_all() -> None:
         engines[1].die()
         await until(lambda: all(user.clients[0].state == "failed" for user in setup.users.values()))
         assert setup.owner.failed.is_set()
+
+    run(test)
+
+
+def test_an_error_of_a_receiving_thread_fails_its_requests_and_the_process_attaches_again() -> None:
+    async def test(setup: Setup, engines: list[FakeEngine]) -> None:
+        await all_ready(setup, engines[0])
+        first, second = setup.users.values()
+        streams = [user.submit([1], GREEDY) for user in (first, second)]
+        receive, first._table.receive = first._table.receive, lambda *message: 1 / 0  # type: ignore[method-assign]
+        engines[0].send_step(1, SampleUpdate(streams[0].request.id, 0, (7,)))
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(EngineDown, match="the engine cannot be reached any more: ZeroDivisionError"):
+                await streams[0].take()
+        first._table.receive = receive  # type: ignore[method-assign]
+        await until(lambda: first.state == "ready")
+        assert engines[0].orders == ["attach", "attach", "detach", "attach"]
+        assert first.samples == 1 and not streams[1].ended, "the other process keeps its request"
+        again = first.submit([1], GREEDY)
+        engines[0].send_step(1, SampleUpdate(again.request.id, 0, (7,), "length"))
+        assert (await again.take())[0].token_ids == (7,)
 
     run(test)
 

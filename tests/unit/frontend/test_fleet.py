@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
+from fastapi import FastAPI
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import EngineDown, PluginError, RequestError
@@ -26,6 +30,9 @@ from dovetail.core.frontend.messages import (
 from dovetail.core.frontend.replicas import replica_compositions
 from dovetail.core.frontend.supervised import SupervisedFleet as Fleet
 from dovetail.core.interfaces import RequestOptions, SamplingParams
+from dovetail.plugins.app.serve import meta
+from dovetail.plugins.app.serve.config import ServeConfig
+from dovetail.plugins.app.serve.errors import body_of
 
 INFO = EngineInfo(
     model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
@@ -45,7 +52,7 @@ class FakeProcess:
         self.received: list[Any] = []
         self.refuses = ""
         """Operation that it answers with an error."""
-        self.pid, self.stopped, self.hung_at_start = 1, False, False
+        self.pid, self.stopped, self.hung_at_start, self.traceback = 1, False, False, ""
 
     def start(self) -> None:
         self.processes.append(self)
@@ -61,8 +68,10 @@ class FakeProcess:
                 error = "no room" if command.op == self.refuses else ""
                 self.listener.on_message(self, Reply(command.id, value, error, 409))
 
-    def ready(self) -> None:
-        self.listener.on_ready(self, INFO)
+    def ready(self, lost: str = "") -> None:
+        """`lost`: adapter of its predecessor that it could not load again."""
+        adapters = {name: folder for name, folder in (self.adapters or {}).items() if name != lost}
+        self.listener.on_ready(self, msgspec.structs.replace(INFO, adapters=adapters))
 
     def die(self) -> None:
         self.listener.on_death(self, "was killed")
@@ -180,8 +189,10 @@ def test_a_death_fails_only_the_requests_of_that_replica() -> None:
         streams = [fleet.submit([1], GREEDY) for _ in range(3)]
         processes[1].die()
         await settle()
-        with pytest.raises(EngineDown, match="replica 1 was killed"):
+        with pytest.raises(EngineDown, match="replica 1 was killed") as death:
             await streams[1].take()
+        # Proxies send a 503 to the next server, and this request may be the cause.
+        assert (body_of(death.value)[0], body_of(EngineDown("the engine is starting"))[0]) == (500, 503)
         assert not streams[0].ended and fleet.state == "ready" and fleet.max_seqs == 16
         assert len(processes) == 4 and [one["state"] for one in fleet.health()] == ["ready", "starting", "ready"]
         assert [fleet.submit([1], GREEDY).replica for _ in range(4)] == [0, 2, 0, 2]
@@ -280,6 +291,24 @@ def test_adapters_are_on_every_replica_or_on_none() -> None:
     with_fleet(test, max_restarts=1)
 
 
+def test_an_adapter_that_a_restarted_replica_could_not_load_is_unloaded() -> None:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        await all_ready(fleet, processes)
+        for name in ("sql", "chat"):
+            await fleet.load_adapter(name, f"/{name}")
+        processes[0].die()
+        await settle()
+        processes[3].ready(lost="sql")
+        await settle()
+        assert fleet.adapters == {"chat": "/chat"}
+        unload = [(c.op, c.arguments["name"]) for c in processes[1].received][-1]
+        assert unload == ("unload_adapter", "sql")
+        await fleet.load_adapter("sql", "/sql")
+        assert fleet.adapters == {"chat": "/chat", "sql": "/sql"}
+
+    with_fleet(test, max_restarts=1)
+
+
 @pytest.mark.parametrize("chosen", [3, -1, None])
 def test_a_router_that_chooses_no_replica_fails_only_that_request(chosen: int | None) -> None:
     async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
@@ -301,6 +330,29 @@ def test_one_replica_needs_no_router() -> None:
         processes[0].die()
         await settle()
         assert fleet.failure == "the engine was killed"
+
+    with_fleet(test, "engine.dp=1")
+
+
+def test_the_traceback_of_a_death_is_in_the_log_and_not_in_what_clients_get(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(fleet: Fleet, processes: list[FakeProcess]) -> None:
+        await all_ready(fleet, processes)
+        stream = fleet.submit([1], GREEDY)
+        processes[0].traceback = 'Traceback (most recent call last):\n  File "/opt/acme.py", line 3'
+        cause = "failed: package acme 1.0: scheduler=boom failed: OSError: [Errno 2] No such file: '/data/x'"
+        processes[0].listener.on_death(processes[0], cause)
+        with pytest.raises(EngineDown) as ended:
+            await stream.take()
+        with pytest.raises(EngineDown) as refused:
+            fleet.submit([1], GREEDY)
+        app = FastAPI()
+        meta.install(app, SimpleNamespace(client=fleet, ready=False, draining=False, config=ServeConfig()))  # type: ignore
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+        probes = [(await http.get(path)).text for path in ("/ready", "/health")]
+        for text in (str(ended.value), str(refused.value), *probes):
+            assert "scheduler=boom failed: OSError" in text and "acme 1.0" in text
+            assert "Traceback" not in text and "/data" not in text and "/opt" not in text
+        assert "/opt/acme.py" in caplog.text and "/data/x" in caplog.text
 
     with_fleet(test, "engine.dp=1")
 

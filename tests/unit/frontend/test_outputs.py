@@ -21,6 +21,9 @@ class Letters:
     def push(self, token: int) -> str:
         return self.pieces[token]
 
+    def finish(self) -> str:
+        return ""
+
 
 def matcher(pieces: list[str], **params: object) -> StopStringMatcher:
     return StopStringMatcher(SamplingParams(**params), Letters(pieces))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ INFO = EngineInfo(
 
 
 class FakeEngine:
-    hung_at_start = False
+    hung_at_start, traceback = False, ""
     engines: list[FakeEngine] = []
 
     def __init__(self, composition: Any, listener: Any, **options: Any) -> None:

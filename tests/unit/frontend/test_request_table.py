@@ -200,7 +200,7 @@ def test_requests_that_are_submitted_together_are_checked_before_the_first_is_se
     first, second = table.submit(good, good)
     assert second.id == first.id + 1
     assert [engine.received(), engine.received()] == [
-        Add(one.id, [1], SamplingParams(), RequestOptions()) for one in (first, second)
+        Add(one.id, (1,), SamplingParams(), RequestOptions()) for one in (first, second)
     ]
 
 
@@ -208,7 +208,7 @@ def test_a_value_that_cannot_be_encoded_is_refused() -> None:
     table = RequestTable(CheckedRouter(COMPOSITION))
     with linked(table):
         with pytest.raises(RequestError, match="cannot be sent to the engine"):
-            submit(table, user="\ud800")
+            submit(table, SamplingParams(extra={"a": 2**70}))
         with pytest.raises(RequestError, match="cannot be sent to the engine"):
             table.control(0, "load_adapter", name="\ud800").result(SECONDS)
     assert not table.busy and load(table) == (0, 0)
@@ -227,6 +227,9 @@ class Hook:
         if token == 99:
             self._function()
         return "x"
+
+    def finish(self) -> str:
+        return ""
 
 
 def table_with_hook(function: Callable[[], None]) -> tuple[RequestTable, FakeLocalEngine]:

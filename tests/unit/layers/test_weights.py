@@ -21,7 +21,7 @@ def weight(name, shape=(2,), taken=None, init="normal"):
 
 
 def test_missing_and_unexpected_names_are_both_listed():
-    with pytest.raises(ConfigError, match=r"1 missing \(b\); 1 unexpected \(c\)"):
+    with pytest.raises(ConfigError, match=r"1 missing \('b'\); 1 unexpected \('c'\)"):
         load_weights([weight("a"), weight("b")], source(a=torch.ones(2), c=torch.ones(2)))
 
 

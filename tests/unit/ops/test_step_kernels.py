@@ -148,6 +148,46 @@ def test_the_least_logit_kept(dtype):
     assert torch.allclose(got[exact], want[exact], rtol=1e-6)
 
 
+def shapes_of_logits(vocab):
+    """Rows whose bounds are hard to find: peaked, flat, few distinct values, mostly masked, constant, extreme, NaN."""
+    normal = torch.randn(vocab, device=DEVICE)
+    peaked = normal.clone()
+    peaked[vocab // 3] = 14.0
+    two = torch.where(normal > 0.5, 1.5, 1.0)
+    masked = torch.where(torch.arange(vocab, device=DEVICE) % 97 == 5, normal, float("-inf"))
+    nans = torch.where(normal > 1, float("nan"), normal)
+    extreme = normal * 1e4
+    ramp = torch.linspace(0, 30, vocab, device=DEVICE)
+    return torch.stack([normal * 0.3, normal * 4, peaked, two, masked, nans, extreme, ramp, torch.ones_like(normal)])
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.7, 0, 0.95), (3.0, 0, 0.2), (1e-6, 0, 0.9999), (1.0, 20, 1.0), (0.7, 20, 0.8), (1.0, 9000, 1.0)]
+    + [(2.0, 9001, 0.9), (1e-9, 1, 0.5)],
+)
+def test_the_least_logit_kept_of_any_distribution(temperature, top_k, top_p):
+    """The kept logits hold top_p of the mass, and without the least of them they would not."""
+    vocab = 10007
+    logits = shapes_of_logits(vocab).to(torch.float32 if top_k % 2 else torch.bfloat16)
+    rows = len(logits)
+    given = [torch.full((rows,), x, device=DEVICE) for x in (temperature, top_k, top_p, 0.0)]
+    got = least_kept_triton(logits, *given)
+    if not INTERPRETED:  # The interpreter runs one program after another.
+        assert torch.equal(got, least_kept_triton(logits, *given)), "the same logits have the same bound"
+    ordered = logits.double().nan_to_num(nan=float("-inf"), neginf=float("-inf")).sort(-1, descending=True).values
+    for row, least in zip(ordered, got.double(), strict=True):
+        k = min(top_k or vocab, vocab)
+        kept = row[row >= row[k - 1]]
+        if top_p == 1.0:
+            assert least == kept[-1]
+            continue
+        mass = ((kept - kept[0]) / temperature).softmax(-1)
+        assert least in row, "the bound is one of the logits"
+        assert mass[kept >= least].sum() >= top_p - 1e-5
+        assert mass[kept > least].sum() <= top_p + 1e-5
+
+
 def test_a_filtered_draw_is_one_of_those_kept():
     rows, vocab = 3, 700
     logits = torch.randn(rows, vocab, device=DEVICE)

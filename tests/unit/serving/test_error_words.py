@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 
 import pytest
@@ -43,7 +44,7 @@ class Body(BaseModel):
             "messages",
         ),
         (b"[" * 100_000, "application/json", "the body is nested too deeply", None),
-        (b'"\xff"', "application/json", "the body is not text in UTF-8", None),
+        (b'"\xff"', "application/json", "the body is not valid UTF-8", None),
         (b'{"prompt": "x", "max_token": 3}', "application/json", "max_token: there is no such field", "max_token"),
     ],
 )
@@ -60,3 +61,15 @@ def test_an_invalid_body_gets_a_message_with_the_cause(
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param
     assert re.search(message, error["message"]), error
+
+
+def test_a_compressed_body_is_refused_by_name() -> None:
+    app = FastAPI()
+    errors.install(app)
+
+    @app.post("/")
+    async def take(body: Body) -> None: ...
+
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = TestClient(app).post("/", content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
+    assert answer.status_code == 400 and "only bodies that are not compressed" in answer.json()["error"]["message"]

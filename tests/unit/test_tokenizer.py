@@ -1,0 +1,87 @@
+"""Tokenizers of strangers' checkpoints: settings of fine-tuning runs, broken files, texts that they cannot encode."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Made
+from transformers import PreTrainedTokenizerFast
+
+from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.frontend.client import missing_tokenizer
+from dovetail.core.frontend.outputs import StopStringMatcher
+from dovetail.core.interfaces import SamplingParams
+from dovetail.core.tokenizer import Tokenizer
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level(pattern: str = "") -> Made:
+    """Tokenizer with one token for each byte, which splits texts at `pattern` first."""
+    made = Made(models.BPE(vocab={char: i for i, char in enumerate(ALPHABET)}, merges=[]))
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    made.pre_tokenizer = pre_tokenizers.Sequence([*split, bytewise])
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def byte_fallback() -> Made:
+    """SentencePiece vocabulary: every character but "a" is spelled in bytes."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "a": 257}
+    made = Made(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+def opened(made: Made, folder: Path) -> Tokenizer:
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def test_a_prompt_is_never_truncated_or_padded(tmp_path: Path) -> None:
+    made = byte_level()
+    made.enable_truncation(max_length=4)
+    short, long = "abc", "never truncated"
+    assert len(opened(made, tmp_path).encode(long)) == len(long)
+    made.no_truncation()
+    made.enable_padding(length=8, pad_id=0, pad_token=ALPHABET[0])
+    assert len(opened(made, tmp_path).encode(short)) == len(short)
+
+
+@pytest.mark.parametrize("made", [byte_level, byte_fallback])
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+@pytest.mark.parametrize(("text", "cut"), [("aé", 1), ("a€", 1), ("a€", 2), ("a€a", 0), ("é" * 3, 0)])
+def test_output_that_ends_inside_a_character_shows_it(tmp_path: Path, made, stop, text: str, cut: int) -> None:
+    tokenizer = opened(made(), tmp_path)
+    ids = tokenizer.encode(text)
+    ids = ids[: len(ids) - cut]
+    matcher = StopStringMatcher(SamplingParams(stop=stop), tokenizer)
+    shown = "".join(matcher.push([token])[0] for token in ids) + matcher.flush()
+    assert shown == PreTrainedTokenizerFast(tokenizer_object=made()).decode(ids)
+    assert ("\ufffd" in shown) == bool(cut) and matcher.flush() == ""
+
+
+@pytest.mark.parametrize("content", [b'{"version"', b'{"a": 1}', b"\xff\xfe"])
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("a" * 64, "retry-limit"), ("\ud800", "not valid Unicode")])
+def test_a_text_with_which_the_tokenizer_fails_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    tokenizer = opened(byte_level("(a+)+b"), tmp_path)
+    with pytest.raises(RequestError, match=f"tokenizer fails on the text: .*{reason}"):
+        tokenizer.encode(text)
+    assert len(tokenizer.encode("aab")) == 3
+
+
+@pytest.mark.parametrize(("folder", "cause"), [(None, "no folder"), ("/models/m", r"no tokenizer\.json in its folder")])
+def test_a_missing_tokenizer_is_explained_by_its_cause(folder: str | None, cause: str) -> None:
+    info = SimpleNamespace(folder=folder, model="m")
+    assert re.match(f"the model m has {cause} and therefore no tokenizer", str(missing_tokenizer(info)))  # type: ignore[arg-type]
