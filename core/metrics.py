@@ -41,7 +41,8 @@ class RequestRecord:
     endpoint: str
     """One of completions, chat, responses, embeddings."""
     outcome: str
-    """One of stop, length, abort (client disconnected, or time limit), error."""
+    """One of stop, length, abort (client disconnected, time limit, refused by the engine), error (the engine died, the
+    server stopped or failed)."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -126,7 +127,7 @@ class Metrics:
         self._itl = Tally(SHORT)
         self.registry.register(
             TallyCollector(
-                "dovetail:inter_token_latency_seconds",
+                "dovetail_inter_token_latency_seconds",
                 "Between two deliveries of a sample, divided by its new tokens.",
                 self._itl,
                 {"model_name": model},
@@ -139,13 +140,13 @@ class Metrics:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a finished request.", POWERS)
         self._output = self._histogram("request_generation_tokens", "Output tokens of a finished request.", POWERS)
         self._finished = Counter(
-            "dovetail:requests_finished",
+            "dovetail_requests_finished",
             "Finished requests, by outcome: stop, length, abort, error.",
             ("model_name", "outcome"),
             registry=self.registry,
         )
         self._refused = Counter(
-            "dovetail:request_errors",
+            "dovetail_request_errors",
             "Requests answered with an error, by HTTP status.",
             ("model_name", "status"),
             registry=self.registry,
@@ -156,11 +157,11 @@ class Metrics:
                 metric.labels(model, str(replica))
 
     def _engine(self, kind: type[M], name: str, about: str) -> M:
-        return kind(f"dovetail:{name}", about, ("model_name", "replica"), registry=self.registry)
+        return kind(f"dovetail_{name}", about, ("model_name", "replica"), registry=self.registry)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         labels = ("model_name",)
-        return Histogram(f"dovetail:{name}", about, labels, buckets=buckets, registry=self.registry).labels(self._model)
+        return Histogram(f"dovetail_{name}", about, labels, buckets=buckets, registry=self.registry).labels(self._model)
 
     # Events.
 
@@ -202,24 +203,24 @@ class Metrics:
 
 
 class StepMetrics:
-    """Metrics of every step, from the engine's own records. Names begin with `dovetail:step_`, so that a server's
+    """Metrics of every step, from the engine's own records. Names begin with `dovetail_step_`, so that a server's
     metrics can be collected together with them without counting anything twice."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"dovetail:step_{name}", about, buckets=buckets, registry=registry)
+            return Histogram(f"dovetail_step_{name}", about, buckets=buckets, registry=registry)
 
         self._rows = histogram("rows", "Rows of a plan.", POWERS[:12])
         self._tokens = histogram("tokens", "Tokens fed in a step, drafts included.", POWERS)
-        self._sampled = Counter("dovetail:step_output_tokens", "Output tokens produced.", registry=registry)
-        self._drafted = Counter("dovetail:step_draft_tokens", "Draft tokens verified, upper bound.", registry=registry)
-        self._accepted = Counter("dovetail:step_accepted_tokens", "Draft tokens accepted.", registry=registry)
+        self._sampled = Counter("dovetail_step_output_tokens", "Output tokens produced.", registry=registry)
+        self._drafted = Counter("dovetail_step_draft_tokens", "Draft tokens verified, upper bound.", registry=registry)
+        self._accepted = Counter("dovetail_step_accepted_tokens", "Draft tokens accepted.", registry=registry)
         self._schedule = histogram("schedule_seconds", "Host time spent on a plan.", STEP)
         self._device = histogram("device_seconds", "Device time, if the executor measures it.", STEP)
-        self._running = Gauge("dovetail:step_running", "Running sequences after a step.", registry=registry)
-        self._waiting = Gauge("dovetail:step_waiting", "Waiting sequences after a step.", registry=registry)
+        self._running = Gauge("dovetail_step_running", "Running sequences after a step.", registry=registry)
+        self._waiting = Gauge("dovetail_step_waiting", "Waiting sequences after a step.", registry=registry)
         self._kv_usage = Gauge(
-            "dovetail:step_kv_usage_ratio", "Fraction of KV pages owned by sequences.", registry=registry
+            "dovetail_step_kv_usage_ratio", "Fraction of KV pages owned by sequences.", registry=registry
         )
 
     def step(self, record: StepRecord) -> None:

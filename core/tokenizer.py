@@ -45,6 +45,9 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
+        self._special = frozenset(
+            id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
         self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
         self._bytes: dict[int, bytes] = {}
 
@@ -73,6 +76,10 @@ class Tokenizer:
         if token not in self._bytes:
             self._bytes[token] = self._spell(token)
         return self._bytes[token]
+
+    def is_special(self, token: int) -> bool:
+        """Whether text is decoded without this token, such as BOS."""
+        return token in self._special
 
     def _spell(self, token: int) -> bytes:
         piece = self._tokenizer.id_to_token(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -70,6 +71,22 @@ class _Launched:
     """Whether the launch was delayed (Engine.launch_delay)."""
 
 
+def longest_alone(kv: KVAllocator, limits: SchedulerLimits) -> int:
+    """Return the maximum length, up to the context, of a sequence that has the whole KV cache; 0 = none fits."""
+
+    def excess(tokens: int) -> bool:
+        return any(pages > kv.num_pages[group] for group, pages in kv.pages_needed(tokens, limits.ahead).items())
+
+    return bisect_left(range(1, limits.max_len + 1), True, key=excess)
+
+
+def _short_of_cache(longest: int, context: int) -> str:
+    return (
+        f"the KV cache holds one sequence of at most {longest} tokens, less than the context of {context} "
+        "(engine.max_len): requests without max_tokens end there; raise engine.kv_pages or engine.memory_fraction"
+    )
+
+
 class Engine:
     """Rank 0's loop over one running executor. Made by `start_engine`."""
 
@@ -93,7 +110,10 @@ class Engine:
         """Source of request arrival times and of SchedulerContext.clock, in seconds."""
         self._ledger = PageLedger(info.groups, info.num_pages, engine.max_seqs, info.lookahead)
         self._progress = ProgressWatch(self.limits)
-        self._requests = RequestBuilder(composition, info.spec, info.max_len)
+        longest = longest_alone(self.kv, self.limits)
+        if longest < info.max_len:
+            self.info = replace(info, notes=(*info.notes, _short_of_cache(longest, info.max_len)))
+        self._requests = RequestBuilder(composition, info.spec, info.max_len, longest)
         self._adapters = AdapterTable(executor, info.adapter_slots)
         if info.adapter_slots:
             self.scheduler.resources = (self._adapters.slots,)

@@ -34,7 +34,9 @@ _OPTIONS = tuple(field.name for field in fields(RequestOptions))
 
 
 class RequestBuilder:
-    def __init__(self, composition: Composition, spec: ModelSpec, max_len: int) -> None:
+    def __init__(self, composition: Composition, spec: ModelSpec, max_len: int, longest: int | None = None) -> None:
+        """`longest`: maximum length of a sequence without max_tokens; None = `max_len`."""
+        self._longest = max_len if longest is None else longest
         self._composition, self._spec, self._max_len = composition, spec, max_len
         processors = composition.many("logits") if "logits" in composition.parts else {}
         self._processors = ProcessorTable(processors, spec.vocab)
@@ -54,9 +56,12 @@ class RequestBuilder:
         Raises RequestError for what can never run, PluginError if a logits processor fails on the request."""
         request = self.request(prompt_ids, params, options, number=number, arrival=arrival)
         self._next = max(self._next, request.uid + 1)
-        limit, params = self._max_len, request.params
-        if params.max_tokens is not None:
-            limit = min(limit, len(request.prompt_ids) + params.max_tokens)
+        params = request.params
+        if params.max_tokens is None:
+            # The output ends where the KV cache does. A prompt that leaves no room is refused by the scheduler.
+            limit = min(self._max_len, max(self._longest, len(request.prompt_ids) + 1))
+        else:
+            limit = min(self._max_len, len(request.prompt_ids) + params.max_tokens)
         found: list[Sequence] = []
         for sample in range(params.n):
             parent = found[0] if sample else None

@@ -36,8 +36,9 @@ class Stream:
         self.latest: dict[int, float] = {}
         """Sample -> time.perf_counter() of its latest tokens."""
         self._loop = loop
+        self.error: Exception | None = None
+        """Error that ended the request."""
         self._deltas: list[Delta] = []
-        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -55,12 +56,12 @@ class Stream:
 
     async def take(self) -> list[Delta]:
         """Wait for and return the deltas since the last call; empty = the end. Raises RequestError and EngineDown."""
-        while not self._deltas and self._error is None and not self.ended:
+        while not self._deltas and self.error is None and not self.ended:
             self._waiter = self._loop.create_future()
             await self._waiter
         deltas, self._deltas = self._deltas, []
-        if not deltas and self._error is not None:
-            raise self._error
+        if not deltas and self.error is not None:
+            raise self.error
         return deltas
 
     def put(self, deltas: list[Delta], *, last: bool) -> None:
@@ -70,7 +71,7 @@ class Stream:
 
     def fail(self, error: Exception) -> None:
         self.ended = True
-        self._error = error
+        self.error = error
         self._wake()
 
     def _wake(self) -> None:

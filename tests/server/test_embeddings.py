@@ -35,7 +35,7 @@ def served(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("models") / "tiny-embed"
     save(folder)
-    server = Server("model=llama", f"model.path={folder}", "serve.max_prompts=8").wait_ready()
+    server = Server("model=llama", f"model.path={folder}", "serve.max_waiting=20").wait_ready()
     with LLM(str(folder), overrides=["engine.device=cpu"]) as llm:
         yield server, llm.embed(TEXTS), llm.tokenizer
     assert server.stats()["pages_owned"] == 0
@@ -72,11 +72,11 @@ def test_vectors_equal_those_of_the_python_api(served):
     [
         ({"dimensions": 32}, "available: 16, 64, "),
         ({"dimensions": 100_000}, "have 2"),
-        ({"input": ["a"] * 9}, "9 prompts, but at most 8"),
+        ({"input": ["a"] * 2049}, "2049 prompts, but at most 2048"),
         ({"input": []}, "input"),
         ({"input": [[]]}, "input"),
         ({"input": [2**30]}, "not in the model's vocabulary"),
-        ({"input": [7] * 5000}, "5000 tokens and the context is"),
+        ({"input": [7] * 5000}, "maximum context length is .* 5000 tokens"),
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"extra_body": {"temperature": 1}}, "temperature"),
     ],
@@ -84,6 +84,15 @@ def test_vectors_equal_those_of_the_python_api(served):
 def test_mistakes_are_reported(served, changes, says):
     with pytest.raises(openai.BadRequestError, match=says):
         served[0].client().embeddings.create(**{"model": "tiny-embed", "input": "x"} | changes)
+
+
+def test_more_texts_than_fit_into_the_queue(served):
+    few, many = (
+        served[0].client().embeddings.create(model="tiny-embed", input=[[1 + i % 90, 7] for i in range(count)]).data
+        for count in (3, 300)
+    )
+    assert [one.index for one in many] == list(range(300))
+    assert many[90].embedding == pytest.approx(few[0].embedding, abs=1e-5)
 
 
 def test_a_model_that_embeds_generates_nothing(served):

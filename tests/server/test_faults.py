@@ -35,6 +35,9 @@ def test_a_dead_rank_fails_its_requests_and_the_engine_restarts_then_it_stops_in
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert sum("rank 1 was killed" in line and "started again" in line for line in server.log) == 1
     server.wait_ready()
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'dovetail_requests_finished_total{model_name="tiny",outcome="error"} 1.0' in metrics
+    assert 'dovetail_request_errors_total{model_name="tiny",status="500"} 1.0' in metrics
     assert server.engine_pid() != engine and not Path(f"/proc/{engine}").exists()
     assert client.completions.create(**SHORT).choices[0].text
     assert server.stats()["pages_owned"] == 0

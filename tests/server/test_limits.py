@@ -98,6 +98,12 @@ def test_key_files(tmp_path):
     assert accepted.name("one") == "team-a"
     assert all(accepted.name(key) for key in ("two", "three", "four")) and accepted.name("five") is None
     assert not keys.load(None, {})
+    for unsendable in ("schlüssel", "two words", "tab\there"):
+        with pytest.raises(ConfigError, match="DOVETAIL_API_KEYS: key 2 contains") as error:
+            keys.load(None, {keys.VARIABLE: f"fine,{unsendable}"})
+        assert unsendable not in str(error.value)
+    file.write_text(hashlib.sha256("schlüssel".encode()).hexdigest())
+    assert keys.load(str(file), {}).name("schlüssel".encode().decode("latin-1"))
     file.write_text("sk-plain-key\n")
     with pytest.raises(ConfigError, match="line 1") as error:
         keys.load(str(file), {})

@@ -16,7 +16,7 @@ def scrape(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     for sample in (sample for family in families for sample in family.samples):
         labels = dict(sample.labels)
         if labels.pop("model_name", "") == "tiny" and labels.pop("replica", "0") == "0":
-            found[sample.name.removeprefix("dovetail:"), tuple(sorted(labels.items()))] = sample.value
+            found[sample.name.removeprefix("dovetail_"), tuple(sorted(labels.items()))] = sample.value
     return found
 
 

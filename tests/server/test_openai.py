@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+from openai.types.chat import ParsedChatCompletionMessage
 
 from dovetail import LLM, SamplingParams
 
@@ -98,8 +99,42 @@ def test_logprobs(client, llm):
     assert len(found.tokens) == len(ids) + 3 and found.token_logprobs[0] is None
     expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2))[0]
     assert found.token_logprobs[1 : len(ids)] == pytest.approx([p.logprob for p in expected.prompt_logprobs], abs=1e-4)
+    assert all(text.startswith(t, at) for t, at in zip(found.tokens[1:], found.text_offset[1:], strict=True))
+    assert found.text_offset[:2] == [0, 0], "BOS is not in the text"
+    ask = dict(model="tiny", prompt=PROMPT, seed=1, max_tokens=3, logprobs=2, echo=True, n=2)
+    streamed: dict[int, list[float | None]] = {0: [], 1: []}
+    for chunk in client.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.logprobs.token_logprobs
+    for choice in client.completions.create(**ask).choices:
+        given = choice.logprobs.token_logprobs[: len(ids)]
+        assert given[1:] == pytest.approx(found.token_logprobs[1 : len(ids)], abs=1e-4)
+        assert streamed[choice.index][1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
     alone = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, logprobs=1, echo=True)
     assert alone.choices[0].text == PROMPT and len(alone.choices[0].logprobs.tokens) == len(ids)
+
+
+def test_answers_of_openai_can_be_sent_back(conversing):
+    """Every field of the SDK's messages is accepted, and none reaches the template."""
+    call = {
+        "id": "a",
+        "index": 0,
+        "type": "function",
+        "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}},
+    }
+    answer = ParsedChatCompletionMessage(
+        role="assistant", content="x", annotations=[], tool_calls=[call], parsed={"a": 1}
+    )
+    messages = [answer.model_dump(), {"role": "tool", "tool_call_id": "a", "content": "1"}]
+    ask = dict(model="tiny", messages=messages, max_tokens=1)
+    count = conversing.client().chat.completions.create(**ask).usage.prompt_tokens
+    plain = {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+    }
+    ask["messages"] = [plain, messages[1]]
+    assert conversing.client().chat.completions.create(**ask).usage.prompt_tokens == count
 
 
 def test_best_of_is_the_likeliest(client):

@@ -86,8 +86,8 @@ def counted(connection: Connection) -> Counter[str]:
     sums: Counter[str] = Counter()
     for family in text_string_to_metric_families(connection.get("/metrics")):
         for sample in family.samples:
-            if sample.name.startswith("dovetail:") and not sample.name.endswith("_created"):
-                name = sample.name.removeprefix("dovetail:")
+            if sample.name.startswith("dovetail_") and not sample.name.endswith("_created"):
+                name = sample.name.removeprefix("dovetail_")
                 sums[name] += sample.value
     return sums
 

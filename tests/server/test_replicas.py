@@ -58,7 +58,7 @@ def test_work_is_spread_and_counted_by_replica(replicas, server):
     def counted() -> dict[str, float]:
         families = text_string_to_metric_families(httpx.get(f"{replicas.url}/metrics").text)
         samples = [sample for family in families for sample in family.samples]
-        return {s.labels["replica"]: s.value for s in samples if s.name == "dovetail:prefix_cache_queries_total"}
+        return {s.labels["replica"]: s.value for s in samples if s.name == "dovetail_prefix_cache_queries_total"}
 
     expected_counts = {str(i): float(one["prefix_queries"]) for i, one in enumerate(again)}
     until(lambda: counted() == expected_counts)

@@ -23,9 +23,11 @@ _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
 _STATUSES = {
     400: "The request is invalid; the message gives the reason.",
     401: "No valid API key.",
+    403: "The header Host has a name that is not in serve.allowed_hosts.",
     404: "No such model or endpoint.",
     408: "The body took too long to arrive.",
     413: "The body is too long.",
+    415: "The body is compressed.",
     429: "The queue is full: try again after Retry-After seconds.",
     500: "Internal server error, or the engine died while it had the request.",
     503: "No engine is available yet or any more, or the server is stopping: nothing has run.",
@@ -64,6 +66,10 @@ def build(service: Service, keys: Keys) -> ASGIApp:
     if service.config.cors_origins:
         # Outermost, so that error responses carry CORS headers too.
         gate = CORSMiddleware(
-            gate, allow_origins=list(service.config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+            gate,
+            allow_origins=list(service.config.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
         )
     return gate

@@ -15,7 +15,7 @@ from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.interfaces import App
-from dovetail.plugins.app.serve import keys, lifecycle, ports
+from dovetail.plugins.app.serve import hosts, keys, lifecycle, ports
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.http_server import HttpServer, event_loop, freeze_heap
 from dovetail.plugins.app.serve.monitor import Monitor
@@ -38,8 +38,10 @@ class ServeApp(App):
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         accepted = keys.load(self.config.api_key_file)
         serve = self._run_single if self.config.processes == 1 else self._run_supervised
-        with ports.bind(self.config) as sock, asyncio.Runner(loop_factory=event_loop()) as runner:
-            return runner.run(serve(composition, accepted, sock))
+        with ports.bind(self.config) as sock:
+            hosts.refuse_open(self.config, sock.getsockname()[0], keys=bool(accepted))
+            with asyncio.Runner(loop_factory=event_loop()) as runner:
+                return runner.run(serve(composition, accepted, sock))
 
     async def _run_supervised(self, composition: Composition, accepted: keys.Keys, sock: socket.socket) -> int:
         return await Supervisor(self.config, composition, accepted, sock).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from dovetail.core.frontend.outputs import Delta
+from dovetail.core.interfaces import TokenLogprobs
 from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import CompletionRequest
@@ -74,6 +76,8 @@ class _Completion(output.Generation[CompletionRequest]):
         choices: list[dict[str, Any]] = []
         for at in range(len(jobs)):
             drawn = outputs[at * self.samples : (at + 1) * self.samples]
+            # The engine reports the prompt's logprobs once, with the first sample.
+            drawn = [delta._replace(prompt_logprobs=drawn[0].prompt_logprobs) for delta in drawn]
             if self.samples > self.n:
                 drawn = sorted(drawn, key=output.mean_logprob, reverse=True)[: self.n]
             for delta in drawn:
@@ -91,11 +95,9 @@ class _Completion(output.Generation[CompletionRequest]):
             text = self.texts[at] + text
         found = None
         if logprobs is not None:
-            if self.body.echo and delta.prompt_logprobs:
+            if self.body.echo and first:
                 ids = self.prompts[at]
-                known = len(delta.prompt_logprobs)
-                logprobs.add(ids[:1], [None])
-                logprobs.add(ids[1 : 1 + known], delta.prompt_logprobs[: len(ids) - 1])
+                logprobs.add(ids, [None, *delta.prompt_logprobs[: len(ids) - 1]], self.texts[at])
             if not self.prompt_only:
                 logprobs.add(delta.token_ids, delta.logprobs)
             found = logprobs.take()
@@ -106,8 +108,12 @@ class _Completion(output.Generation[CompletionRequest]):
         begun: dict[int, output.CompletionLogprobs | None] = {}
         # Prefill chunks deliver prompt logprobs piecewise, to the first sample only: hold them until a token arrives.
         waiting: dict[int, list[Delta]] = {}
+        prompts: dict[int, tuple[TokenLogprobs, ...]] = defaultdict(tuple)
+        """Prompt -> its logprobs, for its later samples."""
         async for items in output.choice_deltas(jobs, self.n):
             piece = b""
+            for index, delta in items:
+                prompts[index // self.n] += delta.prompt_logprobs
             for index, delta in items:
                 if not delta.token_ids and delta.finish_reason is None:
                     waiting.setdefault(index, []).append(delta)
@@ -117,6 +123,7 @@ class _Completion(output.Generation[CompletionRequest]):
                 first = index not in begun
                 if first:
                     begun[index] = self._logprobs()
+                    delta = delta._replace(prompt_logprobs=prompts[index // self.n])
                 choice = self._choice(index, index // self.n, delta, begun[index], first=first)
                 piece += chunks.event(choice)
             if piece:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from dovetail.core.compose import ENGINE_NODES, AppConfig
+
+HostName = Annotated[str, StringConstraints(to_lower=True, pattern=r"^(\*|(\*\.)?[A-Za-z0-9_.-]+)$")]
+"""Name of a host without scheme and port, `*.domain` or `*`."""
 
 
 class ServeConfig(AppConfig):
@@ -15,7 +18,7 @@ class ServeConfig(AppConfig):
     needs: ClassVar[tuple[str, ...]] = (*ENGINE_NODES, "tool_parser", "reasoning_parser")
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every interface (set api_key_file too)."""
+    """Address to listen on; 0.0.0.0 is every interface. Any address but loopback needs API keys or `open`."""
     port: int = Field(8000, ge=0, le=65535)
     """TCP port; 0: any free port, which is logged."""
     processes: int = Field(1, ge=1)
@@ -49,7 +52,7 @@ class ServeConfig(AppConfig):
     """Maximum number of queued samples, beyond the running ones (engine.max_seqs); more get 429 with Retry-After."""
     max_body_bytes: int = Field(8 << 20, ge=1024)
     """Maximum size of a request body, bytes; larger ones get 413."""
-    max_prompts: int = Field(256, ge=1)
+    max_prompts: int = Field(2048, ge=1)
     """Maximum number of prompts in one request."""
     receive_timeout: float = Field(60.0, gt=0)
     """Seconds within which a request's headers must arrive, and then its body; else 408."""
@@ -69,7 +72,13 @@ class ServeConfig(AppConfig):
 
     api_key_file: str | None = None
     """File of accepted API keys, one per line as `name:hash` or `hash`, with the SHA-256 in hex. The environment
-    variable DOVETAIL_API_KEYS holds plain keys, separated by commas. With neither, no key is required."""
+    variable DOVETAIL_API_KEYS holds plain keys, separated by commas. With neither, no key is required, and the server
+    listens only on loopback addresses unless `open` is set."""
+    open: bool = False
+    """Without API keys, also listen on addresses that other machines can reach."""
+    allowed_hosts: tuple[HostName, ...] = ()
+    """Names accepted in the header `Host`; "*.example.org": any name below, "*": any. IP addresses are always accepted.
+    Empty: any name if API keys are set, else localhost and `host`. Others get 403."""
     cache_isolation: Literal["key", "salt"] = "key"
     """Scope of cached prefixes. key: shared by requests with the same API key and `cache_salt`; salt: by all requests
     with the same `cache_salt`."""
@@ -85,7 +94,8 @@ class ServeConfig(AppConfig):
     debug: bool = False
     """Serve POST /debug/check, which runs the integrity check of the KV allocator."""
     log_requests: bool = False
-    """Log one line per request: method, path, status and duration, never its text."""
+    """Log one line per request, never its text: method, path, status, duration, `x-request-id`, name of the API key,
+    and the numbers of prompt, cached and output tokens."""
     traces: str | None = None
     """URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces. Each request is a span with times and
     token counts, never its text. Needs the extra `otel`."""

@@ -10,13 +10,16 @@ from fastapi import FastAPI, Request
 from numpy.typing import NDArray
 from starlette.responses import Response
 
-from dovetail.core.frontend.outputs import truncate_and_normalize
+from dovetail.core.frontend.outputs import Delta, truncate_and_normalize
 from dovetail.core.interfaces import EmbeddingSpec, SamplingParams
 from dovetail.plugins.app.serve import output
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import EmbeddingRequest
 from dovetail.plugins.app.serve.service import Service
 from dovetail.plugins.app.serve.transport import json_response, while_connected
+
+_AT_ONCE = 256
+"""Maximum number of a request's texts that the engine has at once; the next ones take their places in the queue."""
 
 
 def install(app: FastAPI, service: Service) -> None:
@@ -28,17 +31,23 @@ def install(app: FastAPI, service: Service) -> None:
         limit, params = service.limit(body.timeout), SamplingParams(max_tokens=1)
         async with limit:
             prompts = await service.text.prompts(body.input, "input")
-        jobs = service.submit(request, body, "embeddings", prompts, params, limit, pooling=how.pooling)
-        try:
-            found = await while_connected(request.receive, output.collect(jobs, 1))
-            vectors = np.stack([delta.pooled_C for delta in found])
-            vectors = truncate_and_normalize(vectors, normalize=how.normalize, dimensions=body.dimensions)
-            data = await service.text.threaded(_data, vectors, body.encoding_format == "base64")
-            tokens = sum(map(len, prompts))
-            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-            return json_response({"object": "list", "data": data, "model": model, "usage": usage})
-        finally:
-            output.close(jobs)
+        found: list[Delta] = []
+        size = min(_AT_ONCE, service.capacity)
+        for start in range(0, len(prompts), size):
+            wave, admitted = prompts[start : start + size], start > 0
+            jobs = service.submit(
+                request, body, "embeddings", wave, params, limit, pooling=how.pooling, admitted=admitted
+            )
+            try:
+                found += await while_connected(request.receive, output.collect(jobs, 1))
+            finally:
+                output.close(jobs)
+        vectors = np.stack([delta.pooled_C for delta in found])
+        vectors = truncate_and_normalize(vectors, normalize=how.normalize, dimensions=body.dimensions)
+        data = await service.text.threaded(_data, vectors, body.encoding_format == "base64")
+        tokens = sum(map(len, prompts))
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return json_response({"object": "list", "data": data, "model": model, "usage": usage})
 
 
 def _how(service: Service, model: str) -> EmbeddingSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +18,13 @@ log = logging.getLogger(__name__)
 
 _LONGEST_PATH = 8
 """Maximum number of parts in a field's path; a body can be nested hundreds of levels deep."""
-_TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
 
 
 class ServerError(Exception):
@@ -82,6 +89,32 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, other)
 
 
+def _place(error: Any, body: Any) -> list[str | int]:
+    """Return the path of a mistake within the body: its `loc` without the names that pydantic inserts for the
+    alternatives of a union."""
+    place: list[str | int] = []
+    for part in error["loc"][1:]:
+        if isinstance(body, dict) and part in body or isinstance(body, list) and isinstance(part, int):
+            body = body[part]
+            place.append(part)
+    if error["type"] == "missing":
+        place.append(error["loc"][-1])
+    return place
+
+
+def _most_specific(errors: Sequence[Any], body: Any) -> tuple[list[str | int], str]:
+    """Return path and message of the first mistake. For a union, that of the alternative that accepts most of the
+    value; of several, the different messages."""
+    first = errors[0]
+    place = _place(first, body)
+    if len(place) == len(first["loc"]) - 1:
+        return place, first["msg"]
+    others = [(_place(one, body), one["msg"]) for one in errors]
+    others = [(where, message) for where, message in others if where[:1] == place[:1]]
+    best = max((where for where, _ in others), key=lambda where: (len(where), [p for p in where if isinstance(p, int)]))
+    return best, ", or: ".join(dict.fromkeys(message for where, message in others if where == best))
+
+
 def _unreadable(request: Request, cause: BaseException | None) -> str:
     """Return why a body cannot be parsed; empty = unknown. FastAPI reports it as the cause of an HTTPException."""
     encoding = request.headers.get("content-encoding", "identity")
@@ -99,10 +132,10 @@ def _field_error(error: RequestValidationError) -> FieldError:
         return FieldError(f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if first["type"] == "model_attributes_type" and first["loc"] == ("body",):
         return FieldError("the body is not a JSON object or lacks the header `content-type: application/json`")
-    where = [str(part) for part in first["loc"] if part != "body"]
-    # pydantic reports one error per alternative of a union; all have the same field.
+    place, message = _most_specific(error.errors(), error.body)
+    where = [str(part) for part in place]
     path = ".".join(where[:_LONGEST_PATH] + ["..."] * (len(where) > _LONGEST_PATH)) or None
-    reason = first["msg"]
+    reason = message
     if first["type"] == "extra_forbidden":
         # Only the fields of the body itself may be meant as parameters of a logits processor.
         hint = f'; a parameter of a logits processor is given as "extra": {{"{path}": ...}}' if len(where) == 1 else ""

@@ -48,7 +48,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 api.build(service, accepted),
-                http=protocol.bounded(service.config.receive_timeout),
+                http=protocol.bounded(service.config.receive_timeout, service.config.max_body_bytes),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -14,6 +14,8 @@ from dovetail.core.errors import ConfigError
 VARIABLE = "DOVETAIL_API_KEYS"
 _LINE = re.compile(r"(?:(?P<name>[\w.@-]+):)?(?P<hash>[0-9a-fA-F]{64})")
 
+_SENDABLE = re.compile(r"[!-~]+")
+
 
 class Keys:
     """Accepted keys; if empty, no key is required."""
@@ -26,8 +28,9 @@ class Keys:
         return bool(self.hashes)
 
     def name(self, key: str) -> str | None:
-        """Return the name of an accepted key, or None. Takes the same time for valid and invalid keys."""
-        given = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+        """Return the name of an accepted key, or None. Takes the same time for valid and invalid keys. `key`: bytes of
+        a header decoded as Latin-1, as HTTP defines it; the hash is that of the bytes."""
+        given = hashlib.sha256(key.encode("latin-1")).digest()
         found = None
         for digest, name in self.hashes.items():
             if hmac.compare_digest(digest, given):
@@ -37,8 +40,13 @@ class Keys:
 
 def load(file: str | None, environment: Mapping[str, str] = os.environ) -> Keys:
     hashes: dict[bytes, str] = {}
-    for key in environment.get(VARIABLE, "").split(","):
+    for number, key in enumerate(environment.get(VARIABLE, "").split(","), 1):
         if key := key.strip():
+            if not _SENDABLE.fullmatch(key):
+                raise ConfigError(
+                    f"{VARIABLE}: key {number} contains a character that clients cannot send in a header; use letters, "
+                    "digits and signs of ASCII, without spaces"
+                )
             digest = hashlib.sha256(key.encode()).digest()
             hashes[digest] = digest.hex()[:12]
     if file is not None:

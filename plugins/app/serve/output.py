@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -199,11 +200,15 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        """Counts a character that consists of several tokens once."""
         self._offset = 0
         """Position of the next token in the text, characters."""
         self._added: list[dict[str, Any]] = []
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> None:
+    def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], given: str = "") -> None:
+        """`given`: text of these tokens if it comes from the client; it may name special tokens, which other text
+        lacks."""
         for token, found in zip(tokens, logprobs, strict=True):
             text, own, top = spell(self._tokenizer, token), None, None
             if found is not None:
@@ -211,7 +216,8 @@ class CompletionLogprobs:
                 top = {spell(self._tokenizer, other): max(logprob, _FLOOR) for other, logprob in found.top}
             entry = {"tokens": text, "token_logprobs": own, "top_logprobs": top, "text_offset": self._offset}
             self._added.append(entry)
-            self._offset += len(text)
+            if not self._tokenizer.is_special(token) or given.startswith(text, self._offset):
+                self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
 
     def take(self) -> dict[str, Any]:
         """Return what was added since the last call."""

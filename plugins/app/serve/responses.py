@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from dovetail.core.frontend.outputs import Delta
-from dovetail.plugins.app.serve import output
+from dovetail.plugins.app.serve import exchange, output
 from dovetail.plugins.app.serve.errors import FieldError, body_of
 from dovetail.plugins.app.serve.output_parsing import offered_tools, template_variables
 from dovetail.plugins.app.serve.response_items import OutputItems, messages_of
@@ -133,7 +133,7 @@ class _Response(output.Generation[ResponsesRequest]):
         except Exception as error:
             if opening:
                 raise  # Nothing was sent yet, so the error gets its own status.
-            _, body, _ = body_of(error)
+            exchange.of(self.request.scope).status, body, _ = body_of(error)
             wrong = body["error"]
             # Clients of all endpoints detect a failed stream by the field `error`, so the event has it too.
             yield numbered("error", {name: wrong[name] for name in ("code", "message", "param")} | {"error": wrong})

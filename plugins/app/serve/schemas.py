@@ -144,15 +144,22 @@ class ContentPart(BaseModel):
     text: Text | None = None
 
 
+Ignored = Annotated[JsonValue, Field(exclude=True)]
+"""Field of OpenAI's answers, accepted without effect when an answer is sent back."""
+
+
 class FunctionCall(Body):
     name: Label
     arguments: Text
+    parsed_arguments: Ignored = None
 
 
 class ToolCall(Body):
     id: Label
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: Ignored = None
+    """Position in a streamed answer."""
 
 
 class Message(Body):
@@ -163,6 +170,12 @@ class Message(Body):
     tool_call_id: Label | None = None
     reasoning_content: Text | None = None
     refusal: Text | None = None
+    annotations: Ignored = None
+    parsed: Ignored = None
+    audio: Annotated[None, Field(exclude=True)] = None
+    """Not supported: refused unless null."""
+    function_call: Annotated[None, Field(exclude=True)] = None
+    """Not supported: refused unless null; use `tool_calls`."""
 
 
 class Function(Body):

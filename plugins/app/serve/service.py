@@ -16,13 +16,13 @@ from dovetail.core.frontend.client import Stream
 from dovetail.core.frontend.fleet import Fleet
 from dovetail.core.interfaces import Pooling, RequestOptions, SamplingParams
 from dovetail.core.metrics import RequestRecord
+from dovetail.plugins.app.serve import exchange
 from dovetail.plugins.app.serve.config import ServeConfig
-from dovetail.plugins.app.serve.errors import FieldError, ServerError
+from dovetail.plugins.app.serve.errors import FieldError, ServerError, body_of
 from dovetail.plugins.app.serve.monitor import Monitor, Reporter, Tracer
 from dovetail.plugins.app.serve.output_parsing import Parsers
 from dovetail.plugins.app.serve.schemas import Common, Penalised, Queued, ResponsesRequest
 from dovetail.plugins.app.serve.text import Texts, too_long
-from dovetail.plugins.app.serve.transport import KEY
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -40,11 +40,9 @@ _PROMPT_FIELD = {"completions": "prompt", "chat": "messages", "responses": "inpu
 class Job:
     """One prompt that the engine is processing."""
 
-    def __init__(
-        self, service: Service, stream: Stream, endpoint: str, prompt_tokens: int, traceparent: str = ""
-    ) -> None:
+    def __init__(self, service: Service, stream: Stream, endpoint: str, prompt_tokens: int, request: Request) -> None:
         self._service, self.stream, self.endpoint = service, stream, endpoint
-        self.prompt_tokens, self._traceparent = prompt_tokens, traceparent
+        self.prompt_tokens, self._request = prompt_tokens, request
         self.output_tokens = 0
         """Written by the consumer of the stream, as is `outcome`."""
         self.outcome = ""
@@ -59,21 +57,31 @@ class Job:
         if self.timer is not None:
             self.timer.cancel()
         self._service.client.abort(self.stream)
+        facts = exchange.of(self._request.scope)
+        facts.prompt_tokens += self.prompt_tokens
+        facts.cached_tokens += self.stream.cached
+        facts.output_tokens += self.output_tokens
         timing = self.stream.timing
         now = time.perf_counter()
         self._service.finished(
             RequestRecord(
                 endpoint=self.endpoint,
-                outcome=self.outcome or "abort",
+                outcome="error" if self._failed else self.outcome or "abort",
                 prompt_tokens=self.prompt_tokens,
                 cached_tokens=self.stream.cached,
                 output_tokens=self.output_tokens,
                 arrival=timing.arrival,
                 ttft=timing.ttft if timing.first_token else 0.0,
                 duration=(timing.finished or now) - timing.arrival,
-                traceparent=self._traceparent,
+                traceparent=self._request.headers.get("traceparent", ""),
             )
         )
+
+    @property
+    def _failed(self) -> bool:
+        """Whether the engine or the server is the cause of the end."""
+        error = self.stream.error
+        return error is not None and (status := body_of(error)[0]) >= 500 and status != 504
 
 
 class TimeLimit:
@@ -195,10 +203,13 @@ class Service:
         *,
         keep: Collection[str] = (),
         pooling: Pooling | None = None,
+        admitted: bool = False,
     ) -> list[Job]:
         """Submit all prompts, or none if one is refused. `keep`: special tokens whose text stays in the output.
-        `pooling`: embed the prompts instead of generating."""
-        self._admit(len(prompts) * params.n)
+        `pooling`: embed the prompts instead of generating. `admitted`: they take the places of earlier prompts of the
+        same request, so the queue is not checked."""
+        if not admitted:
+            self._admit(len(prompts) * params.n)
         max_len = self.client.info.max_len
         for ids in prompts:
             if len(ids) >= max_len:
@@ -216,7 +227,7 @@ class Service:
         try:
             for ids in prompts:
                 stream = self.client.submit(ids, params, options, keep=keep)
-                job = Job(self, stream, endpoint, len(ids), request.headers.get("traceparent", ""))
+                job = Job(self, stream, endpoint, len(ids), request)
                 jobs.append(job)
                 if limit.deadline is not None:
                     left = limit.deadline - time.perf_counter()
@@ -227,15 +238,20 @@ class Service:
             raise
         return jobs
 
+    @property
+    def capacity(self) -> int:
+        """Maximum number of samples that run or wait."""
+        return self.client.max_seqs + self.config.max_waiting
+
     def _salt(self, request: Request, body: Queued) -> str:
         salt = body.cache_salt if body.cache_salt is not None else body.prompt_cache_key or ""
-        key = request.scope.get(KEY)
+        key = exchange.of(request.scope).key
         return f"{key}\x00{salt}" if key and self.config.cache_isolation == "key" else salt
 
     def _admit(self, samples: int) -> None:
         if self.draining:
             raise ServerError(503, "the server is about to stop", code="shutting_down", retry_after=1)
-        capacity = self.client.max_seqs + self.config.max_waiting
+        capacity = self.capacity
         if samples > capacity:
             raise FieldError(
                 f"{samples} samples in one request, but the server accepts at most {capacity} "

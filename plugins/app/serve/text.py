@@ -172,8 +172,10 @@ class Texts:
 
 
 def too_long(tokens: str, limit: int, param: str) -> FieldError:
+    # Clients recognise the first sentence, which is OpenAI's.
     return FieldError(
-        f"the prompt has {tokens} tokens and the context is {limit} (engine.max_len): shorten it",
+        f"This model's maximum context length is {limit} tokens (engine.max_len). However, the prompt has {tokens} "
+        "tokens: shorten it",
         param,
         code="context_length_exceeded",
     )

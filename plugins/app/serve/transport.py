@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dovetail.plugins.app.serve import exchange as exchanges
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, body_of, respond
+from dovetail.plugins.app.serve.exchange import Exchange
+from dovetail.plugins.app.serve.hosts import Hosts
 from dovetail.plugins.app.serve.keys import Keys
 
 log = logging.getLogger(__name__)
@@ -23,8 +25,6 @@ PROBES = frozenset({"/health", "/ready"})
 """Paths for which 503 is a normal answer, so their errors are not counted."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json"})
 """Paths that need no API key, since they reveal nothing about requests."""
-KEY = "dovetail.key"
-"""Scope entry with the name of the request's API key."""
 CLIENT_DISCONNECTED = 499
 """Status in the log of a request whose client has closed its connection."""
 
@@ -34,34 +34,56 @@ class ClientDisconnected(Exception):
 
 
 class Gate:
-    """Middleware that refuses requests without an accepted key, and bodies that are too long or too slow."""
+    """Middleware that refuses requests without an accepted key, for other hosts, and bodies that are too long, too slow
+    or compressed. It records every exchange."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, keys: Keys, on_status: Callable[[int], None]) -> None:
         """`on_status` gets the status of every non-probe answer."""
         self._app, self._keys, self._on_status = app, keys, on_status
+        self._hosts = Hosts(config, keys=bool(keys))
         self._limit, self._seconds, self._log = config.max_body_bytes, config.receive_timeout, config.log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        send = self._noted(scope, send)
         headers = dict(scope["headers"])
+        exchange = exchanges.begin(scope, headers.get(b"x-request-id", b""))
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", exchange.id.encode())]}
+            await send(message)
+
+        try:
+            if (error := self._refusal(scope, headers, exchange)) is not None:
+                await respond(error)(scope, receive, noting)
+            else:
+                await self._bounded(scope, receive, noting)
+        finally:
+            if scope["path"] not in PROBES:
+                self._on_status(exchange.status)
+            if self._log:
+                exchange.log()
+
+    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], exchange: Exchange) -> FieldError | None:
+        """Return why a request is refused before its body is read; None = it is not."""
+        if not self._hosts.accept(host := headers.get(b"host", b"").decode("latin-1")):
+            message = f"this server does not answer to the host {host!r}: add its name to serve.allowed_hosts"
+            return FieldError(message, status=403, code="host_not_allowed")
         path: str = scope["path"]
         if self._keys and path not in OPEN_PATHS and not path.startswith("/static/") and scope["method"] != "OPTIONS":
             scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
             name = self._keys.name(key.strip()) if scheme.lower() == "bearer" else None
             if name is None:
-                refusal = "no valid API key: send `Authorization: Bearer KEY`"
-                error = FieldError(refusal, status=401, code="invalid_api_key")
-                await respond(error)(scope, receive, send)
-                return
-            scope[KEY] = name
+                message = "no valid API key: send `Authorization: Bearer KEY`"
+                return FieldError(message, status=401, code="invalid_api_key")
+            exchange.key = name
+        if (coding := headers.get(b"content-encoding", b"identity").decode("latin-1").lower()) != "identity":
+            return FieldError(f"content-encoding: {coding!r} is not supported; send the body uncompressed", status=415)
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._limit:
-            await respond(self._too_long())(scope, receive, send)
-            return
-        await self._bounded(scope, receive, send)
+        return self._too_long() if length.isdigit() and int(length) > self._limit else None
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Enforce the limits while the body is received; a chunked body does not declare its length."""
@@ -103,27 +125,11 @@ class Gate:
             if not ended:
                 raise
             # The 500 was already sent. Re-raising would also make uvicorn close the connection.
-            log.exception("%s %s failed", scope["method"], scope["path"])
+            exchange = exchanges.of(scope)
+            log.exception("%s %s failed (%s)", exchange.method, exchange.path, exchange.id)
 
     def _too_long(self) -> FieldError:
         return FieldError(f"the body is longer than {self._limit} bytes (serve.max_body_bytes)", status=413)
-
-    def _noted(self, scope: Scope, send: Send) -> Send:
-        """Return a `send` that reports the status of the answer and logs its end."""
-        began, status = time.perf_counter(), 0
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                if scope["path"] not in PROBES:
-                    self._on_status(status)
-            await send(message)
-            if self._log and message["type"] == "http.response.body" and not message.get("more_body"):
-                taken = time.perf_counter() - began
-                log.info("%s %s %d %.1f ms", scope["method"], scope["path"], status, taken * 1e3)
-
-        return noting
 
 
 class _Refused(BaseException):
@@ -180,14 +186,15 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchanges.of(scope)
         try:
-            await while_connected(receive, self._pump(send))
+            await while_connected(receive, self._pump(send, exchange))
         except ClientDisconnected:
-            pass
+            exchange.status = CLIENT_DISCONNECTED
         finally:
             self._on_end()
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, send: Send, exchange: Exchange) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         try:
@@ -195,9 +202,9 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Exception as error:
             # The status was already sent, so the error becomes an event.
-            status, body, _ = body_of(error)
-            if status == 500:
-                log.exception("a stream failed")
+            exchange.status, body, _ = body_of(error)
+            if exchange.status == 500:
+                log.exception("a stream failed (%s)", exchange.id)
             await send({"type": "http.response.body", "body": event(body), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import prometheus_client.openmetrics.parser as openmetrics_parser
+import prometheus_client.parser as text_parser
 import pytest
 import yaml
 
 from dovetail.core.compose import compose, installed
-from dovetail.core.metrics import Metrics
+from dovetail.plugins.app.serve.config import ServeConfig
+from dovetail.plugins.app.serve.hosts import Hosts
+from dovetail.plugins.app.serve.monitor import Monitor
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 BASE = DEPLOY / "kubernetes" / "base"
@@ -52,13 +57,27 @@ def test_yaml_is_sound(file: Path) -> None:
 # Metrics.
 
 
-def measured() -> dict[str, set[str]]:
-    """Return name of each exported series -> its labels."""
+ACCEPTED = {
+    "Prometheus 2": "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+    "Prometheus 3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+    "text": "text/plain",
+}
+"""Client -> the header `Accept` with which it scrapes. Versions store names differently, except plain ones."""
+
+
+def scraped(accept: str) -> dict[str, set[str]]:
+    """Return name of each series that a client stores -> its labels."""
+    monitor = Monitor()
+    monitor.engine_ready("m", replicas=1)
+    monitor.response_sent(500)
+    monitor.request(Record())  # type: ignore[arg-type]
+    page = asyncio.run(monitor.exposition(accept))
+    parse = openmetrics_parser if page.content_type.startswith("application/openmetrics-text") else text_parser
     found: dict[str, set[str]] = {}
-    metrics = Metrics("m")
-    metrics.error(500)
-    metrics.request(Record())
-    for family in metrics.registry.collect():
+    for family in parse.text_string_to_metric_families(page.text):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -68,51 +87,59 @@ class Record:
     outcome, prompt_tokens, output_tokens, ttft, duration, tpot = "stop", 1, 2, 0.1, 0.2, 0.1
 
 
-ADDED = {"instance", "job"}
+SCRAPED = {client: scraped(accept) for client, accept in ACCEPTED.items()}
+ADDED = {"instance", "job", "namespace", "pod"}
 """Labels that Prometheus adds to every series."""
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+    dashboard = json.loads(DASHBOARD.read_text())
+    for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
             yield f"panel {panel['title']}", target["expr"]
+    for variable in dashboard["templating"]["list"]:
+        asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+        yield f"variable {variable['name']}", f"sum by ({asked[2]}) ({asked[1]})"  # type: ignore[index]
     for group in read(DEPLOY / "prometheus" / "alerts.yml")["groups"]:
         for rule in group["rules"]:
             yield f"alert {rule['alert']}", rule["expr"]
     for rule in read(DEPLOY / "kubernetes" / "prometheus-adapter.yaml")["rules"]["custom"]:
-        yield "adapter", re.sub(r"\{.*\}", "", rule["seriesQuery"])
+        yield "adapter", rule["seriesQuery"]
 
 
-def unmeasured(query: str) -> set[str]:
-    """Return series and labels of a query that are not exported."""
-    series, wrong = measured(), set()
-    for name, selector in re.findall(r"(dovetail:\w+)(\{[^}]*\})?", query):
-        if name not in series:
-            wrong.add(name)
-            continue
-        labels = set(re.findall(r"(\w+)=", selector)) | set(
-            re.findall(r"\w+", " ".join(re.findall(r"by \((.*?)\)", query)))
-        )
-        wrong |= labels - series[name] - ADDED
-    return wrong
+def unmeasured(query: str, series: Mapping[str, set[str]]) -> set[str]:
+    """Return names of series and labels in a query that are not scraped. In PromQL, a name that is not a function, a
+    label or an operator is a series."""
+    grouping = r"\b(?:by|without) \(([^)]*)\)"
+    labels = set(re.findall(r"(\w+)!?=", " ".join(re.findall(r"\{([^}]*)\}", query))))
+    labels |= set(re.findall(r"\w+", " ".join(re.findall(grouping, query))))
+    rest = re.sub(rf"\{{[^}}]*\}}|\[[^]]*\]|{grouping}", "", query)
+    names = set(re.findall(r"(?<![\w.])[a-zA-Z_][\w:]*\b(?! *\()", rest)) - {"and", "or", "unless"}
+    assert names, query
+    known = {**series, "up": set[str]()}
+    return (names - known.keys()) | {label for name in names & known.keys() for label in labels - known[name] - ADDED}
 
 
+@pytest.mark.parametrize("client", ACCEPTED)
 @pytest.mark.parametrize(("where", "query"), list(queries()), ids=lambda text: text if len(text) < 60 else "")
-def test_what_is_asked_for_is_measured(where: str, query: str) -> None:
-    assert "dovetail:" in query or "up{" in query or "process_cpu_seconds_total" in query
-    assert not unmeasured(query), where
+def test_what_is_asked_for_is_measured(where: str, query: str, client: str) -> None:
+    assert not unmeasured(query, SCRAPED[client]), where
 
 
 def test_a_misspelt_metric_or_label_would_be_found() -> None:
-    assert unmeasured("rate(dovetail:generation_token_total[1m])") == {"dovetail:generation_token_total"}
-    assert unmeasured('dovetail:num_requests_running{model="x"}') == {"model"}
-    assert unmeasured("sum by (reason) (dovetail:requests_finished_total)") == {"reason"}
+    series = SCRAPED["text"]
+    assert unmeasured("rate(dovetail_generation_token_total[1m])", series) == {"dovetail_generation_token_total"}
+    assert unmeasured("sum(rate(dovetail:generation_tokens_total[1m])) > 3", series) == {
+        "dovetail:generation_tokens_total"
+    }
+    assert unmeasured('dovetail_num_requests_running{model="x"}', series) == {"model"}
+    assert unmeasured("sum by (reason) (dovetail_requests_finished_total)", series) == {"reason"}
 
 
 def test_the_dashboard_shows_what_is_measured() -> None:
     """Every exported series is on some panel."""
     text = DASHBOARD.read_text()
-    names = {re.sub(r"_(bucket|sum|count|created|total)$", "", n) for n in measured() if n.startswith("dovetail:")}
+    names = {re.sub(r"_(bucket|sum|count|created|total)$", "", n) for n in SCRAPED["text"] if n.startswith("dovetail_")}
     assert not [name for name in sorted(names) if name not in text]
 
 
@@ -208,8 +235,8 @@ def test_the_image_gets_what_the_wheel_is_built_from() -> None:
 
 
 def words_of_the_unit() -> list[str]:
-    unit = (DEPLOY / "systemd" / "dovetail.service").read_text()
-    line, given = re.search(r"^ExecStart=\S+ (.*)$", unit, re.M), re.search(r'DOVETAIL_ARGS="(.*)"', unit)
+    unit, settings = ((DEPLOY / "systemd" / name).read_text() for name in ("dovetail.service", "env"))
+    line, given = re.search(r"^ExecStart=\S+ (.*)$", unit, re.M), re.search(r'DOVETAIL_ARGS="(.*)"', settings)
     assert line is not None and given is not None
     return shlex.split(line[1].replace("$DOVETAIL_ARGS", given[1]))
 
@@ -230,6 +257,34 @@ def command_lines() -> dict[str, list[str]]:
 @pytest.mark.parametrize("where", command_lines())
 def test_what_is_started_can_be_composed(where: str) -> None:
     assert compose(command_lines()[where]).app == "serve"
+
+
+@pytest.mark.parametrize("where", command_lines())
+def test_a_server_that_others_can_reach_has_keys_or_only_known_names(where: str) -> None:
+    """Only Compose publishes its port on loopback, so only there the keys may be missing."""
+    config = compose(command_lines()[where]).app_part.config
+    assert isinstance(config, ServeConfig) and config.open == where.startswith("compose")
+    if config.open:
+        hosts = Hosts(config, keys=False)
+        (job,) = read(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
+        assert all(hosts.accept(target) for target in (*job["static_configs"][0]["targets"], "localhost:8000"))
+        assert not hosts.accept("evil.example")
+
+
+def test_the_keys_of_a_pod_are_not_optional() -> None:
+    (keys,) = (one for one in CONTAINER["env"] if one["name"] == "DOVETAIL_API_KEYS")
+    assert not keys["valueFrom"]["secretKeyRef"].get("optional")
+
+
+def test_the_steps_for_systemd_create_what_the_unit_needs() -> None:
+    unit = (DEPLOY / "systemd" / "dovetail.service").read_text()
+    steps = (DEPLOY.parent / "docs" / "deploying.md").read_text().partition("## systemd")[2].partition("```bash")[2]
+    user, file, program = (
+        re.search(rf"^{name}=(\S+)", unit, re.M)[1]  # type: ignore[index]
+        for name in ("User", "EnvironmentFile", "ExecStart")
+    )
+    assert re.search(rf"useradd .*--user-group .* {user}$", steps, re.M)
+    assert f" {file}\n" in steps and f"venv {program.partition('/bin/')[0]} " in steps
 
 
 # Checks by the programs that read the files.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from dovetail import LLM, SamplingParams
 from dovetail.core import host
 from dovetail.core.checkpoint import resolve
 from dovetail.core.compose import Host, compose
 from dovetail.core.engine.checks import check_fit, check_weights_fit
 from dovetail.core.engine.engine import start_engine
-from dovetail.core.errors import CapabilityError, CapacityError, ConfigError
+from dovetail.core.errors import CapabilityError, CapacityError, ConfigError, RequestError
 from dovetail.core.interfaces import Model
 from dovetail.plugins.model.llama.families import spec_of
 
@@ -142,3 +144,15 @@ def test_a_start_with_too_long_a_context_adds_a_note() -> None:
     assert engine.info.max_len == engine.info.spec.max_len < 1000000
     note = f"engine.max_len=1000000, and the model was made for {engine.info.max_len}"
     assert any(note in found for found in engine.info.notes)
+
+
+def test_without_max_tokens_the_output_ends_where_the_cache_does() -> None:
+    """Also where the cache is smaller than the context; the start reports it."""
+    with LLM("tiny", overrides=["engine.device=cpu", "engine.kv_pages=6", "engine.token_budget=16"]) as llm:
+        (note,) = (note for note in llm.info.notes if "engine.kv_pages" in note)
+        longest = int(re.search(r"at most (\d+) tokens", note)[1])  # type: ignore[index]
+        (answer,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=None, ignore_eos=True, temperature=0))
+        assert answer.completions[0].finish_reason == "length"
+        assert 3 + len(answer.token_ids) == longest < llm.info.max_len
+        with pytest.raises(RequestError, match="raise engine.kv_pages"):
+            llm.generate([[1] * longest], SamplingParams(max_tokens=None))

@@ -13,9 +13,15 @@ from pydantic import BaseModel, ConfigDict
 from dovetail.plugins.app.serve import errors
 
 
+class Message(BaseModel):
+    role: str
+    content: str | list[str] | None = None
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    prompt: str
+    prompt: str | list[str] | list[int]
+    messages: list[Message] = []
 
 
 @pytest.mark.parametrize(
@@ -23,8 +29,22 @@ class Body(BaseModel):
     [
         (b'{"prompt": "x", ', "application/json", "the body is not JSON: Expecting .* at character 16", None),
         (b'{"prompt": "x"}', "application/x-www-form-urlencoded", "lacks the header `content-type: appl", None),
-        (b'{"prompt": "\xff"}', "application/json", "the body is not valid UTF-8", None),
-        (b'{"prompt": ' + b"[" * 100_000, "application/json", "the body is nested too deeply", None),
+        (
+            b'{"prompt": {}}',
+            "application/json",
+            "^prompt: Input should be a valid string, or: Input should be a valid list$",
+            "prompt",
+        ),
+        (b'{"prompt": ["x", 3]}', "application/json", "^prompt.1: Input should be a valid string$", "prompt"),
+        (b'{"prompt": "x", "messages": [{}]}', "application/json", "^messages.0.role: Field required$", "messages"),
+        (
+            b'{"prompt": "x", "messages": [{"role": "user", "content": [3]}]}',
+            "application/json",
+            "^messages.0.content.0: Input should be a valid string$",
+            "messages",
+        ),
+        (b"[" * 100_000, "application/json", "the body is nested too deeply", None),
+        (b'"\xff"', "application/json", "the body is not valid UTF-8", None),
         (b'{"prompt": "x", "max_token": 3}', "application/json", "max_token: there is no such field", "max_token"),
         (b'{"prompt": "x", "no_repeat": 3}', "application/json", r'given as "extra": {"no_repeat": ...}', "no_repeat"),
     ],

@@ -26,8 +26,8 @@ def counters(**changes: float) -> SimpleNamespace:
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
     """Return a metric of the model; for an engine metric, that of `replica`, by default the first."""
     labels = {"model_name": "tiny", **labels}
-    found = registry.get_sample_value(f"dovetail:{name}", labels)
-    return registry.get_sample_value(f"dovetail:{name}", {"replica": "0"} | labels) if found is None else found
+    found = registry.get_sample_value(f"dovetail_{name}", labels)
+    return registry.get_sample_value(f"dovetail_{name}", {"replica": "0"} | labels) if found is None else found
 
 
 def test_gauges_are_of_the_moment_and_counters_survive_a_new_engine() -> None:
@@ -94,7 +94,7 @@ def test_times_between_tokens_are_in_their_buckets() -> None:
     metrics.more_tokens(values)
     for seconds in values:
         own.labels("tiny").observe(seconds)
-    ours = next(f for f in metrics.registry.collect() if f.name == "dovetail:inter_token_latency_seconds")
+    ours = next(f for f in metrics.registry.collect() if f.name == "dovetail_inter_token_latency_seconds")
     found, wanted = (
         {(s.name.removeprefix(family.name), s.labels.get("le")): s.value for s in family.samples}
         for family in (ours, *own.collect())
@@ -105,7 +105,7 @@ def test_times_between_tokens_are_in_their_buckets() -> None:
 
 
 def test_every_metric_has_a_description() -> None:
-    ours = [family for family in Metrics("tiny").registry.collect() if family.name.startswith("dovetail:")]
+    ours = [family for family in Metrics("tiny").registry.collect() if family.name.startswith("dovetail_")]
     assert len(ours) > 20
     assert all(family.documentation.endswith(".") for family in ours)
 
@@ -124,10 +124,10 @@ def test_steps_are_read_over_http() -> None:
         page = answer.read().decode()
     observer.close()
     samples = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples if not s.labels}
-    assert samples["dovetail:step_tokens_sum"] == 20
-    assert samples["dovetail:step_rows_count"] == 2
-    assert samples["dovetail:step_device_seconds_count"] == 1, "an unknown time was counted"
-    assert samples["dovetail:step_running"] == 0
+    assert samples["dovetail_step_tokens_sum"] == 20
+    assert samples["dovetail_step_rows_count"] == 2
+    assert samples["dovetail_step_device_seconds_count"] == 1, "an unknown time was counted"
+    assert samples["dovetail_step_running"] == 0
 
 
 def test_a_port_in_use_is_reported_at_once() -> None:
