@@ -177,11 +177,11 @@ def test_what_cannot_be_used_is_not_offered(install, plugin, composed, registry,
     both = merged(registry, discover())
     folder = conf("preset/tiny_cpus.yaml", "engine: {}\n")
     messages = []
-    for word in ("scheduler=stati", "+preset=tiny_cpux", "quant=no", "scheduler=xyz"):
+    for word in ("scheduler=stat", "+preset=tiny_cpux", "quant=no", "scheduler=xyz"):
         with pytest.raises(ConfigError) as refused:
             composed(word, registry=both, config_dirs=[folder])
         messages.append(str(refused.value))
-    assert messages[0] == "scheduler=stati: no such scheduler. Did you mean `static`? Options: fcfs, static."
+    assert messages[0] == "scheduler=stat: no such scheduler. Did you mean `static`? Options: fcfs, static."
     assert messages[1] == "preset=tiny_cpux: no such preset. Did you mean `tiny_cpu`? Options: tiny_cpu."
     assert "Did you mean `none`?" in messages[2]
     assert "acme_bad 1.0 (" in messages[3] and "acme_old" not in messages[3] and "acme_twin" not in messages[3]
