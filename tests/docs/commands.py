@@ -50,6 +50,7 @@ NOT_RUN = {
     "python benchmarks/compare.py table": "needs vLLM and GPUs; tests/unit/benchmarks/test_table.py runs it without",
     "python benchmarks/layouts.py": "needs GPUs; tests/unit/benchmarks/test_layouts.py runs it without",
     "docker ": "needs Docker",
+    "sudoedit ": "needs an administrator",
     "GRAFANA_PASSWORD=... ": "needs Docker",
     "kubectl ": "needs a cluster",
     "sudo ": "changes the machine",
