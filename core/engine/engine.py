@@ -20,7 +20,6 @@ from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.counters import Counters, Observers
 from dovetail.core.engine.grammars import build_grammars
 from dovetail.core.engine.launch_timer import LaunchTimer
-from dovetail.core.engine.page_ledger import PageLedger
 from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.progress import ProgressWatch
 from dovetail.core.engine.requests import RequestBuilder
@@ -47,6 +46,7 @@ from dovetail.core.interfaces import (
     StepResult,
 )
 from dovetail.core.interfaces.plan import LATE, SAMPLE
+from dovetail.core.memory.page_ledger import PageLedger
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition

@@ -20,15 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.engine.grammar_check import (
-    STACK,
-    GrammarChecker,
-    bits,
-    check_order,
-    compile_grammar,
-    thread_stack,
-)
-from dovetail.core.engine.tracked import CompiledGrammar, CompilingGrammar, GrammarState, Tracked
+from dovetail.core.engine.tracked import CompilingGrammar, GrammarState, Tracked
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import (
     FinishReason,
@@ -38,6 +30,15 @@ from dovetail.core.interfaces import (
     Sequence,
     Status,
     Vocabulary,
+)
+from dovetail.core.parallel.grammar_check import (
+    STACK,
+    CompiledGrammar,
+    GrammarChecker,
+    bits,
+    check_order,
+    compile_grammar,
+    thread_stack,
 )
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from dovetail.core.engine.drafting import Drafting
-from dovetail.core.engine.plan_builder import PlanBuilder, page_deltas
 from dovetail.core.interfaces import (
     FinishReason,
     Hit,
     Join,
     KVAllocator,
+    PageDelta,
     PageOp,
     Reservation,
     Row,
@@ -35,7 +35,24 @@ from dovetail.core.interfaces.plan import DECODE_AND_SAMPLE, SAMPLE
 
 _new = tuple.__new__
 _COMPUTED = attrgetter("computed")
+_SLOT = itemgetter(Row._fields.index("slot"))
 _TOKENS = itemgetter(RowResult._fields.index("tokens"))
+
+
+class PlanBuilder:
+    """The step that `schedule` is building. `budget` is the number of tokens left."""
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step, self.budget = step, budget
+        self.decodes: list[Row] = []
+        self.chunks: list[Row] = []
+        self.joins: list[Join] = []
+        self.pages: list[PageDelta] = []
+
+    def build(self, leaves: list[int], ops: list[PageOp]) -> StepPlan:
+        self.decodes.sort(key=_SLOT)
+        self.chunks.sort(key=_SLOT)
+        return StepPlan(self.step, self.decodes + self.chunks, self.joins, leaves, self.pages, ops)
 
 
 class PolicyScheduler(Scheduler):
@@ -475,3 +492,9 @@ class PolicyScheduler(Scheduler):
             self._departures += 1
         self.kv.release(seq)
         self._release(seq)
+
+
+def page_deltas(seq: Sequence, pages: Hit | Reservation) -> list[PageDelta]:
+    """Return the pages of a running sequence as entries of its slot's page tables."""
+    slot = seq.slot
+    return [_new(PageDelta, (group, slot, index, page)) for group, index, page in pages.entries]

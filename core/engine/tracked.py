@@ -12,21 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dovetail.core.interfaces import Matcher, Sequence
-
-
-@dataclass(slots=True, eq=False)
-class CompiledGrammar:
-    """A matcher at the start of its grammar, and its mask. Sequences get copies; these never change."""
-
-    matcher: Matcher
-    mask_W: NDArray[np.uint32]
-    size: int = 0
-    """Bytes that it took when it was compiled."""
-    worked: float = 0.0
-    """Seconds for which masks of its copies were computed. Written by mask threads."""
-    failed: bool = False
-    """A copy of the matcher reached a limit. Copies may share memory, so later ones would fail as well. Written by
-    Grammars."""
+    from dovetail.core.parallel.grammar_check import CompiledGrammar
 
 
 @dataclass(slots=True, eq=False)

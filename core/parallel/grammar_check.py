@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.engine.tracked import CompiledGrammar
 from dovetail.core.errors import RequestError
-from dovetail.core.interfaces import Grammar, GrammarCompiler, Vocabulary
+from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher, Vocabulary
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import describe_exit
 from dovetail.core.parallel.process import enter, start_process
@@ -50,6 +50,21 @@ _EXIT_SECONDS = 1.0
 """How long a process that closed its channel may take to exit."""
 _SHARED_BYTES = 1 << 30
 """Most memory of what all grammars of a component share."""
+
+
+@dataclass(slots=True, eq=False)
+class CompiledGrammar:
+    """A matcher at the start of its grammar, and its mask. Sequences get copies; these never change."""
+
+    matcher: Matcher
+    mask_W: NDArray[np.uint32]
+    size: int = 0
+    """Bytes that it took when it was compiled."""
+    worked: float = 0.0
+    """Seconds for which masks of its copies were computed. Written by mask threads."""
+    failed: bool = False
+    """A copy of the matcher reached a limit. Copies may share memory, so later ones would fail as well. Written by
+    Grammars."""
 
 
 def compile_grammar(compiler: GrammarCompiler, grammar: Grammar, not_eos_W: NDArray[np.uint32]) -> CompiledGrammar:

@@ -17,9 +17,8 @@ import pytest
 
 from dovetail import LLM, Grammar, RequestError, SamplingParams
 from dovetail.core.engine import grammars as grammars_module
-from dovetail.core.engine.grammar_check import GrammarChecker
 from dovetail.core.engine.grammars import Grammars
-from dovetail.core.engine.tracked import CompiledGrammar
+from dovetail.core.parallel.grammar_check import CompiledGrammar, GrammarChecker
 from dovetail.core.testing.toy import VOCABULARY, ToyCompiler, ToyMatcher
 
 COMPONENT = """
@@ -118,7 +117,7 @@ def test_the_process_ends_with_an_engine_that_is_killed(order: dict[str, Any]) -
     program = (
         "import json, sys\n"
         "sys.path[:] = json.loads(sys.argv[2])\n"
-        "from dovetail.core.engine.grammar_check import GrammarChecker\n"
+        "from dovetail.core.parallel.grammar_check import GrammarChecker\n"
         "from dovetail.core.interfaces import Grammar\n"
         "checker = GrammarChecker(json.loads(sys.argv[1]), 30.0)\n"
         "checker.check(Grammar(kind='regex', value='small'))\n"
