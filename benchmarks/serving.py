@@ -57,10 +57,11 @@ class Server:
         self._printed(r"(ready:)")
         tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        (self.engine,) = (pid for pid in children if b"engine_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        children.remove(self.engine)
-        self.fronts = children or [self._process.pid]
-        self.supervisor = self._process.pid if children else None
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        (self.engine,) = (pid for pid, command in commands.items() if b"engine_main" in command)
+        fronts = [pid for pid, command in commands.items() if b"front_end_process" in command]
+        self.fronts = fronts or [self._process.pid]
+        self.supervisor = self._process.pid if fronts else None
 
     def _printed(self, pattern: str) -> str:
         """Wait for a line with this pattern and return its first group."""

@@ -73,7 +73,8 @@ def read_config(path: str) -> dict[str, Any]:
         largest = vocab - 1 if isinstance(vocab, int) and vocab > 0 else LARGEST
         for key in ("eos_token_id", "bos_token_id"):
             if ids.get(key) is not None:
-                ids.counts(key, at_most=largest)
+                # The engine ends outputs at an EOS token; a BOS token that the model lacks is common and harmless.
+                ids.counts(key, at_most=largest if key == "eos_token_id" else LARGEST)
                 config[key] = ids.get(key)
     return config
 

@@ -35,7 +35,7 @@ class RouterContract:
             arrival = Arrival(
                 rng.choice([*prefixes, ()]) + own,
                 samples=rng.randint(1, 3),
-                cache_salt=rng.choice(["", "team-a", "\ud800"]),
+                cache_salt=rng.choice(["", "team-a", "\u00e9"]),
                 user=rng.choice(["", "ann", "bob"]),
                 priority=rng.randint(-1, 1),
                 hints=rng.choice([{}, {"length": 0.5}]),

@@ -143,6 +143,8 @@ def pages() -> dict[str, str]:
 
 def blocks(language: str | None = None) -> Iterator[Block]:
     for page, text in pages().items():
+        # Generated tables quote the commands that made recorded results.
+        text = re.sub(r"<!-- dovetail: .*?<!-- /dovetail -->", "", text, flags=re.S)
         for found, body in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S):
             if language in (None, found):
                 yield Block(page, found, body)

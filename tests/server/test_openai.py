@@ -181,7 +181,7 @@ def test_models_and_health(server, client):
         ("completions", {"prompt": [99999]}, 400, "vocabulary"),
         ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "x", "max_tokenz": 1}, 400, "max_tokenz"),
-        ("completions", {"prompt": ["x"] * 300}, 400, "prompts"),
+        ("completions", {"prompt": ["x"] * 3000}, 400, "prompts"),
         ("completions", {"prompt": "x", "n": 2, "best_of": 1}, 400, "best_of"),
         ("completions", {"prompt": "x", "logit_bias": {"99999": 1}}, 400, "vocabulary"),
         ("chat/completions", {"messages": []}, 400, "messages"),

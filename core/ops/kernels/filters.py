@@ -24,8 +24,7 @@ import triton.language as tl
 BLOCK = 1024
 DIGIT = 3
 """Bits of a bound that one pass over a row's sample, candidates or logits finds."""
-GROUPS = 4096
-"""Target number of groups in a row."""
+GROUPS_OF_PART = 64
 PIVOTS = 8
 SAMPLE = 2048
 RUN = 16
@@ -543,8 +542,7 @@ def least_kept_triton(
     parts = max(1, min(most, PROGRAMS // rows))
     part_columns = triton.cdiv(triton.cdiv(vocab, parts), BLOCK) * BLOCK
     parts = triton.cdiv(vocab, part_columns)
-    each = max(16, min(BLOCK, triton.next_power_of_2(GROUPS // parts)))
-    groups = parts * each
+    groups = parts * GROUPS_OF_PART
     shift = {torch.bfloat16: 16, torch.float16: 13}.get(logits_NV.dtype, 0)
     maxima_NG, value_NC = (torch.empty(rows, columns, device=device) for columns in (groups, CANDIDATES))
     peak_NP, mass_NP = (torch.empty(rows, parts, device=device) for _ in range(2))
@@ -560,7 +558,7 @@ def least_kept_triton(
         mass_NP,
         vocab,
         part_columns,
-        EACH=each,
+        EACH=GROUPS_OF_PART,
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -581,7 +579,7 @@ def least_kept_triton(
         PIVOTS=PIVOTS,
         SAMPLE=SAMPLE,
         RUN=RUN,
-        GROUPS=triton.next_power_of_2(groups),
+        GROUPS=triton.next_power_of_2(most * GROUPS_OF_PART),
         PARTS=few_parts,
         LISTS=LISTS,
         SHIFT=shift,

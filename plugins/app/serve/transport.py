@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dovetail.core.errors import EngineDown
 from dovetail.plugins.app.serve import exchange as exchanges
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, body_of, respond
@@ -203,7 +204,7 @@ class EventStream(Response):
         except Exception as error:
             # The status was already sent, so the error becomes an event.
             exchange.status, body, _ = body_of(error)
-            if exchange.status == 500:
+            if exchange.status == 500 and not isinstance(error, EngineDown):
                 log.exception("a stream failed (%s)", exchange.id)
             await send({"type": "http.response.body", "body": event(body), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -46,6 +46,7 @@ PAIRS += [(name, allocator) for name in ("fcfs", "priority") for allocator in OT
 
 
 class TestEveryScheduler(SchedulerContract):
+    oldest_first: ClassVar[bool] = True
     # Most of them share one policy implementation, so CI runs few examples; the nightly script runs the suite's own
     # number.
     loads: ClassVar[int] = SchedulerContract.loads if os.environ.get("DOVETAIL_GRID") == "pairs" else 2
