@@ -41,8 +41,8 @@ class TimedRequest(RequestOptions):
     slo: SLO | None = None
     """None = the run's objective."""
     sampling: SamplingParams = GREEDY
-    """How tokens are sampled, and the grammar. The run sets `max_tokens` and `ignore_eos`; `n` is 1, and there are no stop
-    strings or stop tokens."""
+    """How tokens are sampled, and the grammar. The run sets `max_tokens` and `ignore_eos`; `n` is 1, and nothing stops
+    the output (`stop`, `stop_token_ids`)."""
     continues: int | None = None
     """Index, in the run, of the earlier request that this one continues; None = it begins a conversation."""
 
