@@ -327,7 +327,9 @@ def test_a_server_that_stops_early_is_a_failure(server: FakeServer, capsys: pyte
 
 def stream(*pieces: tuple[float, str], wanted: int) -> Timeline:
     answer = StreamedAnswer([(clock, text.encode()) for clock, text in pieces])
-    return answer.timeline(TimedRequest((1, 2, 3), wanted, 0.05))
+    line = Timeline(0.05, 3)
+    answer.fill(line, TimedRequest((1, 2, 3), wanted))
+    return line
 
 
 def event(**content: Any) -> str:
