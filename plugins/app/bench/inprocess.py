@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import FinishReason, Progress, RequestOptions, SamplingParams, TimedRequest, TokenLogprobs
 from dovetail.core.parallel.failure import for_user
 from dovetail.plugins.app.bench.metrics import Timeline
@@ -47,6 +47,11 @@ class EngineTarget(Target):
         part = self.composition.part("adapter")
         loaded: Mapping[str, str] = part.target().initial(part.config)
         return loaded
+
+    def check_grammars(self) -> None:
+        if self.composition.choices["grammar"] == "none":
+            raise ConfigError("the workload has requests with a grammar, which grammar=none refuses: choose another")
+        _ = self.tokenizer
 
     def start(self, progress: Progress) -> dict[str, Any]:
         from dovetail.core.engine.engine import start_engine

@@ -52,6 +52,8 @@ class Runs:
     def check(self, name: str, workload: Workload) -> Sequence[TimedRequest]:
         """Check, before the model is loaded, that requests can be made. Returns those of the warm-up."""
         requests = self.requests(name, workload, 0, workload.rates()[0])
+        if any(request.sampling.grammar is not None for request in requests):
+            self.target.check_grammars()
         known = self.target.adapters
         wanted = dict.fromkeys((*self.config.adapters, *(request.adapter for request in requests)))
         if known is not None and (missing := [one for one in wanted if one and one not in known]):
