@@ -89,7 +89,7 @@ def test_lengths_are_log_normal_and_conversations_grow() -> None:
         ({"message": {"median": 9, "sigma": 1.0}}, "sigma=1 has no greatest number of tokens: set most"),
         ({"output": {"median": 9, "most": 8}}, "most=8 is less than median=9"),
         ({"sampling": {"max_tokens": 3}}, "max_tokens: set by the run"),
-        ({"sampling": {"temprature": 1}}, "Did you mean `temperature`"),
+        ({"sampling": {"temperatures": 1}}, "Did you mean `temperature`"),
     ],
 )
 def test_wrong_options_of_chats_are_refused(options: dict[str, Any], says: str) -> None:
