@@ -25,7 +25,7 @@ class Chats(Workload):
         check_length("chats", messages, config.rounds * config.output.bound, ctx)
         sampling = SamplingParams(**config.sampling)
         if config.json_schema is not None:
-            grammar = Grammar(kind="json_schema", value=config.json_schema)  # type: ignore[arg-type]
+            grammar = Grammar(kind="json_schema", value=config.json_schema)
             sampling = sampling.model_copy(update={"grammar": grammar})
         shared = random_ids(rng, ctx, config.shared_tokens)
         arrivals = poisson_arrivals(random.Random(f"arrivals {ctx.seed}"), ctx.rate)

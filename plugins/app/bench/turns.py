@@ -20,7 +20,7 @@ class Turns(Generic[P]):
     def __init__(self, requests: Sequence[TimedRequest], messages: Sequence[P]) -> None:
         """`messages`: what each request adds to the request that it continues, in the form in which it is sent."""
         self.requests = requests
-        self.prompts = list(messages)
+        self.prompts: list[P] = list(messages)
         self.timelines = [Timeline(r.arrival, len(r.prompt_ids), r.slo) for r in requests]
         self.first = [index for index, request in enumerate(requests) if request.continues is None]
         """Requests that begin a conversation, in order of arrival."""
