@@ -5,12 +5,10 @@
    from a sample of the row, where a flat distribution has its bound, and spreads the other half evenly, for a peaked
    distribution, whose mass a sample misses. (Selection by sampled pivots: Floyd and Rivest, 1975.) A small k needs no
    pivots: the k-th largest of the groups' maxima is a lower bound that few logits exceed.
-3. `_gather` collects the logits between the two closest bounds, and `_finish` searches these few for the exact value.
+3. `_gather` collects the logits between the two closest bounds, and `finish` searches these few for the exact value.
 
-If more than CANDIDATES logits are left and they are not all equal, `_finish` searches the row itself, which is slower
-and as exact. Floats are searched as integers of the same order, and masses of candidates are added as integers, so the
-result does not depend on the order in which programs store them. The launches do not depend on device data; programs of
-rows without filters return immediately.
+If more than CANDIDATES logits are left and they are not all equal, `finish` searches the row itself, which is slower
+and as exact. The launches do not depend on device data; programs of rows without filters return immediately.
 
 Shapes: N rows, V vocabulary, P parts of it, G groups, B = PIVOTS bounds.
 """
@@ -20,6 +18,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from dovetail.core.ops.kernels.filter_search import (
+    finish,
+    highest_key,
+    key_of,
+    load_filters,
+    load_logits,
+    lowest_bound,
+    ordered,
+    value_of,
+)
 
 BLOCK = 1024
 DIGIT = 3
@@ -33,7 +42,7 @@ CANDIDATES = 8192
 LISTS = 8
 """Lists that a row's candidates are kept in, so that programs that append to them wait less for each other."""
 FEW = 1024
-"""Number of candidates up to which `_finish` takes a quarter of the time."""
+"""Number of candidates up to which `finish` takes a quarter of the time."""
 PART_COLUMNS = 2048
 """Minimum number of logits per part."""
 PROGRAMS = 2048
@@ -41,57 +50,6 @@ PROGRAMS = 2048
 
 FACTS = 6
 """float32 facts of a row, in the order of `_choose_pivots`."""
-LOWEST = tl.constexpr(-2139095041)
-"""`_ordered` of minus infinity."""
-FIXED = tl.constexpr(1 << 40)
-"""Integer that stands for the mass of the largest logit."""
-
-
-@triton.jit
-def _ordered(x):
-    """Map float32 to int32 of the same order. On the bits, this function is its own inverse."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-
-
-@triton.jit
-def _key(x, SHIFT: tl.constexpr):
-    """Map logits to int64 of the same order. SHIFT drops the bits that are the same in every logit of a 16-bit type."""
-    return (_ordered(x) >> SHIFT).to(tl.int64)
-
-
-@triton.jit
-def _value(key, SHIFT: tl.constexpr):
-    """Inverse of `_key`."""
-    key = key.to(tl.int32)
-    bits = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _load(row_ptr, column, end):
-    """Load logits. NaN and columns past the end become -inf, +inf the largest finite number."""
-    x = tl.load(row_ptr + column, mask=column < end, other=float("-inf")).to(tl.float32)
-    return tl.minimum(tl.where(x == x, x, float("-inf")), 3.4028234663852886e38)
-
-
-@triton.jit
-def _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V):
-    """Return (temperature, k, p, min-p, whether by k, whether by p); a filter that keeps every logit counts as none."""
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    random = temperature > 0
-    temperature = tl.maximum(temperature, 1e-30)  # so that its reciprocal is finite
-    return (
-        tl.where(random, temperature, 0.0),
-        top_k,
-        top_p,
-        min_p,
-        random & (top_k > 0) & (top_k < V),
-        random & (top_p < 1),
-    )
 
 
 @triton.jit(do_not_specialize=["part_columns"])
@@ -112,7 +70,7 @@ def _summarize(
     """Program (row, part): maxima [N, P, EACH]; mass is the part's sum of exp((logit - peak) / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    temperature, _, _, min_p, by_k, by_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
+    temperature, _, _, min_p, by_k, by_p = load_filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
     if (by_k | by_p | (min_p > 0)) & (temperature > 0):
         end = tl.minimum(part * part_columns + part_columns, V)
         scale = 1 / temperature
@@ -120,7 +78,7 @@ def _summarize(
         peaks = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
         masses = tl.zeros((BLOCK,), tl.float32)
         for i in range(part * part_columns, end, BLOCK):
-            x = _load(logits_ptr + row * V, i + tl.arange(0, BLOCK), end)
+            x = load_logits(logits_ptr + row * V, i + tl.arange(0, BLOCK), end)
             higher = tl.maximum(peaks, x)
             if by_p & (by_k == 0):
                 masses = masses * tl.exp((peaks - higher) * scale) + tl.exp((x - higher) * scale)
@@ -131,37 +89,6 @@ def _summarize(
         mass = tl.sum(masses * tl.exp((peaks - peak) * scale), axis=0)
         tl.store(peak_ptr + row * tl.num_programs(1) + part, peak)
         tl.store(mass_ptr + row * tl.num_programs(1) + part, mass)
-
-
-@triton.jit
-def _highest(key, weight, wanted, low, high, DIGIT: tl.constexpr):
-    """Return the highest integer at or above which the weights reach `wanted`, from `low` (where they do) to `high`; a
-    pass over the keys finds DIGIT bits of it."""
-    WAYS: tl.constexpr = 1 << DIGIT
-    step = tl.full((), 1, tl.int64)
-    while (step << DIGIT) <= high - low:
-        step = step << DIGIT
-    way = tl.arange(0, WAYS).to(tl.int64)
-    while step > 0:
-        bounds = low + way * step
-        sums = tl.sum(tl.where(key[None, :] >= bounds[:, None], weight[None, :], 0), axis=1)
-        low += tl.max(tl.where(sums >= wanted, way, 0), axis=0) * step
-        step = step >> DIGIT
-    return low
-
-
-@triton.jit
-def _lowest_bound(x, weight, most, low, high, BITS: tl.constexpr):
-    """Return for each of `most` a bound in [low, high] below which the weights reach it, to (high - low) / 2^BITS."""
-    low += tl.zeros_like(most)
-    width = high - low
-    way = tl.arange(0, 4)
-    for _ in range(BITS // 2):
-        width *= 0.25
-        bounds = low[:, None] + way.to(tl.float32)[None, :] * width[:, None]
-        below = tl.sum(tl.where(x[None, None, :] < bounds[:, :, None], weight[None, None, :], 0.0), axis=2)
-        low += tl.max(tl.where(below <= most[:, None], way.to(tl.float32)[None, :], 0.0), axis=1) * width
-    return low
 
 
 @triton.jit(do_not_specialize=["groups", "parts", "stride"])
@@ -195,7 +122,9 @@ def _choose_pivots(
     then (by `_gather`) upper bound and what is above it. found [N, 2 + LISTS]: keys of the
     least and the greatest candidate, lengths of the lists."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, min_p, by_k, by_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
+    temperature, top_k, top_p, min_p, by_k, by_p = load_filters(
+        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V
+    )
     if (by_k | by_p | (min_p > 0)) & (temperature > 0):
         group = tl.arange(0, GROUPS)
         maxima = tl.load(maxima_ptr + row * groups + group, mask=group < groups, other=float("-inf"))
@@ -204,14 +133,14 @@ def _choose_pivots(
         wanted = top_k.to(tl.float32)
         pivots = tl.zeros((), tl.float32)
         if by_k & (top_k <= groups // 2):
-            key = _key(maxima, SHIFT)
+            key = key_of(maxima, SHIFT)
             inside = (group < groups).to(tl.int32)
-            low = _value(_highest(key, inside, top_k, tl.min(key, axis=0), tl.max(key, axis=0), DIGIT), SHIFT)
+            low = value_of(highest_key(key, inside, top_k, tl.min(key, axis=0), tl.max(key, axis=0), DIGIT), SHIFT)
         elif by_k | by_p:
             pivots += 1.0
             index = tl.arange(0, SAMPLE)
             column = index // RUN * stride + index % RUN
-            x = _load(logits_ptr + row * V, column, V)
+            x = load_logits(logits_ptr + row * V, column, V)
             weight = tl.where(column < V, 1.0, 0.0)
             times = V / tl.sum(weight, axis=0)  # logits for each one in the sample
             floor = tl.min(tl.where(x > float("-inf"), x, largest), axis=0)
@@ -229,7 +158,7 @@ def _choose_pivots(
                 low = floor
             # What is dropped is estimated from the sample, since it has no single large terms that a sample may miss.
             dropped = dropped / times
-            middle = _lowest_bound(x, weight, tl.full((1,), 1.0, tl.float32) * dropped, floor, largest, 8)
+            middle = lowest_bound(x, weight, tl.full((1,), 1.0, tl.float32) * dropped, floor, largest, 8)
             terms = tl.where(x < tl.max(middle, axis=0), weight, 0.0)
             spread = tl.sqrt(tl.sum(terms * terms, axis=0)) + dropped * 0.002
             if by_k:
@@ -237,7 +166,7 @@ def _choose_pivots(
             HALF: tl.constexpr = PIVOTS // 2
             each = tl.arange(0, HALF)
             distance = tl.where(each < 2, 1.0, 4.0) * tl.where(each % 2 == 0, spread, -spread)
-            sampled = _lowest_bound(x, weight, dropped + distance, floor, largest, 12)
+            sampled = lowest_bound(x, weight, dropped + distance, floor, largest, 12)
             tl.store(pivot_ptr + row * PIVOTS + each, sampled)
             tl.store(pivot_ptr + row * PIVOTS + HALF + each, floor + (largest - floor) * ((each + 0.5) / HALF))
         tl.store(fact_ptr + row * FACTS, low)
@@ -268,7 +197,7 @@ def _measure(
     """Program (row, part): sums [N, P, B] of the counts or masses at and above each pivot."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    temperature, _, _, _, by_k, by_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
+    temperature, _, _, _, by_k, by_p = load_filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
     if by_k | by_p:
         if tl.load(fact_ptr + row * FACTS + 3) > 0:
             largest = tl.load(fact_ptr + row * FACTS + 1)
@@ -279,7 +208,7 @@ def _measure(
             scale = 1 / temperature
             end = tl.minimum(part * part_columns + part_columns, V)
             for i in range(part * part_columns, end, BLOCK):
-                x = _load(logits_ptr + row * V, i + tl.arange(0, BLOCK), end)
+                x = load_logits(logits_ptr + row * V, i + tl.arange(0, BLOCK), end)
                 weight = tl.where(by_k, 1.0, tl.exp((x - largest) * scale))
                 sums += tl.where(x[None, :] >= pivot[:, None], weight[None, :], 0.0)
             tl.store(sums_ptr + (row * tl.num_programs(1) + part) * PIVOTS + each, tl.sum(sums, axis=1))
@@ -310,7 +239,7 @@ def _gather(
     """Program (row, part): append the part's logits between the bounds to the row's candidates, in any order."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    _, _, _, _, by_k, by_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
+    _, _, _, _, by_k, by_p = load_filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
     if by_k | by_p:
         low = tl.load(fact_ptr + row * FACTS)
         high = tl.full((), float("inf"), tl.float32)
@@ -337,7 +266,7 @@ def _gather(
         length = found_ptr + 2 + tl.zeros((BLOCK,), tl.int32)
         for i in range(part * part_columns, end, BLOCK):
             column = i + tl.arange(0, BLOCK)
-            x = _load(logits_ptr + row * V, column, end)
+            x = load_logits(logits_ptr + row * V, column, end)
             inside = (column < end) & (x >= low) & (x < high)
             # So few are inside that one addition for each is faster than sums over the block.
             list = i // BLOCK % LISTS
@@ -345,184 +274,8 @@ def _gather(
             tl.store(value_ptr + list * LENGTH + place, x, mask=inside & (place < LENGTH))
             lowest = tl.where(inside, tl.minimum(lowest, x), lowest)
             highest = tl.where(inside, tl.maximum(highest, x), highest)
-        tl.atomic_min(found_ptr, _ordered(tl.min(lowest, axis=0)), sem="relaxed")
-        tl.atomic_max(found_ptr + 1, _ordered(tl.max(highest, axis=0)), sem="relaxed")
-
-
-@triton.jit
-def _search_candidates(
-    value_ptr,
-    length_ptr,
-    low,
-    high,
-    largest,
-    temperature,
-    top_k,
-    top_p,
-    wanted,
-    above,
-    by_k,
-    by_p,
-    LENGTH: tl.constexpr,
-    LISTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    DIGIT: tl.constexpr,
-):
-    """Return the least key to keep. If `by_k`, `above` and the top-p filter count candidates only."""
-    index = tl.arange(0, SIZE)
-    list = index % LISTS
-    inside = index // LISTS < tl.load(length_ptr + list)
-    x = tl.load(value_ptr + list * LENGTH + index // LISTS, mask=inside, other=float("-inf"))
-    key = _key(x, SHIFT)
-    if by_k:
-        missing = tl.maximum(top_k - above.to(tl.int64), 1)
-        low = _highest(key, inside.to(tl.int32), missing, low, high, DIGIT)
-    if by_p:
-        mass = tl.where(inside & (key >= low), tl.exp((x - largest) / temperature), 0.0)
-        mass = (mass * FIXED).to(tl.int64)
-        needed = ((wanted - above) * FIXED).to(tl.int64)
-        if by_k:
-            needed = (top_p.to(tl.float64) * tl.sum(mass, axis=0).to(tl.float64)).to(tl.int64)
-        low = _highest(key, mass, tl.maximum(needed, 1), low, high, DIGIT)
-    return low
-
-
-@triton.jit
-def _search_row(
-    row_ptr,
-    V,
-    low,
-    high,
-    largest,
-    temperature,
-    wanted,
-    by_count,
-    SHIFT: tl.constexpr,
-    DIGIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return the highest key from `low` to `high` at or above which the count or mass of the row reaches `wanted`."""
-    WAYS: tl.constexpr = 1 << DIGIT
-    step = tl.full((), 1, tl.int64)
-    while (step << DIGIT) <= high - low:
-        step = step << DIGIT
-    way = tl.arange(0, WAYS).to(tl.int64)
-    while step > 0:
-        bounds = low + way * step
-        sums = tl.zeros((WAYS, BLOCK), tl.float32)
-        for i in range(0, V, BLOCK):
-            column = i + tl.arange(0, BLOCK)
-            x = _load(row_ptr, column, V)
-            weight = tl.where(by_count, 1.0, tl.exp((x - largest) / temperature))
-            weight = tl.where(column < V, weight, 0.0)
-            sums += tl.where(_key(x, SHIFT)[None, :] >= bounds[:, None], weight[None, :], 0.0)
-        low += tl.max(tl.where(tl.sum(sums, axis=1) >= wanted, way, 0), axis=0) * step
-        step = step >> DIGIT
-    return low
-
-
-@triton.jit
-def _mass_from(row_ptr, V, low, largest, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mass of a row's logits whose keys are at least `low`."""
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for i in range(0, V, BLOCK):
-        x = _load(row_ptr, i + tl.arange(0, BLOCK), V)
-        mass += tl.where(_key(x, SHIFT) >= low, tl.exp((x - largest) / temperature), 0.0)
-    return tl.sum(mass, axis=0)
-
-
-@triton.jit
-def _finish(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    fact_ptr,
-    found_ptr,
-    value_ptr,
-    least_ptr,
-    V,
-    FACTS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    FEW: tl.constexpr,
-    LISTS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    DIGIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program row: the smallest logit that it keeps."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, min_p, by_k, by_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
-    least = tl.full((), float("-inf"), tl.float32)
-    if (by_k | by_p | (min_p > 0)) & (temperature > 0):
-        largest = tl.load(fact_ptr + row * FACTS + 1)
-        if by_k | by_p:
-            row_ptr = logits_ptr + row * V
-            mine_ptr = value_ptr + row * CANDIDATES
-            wanted = tl.load(fact_ptr + row * FACTS + 2)
-            above = tl.load(fact_ptr + row * FACTS + 5)
-            LENGTH: tl.constexpr = CANDIDATES // LISTS
-            length_ptr = found_ptr + row * (2 + LISTS) + 2
-            longest = tl.max(tl.load(length_ptr + tl.arange(0, LISTS)), axis=0)
-            low = (tl.load(found_ptr + row * (2 + LISTS)) >> SHIFT).to(tl.int64)
-            high = (tl.load(found_ptr + row * (2 + LISTS) + 1) >> SHIFT).to(tl.int64)
-            # top-p after a top-k that used pivots also needs the mass above the candidates.
-            apart = by_k & by_p & (tl.load(fact_ptr + row * FACTS + 4) < float("inf"))
-            together = by_p & (apart == 0)
-            if longest == 0:
-                low = _key(tl.load(fact_ptr + row * FACTS), SHIFT)
-            elif longest <= FEW // LISTS:
-                low = _search_candidates(
-                    mine_ptr,
-                    length_ptr,
-                    low,
-                    high,
-                    largest,
-                    temperature,
-                    top_k,
-                    top_p,
-                    wanted,
-                    above,
-                    by_k,
-                    together,
-                    LENGTH,
-                    LISTS,
-                    FEW,
-                    SHIFT,
-                    DIGIT,
-                )
-            elif longest <= LENGTH:
-                low = _search_candidates(
-                    mine_ptr,
-                    length_ptr,
-                    low,
-                    high,
-                    largest,
-                    temperature,
-                    top_k,
-                    top_p,
-                    wanted,
-                    above,
-                    by_k,
-                    together,
-                    LENGTH,
-                    LISTS,
-                    CANDIDATES,
-                    SHIFT,
-                    DIGIT,
-                )
-            else:
-                low = _search_row(row_ptr, V, low, high, largest, temperature, wanted, by_k, SHIFT, DIGIT, BLOCK)
-                apart = by_k & by_p
-            if apart:
-                wanted = top_p * _mass_from(row_ptr, V, low, largest, temperature, SHIFT, BLOCK)
-                top = _key(largest, SHIFT)
-                low = _search_row(row_ptr, V, low, top, largest, temperature, wanted, by_k == 2, SHIFT, DIGIT, BLOCK)
-            least = _value(tl.maximum(low, LOWEST >> SHIFT), SHIFT)
-        least = tl.where(min_p > 0, tl.maximum(least, largest + temperature * tl.log(tl.maximum(min_p, 1e-37))), least)
-    tl.store(least_ptr + row, least)
+        tl.atomic_min(found_ptr, ordered(tl.min(lowest, axis=0)), sem="relaxed")
+        tl.atomic_max(found_ptr + 1, ordered(tl.max(highest, axis=0)), sem="relaxed")
 
 
 def least_kept_triton(
@@ -618,7 +371,7 @@ def least_kept_triton(
         BLOCK=BLOCK,
         num_warps=4,
     )
-    _finish[(rows,)](
+    finish[(rows,)](
         logits_NV,
         *filters,
         fact_N,
