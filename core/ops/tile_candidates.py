@@ -73,7 +73,7 @@ def geometries(rows: int, itemsize: int, gpu: Gpu) -> Iterator[MatmulTile]:
                 continue
             warps = 8 if tokens * outputs > 64 * 128 else 4
             base = MatmulTile(tokens, outputs, width // itemsize, warps, tma=tma)
-            stages = {}
+            stages: dict[int, None] = {}
             for programs in (1, 2):
                 room = min(gpu.program_shared, gpu.shared // programs) - RESERVED
                 fits = [n for n in range(3, MOST_STAGES + 1) if shared_bytes(replace(base, stages=n), itemsize) <= room]

@@ -163,6 +163,10 @@ def test_prefetching_matmuls(dtype, tile, out, inp):
         got, expected = product(x_TI), reference(x_TI)
         assert (got.float() - expected).norm() / expected.norm() < 5e-3
         assert torch.equal(got, product(x_TI)) and not counts.any()
+        # What is in memory after the last row changes nothing.
+        held_TI = torch.full((2 * tokens + tile.tokens, inp), torch.nan, device=GPU).to(dtype)
+        held_TI[:tokens] = x_TI
+        assert torch.equal(got, product(held_TI[:tokens])) and not counts.any()
 
 
 @on_hopper

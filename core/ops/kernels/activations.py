@@ -10,6 +10,7 @@ import triton.language as tl
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
+from dovetail.core.ops.padding import empty_rows
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def gelu_triton(x_TF: torch.Tensor, tanh: bool = False, emit: tuple[ActFormat, .
     x_TF = x_TF.contiguous()
     tokens, columns = x_TF.shape
     plan = plan_emit(emit)
-    plain = torch.empty_like(x_TF) if plan.plain else None
+    plain = empty_rows(tokens, columns, x_TF.dtype, x_TF.device) if plan.plain else None
     target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TF.dtype, x_TF.device)
     if tokens:
         block = target.block(columns)

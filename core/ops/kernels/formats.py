@@ -11,6 +11,7 @@ import triton.language as tl
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
 from dovetail.core.ops.formats import encode, scales_of_row
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
+from dovetail.core.ops.padding import empty_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class EncodeTarget:
     ) -> EncodeTarget:
         if fmt is None:
             return cls(None)
-        values = torch.empty(tokens, columns, dtype=fmt.dtype or dtype, device=device)
+        values = empty_rows(tokens, columns, fmt.dtype or dtype, device)
         if fmt.group == "none":
             return cls(fmt, values)
         if fmt.group == "tensor":

@@ -11,6 +11,7 @@ from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
+from dovetail.core.ops.padding import empty_rows
 
 WHOLE = tl.constexpr(8192)
 """Block size from which a program allows the next launch only after its own loads. One SM reads the whole row, which
@@ -58,7 +59,7 @@ def silu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] =
     gate_up_T2F = gate_up_T2F.contiguous()
     tokens, columns = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     plan = plan_emit(emit)
-    plain = gate_up_T2F.new_empty(tokens, columns) if plan.plain else None
+    plain = empty_rows(tokens, columns, gate_up_T2F.dtype, gate_up_T2F.device) if plan.plain else None
     target = EncodeTarget.allocate(plan.fused, tokens, columns, gate_up_T2F.dtype, gate_up_T2F.device)
     if tokens:
         block = target.block(columns)

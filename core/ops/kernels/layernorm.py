@@ -9,6 +9,7 @@ import triton.language as tl
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
+from dovetail.core.ops.padding import empty_rows
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def layer_norm_triton(
     x_TC = x_TC.contiguous()
     tokens, columns = x_TC.shape
     plan = plan_emit(emit)
-    plain = torch.empty_like(x_TC) if plan.plain else None
+    plain = empty_rows(tokens, columns, x_TC.dtype, x_TC.device) if plan.plain else None
     summed = x_TC if residual_TC is None else torch.empty_like(x_TC)
     target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
     if tokens:

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dovetail.core.ops.kernels.launch import announce, dependent, prefetch, wait
+from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
 
 
@@ -232,7 +233,7 @@ def matmul_triton(
         return out_TO
     x, weight = x_TI, weight_OI
     if tile.tma:
-        x = TensorDescriptor.from_tensor(x_TI, [tile.tokens, tile.inputs])
+        x = TensorDescriptor(x_TI, [readable_rows(x_TI, tile.tokens), inputs], [inputs, 1], [tile.tokens, tile.inputs])
         weight = TensorDescriptor.from_tensor(weight_OI, [tile.outputs, tile.inputs])
     _matmul[(programs,)](
         x,

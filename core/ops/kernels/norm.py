@@ -10,6 +10,7 @@ from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
+from dovetail.core.ops.padding import empty_rows
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def rms_norm_triton(
     x_TC = x_TC.contiguous()
     tokens, columns = x_TC.shape
     plan = plan_emit(emit)
-    plain = torch.empty_like(x_TC) if plan.plain else None
+    plain = empty_rows(tokens, columns, x_TC.dtype, x_TC.device) if plan.plain else None
     summed = x_TC if residual_TC is None and scale is None else torch.empty_like(x_TC)
     row_T1, column_C = scale or (None, None)
     target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)

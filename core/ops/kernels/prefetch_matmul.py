@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.ops.kernels.gluon import barrier
 from dovetail.core.ops.kernels.launch import dependent
+from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
 
 LINE = gl.constexpr(128)
@@ -263,8 +264,8 @@ def launch_matmul(
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
     x_scale, x_scale_st, weight_scale, weight_scale_so = scales
     matmul_prefetching[(programs,)](
-        _tensor_map(x_TI, tile.tokens),
-        _tensor_map(weight_OI, tile.outputs),
+        _tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
+        _tensor_map(weight_OI, tile.outputs, outputs),
         weight_OI,
         x_scale,
         weight_scale,
@@ -292,8 +293,8 @@ def launch_matmul(
     )
 
 
-def _tensor_map(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tensor map whose boxes have this many rows."""
+def _tensor_map(x: torch.Tensor, box: int, rows: int) -> TensorDescriptor:
+    """Tensor map of the first `rows` rows of x's memory, with boxes of `box` rows."""
     size = x.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=8 * size, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, LINE.value // size], layout)
+    return TensorDescriptor(x, [rows, x.shape[1]], list(x.stride()), [box, LINE.value // size], layout)

@@ -34,6 +34,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.core.ops.kv_write import FLOAT8
+from dovetail.core.ops.padding import empty_rows
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
@@ -131,7 +132,7 @@ class Triton(AttentionBackend):
         self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...], writes: _Writes | None
     ) -> Bundle:
         tokens, columns = q.shape[0], layer.heads * layer.head_dim
-        out_TC = q.new_empty(tokens, columns)
+        out_TC = empty_rows(tokens, columns, q.dtype, q.device)
         if tokens:
             plan = self._plan(layer, ctx, q)
             parts = q.new_empty(plan.part_rows, columns, dtype=torch.float32)

@@ -46,6 +46,7 @@ from dovetail.core.ops.kv_write import rope_kv_write_reference  # noqa: E402
 from dovetail.core.ops.layernorm import layer_norm_reference  # noqa: E402
 from dovetail.core.ops.matmul import matmul_reference  # noqa: E402
 from dovetail.core.ops.norm import rms_norm_reference  # noqa: E402
+from dovetail.core.ops.padding import readable_rows  # noqa: E402
 from dovetail.core.ops.tiles import MatmulTile  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
@@ -256,6 +257,17 @@ def test_matmul(dtype, tile):
             expected = matmul_reference(x_TI, weight_OI, *ends, dtype=torch.float32)
             assert_near(got, expected, 1e-6 if INTERPRETED else 1e-3)
             assert not counts.any()
+
+
+def test_matmul_ignores_what_is_in_memory_after_the_last_row():
+    whole = torch.full((16, 160), torch.nan, device=DEVICE, dtype=torch.float16)
+    x_TI = whole[:5]
+    x_TI.normal_()
+    weight_OI = random(64, 160, dtype=torch.float16)
+    tile = MatmulTile(16, 32, 32, tma=True)
+    assert readable_rows(x_TI, tile.tokens) == 16
+    got = matmul_triton(x_TI, weight_OI, tile)
+    assert torch.equal(got, matmul_triton(x_TI.clone(), weight_OI, tile)) and got.isfinite().all()
 
 
 @pytest.mark.parametrize("vocab", [5, 32, 129, 5000])
