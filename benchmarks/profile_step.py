@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
@@ -37,6 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from dovetail import SamplingParams
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine, start_engine
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Sequence
 
 Sampling = dict[str, Any]
@@ -44,6 +45,8 @@ Sampling = dict[str, Any]
 GREEDY: Sampling = {"temperature": 0.0}
 STEPS = 40
 WARM = 20
+ROUNDS = 5
+"""Parts of STEPS that decode_seconds times separately."""
 
 
 Activity = tuple[str, float, float]
@@ -162,24 +165,57 @@ def mixed(engine: Engine, rows: int, context: int, sampling: Sampling) -> tuple[
     return found, steps
 
 
-def decode(engine: Engine, rows: int, context: int, sampling: Sampling) -> tuple[Recording, int]:
-    """Record STEPS decode steps of `rows` sequences."""
-    sequences = burst(engine, rows, context, 2 * (WARM + STEPS), sampling)
+@contextmanager
+def decoding(
+    engine: Engine, rows: int, context: int, sampling: Sampling, steps: int = STEPS
+) -> Iterator[Callable[[int], None]]:
+    """Feed `rows` prompts of `context` tokens and run WARM decode steps. Yields a function that runs a number of decode
+    steps of all rows, at most `steps` in total. The sequences end with the context. Raises ConfigError if a row left
+    the batch earlier."""
+    output = 2 * (WARM + steps) + rows * context // engine.composition.engine.token_budget
+    sequences = burst(engine, rows, context, output, sampling)
+    ended, preempted = 0, engine.scheduler.stats().preemptions
+
+    def step_while(more: Callable[[], bool]) -> None:
+        nonlocal ended
+        while engine.has_work and more():
+            ended += sum(event.reason is not None for event in engine.step())
 
     def go(steps: int) -> None:
         target = sequences[-1].known_len + steps
-        while sequences[-1].known_len < target:
-            engine.step()
+        step_while(lambda: sequences[-1].known_len < target)
 
-    while any(seq.known_len == seq.prompt_len for seq in sequences):
-        engine.step()
+    step_while(lambda: any(seq.known_len == seq.prompt_len for seq in sequences))
     go(WARM)
-    torch.cuda.synchronize()
-    with recording() as found:
+    _settle()
+    yield go
+    early = ended + engine.scheduler.stats().preemptions - preempted
+    step_while(lambda: True)
+    if early:
+        raise ConfigError(
+            f"{rows} rows of {context} prompt tokens and {output} output tokens do not fit: {early} left the batch "
+            "before the last measured step. Use fewer rows or a shorter --context, or raise engine.max_len or "
+            "engine.kv_pages"
+        )
+
+
+def decode(engine: Engine, rows: int, context: int, sampling: Sampling) -> tuple[Recording, int]:
+    """Record STEPS decode steps of `rows` sequences."""
+    with decoding(engine, rows, context, sampling) as go, recording() as found:
         go(STEPS)
-    while engine.has_work:
-        engine.step()
     return found, STEPS
+
+
+def decode_seconds(engine: Engine, rows: int, context: int, sampling: Sampling) -> float:
+    """Return the seconds of a decode step of `rows` sequences by the host's clock, median over ROUNDS of consecutive
+    steps. Nothing is recorded, and plans stay in flight as in a server."""
+    rounds = []
+    with decoding(engine, rows, context, sampling) as go:
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            go(STEPS // ROUNDS)
+            rounds.append((time.perf_counter() - began) / (STEPS // ROUNDS))
+    return statistics.median(rounds)
 
 
 def main(argv: list[str]) -> None:

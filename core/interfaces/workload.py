@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dovetail.core.interfaces.records import RequestOptions
+from dovetail.core.interfaces.records import RequestOptions, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +25,26 @@ class SLO:
 class TimedRequest(RequestOptions):
     """One request of a benchmark. It ignores EOS tokens, so the work does not depend on the model's answer.
 
+    A request that continues another is the next round of a conversation: its prompt is that request's prompt, the
+    model's answer to it, and then `prompt_ids`. If the other request fails, it fails, too.
+
     `deadline` is in seconds after the request's arrival. `pooling` must be None, since a benchmark measures generation.
     """
 
     prompt_ids: tuple[int, ...]
     output_tokens: int
-    """Exact number of generated tokens, at least 1."""
+    """Exact number of generated tokens, at least 1. With a grammar, the maximum: an output that the grammar completes
+    ends there."""
     arrival: float = 0.0
-    """Seconds after the start of the run. Arrivals do not wait for answers (open loop)."""
+    """Seconds after the start of the run; of a request that continues another, seconds after that one's last token.
+    Other arrivals do not wait for answers (open loop)."""
     slo: SLO | None = None
     """None = the run's objective."""
+    sampling: SamplingParams = GREEDY
+    """How tokens are sampled, and the grammar. The run sets `max_tokens` and `ignore_eos`; `n` is 1, and nothing stops
+    the output (`stop`, `stop_token_ids`)."""
+    continues: int | None = None
+    """Index, in the run, of the earlier request that this one continues; None = it begins a conversation."""
 
 
 def no_tokenizer(text: str) -> Sequence[int]:
@@ -68,5 +80,6 @@ class Workload(ABC):
 
     @abstractmethod
     def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        """Return the requests of one run, at least one, in order of arrival. All random draws derive from ctx.seed.
-        Raises ConfigError if requests cannot be made: too long for ctx.max_len, or from an unreadable file."""
+        """Return the requests of one run, at least one. Those that continue no other are in order of arrival. All
+        random draws derive from ctx.seed. Raises ConfigError if requests cannot be made: too long for ctx.max_len, with
+        the rounds before them, or from an unreadable file."""

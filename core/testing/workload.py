@@ -37,6 +37,15 @@ class WorkloadContract:
         rate = workload.rates()[0] if rate is None else rate
         return WorkloadContext(self.vocab, self.max_len, seed, rate, self.encode)
 
+    @staticmethod
+    def lengths(requests: Sequence[TimedRequest]) -> list[int]:
+        """Return the tokens of each request, with the rounds that it continues."""
+        found: list[int] = []
+        for request in requests:
+            before = 0 if request.continues is None else found[request.continues]
+            found.append(before + len(request.prompt_ids) + request.output_tokens)
+        return found
+
     def every_run(self) -> list[tuple[float | None, Sequence[TimedRequest]]]:
         workload = self.make()
         return [(rate, workload.requests(self.context(workload, rate=rate))) for rate in workload.rates()]
@@ -60,10 +69,20 @@ class WorkloadContract:
                 assert request.prompt_ids and request.output_tokens >= 1, f"prompt or output is empty: {request}"
                 known = all(type(token) is int and 0 <= token < self.vocab for token in request.prompt_ids)
                 assert known, f"prompt ids must be ints below {self.vocab}: {request.prompt_ids}"
-                tokens = len(request.prompt_ids) + request.output_tokens
-                assert tokens <= self.max_len, f"a request needs {tokens} tokens, the context has {self.max_len}"
                 assert request.pooling is None, f"a benchmark measures generation; pooling must be None: {request!r}"
                 assert request.slo is None or isinstance(request.slo, SLO), f"slo must be an SLO: {request.slo!r}"
+                sampling = request.sampling
+                whole = sampling.n == 1 and not sampling.stop and not sampling.stop_token_ids
+                assert whole, f"n must be 1, and nothing may stop an output early: {sampling!r}"
+
+    def test_conversations_follow_earlier_requests_and_fit(self) -> None:
+        for _, requests in self.every_run():
+            for index, request in enumerate(requests):
+                before = request.continues
+                earlier = before is None or (type(before) is int and 0 <= before < index)
+                assert earlier, f"request {index} continues {before!r}, which must be the index of an earlier request"
+            longest = max(self.lengths(requests))
+            assert longest <= self.max_len, f"a request needs {longest} tokens, the context has {self.max_len}"
 
     def test_ids_stay_in_a_small_vocabulary(self) -> None:
         """A workload may instead refuse the vocabulary with a ConfigError."""
@@ -77,17 +96,19 @@ class WorkloadContract:
         assert known, "prompt ids must be below vocab = 3, or the workload must raise ConfigError"
 
     def test_requests_come_in_order(self) -> None:
+        """A request that continues another arrives after its answer, so its arrival has no place in the order."""
         for _, requests in self.every_run():
-            arrivals = [request.arrival for request in requests]
-            valid = all(arrival >= 0 and math.isfinite(arrival) for arrival in arrivals)
+            valid = all(request.arrival >= 0 and math.isfinite(request.arrival) for request in requests)
+            arrivals = [request.arrival for request in requests if request.continues is None]
             assert valid and arrivals == sorted(arrivals), f"arrivals must be finite, >= 0 and sorted, got {arrivals}"
 
     def test_the_rate_is_the_requested_one(self) -> None:
         """The mean rate of a run with more than 20 requests is within the statistical error."""
         for rate, requests in self.every_run():
-            if rate is not None and len(requests) > 20:
-                gaps = len(requests) - 1
-                found, error = gaps / max(requests[-1].arrival, 1e-9), 5 / math.sqrt(gaps)
+            arrivals = [request.arrival for request in requests if request.continues is None]
+            if rate is not None and len(arrivals) > 20:
+                gaps = len(arrivals) - 1
+                found, error = gaps / max(arrivals[-1], 1e-9), 5 / math.sqrt(gaps)
                 near = rate * (1 - error) < found < rate * (1 + 3 * error)
                 assert near, f"expected {rate:g} requests/s on average, got {found:.2f}"
 
@@ -113,8 +134,7 @@ class WorkloadContract:
         except ConfigError as error:
             assert "4" in str(error), f"the error must name the context length 4: {error}"
             return
-        longest = max(len(request.prompt_ids) + request.output_tokens for request in requests)
-        pytest.fail(f"a request of {longest} tokens does not fit max_len = 4: raise ConfigError")
+        pytest.fail(f"a request of {max(self.lengths(requests))} tokens does not fit max_len = 4: raise ConfigError")
 
     def test_it_needs_no_torch(self) -> None:
         module = type(self.make()).__module__

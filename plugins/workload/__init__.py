@@ -2,6 +2,7 @@
 
 from dovetail.plugins import builtin
 from dovetail.plugins.workload.config import (
+    ChatsConfig,
     FixedConfig,
     PoissonConfig,
     SharedPrefixConfig,
@@ -10,6 +11,7 @@ from dovetail.plugins.workload.config import (
 )
 
 COMPONENTS = (
+    builtin("workload", "chats", ChatsConfig, "chats:Chats"),
     builtin("workload", "fixed", FixedConfig, "synthetic:Fixed"),
     builtin("workload", "poisson", PoissonConfig, "synthetic:Poisson"),
     builtin("workload", "shared_prefix", SharedPrefixConfig, "synthetic:SharedPrefix"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from dovetail.core.compose import Config
+from dovetail.core.interfaces import Grammar, SamplingParams
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -50,6 +52,76 @@ class SharedPrefixConfig(Config):
     """Tokens per output."""
     range_ratio: float = Field(0.0, ge=0, lt=1)
     """Spread r: own tokens and output tokens of each request are uniform in [n (1 - r), n (1 + r)]; 0 = all equal."""
+
+
+class LengthsConfig(Config):
+    """Log-normal distribution of a number of tokens."""
+
+    median: int = Field(ge=1)
+    """Median."""
+    sigma: float = Field(0.0, ge=0, le=3)
+    """Standard deviation of the logarithm; 0 = all equal to the median."""
+    most: int | None = Field(None, ge=1)
+    """Greatest number; a greater one is drawn again. Required if sigma is not 0."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LengthsConfig:
+        if self.sigma and self.most is None:
+            raise ValueError(f"sigma={self.sigma:g} has no greatest number of tokens: set most")
+        if self.most is not None and self.most < self.median:
+            raise ValueError(f"most={self.most} is less than median={self.median}")
+        return self
+
+    @property
+    def bound(self) -> int:
+        """The greatest number that is drawn."""
+        return self.median if self.most is None else self.most
+
+
+FIXED_BY_THE_RUN = ("n", "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "grammar")
+
+
+class ChatsConfig(Config):
+    """Random prompts with log-normal lengths, as single requests or conversations, at once or as a Poisson process. The
+    prompt of a further round is the previous prompt, the model's answer and a new message."""
+
+    conversations: int = Field(64, ge=1)
+    """Number of conversations."""
+    rounds: int = Field(1, ge=1)
+    """Requests of each conversation; 1 = independent requests."""
+    pause: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Seconds between an answer and the next message of a conversation."""
+    shared_tokens: int = Field(0, ge=0)
+    """Tokens with which all conversations begin, such as a system prompt."""
+    message: LengthsConfig = LengthsConfig(median=32)
+    """Tokens of each message."""
+    output: LengthsConfig = LengthsConfig(median=16)
+    """Tokens of each answer."""
+    rates: tuple[Rate, ...] = ()
+    """Mean rates at which conversations begin (Poisson), 1/s, each a separate run; empty = all begin at once."""
+    seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """With rates: a run has rate x seconds conversations, but at least `at_least`; null = `conversations`."""
+    at_least: int = Field(16, ge=1)
+    """Least conversations of a run with rates and seconds."""
+    sampling: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0.0})
+    """SamplingParams of every request, such as {temperature: 0.8, top_p: 0.95}. End-of-sequence is always ignored."""
+    json_schema: dict[str, Any] | None = None
+    """JSON Schema of every output; null = free text. An output that is complete before its drawn length ends there."""
+
+    @field_validator("sampling")
+    @classmethod
+    def _sampling(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if fixed := [name for name in FIXED_BY_THE_RUN if name in value]:
+            raise ValueError(f"{', '.join(fixed)}: set by the run; other fields of SamplingParams can be given")
+        SamplingParams(**value)
+        return value
+
+    @field_validator("json_schema")
+    @classmethod
+    def _schema(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            Grammar(kind="json_schema", value=json.dumps(value))
+        return value
 
 
 class ShareGPTConfig(Config):

@@ -42,6 +42,7 @@ NOT_RUN = {
     "curl ": "needs a server; tests/server/test_openai.py has one",
     "printf ": "makes a key; tests/server/test_limits.py has one",
     "python benchmarks/profile_step.py": "needs a GPU",
+    "python benchmarks/curve.py": "needs a GPU; tests/unit/benchmarks/test_curve.py runs it without",
     "python benchmarks/kernels.py": "needs a GPU",
     "python benchmarks/matmul.py": "needs a GPU",
     "python benchmarks/layer.py": "needs two GPUs; tests/unit/benchmarks/test_layer.py runs its search without",

@@ -38,6 +38,10 @@ def test_completions_are_the_engine_s(client, llm, greedy):
     chunks = list(client.completions.create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=24, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == greedy
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+    ask = dict(model="tiny", prompt=PROMPT, temperature=0, max_tokens=24, extra_body={"return_token_ids": True})
+    ids = client.completions.create(**ask).choices[0].token_ids
+    assert len(ids) == 24 and llm.tokenizer.decode(ids) == greedy
+    assert [id for chunk in client.completions.create(**ask, stream=True) for id in chunk.choices[0].token_ids] == ids
 
 
 def test_chat_streams_what_it_answers(client, greedy):

@@ -6,6 +6,7 @@ The calling thread only waits for Ctrl-C, which a thread that waits for a rank i
 from __future__ import annotations
 
 import gc
+import heapq
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,11 +17,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dovetail.core.errors import RequestError
+from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import FinishReason, Progress, RequestOptions, SamplingParams, TimedRequest, TokenLogprobs
 from dovetail.core.parallel.failure import for_user
 from dovetail.plugins.app.bench.metrics import Timeline
 from dovetail.plugins.app.bench.target import OnDone, Target
+from dovetail.plugins.app.bench.turns import Turns
 
 if TYPE_CHECKING:
     from dovetail.core.engine.counters import Counters
@@ -45,6 +47,11 @@ class EngineTarget(Target):
         part = self.composition.part("adapter")
         loaded: Mapping[str, str] = part.target().initial(part.config)
         return loaded
+
+    def check_grammars(self) -> None:
+        if self.composition.choices["grammar"] == "none":
+            raise ConfigError("the workload has requests with a grammar, which grammar=none refuses: choose another")
+        _ = self.tokenizer
 
     def start(self, progress: Progress) -> dict[str, Any]:
         from dovetail.core.engine.engine import start_engine
@@ -182,8 +189,12 @@ class Drive(ABC):
 
     def __init__(self, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
         self.requests, self._on_done = requests, on_done
-        self.timelines = [Timeline(r.arrival, len(r.prompt_ids), r.slo) for r in requests]
-        self._added = self._done = 0
+        self.turns: Turns[tuple[int, ...]] = Turns(requests, [request.prompt_ids for request in requests])
+        self.timelines = self.turns.timelines
+        self._answers: dict[int, list[int]] = {i: [] for i in range(len(requests)) if self.turns.continued(i)}
+        self._due = [(self.timelines[i].arrival, i) for i in self.turns.first]
+        """Heap of (arrival, index) of the requests that can be sent."""
+        self._done = 0
         self.stopped = False
         """Set by another thread to make `run` return soon."""
         self.replicas = [ReplicaRun(before) for before in self._counted()]
@@ -204,16 +215,30 @@ class Drive(ABC):
         """Return the engines' figures of the run; a value that they cannot measure is None."""
         return _figures(self.replicas, self._counted())
 
-    def _next(self, began: float) -> tuple[Sequence[int], SamplingParams, RequestOptions]:
-        request = self.requests[self._added]
-        params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
+    def _take(self, now: float) -> int | None:
+        """Return a request that has arrived, once; None = there is none."""
+        return heapq.heappop(self._due)[1] if self._due and self._due[0][0] <= now else None
+
+    def _prepared(self, index: int, began: float) -> tuple[Sequence[int], SamplingParams, RequestOptions]:
+        request = self.requests[index]
+        params = request.sampling.model_copy(update={"max_tokens": request.output_tokens, "ignore_eos": True})
         options = RequestOptions(**{option.name: getattr(request, option.name) for option in fields(RequestOptions)})
         if request.deadline is not None:
-            options = replace(options, deadline=began + request.arrival + request.deadline)
-        return request.prompt_ids, params, options
+            options = replace(options, deadline=began + self.timelines[index].arrival + request.deadline)
+        return self.turns.prompts[index], params, options
 
-    def _finished(self) -> None:
+    def _came(self, index: int, clock: float, tokens: Sequence[int]) -> None:
+        self.timelines[index].came(clock, len(tokens))
+        if index in self._answers:
+            self._answers[index] += tokens
+
+    def _finished(self, index: int, clock: float) -> None:
         self._done += 1
+        if self.timelines[index].failure:
+            self._done += self.turns.broken_off(index)
+        else:
+            for one in self.turns.ended(index, clock, tuple(self._answers.pop(index, ()))):
+                heapq.heappush(self._due, (self.timelines[one].arrival, one))
         self._on_done(self._done)
 
 
@@ -223,8 +248,8 @@ class StepDrive(Drive):
     def __init__(self, engine: Engine, requests: Sequence[TimedRequest], on_done: OnDone) -> None:
         self.engine = engine
         super().__init__(requests, on_done)
-        self._running: dict[int, Timeline] = {}
-        """Timelines by uid."""
+        self._running: dict[int, int] = {}
+        """Uid -> index of the request."""
         self._steps = 0
 
     def _counted(self) -> list[tuple[Counters, int]]:
@@ -234,37 +259,35 @@ class StepDrive(Drive):
         self.engine.interrupt()
 
     def run(self) -> None:
-        engine, requests = self.engine, self.requests
+        engine, due = self.engine, self._due
         began = time.perf_counter()
-        while not self.stopped and (self._added < len(requests) or engine.has_work):
+        while not self.stopped and (due or engine.has_work):
             now = time.perf_counter() - began
-            while self._added < len(requests) and requests[self._added].arrival <= now:
-                self._add(began)
+            while (index := self._take(now)) is not None:
+                self._add(index, began)
             if not engine.has_work:
-                _sleep_until(began + requests[self._added].arrival)
+                _sleep_until(began + due[0][0])
                 continue
-            if self._added < len(requests) and (delay := engine.launch_delay()):
+            if due and (delay := engine.launch_delay()):
                 # The launch waits for requests, as in a server.
-                _sleep_until(began + now + min(requests[self._added].arrival - now, delay))
+                _sleep_until(began + now + min(due[0][0] - now, delay))
                 continue
             events = self._step()
             clock = time.perf_counter() - began
             for event in events:
-                line = self._running[event.uid]
+                index = self._running[event.uid]
                 if event.tokens:
-                    line.came(clock, len(event.tokens))
+                    self._came(index, clock, event.tokens)
                     self.replicas[0].output_tokens += len(event.tokens)
                 if event.reason is not None:
                     del self._running[event.uid]
                     if event.reason is FinishReason.REJECTED:
-                        line.failure = event.detail
-                    self._finished()
+                        self.timelines[index].failure = event.detail
+                    self._finished(index, clock)
 
-    def _add(self, began: float) -> None:
-        ids, params, options = self._next(began)
-        (seq,) = self.engine.add(ids, params, options)
-        self._running[seq.uid] = self.timelines[self._added]
-        self._added += 1
+    def _add(self, index: int, began: float) -> None:
+        (seq,) = self.engine.add(*self._prepared(index, began))
+        self._running[seq.uid] = index
         self.replicas[0].requests += 1
 
     def _step(self) -> list[SequenceEvent]:
@@ -286,6 +309,7 @@ class TableDrive(Drive):
         engines.table.on_stats = self._sample
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        """A request has ended, or the run is to stop."""
         self._cpu = self._wall = 0.0
 
     def _counted(self) -> list[tuple[Counters, int]]:
@@ -296,36 +320,42 @@ class TableDrive(Drive):
 
     def run(self) -> None:
         cpu, began = time.process_time(), time.perf_counter()
-        for request in self.requests:
-            _sleep_until(began + request.arrival)
-            if self.stopped:
-                return
-            self._submit(began)
-        while not self.stopped and not self._ended.wait(POLL_SECONDS):
-            pass
+        while not self.stopped and self._done < len(self.requests):
+            self._ended.clear()
+            with self._lock:
+                index = self._take(time.perf_counter() - began)
+                due = self._due[0][0] if self._due else None
+            if index is not None:
+                self._submit(index, began)
+            elif self._done < len(self.requests):
+                self._wait(POLL_SECONDS if due is None else began + due - time.perf_counter())
         self._cpu, self._wall = time.process_time() - cpu, time.perf_counter() - began
         self.engines.check_alive()
 
-    def _submit(self, began: float) -> None:
+    def _wait(self, seconds: float) -> None:
+        """Wait until a request ends, at most so long; spin for the last millisecond, since a wait may overrun."""
+        if seconds > 1e-3:
+            self._ended.wait(min(seconds - 1e-3, POLL_SECONDS))
+
+    def _submit(self, index: int, began: float) -> None:
         from dovetail.core.frontend.request_table import NewRequest
 
-        line = self.timelines[self._added]
+        line = self.timelines[index]
 
         def deliver(request: OpenRequest, delivery: Delivery) -> None:
-            tokens = sum(len(delta.token_ids) for delta in delivery.deltas)
+            tokens = [token for delta in delivery.deltas for token in delta.token_ids]
+            clock = time.perf_counter() - began
             with self._lock:
                 if tokens:
-                    line.came(time.perf_counter() - began, tokens)
-                    self.replicas[request.replica].output_tokens += tokens
+                    self._came(index, clock, tokens)
+                    self.replicas[request.replica].output_tokens += len(tokens)
                 if delivery.error is not None:
                     line.failure = str(delivery.error)
                 if delivery.last:
-                    self._finished()
-                    if self._done == len(self.requests):
-                        self._ended.set()
+                    self._finished(index, clock)
+                    self._ended.set()
 
-        (request,) = self.engines.table.submit(NewRequest(*self._next(began), deliver))
-        self._added += 1
+        (request,) = self.engines.table.submit(NewRequest(*self._prepared(index, began), deliver))
         self.replicas[request.replica].requests += 1
 
     def _sample(self, replica: int, stats: EngineStats) -> None:

@@ -117,7 +117,7 @@ def per_token_of_run(whole: float, one_token: float, output_tokens: int) -> floa
 SUMMARY = (
     *("seconds", "requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "run_tpot_ms"),
     *(f"{latency}_ms.{figure}" for latency in ("ttft", "tpot", "itl", "e2e") for figure in ("median", "p99")),
-    *("goodput.requests_per_s", "goodput.share"),
+    *("goodput.requests_per_s", "goodput.share", "prefix_hit_rate"),
 )
 """Dotted paths of the figures of a run that are compared over repeats."""
 

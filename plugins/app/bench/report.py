@@ -80,12 +80,16 @@ def _speed(result: dict[str, Any]) -> Table:
     ]
     if goodput:
         columns += [("good req/s", "goodput.requests_per_s"), ("share", "goodput.share")]
+    # The engine's own figures have it in another table.
+    hits = any("prefix_hit_rate" in run and "steps" not in run for _, load in rows(result) for run in load["runs"])
     several = any(len(load["runs"]) > 1 for _, load in rows(result))
-    heads = [head for head, _ in columns] + (["runs"] if several else [])
+    heads = [head for head, _ in columns] + ["hits"] * hits + ["runs"] * several
     table = _table("latency in ms, throughput in tokens/s", heads)
     for name, load in rows(result):
         summary = load["summary"]
         cells = [number(summary[key]["median"]) if key in summary else NONE for _, key in columns]
+        if hits:
+            cells.append(share(summary["prefix_hit_rate"]["median"]) if "prefix_hit_rate" in summary else NONE)
         if several:
             speed = summary["output_tokens_per_s"]
             around = (speed["max"] - speed["min"]) / speed["median"] / 2 if speed["median"] else 0.0

@@ -52,6 +52,8 @@ class Runs:
     def check(self, name: str, workload: Workload) -> Sequence[TimedRequest]:
         """Check, before the model is loaded, that requests can be made. Returns those of the warm-up."""
         requests = self.requests(name, workload, 0, workload.rates()[0])
+        if any(request.sampling.grammar is not None for request in requests):
+            self.target.check_grammars()
         known = self.target.adapters
         wanted = dict.fromkeys((*self.config.adapters, *(request.adapter for request in requests)))
         if known is not None and (missing := [one for one in wanted if one and one not in known]):
@@ -116,7 +118,8 @@ class Runs:
     def _tpot_of_run(self, title: str, requests: Sequence[TimedRequest], figures: dict[str, Any]) -> dict[str, Any]:
         lengths = {request.output_tokens for request in requests}
         at_once = all(request.arrival == 0.0 for request in requests)
-        if not at_once or len(lengths) > 1 or lengths == {1} or figures["failed"]:
+        alone = all(request.continues is None for request in requests)
+        if not at_once or not alone or len(lengths) > 1 or lengths == {1} or figures["failed"]:
             return {}
         first, _ = self._run(f"{title}, one token", [replace(r, output_tokens=1) for r in requests])
         tpot = per_token_of_run(figures["seconds"], first["seconds"], lengths.pop())

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Progress, TimedRequest
+from dovetail.core.interfaces import Grammar, Progress, TimedRequest
 from dovetail.plugins.app.bench.http import Address, Answer, HttpError, new_loop
 from dovetail.plugins.app.bench.metrics import Timeline, spread
 from dovetail.plugins.app.bench.target import OnDone, Target
+from dovetail.plugins.app.bench.turns import Turns
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -77,39 +78,70 @@ class ServerTarget(Target):
             raise HttpError(f"no complete answer within {self.config.timeout:g} s (bench.timeout)") from None
 
     async def _run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
-        """Send all requests. Bytes are stored with their arrival time and parsed after the run."""
-        bodies = [msgspec.json.encode(self._body(request)) for request in requests]
+        """Send all requests. Bytes are stored with their arrival time and parsed after the run, except those of answers
+        that become part of a prompt."""
+        ids: list[tuple[int, ...]] = [request.prompt_ids for request in requests]
+        turns: Turns[Any] = Turns(requests, ids if self._texts is None else list(map(self._texts.decode, ids)))
+
+        def body(index: int) -> bytes:
+            return msgspec.json.encode(self._body(requests[index], turns.prompts[index], turns.continued(index)))
+
+        bodies = {index: body(index) for index in turns.first}
         streams = [StreamedAnswer() for _ in requests]
         lags: list[float] = []
         done = 0
 
-        async def one(request: TimedRequest, body: bytes, stream: StreamedAnswer) -> None:
+        async def one(index: int) -> None:
             nonlocal done
-            await asyncio.sleep(began + request.arrival - time.perf_counter())
-            lags.append(max(0.0, time.perf_counter() - began - request.arrival))
-            await self._complete(body, stream, began)
+            line, stream = turns.timelines[index], streams[index]
+            await asyncio.sleep(began + line.arrival - time.perf_counter())
+            lags.append(max(0.0, time.perf_counter() - began - line.arrival))
+            await self._complete(bodies.pop(index), stream, began)
             done += 1
+            if turns.continued(index):
+                stream.fill(line, requests[index])
+                try:
+                    answer = stream.text() if self._texts is not None else stream.token_ids()
+                except StreamError as error:
+                    line.failure = line.failure or str(error)
+                if line.failure:
+                    done += turns.broken_off(index)
+                else:
+                    for after in turns.ended(index, line.times[-1], answer):
+                        bodies[after] = body(after)
+                        group.create_task(one(after))
             on_done(done)
 
         began, cpu = time.perf_counter(), time.process_time()
         async with asyncio.TaskGroup() as group:
-            for job in zip(requests, bodies, streams, strict=True):
-                group.create_task(one(*job))
+            for index in turns.first:
+                group.create_task(one(index))
         busy = (time.process_time() - cpu) / (time.perf_counter() - began)
-        timelines = [stream.timeline(request) for stream, request in zip(streams, requests, strict=True)]
-        return timelines, {"client_lag_ms": spread(lags), "client_busy": round(busy, 4)}
+        for index, (line, stream) in enumerate(zip(turns.timelines, streams, strict=True)):
+            if not turns.continued(index) and not line.failure:
+                stream.fill(line, requests[index])
+        figures = {"client_lag_ms": spread(lags), "client_busy": round(busy, 4)}
+        return turns.timelines, figures | hit_rate(streams)
 
-    def _body(self, request: TimedRequest) -> dict[str, Any]:
-        ids = list(request.prompt_ids)
+    def _body(self, request: TimedRequest, prompt: Any, continued: bool) -> dict[str, Any]:
+        """Return the body of a request. `continued`: its answer becomes part of another prompt."""
+        sampling = request.sampling
         body = {
             "model": request.adapter or self.model,
-            "prompt": ids if self._texts is None else self._texts.decode(ids),
+            "prompt": prompt,
             "max_tokens": request.output_tokens,
-            "temperature": 0.0,
+            "temperature": sampling.temperature,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        body |= sampling.model_dump(
+            exclude_defaults=True, exclude={"temperature", "grammar", "max_tokens", "ignore_eos"}
+        )
+        if sampling.grammar is not None:
+            body |= form(sampling.grammar)
+        if continued and self._texts is None:
+            body["return_token_ids"] = True
         # Extensions of the OpenAI API: sent only if the workload sets them.
         for name in ("priority", "user", "cache_salt", "hints"):
             if value := getattr(request, name):
@@ -133,6 +165,25 @@ class ServerTarget(Target):
             stream.failure = f"status {answer.status}: {reason}{hint}"
 
 
+def form(grammar: Grammar) -> dict[str, Any]:
+    """Return the fields of the OpenAI API for a grammar. Raises ConfigError for a kind for which the API has none."""
+    if grammar.kind == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if grammar.kind != "json_schema":
+        raise ConfigError(f"a server is measured with grammars of kind json_schema or json_object, not {grammar.kind}")
+    assert isinstance(grammar.value, str)
+    schema = {"name": "output", "schema": msgspec.json.decode(grammar.value)}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def hit_rate(streams: Sequence[StreamedAnswer]) -> dict[str, float]:
+    """Return the share of prompt tokens that the server found in its prefix cache; empty if it does not report them."""
+    reported = [stream.cached for stream in streams if stream.cached is not None]
+    if len(reported) < len(streams) or not (prompt := sum(tokens for _, tokens in reported)):
+        return {}
+    return {"prefix_hit_rate": round(sum(cached for cached, _ in reported) / prompt, 4)}
+
+
 class StreamError(Exception):
     """The stream holds no complete output; the message gives the reason."""
 
@@ -145,22 +196,45 @@ class StreamedAnswer:
     """(seconds since the run began, bytes)"""
     failure: str = ""
 
-    def timeline(self, request: TimedRequest) -> Timeline:
-        line = Timeline(request.arrival, len(request.prompt_ids), request.slo, failure=self.failure)
+    cached: tuple[int, int] | None = None
+    """(prompt tokens found in the prefix cache, prompt tokens), as the server reports them; None = it does not."""
+
+    def fill(self, line: Timeline, request: TimedRequest) -> None:
+        """Write the arrival times of the tokens, or the failure."""
+        line.failure = self.failure
         if not self.failure:
             try:
-                line.times, line.counts = self._arrivals(request.output_tokens)
+                line.times, line.counts = self._arrivals(request.output_tokens, request.sampling.grammar is None)
             except StreamError as error:
                 line.failure = str(error)
-        return line
 
-    def _arrivals(self, wanted: int) -> tuple[list[float], list[int]]:
+    def text(self) -> str:
+        """Return the whole output. Raises StreamError."""
+        return "".join(str(choice.get("text") or "") for choice in self._choices())
+
+    def token_ids(self) -> tuple[int, ...]:
+        """Return the whole output. Raises StreamError if the server does not send token ids."""
+        found: list[int] = []
+        for choice in self._choices():
+            ids = choice.get("token_ids")
+            if ids is None:
+                raise StreamError(
+                    "the server ignores return_token_ids; bench.send=text continues conversations as text"
+                )
+            found += ids
+        return tuple(found)
+
+    def _choices(self) -> Iterator[dict[str, Any]]:
+        return (choice for _, event in self._events() for choice in event.get("choices") or ())
+
+    def _arrivals(self, wanted: int, exact: bool) -> tuple[list[float], list[int]]:
         """Return the arrival times of tokens, and the number of tokens at each.
 
         The usage at the end states the total. It is divided evenly over the events, since one may hold several tokens
         or, for an incomplete character, none. Simultaneous events are one arrival.
 
-        A server that did not produce exactly `wanted` tokens cannot be compared: raises StreamError.
+        A server that did not produce exactly `wanted` tokens cannot be compared: raises StreamError. Without
+        `exact` it may have produced fewer.
         """
         clocks: list[float] = []
         usage: dict[str, Any] = {}
@@ -173,7 +247,11 @@ class StreamedAnswer:
         tokens = usage.get("completion_tokens")
         if not clocks or not isinstance(tokens, int):
             raise StreamError("the stream ended without output or without usage.completion_tokens")
-        if tokens != wanted:
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        if isinstance(cached, int) and isinstance(usage.get("prompt_tokens"), int):
+            self.cached = (cached, usage["prompt_tokens"])
+        if tokens > wanted or (exact and tokens < wanted):
             raise StreamError(f"{tokens} tokens arrived instead of {wanted}: the server ignores ignore_eos")
         # At most one arrival per token: the last event of some servers has no token, only the finish reason.
         clocks = clocks[:tokens]

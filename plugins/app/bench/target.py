@@ -38,6 +38,9 @@ class Target(ABC):
         """Adapters that requests may name; None = unknown before a request is sent."""
         return None
 
+    def check_grammars(self) -> None:
+        """Raise ConfigError if the target is known not to serve requests with a grammar."""
+
     @abstractmethod
     def start(self, progress: Progress) -> dict[str, Any]:
         """Start the target. Returns its description for the result file: start-up times, device or address."""

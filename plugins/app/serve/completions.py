@@ -101,7 +101,10 @@ class _Completion(output.Generation[CompletionRequest]):
             if not self.prompt_only:
                 logprobs.add(delta.token_ids, delta.logprobs)
             found = logprobs.take()
-        return {"index": index, "text": text, "logprobs": found, "finish_reason": delta.finish_reason}
+        choice = {"index": index, "text": text, "logprobs": found, "finish_reason": delta.finish_reason}
+        if self.body.return_token_ids:
+            choice["token_ids"] = [] if self.prompt_only else list(delta.token_ids)
+        return choice
 
     async def chunks(self, jobs: list[Job]) -> AsyncIterator[bytes]:
         chunks = output.Chunks(self.head, jobs, self.body.stream_options)

@@ -131,6 +131,8 @@ class CompletionRequest(Penalised):
     echo: bool | None = None
     """Prepend the prompt to the text."""
     logprobs: int | None = Field(None, ge=0, le=20)
+    return_token_ids: bool | None = None
+    """Add the ids of the output tokens to each choice, as `token_ids`."""
     suffix: Text | None = None
     """Not supported: refused unless empty."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import TimedRequest, Workload, WorkloadContext
+from dovetail.core.interfaces import SamplingParams, TimedRequest, Workload, WorkloadContext
 from dovetail.core.testing.suite import failures
 from dovetail.core.testing.workload import WorkloadContract
 
@@ -74,7 +74,25 @@ BROKEN: dict[str, list[type[Sound]]] = {
             "Embeds",
             requests=lambda self, ctx: [replace(r, pooling="last") for r in Sound.requests(self, ctx)],
         ),
+        fault(
+            "StopsEarly",
+            requests=lambda self, ctx: [
+                replace(r, sampling=SamplingParams(stop=("a",))) for r in Sound.requests(self, ctx)
+            ],
+        ),
         EmptyOutput,
+    ],
+    "test_conversations_follow_earlier_requests_and_fit": [
+        fault(
+            "ContinuesItself",
+            requests=lambda self, ctx: [replace(r, continues=0) for r in Sound.requests(self, ctx)],
+        ),
+        fault(
+            "GrowsWithoutEnd",
+            requests=lambda self, ctx: [
+                replace(r, continues=i - 1 if i else None) for i, r in enumerate(list(Sound.requests(self, ctx)) * 5)
+            ],
+        ),
     ],
     "test_ids_stay_in_a_small_vocabulary": [
         fault("OwnVocabulary", requests=lambda self, ctx: Sound.requests(self, replace(ctx, vocab=100)))

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dovetail.core.interfaces import Workload, WorkloadContext
 from dovetail.core.testing.workload import WorkloadContract
-from dovetail.plugins.workload.config import FixedConfig, PoissonConfig, SharedPrefixConfig, ShareGPTConfig, TraceConfig
+from dovetail.plugins.workload.chats import Chats
+from dovetail.plugins.workload.config import (
+    ChatsConfig,
+    FixedConfig,
+    PoissonConfig,
+    SharedPrefixConfig,
+    ShareGPTConfig,
+    TraceConfig,
+)
 from dovetail.plugins.workload.files import ShareGPT, Trace
 from dovetail.plugins.workload.synthetic import Fixed, Poisson, SharedPrefix
 
@@ -43,6 +54,47 @@ def test_a_range_of_lengths_keeps_the_prefix_and_the_mean() -> None:
     own, outputs = [len(request.prompt_ids) - 8 for request in found], [request.output_tokens for request in found]
     assert (min(own), max(own), min(outputs), max(outputs)) == (50, 150, 10, 30)
     assert 98 < sum(own) / many < 102 and 19.5 < sum(outputs) / many < 20.5
+
+
+CHAT: dict[str, Any] = {"message": {"median": 40, "sigma": 1.0, "most": 200}, "output": {"median": 20}}
+
+
+class TestChats(WorkloadContract):
+    def make(self) -> Workload:
+        return Chats(ChatsConfig(rates=(2.0, 16.0), seconds=40, at_least=100, **CHAT))
+
+
+class TestConversations(WorkloadContract):
+    def make(self) -> Workload:
+        schema = {"type": "array", "minItems": 20, "items": {"type": "integer"}}
+        return Chats(ChatsConfig(conversations=6, rounds=4, shared_tokens=50, pause=0.5, json_schema=schema, **CHAT))
+
+
+def test_lengths_are_log_normal_and_conversations_grow() -> None:
+    ctx, many = WorkloadContext(vocab=100, max_len=2000, seed=3), 1500
+    config = ChatsConfig(conversations=many, rounds=2, shared_tokens=8, pause=0.5, sampling={"top_p": 0.9}, **CHAT)
+    found = Chats(config).requests(ctx)
+    first, second = found[::2], found[1::2]
+    assert len({request.prompt_ids[:8] for request in first}) == 1 and len({r.prompt_ids[:8] for r in second}) > 1
+    logs = [math.log(length) for r in first if (length := len(r.prompt_ids) - 8) < 200]
+    assert max(map(len, (r.prompt_ids for r in second))) <= 200 and abs(math.exp(statistics.median(logs)) - 40) < 4
+    assert 0.82 < statistics.stdev(logs) < 0.95, "the longest 5 % are drawn again"
+    assert [(r.continues, r.arrival) for r in found[:4]] == [(None, 0.0), (0, 0.5), (None, 0.0), (2, 0.5)]
+    assert {r.output_tokens for r in found} == {20} and {r.sampling.top_p for r in found} == {0.9}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"message": {"median": 9, "sigma": 1.0}}, "sigma=1 has no greatest number of tokens: set most"),
+        ({"output": {"median": 9, "most": 8}}, "most=8 is less than median=9"),
+        ({"sampling": {"max_tokens": 3}}, "max_tokens: set by the run"),
+        ({"sampling": {"temperatures": 1}}, "Did you mean `temperature`"),
+    ],
+)
+def test_wrong_options_of_chats_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ChatsConfig(**options)
 
 
 class TestTrace(WorkloadContract):

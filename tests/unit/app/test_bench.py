@@ -154,6 +154,7 @@ def test_steps_are_put_off_for_requests_to_come_as_in_a_server(monkeypatch: pyte
         (("bench.workloads=[fixd]",), "Did you mean `fixed`"),
         (("bench.plot=x.bmp",), "must end with one of .png, .svg, .pdf"),
         (("bench.out=/proc/nowhere/x.json",), "cannot be written"),
+        (("workload=agents", "workload.shared_tokens=1", "workload.message.most=60", "grammar=none"), "grammar=none"),
         (("bench.slo.ttft=0",), "greater than 0"),
         (("bench.adapters=[sql]",), "not loaded: sql; loaded: none"),
         (("bench.url=http://127.0.0.1:9/v1",), "is the server up"),
@@ -327,7 +328,9 @@ def test_a_server_that_stops_early_is_a_failure(server: FakeServer, capsys: pyte
 
 def stream(*pieces: tuple[float, str], wanted: int) -> Timeline:
     answer = StreamedAnswer([(clock, text.encode()) for clock, text in pieces])
-    return answer.timeline(TimedRequest((1, 2, 3), wanted, 0.05))
+    line = Timeline(0.05, 3)
+    answer.fill(line, TimedRequest((1, 2, 3), wanted))
+    return line
 
 
 def event(**content: Any) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -124,9 +126,42 @@ def test_named_workloads_with_many_lengths(name: str) -> None:
     assert all(0.25 * output <= r.output_tokens <= 1.75 * output for r in found)
 
 
-def test_online_is_a_load_curve() -> None:
-    workload = compose(["workload=online"], app="bench").build("workload")
+CONVERSATIONS = {"chat": (256, 1, 220, 190), "multi_turn": (40, 6, 120, 190), "agents": (256, 1, 6060, 48)}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_named_conversations_have_their_rounds_and_medians(name: str) -> None:
+    count, rounds, prompt, output = CONVERSATIONS[name]
+    found = requests(f"workload={name}", ctx=BIG)
+    assert len(found) == count * rounds and {r.arrival for r in found} == {0.0}
+    previous = [None if index % rounds == 0 else index - 1 for index in range(len(found))]
+    assert [request.continues for request in found] == previous
+    assert median(len(r.prompt_ids) for r in found) == pytest.approx(prompt, rel=0.15)
+    assert median(r.output_tokens for r in found) == pytest.approx(output, rel=0.15)
+    assert len({len(r.prompt_ids) for r in found}) > 50
+    (sampling,) = {(r.sampling.temperature, r.sampling.top_p, r.sampling.grammar is None) for r in found}
+    assert sampling == ((0.0, 1.0, False) if name == "agents" else (0.8, 0.95, True))
+
+
+def test_agents_share_their_prefix_and_nothing_else() -> None:
+    prompts = [request.prompt_ids for request in requests("workload=agents", ctx=BIG)]
+    assert len({ids[:6000] for ids in prompts}) == 1 and len({ids[6000:] for ids in prompts}) == 256
+
+
+@pytest.mark.parametrize("name", ["online", "chat_online"])
+def test_online_is_a_load_curve(name: str) -> None:
+    workload = compose([f"workload={name}"], app="bench").build("workload")
     assert workload.rates() == (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+def test_chats_arrive_at_their_rate_with_the_lengths_of_chat() -> None:
+    found = requests("workload=chat_online", ctx=replace(BIG, rate=8.0))
+    assert found[-1].arrival / len(found) == pytest.approx(1 / 8, rel=0.15) and len(found) == 8 * 60
+    arrivals = [request.arrival for request in found]
+    assert arrivals == sorted(arrivals) and len(set(arrivals)) == len(arrivals)
+    chats = requests("workload=chat", ctx=BIG)
+    lengths = [(len(request.prompt_ids), request.output_tokens) for request in found]
+    assert lengths[: len(chats)] == [(len(request.prompt_ids), request.output_tokens) for request in chats]
 
 
 def test_prompts_of_shared_prefix_share_it_and_nothing_else() -> None:
@@ -140,4 +175,5 @@ def test_every_variant_is_tried_here() -> None:
 
     with hydra_1_3():
         options = Repository(open_sources(installed(), ())[1]).get_group_options("workload")
-    assert set(options) == {*SIZES, *RANGES, "online", "fixed", "poisson", "sharegpt", "trace"}
+    others = {"online", "chat_online", "fixed", "poisson", "chats", "sharegpt", "trace"}
+    assert set(options) == {*SIZES, *RANGES, *CONVERSATIONS, *others}

@@ -1,0 +1,81 @@
+"""curve.py: its rule, the points that it adds and repeats, and a whole run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.core.errors import ConfigError
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "curve.py"
+SIZES = [1, 2, 4, 8, 12]
+WORDS = ["--", "+preset=tiny_cpu", "cost=cpu", "engine.max_len=128"]
+
+
+@pytest.fixture
+def curve(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_rows_that_are_measured_without_a_list(curve: dict[str, Any]) -> None:
+    """Each graph size, one row more, and the middle to the next size."""
+    assert curve["default_rows"](SIZES) == [1, 2, 3, 4, 5, 6, 8, 9, 10, 12]
+    sizes = curve["graph_sizes"](512)
+    assert sizes[0] == 1 and sizes[-1] >= 512 > sizes[-2]
+    assert {1, 512} <= set(curve["default_rows"](sizes))
+
+
+def test_a_point_that_breaks_the_rule_is_measured_again_and_reported(curve: dict[str, Any]) -> None:
+    """5 rows are slow once, 9 rows always. The next graph sizes of the given rows are measured, too."""
+    measured: list[int] = []
+
+    def measure(rows: int) -> float:
+        measured.append(rows)
+        slow = (rows == 5 and measured.count(5) == 1) or rows == 9
+        return rows + 4.0 if slow else float(rows)
+
+    times = curve["step_times"]([3, 5, 9], SIZES, measure)
+    assert measured == [3, 4, 5, 8, 9, 12, 5, 8, 9, 12]
+    assert times == {3: 3.0, 4: 4.0, 5: 5.0, 8: 8.0, 9: 13.0, 12: 12.0}
+    alone = {name: {"us": 2.0, "limit_us": us, "efficiency": us / 2} for name, us in (("attn.o", 1.0), ("mlp.up", 1.8))}
+    found = curve["points"](times, SIZES, dict.fromkeys(times, 0.5), {4: alone})
+    assert [point["rows"] for point in curve["broken"](found)] == [9]
+    assert list(curve["verdict"](found)) == [
+        "9 rows take 13.000 ms, 1.083 times the step of 12 rows; at most 1.03 is allowed",
+        "attn.o alone is below 85% of its limit at 4 rows; the least is 50%",
+    ]
+    lines = [line.split() for line in curve["table"](found)]
+    assert lines[0][-2:] == ["o", "up"]
+    assert lines[1] == ["4", "4.000", "0.500", "12%", "0.750", "at", "3", "50%", "90%"]
+    assert lines[-1] == ["12", "12.000", "0.500", "4%", "1.083", "at", "9", "-", "-"]
+
+
+def test_a_run_on_the_cpu(curve: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = curve["main"](["1", "--context", "8", "--out", str(tmp_path / "tiny"), *WORDS])
+    result = json.loads((tmp_path / "tiny.json").read_text())
+    (point,) = result["points"]
+    assert status == 0 and result["schema"] == "dovetail.curve/1" and result["graph_sizes"] == [1]
+    assert 0 < point["limit_ms"] < point["ms"]
+    assert list(point["products"]) == ["attn.qkv", "attn.o", "mlp.gate_up", "mlp.down"]
+    assert all(one["us"] > 0 and one["limit_us"] > 0 for one in point["products"].values())
+    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "1"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["cost=none"], "cost=none has no rates for the limit: choose cost=h200"),
+        (["engine.max_seqs=4"], "engine.max_seqs=4: the rows determine"),
+        (["engine.kv_pages=3"], "2 rows of 8 prompt tokens .* do not fit"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(curve: dict[str, Any], tmp_path: Path, words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        curve["main"](["2", "--context", "8", "--out", str(tmp_path / "tiny"), *WORDS, *words])
+    assert not list(tmp_path.iterdir())
