@@ -73,11 +73,14 @@ class EngineDown(DovetailError):
 
 
 class RequestError(DovetailError):
-    """One request is refused; others continue. `status` is the HTTP status, 400 to 499."""
+    """One request is refused or fails; others continue. `status` is the HTTP status: 400 to 499 for the request's own
+    mistake, 500 for a failure."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
-        if not 400 <= status < 500:
-            raise ValueError(f"status is {status}; a request's own mistake has a status from 400 to 499")
+        if not 400 <= status <= 500:
+            raise ValueError(
+                f"status is {status}; a request's own mistake has a status from 400 to 499, its failure 500"
+            )
         self.status = status
         super().__init__(message)
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _new = tuple.__new__
 
+NOT_FINITE = "the model's logits are NaN or infinite, so no token could be sampled"
+
 
 class SequenceEvent(NamedTuple):
     """New tokens of one sequence after a step, or its end."""
@@ -31,6 +33,8 @@ class SequenceEvent(NamedTuple):
     """Embedding of the prompt, not normalized; the sequence ends with it."""
     hidden: bool = False
     """The last token ended the output and is not part of its text."""
+    status: int = 400
+    """HTTP status of a rejection."""
 
 
 def ended_event(ended: Ended) -> SequenceEvent:
@@ -61,6 +65,7 @@ class Results:
             known = seq.tokens
             if (
                 tokens
+                and tokens[-1] >= 0
                 and not prompt_logprobs
                 and (no_grammars or tracked.grammar is None)
                 and seq.request.stop_ids.isdisjoint(tokens)
@@ -68,7 +73,7 @@ class Results:
             ):
                 # Nearly every row: the sequence goes on. The same as `_extend` without a call per row.
                 known += tokens
-                events.append(_new(SequenceEvent, (uid, tokens, logprobs, (), None, "", None, False)))
+                events.append(_new(SequenceEvent, (uid, tokens, logprobs, (), None, "", None, False, 400)))
                 continue
             if tokens or prompt_logprobs:
                 event = self._extend(tracked, row)
@@ -77,13 +82,17 @@ class Results:
             else:
                 continue
             events.append(event)
-            if event.reason is not None:
+            if event.status == 500:
+                ended.append((uid, 0, FinishReason.REJECTED))
+            elif event.reason is not None:
                 ended.append((uid, seq.known_len - len(row.tokens) + len(event.tokens), event.reason))
         return events, ended
 
     def _extend(self, tracked: Tracked, row: RowResult) -> SequenceEvent:
         """Append a row's tokens. The event has those up to the sequence's end; `Engine.finish` drops the rest."""
         seq = tracked.seq
+        if row.tokens and row.tokens[-1] < 0:
+            return SequenceEvent(seq.uid, (), reason=FinishReason.REJECTED, detail=NOT_FINITE, status=500)
         request, tokens, limit = seq.request, row.tokens, seq.limit
         stop_ids, grammar = request.stop_ids, request.params.grammar
         length = len(seq.tokens)

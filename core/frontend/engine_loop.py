@@ -217,14 +217,14 @@ class EngineRequests:
         """Turn the events of a step into updates for their users."""
         find = self._by_uid.get
         for event in events:
-            uid, tokens, logprobs, prompt_logprobs, reason, detail, pooled_C, hidden = event
+            uid, tokens, logprobs, prompt_logprobs, reason, detail, pooled_C, hidden, status = event
             request = find(uid)
             if request is None:
                 continue
             if reason is FinishReason.REJECTED:
                 del self._requests[request.id]
                 self._drop(request)
-                self._reject(request.port, request.id, detail, 400)
+                self._reject(request.port, request.id, detail, status)
                 continue
             text = None if reason is None else REASONS[reason]
             cached = request.sequences[0].cached

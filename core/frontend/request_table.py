@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import ValidationError
 
-from dovetail.core.errors import DovetailError, EngineDown, RequestError
+from dovetail.core.errors import EngineDown, RequestError
 from dovetail.core.frontend.messages import (
     Abort,
     Add,
@@ -102,12 +102,6 @@ class _Replica:
     stats: EngineStats = field(default_factory=EngineStats)
     delivering: threading.RLock = field(default_factory=threading.RLock)
     """Held while callbacks are called, so that `fail` cannot overtake a delivery of `receive`."""
-
-
-def _refusal(update: SampleUpdate) -> DovetailError:
-    if update.status >= 500:
-        return DovetailError(update.detail)
-    return RequestError(update.detail, status=update.status)
 
 
 def _checked(new: NewRequest) -> NewRequest:
@@ -294,7 +288,7 @@ class RequestTable:
             if (reason := update.reason) is not None and reason == "rejected":
                 with state.delivering:
                     if self._close(request):
-                        request.deliver(request, Delivery([], _refusal(update), True))
+                        request.deliver(request, Delivery([], RequestError(update.detail, status=update.status), True))
             elif update.sample in request.open:
                 delta = self._delta(request, update, now)
                 if request.undelivered:

@@ -295,7 +295,8 @@ class RowResult(NamedTuple):
     uid: int
     epoch: int
     tokens: tuple[int, ...] = ()
-    """Accepted drafts, then the token sampled by the target."""
+    """Accepted drafts, then the token sampled by the target: -1 if some logit is NaN or +inf, which ends the
+    sequence."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per token, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

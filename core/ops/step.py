@@ -213,7 +213,8 @@ def draw(
     """Return one token id per row, int64 [N]: the argmax at temperature 0, else a Gumbel-max draw.
 
     Only logits of at least least_N are drawn. `random` = some temperature is not 0. position_N is the number of tokens
-    before the drawn one. The first of equal logits wins. Logits of any float dtype are compared in float32.
+    before the drawn one. The first of equal logits wins. Logits of any float dtype are compared in float32. -1 = some
+    logit is NaN or +inf.
     """
     return best(logits_NV, position_N, temperature_N, key_N, random, least_N)[1]
 
@@ -228,7 +229,8 @@ def best(
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (winning score, float32 [N], token) like `draw`, for the vocabulary part that begins at token `first`. The
-    part with the highest score has the token that `draw` would choose from the whole vocabulary."""
+    part with the highest score has the token that `draw` would choose from the whole vocabulary. A part with NaN
+    or +inf has the score +inf and token -1."""
     if logits_NV.is_cuda:
         from dovetail.core.ops.kernels.step import best_triton
 
@@ -252,8 +254,8 @@ def best_reference(
             scaled_NV = scaled_NV.masked_fill(score_NV < least_N[:, None], float("-inf"))
         noise_NV = gumbel(key_N, position_N, Purpose.SAMPLE, score_NV.shape[-1], first)
         score_NV = torch.where((temperature_N > 0)[:, None], scaled_NV + noise_NV, score_NV)
-    token_N = score_NV.argmax(-1)
-    return score_NV.gather(-1, token_N[:, None]).squeeze(-1), token_N + first
+    best_N, token_N = score_NV.where(~score_NV.isnan(), float("inf")).max(-1)
+    return best_N, torch.where(best_N == float("inf"), -1, token_N + first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +283,9 @@ def accept(
     equivalent to min(1, p/q): the draw equals the draft with probability p(draft), and otherwise follows the residual
     distribution. Draws are those of plain sampling, so a seeded request gives the same text with and without drafts.
 
-    Position base_R + w of a row holds draft w (as int32) before the call and token w after it. limit_R bounds the
-    verified drafts. Rows of the last slot are padding and change nothing.
+    Position base_R + w of a row holds draft w (as int32) before the call and token w after it, or 0 for token -1
+    (`draw`), which agrees with no draft. limit_R bounds the verified drafts. Rows of the last slot are padding and
+    change nothing.
     """
     if tokens_RW.is_cuda:
         from dovetail.core.ops.kernels.step import accept_triton
@@ -329,6 +332,6 @@ def commit(
     inside_RW = (step_W <= accepted_R[:, None]) & (slots_R != padding)[:, None]
     tokens_SL[
         torch.where(inside_RW, slots_R[:, None], padding), torch.where(inside_RW, base_R[:, None] + step_W, 0)
-    ] = tokens_RW.int()
+    ] = tokens_RW.int().clamp_min(0)  # The next step may already be enqueued and feeds it.
     computed_S[slots_R] = torch.where(slots_R != padding, base_R + accepted_R, computed_S[slots_R])
     drafts_S.index_fill_(0, slots_R, 0)  # `= 0` would copy the 0 from the host and synchronise

@@ -50,7 +50,8 @@ def least_logit(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor |
 
 
 def sample(logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """Draw one token id for each row, int64 [N]. position_N is the number of tokens that precede it."""
+    """Draw one token id for each row, int64 [N]; -1 = some logit is NaN or +inf. position_N is the
+    number of tokens that precede it."""
     least_N = least_logit(logits_NV, params)
     return draw(logits_NV, position_N, params.temperature_N, params.key_N, params.random, least_N)
 
@@ -75,12 +76,15 @@ def sample_over_ranks(
 
 
 def probabilities(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """Return the distribution that `sample` draws from, float32 [N, V]; a point mass for greedy rows."""
+    """Return the distribution that `sample` draws from, float32 [N, V]; a point mass for greedy rows. NaN = some
+    logit is NaN or +inf."""
     scaled_NV = scaled(logits_NV, params.temperature_N)
     least_N = least_logit(logits_NV, params)
     if least_N is not None:
         scaled_NV = scaled_NV.masked_fill(logits_NV.float() < least_N[:, None], float("-inf"))
-    greedy = torch.nn.functional.one_hot(logits_NV.argmax(-1), logits_NV.shape[-1]).float()
+    best_N, token_N = logits_NV.max(-1)
+    greedy = torch.nn.functional.one_hot(token_N, logits_NV.shape[-1]).float()
+    greedy = torch.where((best_N < float("inf"))[:, None], greedy, float("nan"))
     return torch.where((params.temperature_N > 0)[:, None], scaled_NV.softmax(-1), greedy)
 
 
@@ -89,7 +93,8 @@ class VerifiedDrafts:
     """Result of verifying drafts against the target's distributions. Nothing is written to the device state yet."""
 
     tokens_RW: torch.Tensor
-    """int64: accepted drafts, then one token from the target itself; later entries are meaningless."""
+    """int64: accepted drafts, then one token from the target itself, or -1 if its distribution has NaN; later entries
+    are meaningless."""
     accepted_R: torch.Tensor
     """int64: drafts accepted, 0 .. K."""
 
@@ -128,6 +133,7 @@ def verify_rejection(
         gumbel(key_R, position, Purpose.RESIDUAL, vocab),
         gumbel(key_R, position, Purpose.SAMPLE, vocab),
     )
-    own = (residual.log() + noise).argmax(-1)
+    best_R, own = (residual.log() + noise).max(-1)
+    own = torch.where(best_R.isnan(), -1, own)
     tokens = torch.cat([draft_RK, draft_RK.new_zeros(rows, 1)], dim=1).scatter(1, accepted[:, None], own[:, None])
     return VerifiedDrafts(tokens, accepted)

@@ -25,6 +25,7 @@ class SampledRows:
     """Device tensors that the sampling half of a step returns, for results and drafting."""
 
     tokens_RW: torch.Tensor
+    """-1 = some logit is NaN or +inf (`draw`)."""
     accepted_R: torch.Tensor
     """Drafts accepted; -1 = the row samples nothing in this step."""
     slots_R: torch.Tensor
@@ -122,7 +123,8 @@ def sample_step(
     if raw is not None:
         raw_RWV = raw.view(rows, width, -1)
         top = raw_RWV.topk(max(best, 1), dim=-1)
-        logprobs = (raw_RWV.gather(-1, tokens_RW[..., None]).squeeze(-1), top.values, top.indices)
+        chosen_RW = raw_RWV.gather(-1, tokens_RW[..., None].clamp_min(0)).squeeze(-1)
+        logprobs = (chosen_RW, top.values, top.indices)
     return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
 
 

@@ -24,7 +24,8 @@ class Penalties(LogitsProcessor):
         return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
     def join(self, slot: int, request: Request) -> None:
-        self.repetition_S[slot] = request.params.repetition_penalty
+        # So that logits stay finite.
+        self.repetition_S[slot] = max(request.params.repetition_penalty, 1e-30)
         self.presence_S[slot] = request.params.presence_penalty
         self.frequency_S[slot] = request.params.frequency_penalty
 

@@ -275,9 +275,9 @@ def _draw_parts(
         column = i + tl.arange(0, BLOCK)
         ok = column < end
         x = tl.load(logits_ptr + row * V + column, mask=ok, other=float("-inf")).to(tl.float32)
-        x = tl.where(x == x, x, float("-inf"))  # NaN never wins
+        x = tl.where(x == x, x, float("inf"))  # NaN wins, so that the row gets no token.
         if RANDOM:
-            kept = x >= least
+            kept = (x >= least) | (x == float("inf"))
             y = tl.where(temperature > 0, float("-inf"), x)
             some = many
             if some == 0:
@@ -307,7 +307,7 @@ def _draw_join(value_ptr, index_ptr, best_ptr, out_ptr, PARTS, BLOCK: tl.constex
     index = tl.load(index_ptr + row * PARTS + part, mask=part < PARTS, other=2147483647)
     value, index = tl.reduce((value, index), 0, _better)
     tl.store(best_ptr + row, value)
-    tl.store(out_ptr + row, index.to(tl.int64))
+    tl.store(out_ptr + row, tl.where(value == float("inf"), -1, index).to(tl.int64))
 
 
 def best_triton(
@@ -379,7 +379,7 @@ def _accept(
     real = slot != padding
     # All threads must have read their drafts before any is overwritten.
     tl.debug_barrier()
-    tl.store(place, drawn.to(tl.int32), mask=(w <= accepted) & real)
+    tl.store(place, tl.maximum(drawn, 0).to(tl.int32), mask=(w <= accepted) & real)
     if real:
         tl.store(computed_ptr + slot, base + accepted)
         tl.store(drafts_ptr + slot, tl.zeros((), tl.int64))

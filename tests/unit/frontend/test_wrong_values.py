@@ -13,7 +13,7 @@ import torch
 from dovetail import LLM, RequestError, SamplingParams
 from dovetail.core.compose import compose
 from dovetail.core.engine.requests import RequestBuilder
-from dovetail.core.errors import DovetailError, PluginError
+from dovetail.core.errors import PluginError
 from dovetail.core.frontend.engine_loop import EngineRequests
 from dovetail.core.frontend.local_engine import _LocalCommands
 from dovetail.core.frontend.messages import Add, StepMessage
@@ -169,5 +169,5 @@ def test_a_processor_that_fails_on_arrival_fails_only_that_request(caplog: pytes
     assert isinstance(port.updates, list)
     table.receive(0, StepMessage(port.updates))
     ((_, error, last),) = delivered
-    assert last and isinstance(error, DovetailError) and not isinstance(error, RequestError)
+    assert last and isinstance(error, RequestError) and error.status == 500
     assert "acme 1.0" in str(error) and "refused" in caplog.text

@@ -81,7 +81,6 @@ def test_gathered_samples(width, channels):
 def test_greedy_draw_takes_the_first_of_the_largest(rows, vocab, dtype):
     logits = torch.randn(rows, vocab, device=DEVICE).to(dtype)
     logits[:, vocab // 2] = logits[:, 1] = logits.max() + 1
-    logits[0, 0] = float("nan")
     zero = torch.zeros(rows, device=DEVICE)
     _, got = best_triton(logits, zero.long(), zero, zero.long(), False)
     assert got.tolist() == [1] * rows
@@ -103,11 +102,19 @@ def test_the_best_of_the_parts_is_the_best_of_all(random):
         assert torch.equal(torch.where(best, tokens, vocab).amin(0), token)
 
 
-def test_a_row_of_nan_draws_some_token():
-    logits = torch.full((2, 3000), float("nan"), device=DEVICE)
-    zero = torch.zeros(2, device=DEVICE)
-    _, got = best_triton(logits, zero.long(), zero, zero.long(), False)
-    assert ((got >= 0) & (got < 3000)).all()
+@pytest.mark.parametrize("draws", [best_triton, best_reference])
+@pytest.mark.parametrize(("temperature", "filtered"), [(0.0, False), (0.7, False), (0.7, True)])
+def test_rows_with_nan_or_infinity_draw_no_token(draws, temperature, filtered):
+    nan, inf = float("nan"), float("inf")
+    logits = torch.randn(5, 3000, device=DEVICE)
+    logits[0], logits[1, 1234], logits[2, 5], logits[3, 1:] = nan, nan, inf, -inf
+    full, none = torch.full((5,), temperature, device=DEVICE), torch.zeros(5, device=DEVICE)
+    key, position = torch.randint(1 << 62, (2, 5), device=DEVICE)
+    least = least_kept_triton(logits, full, none.int(), none + 0.9, none) if filtered else None
+    value, got = draws(logits, position, full, key, temperature > 0, least)
+    assert got[:4].tolist() == [-1, -1, -1, 0] and 0 <= got[4] < 3000 and value[:3].tolist() == [inf] * 3
+    value, got = draws(logits[:, 1000:2000], position, full, key, temperature > 0, None, 1000)
+    assert value[1] == inf and got[1] == -1 and 1000 <= got[2] < 2000
 
 
 def test_random_draws_equal_the_reference():
@@ -210,7 +217,7 @@ def test_accept(width):
     slots_R[-2:] = slots - 1  # Padding, twice.
     base_R = torch.randint(capacity - width, (rows,), device=DEVICE)
     limit_R = torch.randint(width, (rows, 3), device=DEVICE)[:, 1]
-    drawn_RW = torch.randint(3, (rows, width), device=DEVICE)
+    drawn_RW = torch.randint(-1, 3, (rows, width), device=DEVICE)
     states = [[t.clone() for t in (tokens_SL, computed_S, drafts_S)] for _ in range(2)]
     got = accept_triton(drawn_RW, slots_R, base_R, limit_R, *states[0])
     want = accept_reference(drawn_RW, slots_R, base_R, limit_R, *states[1])
