@@ -38,6 +38,7 @@ from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import PLAIN, CostModel
 from dovetail.core.layers.linear import Linear
 from dovetail.core.ops.formats import encode
+from dovetail.core.ops.padding import empty_rows
 from dovetail.core.worker.graphs import batch_sizes
 from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.cost.config import RooflineConfig
@@ -147,7 +148,7 @@ def linears(engine: Engine) -> dict[str, list[Linear]]:
 def product_us(layers: Sequence[Linear], rows: int) -> float:
     """Return the microseconds of the matmul of one layer, with each layer's own weight."""
     shape = layers[0].shape
-    x_TI = torch.randn(rows, shape.inp, device=next(iter(layers[0].params.values())).device).to(shape.dtype)
+    x_TI = empty_rows(rows, shape.inp, shape.dtype, next(iter(layers[0].params.values())).device).normal_()
     inputs = {one.inputs: encode(x_TI, one.inputs) for one in layers}
 
     def call() -> None:
