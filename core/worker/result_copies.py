@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dovetail.core.interfaces import Model, RowResult, StepResult, TokenLogprobs
+from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.sampling import SampledRows
@@ -142,9 +143,9 @@ def prompt_logprobs(
 
 def _best(logits_NV: torch.Tensor, chosen_N: torch.Tensor, wanted: int) -> list[torch.Tensor]:
     """Return log-probabilities of the chosen tokens, and those of the most likely tokens with their ids."""
-    logprobs = logits_NV.float().log_softmax(-1)
-    top = logprobs.topk(max(wanted, 1), dim=-1)
-    return [logprobs.gather(-1, chosen_N[:, None]), top.values[:, :wanted], top.indices[:, :wanted]]
+    top = best_logprobs(logits_NV, max(wanted, 1))
+    chosen_N1 = logits_NV.gather(1, chosen_N[:, None]).float() - top.total_N[:, None]
+    return [chosen_N1, top.values_Nn[:, :wanted], top.ids_Nn[:, :wanted]]
 
 
 def _logprobs(

@@ -12,6 +12,7 @@ import torch
 from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model
 from dovetail.core.interfaces.plan import LATE
 from dovetail.core.ops import apply_bitmask
+from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.ops.step import Accepted, accept, commit
 from dovetail.core.worker.batch import Batch, Rows
 from dovetail.core.worker.device_state import DeviceState
@@ -98,12 +99,14 @@ def sample_step(
         return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
 
     logits_NV = model.logits(states_NC)
-    raw = logits_NV.float().log_softmax(-1) if best >= 0 else None
+    # Log-probabilities are those before masks and processors.
+    raw_NV, top = logits_NV, best_logprobs(logits_NV, max(best, 1)) if best >= 0 else None
     if masks is not None:
         apply_bitmask(logits_NV, masks.bits_MW, masks.rows_M)
 
     if wanted:
-        logits_NV = logits_NV.float()
+        # Processors may change logits in place.
+        logits_NV = logits_NV.to(torch.float32, copy=top is not None)
         ctx = LogitsContext(slots_N, position_N, state.tokens_SL, state.prompt_len_S, batch.rows.max_len)
         for name, processor in processors.items():
             if name in wanted:
@@ -120,11 +123,10 @@ def sample_step(
         accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
 
     logprobs = None
-    if raw is not None:
-        raw_RWV = raw.view(rows, width, -1)
-        top = raw_RWV.topk(max(best, 1), dim=-1)
-        chosen_RW = raw_RWV.gather(-1, tokens_RW[..., None].clamp_min(0)).squeeze(-1)
-        logprobs = (chosen_RW, top.values, top.indices)
+    if top is not None:
+        # Masks leave the logits of tokens that can be drawn as they are.
+        chosen_N = raw_NV.gather(1, tokens_RW.reshape(-1, 1).clamp_min(0)).squeeze(1).float() - top.total_N
+        logprobs = (chosen_N.view(rows, width), *(x.view(rows, width, -1) for x in (top.values_Nn, top.ids_Nn)))
     return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
 
 

@@ -21,4 +21,4 @@ class LogitBias(LogitsProcessor):
         self.bias.set(slot, request.params.logit_bias)
 
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        return logits_NV.scatter_add(1, self.bias.ids_SM[ctx.slots_N], self.bias.values_SM[ctx.slots_N])
+        return logits_NV.scatter_add_(1, self.bias.ids_SM[ctx.slots_N], self.bias.values_SM[ctx.slots_N])

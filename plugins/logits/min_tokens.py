@@ -26,4 +26,4 @@ class MinTokens(LogitsProcessor):
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         early_N1 = (ctx.lengths_N < self.until_S[ctx.slots_N])[:, None]
         values_NM = torch.where(early_N1, self.stops.values_SM[ctx.slots_N], NOTHING)
-        return logits_NV.scatter_add(1, self.stops.ids_SM[ctx.slots_N], values_NM)
+        return logits_NV.scatter_add_(1, self.stops.ids_SM[ctx.slots_N], values_NM)

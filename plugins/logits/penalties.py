@@ -18,6 +18,7 @@ class Penalties(LogitsProcessor):
         self.repetition_S = torch.ones(slots, device=device)
         self.presence_S = torch.zeros(slots, device=device)
         self.frequency_S = torch.zeros(slots, device=device)
+        self._counts: torch.Tensor | None = None
 
     def wants(self, request: Request) -> bool:
         p = request.params
@@ -30,6 +31,17 @@ class Penalties(LogitsProcessor):
         self.frequency_S[slot] = request.params.frequency_penalty
 
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        if not logits_NV.is_cuda or not ctx.max_length:
+            return self.apply_reference(logits_NV, ctx)
+        from dovetail.plugins.logits.kernels import ROWS, penalise_triton
+
+        logits_NV = logits_NV.contiguous()
+        if self._counts is None:
+            self._counts = torch.zeros(ROWS, logits_NV.shape[1], dtype=torch.int32, device=logits_NV.device)
+        penalise_triton(logits_NV, ctx, self.repetition_S, self.presence_S, self.frequency_S, self._counts)
+        return logits_NV
+
+    def apply_reference(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         history_NL = ctx.tokens_SL[ctx.slots_N, : ctx.max_length].long()
         place_L = torch.arange(history_NL.shape[1], device=history_NL.device)
         known_NL = place_L < ctx.lengths_N[:, None]

@@ -18,6 +18,7 @@ from dovetail.core.interfaces import (
     BatchMeta,
     HostBounds,
     KVGroup,
+    LogitsContext,
     Plane,
     QKNorm,
     Rope,
@@ -29,6 +30,7 @@ from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.layernorm import layer_norm
+from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
@@ -39,6 +41,7 @@ from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
+from dovetail.plugins.logits.kernels import ROWS, penalise_triton
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -114,6 +117,10 @@ def steps() -> None:
             for bound in (least, None):
                 step.draw(logits, keys, floats[0], keys, True, bound)
             step.draw(logits, keys, floats[0], keys, False)
+            for count in (1, 20):
+                best_logprobs(logits, count)
+            ctx = LogitsContext(keys, keys, tokens_SL, cuda(257, dtype=INT64), 512 * longest)
+            penalise_triton(logits, ctx, *(cuda(257, dtype=FP32) for _ in range(3)), cuda(ROWS, VOCAB, dtype=INT32))
             apply_bitmask(logits, cuda(rows, -(-VOCAB // 32), dtype=INT32), keys)
         for width in (1, 5):
             lengths = cuda(257, dtype=INT64)

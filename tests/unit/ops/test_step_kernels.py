@@ -11,7 +11,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+from dovetail.core.interfaces import LogitsContext, Request, SamplingParams  # noqa: E402
 from dovetail.core.ops.kernels.filters import least_kept_triton  # noqa: E402
+from dovetail.core.ops.kernels.logprobs import best_logprobs_triton  # noqa: E402
 from dovetail.core.ops.kernels.step import (  # noqa: E402
     accept_triton,
     best_triton,
@@ -19,6 +21,7 @@ from dovetail.core.ops.kernels.step import (  # noqa: E402
     lay_out_pages_triton,
     lay_out_tokens_triton,
 )
+from dovetail.core.ops.logprobs import best_logprobs_reference  # noqa: E402
 from dovetail.core.ops.random import Purpose, gumbel  # noqa: E402
 from dovetail.core.ops.step import (  # noqa: E402
     SampleInputs,
@@ -29,6 +32,9 @@ from dovetail.core.ops.step import (  # noqa: E402
     lay_out_tokens_reference,
     least_kept_reference,
 )
+from dovetail.plugins.logits.config import PenaltiesConfig  # noqa: E402
+from dovetail.plugins.logits.kernels import ROWS, penalise_triton  # noqa: E402
+from dovetail.plugins.logits.penalties import Penalties  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -226,3 +232,57 @@ def test_accept(width):
     for mine, theirs, name in zip(*states, ("tokens", "computed", "drafts"), strict=True):
         assert torch.equal(mine[:-1], theirs[:-1]), name
     assert torch.equal(states[0][1][-1], computed_S[-1]), "padding was computed"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "vocab", "count"), [(3, 5, 5), (2, 4097, 1), (4, 9000, 20), (1, 4096, 64)])
+def test_best_logprobs(rows, vocab, count, dtype):
+    torch.seed()
+    logits_NV = (3 * torch.randn(rows, vocab, device=DEVICE)).to(dtype)
+    logits_NV[0, ::2] = float("-inf")
+    got, want = best_logprobs_triton(logits_NV, count), best_logprobs_reference(logits_NV, count)
+    torch.testing.assert_close(got.total_N, want.total_N, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.values_Nn, want.values_Nn, rtol=1e-5, atol=1e-5)
+    assert all(len(set(ids)) == count for ids in got.ids_Nn.tolist())
+    found = logits_NV.gather(1, got.ids_Nn).float() - got.total_N[:, None]
+    torch.testing.assert_close(found, got.values_Nn, rtol=1e-5, atol=1e-5)
+
+
+def test_best_logprobs_of_equal_logits_and_of_none():
+    got = best_logprobs_triton(torch.zeros(2, 5000, device=DEVICE), 3)
+    assert got.ids_Nn.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(got.values_Nn, torch.full((2, 3), 1 / 5000, device=DEVICE).log())
+    assert best_logprobs_triton(torch.zeros(0, 9, device=DEVICE), 2).values_Nn.shape == (0, 2)
+
+
+def test_penalties_visit_each_token_of_the_history_once():
+    torch.seed()
+    rows, slots, vocab, length = 70, 5, 300, 1200
+    processor = Penalties(PenaltiesConfig())
+    processor.allocate(slots, vocab, DEVICE)
+    for slot, params in enumerate(
+        (
+            SamplingParams(),
+            SamplingParams(repetition_penalty=1.3),
+            SamplingParams(presence_penalty=0.7),
+            SamplingParams(frequency_penalty=-0.4),
+            SamplingParams(repetition_penalty=0.8, presence_penalty=-1.0, frequency_penalty=0.3),
+        )
+    ):
+        processor.join(slot, Request(uid=slot, prompt_ids=(1,), params=params))
+    ctx = LogitsContext(
+        slots_N=torch.randint(slots, (rows,), device=DEVICE),
+        lengths_N=torch.randint(1, length + 1, (rows,), device=DEVICE),
+        tokens_SL=torch.randint(vocab // 2, (slots, length + 100), device=DEVICE).int(),
+        prompt_len_S=torch.randint(1, 40, (slots,), device=DEVICE),
+        max_length=length,
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        logits_NV = (3 * torch.randn(rows, vocab, device=DEVICE)).to(dtype)
+        counts = torch.zeros(ROWS, vocab, dtype=torch.int32, device=DEVICE)
+        got = logits_NV.clone()
+        penalties = processor.repetition_S, processor.presence_S, processor.frequency_S
+        penalise_triton(got, ctx, *penalties, counts)
+        want = processor.apply_reference(logits_NV.float(), ctx)
+        torch.testing.assert_close(got.float(), want, rtol=1e-5 if dtype.itemsize > 2 else 1e-2, atol=1e-5)
+        assert not counts.any() and torch.equal(got[ctx.slots_N == 0], logits_NV[ctx.slots_N == 0])
