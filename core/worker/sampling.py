@@ -126,7 +126,8 @@ def sample_step(
     if top is not None:
         # Masks leave the logits of tokens that can be drawn as they are.
         chosen_N = raw_NV.gather(1, tokens_RW.reshape(-1, 1).clamp_min(0)).squeeze(1).float() - top.total_N
-        logprobs = (chosen_N.view(rows, width), *(x.view(rows, width, -1) for x in (top.values_Nn, top.ids_Nn)))
+        shape = rows, width, -1
+        logprobs = chosen_N.view(rows, width), top.values_Nn.view(shape), top.ids_Nn.view(shape)
     return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
 
 
