@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from dovetail.core.compose import Host
 from dovetail.core.interfaces import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 def detect_host(device: str) -> Host:
@@ -27,6 +31,15 @@ def detect_host(device: str) -> Host:
         memory_bytes=properties.total_memory,
         platform=sys.platform,
     )
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Return the maximum shared memory of a program on this GPU, in bytes."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    # Some versions of PyTorch only tell what a program has without asking for more.
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
 def model_facts(spec: ModelSpec) -> Mapping[str, object]:

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.host import shared_bytes
 from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MatmulTile
 
@@ -101,10 +102,11 @@ def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
 
 
 @cache
-def _device(device: torch.device) -> tuple[str, int, bool]:
-    """Name, number of SMs, and whether the prefetching kernel runs there."""
+def _device(device: torch.device) -> tuple[str, int, bool, int]:
+    """Name, number of SMs, whether the prefetching kernel runs there, and shared memory of a program in bytes."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.name, properties.multi_processor_count, _has_prefetch_kernel(properties.major, properties.minor)
+    prefetch = _has_prefetch_kernel(properties.major, properties.minor)
+    return properties.name, properties.multi_processor_count, prefetch, shared_bytes(device)
 
 
 def _has_prefetch_kernel(*capability: int) -> bool:

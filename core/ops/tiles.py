@@ -9,6 +9,11 @@ from dovetail.core.arithmetic import ceil_div
 MOST_SHARED_TILES = 512
 """Maximum number of tiles that are split over several programs; each of them needs a counter."""
 
+HOPPER_SHARED = 227 << 10
+"""Maximum shared memory of a program on an H100 or H200."""
+RESERVED = 1 << 10
+"""Shared memory for barriers and the like."""
+
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
@@ -47,6 +52,11 @@ class MatmulTile:
         blocks = ceil_div(inputs, self.inputs)
         programs = min(self.programs, tiles * blocks) or tiles * min(self.split, blocks)
         return t_tiles, tiles, blocks, programs
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Upper estimate of a program's shared memory. `itemsize`: bytes of an element of x and of the weight."""
+        x_blocks, weight_blocks = self.stages, self.prefetch or self.stages
+        return (self.tokens * x_blocks + self.outputs * weight_blocks) * self.inputs * itemsize + RESERVED
 
     def splits_tiles(self, tokens: int, outputs: int, inputs: int) -> bool:
         """Whether some tile is summed by several programs, which needs counters."""

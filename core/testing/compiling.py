@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +24,29 @@ from triton.compiler.code_generator import CodeGenerator
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-NAME, PROCESSORS, CAPABILITY = "NVIDIA H200", 132, (9, 0)
-SHARED_BYTES = 227 * 1024
-"""Maximum shared memory of one block on Hopper."""
+
+@dataclass(frozen=True, slots=True)
+class EmulatedGpu:
+    """A GPU to compile for."""
+
+    name: str
+    processors: int
+    """Number of SMs."""
+    capability: tuple[int, int]
+    shared_bytes: int
+    """Maximum shared memory of one block."""
+
+
+H200 = EmulatedGpu("NVIDIA H200", 132, (9, 0), 227 << 10)
+GPUS = (
+    EmulatedGpu("NVIDIA A100-SXM4-80GB", 108, (8, 0), 163 << 10),
+    EmulatedGpu("NVIDIA A10", 72, (8, 6), 99 << 10),
+    EmulatedGpu("NVIDIA L40S", 142, (8, 9), 99 << 10),
+    H200,
+    EmulatedGpu("NVIDIA B200", 148, (10, 0), 227 << 10),
+)
+"""One GPU of each architecture for which kernels must compile."""
+SHARED_BYTES = H200.shared_bytes
 
 
 @dataclass(slots=True)
@@ -42,9 +62,14 @@ class Compiled:
     """Name and Triton's cache key (types, alignment, constants, options), in the order of the first launches."""
 
 
+def compiled_for_hopper(machine_code: bool = True) -> AbstractContextManager[Compiled]:
+    """`compiled_for` an H200."""
+    return compiled_for(H200, machine_code)
+
+
 @contextmanager
-def compiled_for_hopper(machine_code: bool = True) -> Iterator[Compiled]:
-    """Compile kernels for an H200 at their launch instead of running them. device="cuda" gives tensors without data.
+def compiled_for(gpu: EmulatedGpu, machine_code: bool = True) -> Iterator[Compiled]:
+    """Compile kernels for a GPU at their launch instead of running them. device="cuda" gives tensors without data.
 
     Compiler errors are raised at the launch. With machine_code=False nothing is compiled and only the variants are
     recorded, which takes milliseconds per launch. Call the functions that launch kernels, so that types, alignment,
@@ -64,10 +89,10 @@ def compiled_for_hopper(machine_code: bool = True) -> Iterator[Compiled]:
         if not machine_code:
             return found
         compiled.kernels.append((_name(kernel), found))
-        if found.metadata.shared > SHARED_BYTES:
+        if found.metadata.shared > gpu.shared_bytes:
             raise ValueError(
-                f"{_name(kernel)} needs {found.metadata.shared} bytes of shared memory, but a block has at most "
-                f"{SHARED_BYTES}: use smaller blocks or fewer stages than {found.metadata.num_stages}"
+                f"{_name(kernel)} needs {found.metadata.shared} bytes of shared memory, but a block of {gpu.name} has "
+                f"at most {gpu.shared_bytes}: use smaller blocks or fewer stages than {found.metadata.num_stages}"
             )
         return found
 
@@ -84,15 +109,23 @@ def compiled_for_hopper(machine_code: bool = True) -> Iterator[Compiled]:
         return inline(self, fn, *args, **options)
 
     before = driver._active
-    driver.set_active(_Driver())
+    driver.set_active(_Driver(gpu.capability))
     try:
         with ExitStack() as stack:
             stack.enter_context(patch.object(JITFunction, "run", compile_only))
             stack.enter_context(patch.object(JITFunction, "_do_compile", note))
             stack.enter_context(patch.object(CodeGenerator, "call_JitFunction", call))
             stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
-            stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY))
-            properties = SimpleNamespace(name=NAME, multi_processor_count=PROCESSORS, major=9, minor=0)
+            stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda device=None: gpu.capability))
+            major, minor = gpu.capability
+            properties = SimpleNamespace(
+                name=gpu.name,
+                multi_processor_count=gpu.processors,
+                major=major,
+                minor=minor,
+                shared_memory_per_block=48 << 10,
+                shared_memory_per_block_optin=gpu.shared_bytes,
+            )
             stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device=None: properties))
             stack.enter_context(warnings.catch_warnings())
             # Triton reads the address to check its alignment; without data it is 0.
@@ -113,8 +146,12 @@ DEVICE = "emulated H200"
 class _Driver:
     """Minimal Triton driver for compilation."""
 
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
+        major, minor = self._capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_device(self) -> str:
         return DEVICE

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dovetail.core.host import shared_bytes
 from dovetail.core.interfaces import (
     PLAIN,
     ActFormat,
@@ -35,6 +36,7 @@ from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.core.ops.kv_write import FLOAT8
 from dovetail.core.ops.padding import empty_rows
+from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
@@ -250,9 +252,9 @@ def _make_plan(
 ) -> LaunchPlan:
     """Create work items for both classes of rows. `room`: memory for gathered pages. `hopper`: as in Shape."""
     window, heads, kv_heads, dim, dtype, kv_dtype = geometry
-    shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens, hopper)
-    rows, decode = len(host.counts), host.num_decode
     device = meta.kv_len_B.device
+    shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens, hopper, _shared_bytes(device))
+    rows, decode = len(host.counts), host.num_decode
     launches: list[tuple[int, int, Tile, Gathered | None]] = []
     if decode:
         programs = decode * kv_heads / _processors(device)
@@ -345,3 +347,11 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Maximum shared memory of a program."""
+    if device.type != "cuda":
+        return HOPPER_SHARED
+    return shared_bytes(device)

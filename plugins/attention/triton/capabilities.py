@@ -6,22 +6,27 @@ from dovetail.core.compose.capabilities import Capabilities, Host, Requires
 from dovetail.plugins.attention.config import TritonConfig
 
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")
+PLAIN_KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+FP8_HARDWARE = (8, 9)
 MAX_HEAD_DIM = 256
 
 
 def capabilities(config: TritonConfig, host: Host) -> Capabilities:
+    old = bool(host.device_count) and host.compute_capability < FP8_HARDWARE
+    dtypes = PLAIN_KV_DTYPES if old else KV_DTYPES
+    reason = "this GPU cannot convert 8-bit floats, as Ada and Hopper do" if old else "its kernels read these"
     return Capabilities(
         provides={
             "kinds": ("full", "window"),
             "exact_lengths": "device",
-            "kv_dtypes": KV_DTYPES,
+            "kv_dtypes": dtypes,
             "tree": True,
             "graphs": "mixed",
         },
         requires=(
             Requires(kind="host", key="device", allowed=("cuda",), reason="its kernels are compiled for a GPU"),
             Requires(kind="engine", key="device", allowed=("auto", "cuda"), reason="it runs only on a GPU"),
-            Requires(kind="engine", key="kv_dtype", allowed=KV_DTYPES, reason="its kernels read these"),
+            Requires(kind="engine", key="kv_dtype", allowed=dtypes, reason=reason),
             Requires(kind="model", key="head_dim", at_most=MAX_HEAD_DIM, reason="a head must fit into one tile"),
         ),
     )

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.plugins.attention.triton.gather import MOST_ROWS, PAGE, ROOM_BYTES, copied_page, copied_pages
 
-SHARED_BYTES = 200 * 1024
-"""Shared memory for the blocks in flight of one program, of 227 KiB on Hopper."""
-
+SHARE = 200 / 227
+"""Share of a program's shared memory for its blocks in flight."""
 
 DECODE_ROWS = 64
 """Maximum number of query rows in a decode tile."""
@@ -112,6 +112,8 @@ class Shape:
     page_tokens: int
     hopper: bool = False
     """Whether attend_prompts and attend_decode can run: GPU and Triton support them, and there is no tree mask."""
+    shared_bytes: int = HOPPER_SHARED
+    """Maximum shared memory of a program."""
 
     @property
     def padded_dim(self) -> int:
@@ -221,7 +223,7 @@ def fit(tile: Tile, shape: Shape) -> Tile:
     """Reduce stages and block length until they fit in shared memory, and disable reads that the shape rules out."""
     block_n, stages = tile.block_n, tile.stages
     bytes_per_key = shape.padded_dim * shape.kv_dtype.itemsize * max(tile.key_warps, 1)
-    while 2 * stages * block_n * bytes_per_key > SHARED_BYTES and block_n > 16:
+    while 2 * stages * block_n * bytes_per_key > SHARE * shape.shared_bytes and block_n > 16:
         stages, block_n = (stages - 1, block_n) if stages > 2 else (stages, block_n // 2)
     tma = tile.tma and shape.reads_tensor_maps and shape.page_tokens % block_n == 0
     # Larger tiles use warp-group instructions, which read 16-bit values from shared memory in any case.
