@@ -40,3 +40,8 @@ def _set_fields(tile: MatmulTile) -> dict[str, int | bool]:
 
 
 MEASURED = read_tiles()
+
+
+def tuned_rows(least: int) -> list[int]:
+    """Return the maximum rows of all entries, from `least` on: matmuls up to each may need another kernel."""
+    return sorted({least, *(most for rows in MEASURED.values() for most in rows if most >= least)})

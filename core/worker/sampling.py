@@ -131,6 +131,14 @@ def sample_step(
     return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
 
 
+def warm_up_processors(processors: Mapping[str, LogitsProcessor], state: DeviceState, vocab: int) -> None:
+    """Apply each processor to a row of the scratch slot, so that its kernels get compiled."""
+    slots_N = torch.tensor([state.scratch], device=state.device)
+    ctx = LogitsContext(slots_N, torch.ones_like(slots_N), state.tokens_SL, state.prompt_len_S, 1)
+    for processor in processors.values():
+        processor.apply(torch.zeros(1, vocab, device=state.device), ctx)
+
+
 def _accept(tokens_RW: torch.Tensor, at: SamplePositions, state: DeviceState) -> Accepted:
     return accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, state.tokens_SL, state.computed_S, state.drafts_S)
 

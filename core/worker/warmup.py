@@ -27,8 +27,10 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.interfaces.plan import DECODE, LATE, SAMPLE
 from dovetail.core.memory.sizing import page_count
+from dovetail.core.ops.tuned_tiles import tuned_rows
 from dovetail.core.worker.runner import RankParts, Runner, make_graphs
 from dovetail.core.worker.sampler import warm_up_float32
+from dovetail.core.worker.sampling import warm_up_processors
 
 EPOCH = -1
 
@@ -47,14 +49,14 @@ def warmup_steps(budget: int, most: int, longest: int) -> list[WarmupStep]:
     """Return the warm-up steps of a rank whose steps have at most `budget` tokens and `most` rows, and whose sequences
     have at most `longest` tokens. The most expensive come first: all tokens in as few chunks as can hold them, then
     every slot sampling. Then come mixed steps, to compile their kernels: few and many decode rows, long and short ones,
-    short and long chunks. Last are single chunks: of 1, 64, 128 and 256 tokens, since matmuls of up to that many rows
-    have dedicated kernels (core.ops.measured; smaller ones run in graphs), and of the longest length."""
+    short and long chunks. Last are single chunks: of 1 token, of as many as the tuned tiles of matmuls serve
+    (core.ops.tuned_tiles; smaller ones than 64 run in graphs), and of the longest length."""
     tokens = min(budget, most * longest)
     longest = min(longest, tokens)
     chunks = ceil_div(tokens, longest)
     few, short = min(longest, 512), min(longest, 2)
     mixed = [(few, 2, 1, short), (few, 2, 1, longest), (tokens, most, most - chunks, short)] if most > 1 else []
-    counts = sorted({min(count, longest) for count in (1, 64, 128, 256, longest)})
+    counts = sorted({min(count, longest) for count in (1, *tuned_rows(64), longest)})
     alone = [(count, 1) for count in counts if (count, 1) != (tokens, chunks)]
     return [WarmupStep(*step) for step in ((tokens, chunks), (tokens, most), *mixed, *alone)]
 
@@ -126,6 +128,7 @@ def compile_kernels(parts: RankParts) -> None:
             make_graphs(parts, runner.state).warm_up()
             if parts.processors:
                 warm_up_float32(runner.state, parts.model.build.spec.vocab)
+                warm_up_processors(parts.processors, runner.state, parts.model.build.spec.vocab)
 
 
 def compile_workers(ranks: int) -> int:

@@ -10,6 +10,8 @@ from dovetail.core.ops.logprobs import BestLogprobs
 
 BLOCK = 4096
 """Logits of a part; a program holds them in registers."""
+MOST = 64
+"""Tokens per row that SamplingParams allow: up to here one kernel serves any number."""
 NOWHERE = tl.constexpr(2147483647)
 
 
@@ -89,7 +91,7 @@ def best_logprobs_triton(logits_NV: torch.Tensor, count: int) -> BestLogprobs:
             vocab,
             count,
             PARTS=triton.next_power_of_2(parts),
-            BLOCK=max(256, triton.next_power_of_2(parts * count)),
+            BLOCK=triton.next_power_of_2(parts * max(count, MOST)),
             num_warps=8,
         )
     return BestLogprobs(total_N, values_Nn, ids_Nn)

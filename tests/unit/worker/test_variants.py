@@ -53,8 +53,8 @@ KINDS = {
     "greedy": dict(temperature=0.0),
     "random": dict(temperature=0.7),
     "filtered": dict(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01),
-    "logprobs": dict(temperature=0.7, top_p=0.9, logprobs=3),
-    "prompt": dict(prompt_logprobs=2),
+    "logprobs": dict(temperature=0.7, top_p=0.9, logprobs=20),
+    "prompt": dict(prompt_logprobs=2, logprobs=0),
     "penalties": dict(temperature=0.7, presence_penalty=0.5, logit_bias={5: 1.0}, min_tokens=1),
 }
 DECODE = int(RowFlag.DECODE)
