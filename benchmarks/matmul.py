@@ -31,6 +31,7 @@ from matmul_table import tiles_of, write_table
 
 from dovetail.core.ops.kernels.launch import keep_shared_memory
 from dovetail.core.ops.kernels.matmul import matmul_triton
+from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tiles import MatmulTile
 
 GPU = torch.device("cuda")
@@ -232,7 +233,9 @@ class Bench:
         """Set the number of rows to multiply."""
         self.rows = rows
         kind = DTYPES[self.dtype]
-        self.x = torch.randn(rows, self.product.inputs, device=GPU, dtype=torch.bfloat16).to(kind)
+        # As the engine allocates activations.
+        self.x = empty_rows(rows, self.product.inputs, kind, GPU)
+        self.x.copy_(torch.randn(self.x.shape, device=GPU, dtype=torch.bfloat16))
         self.x_scale = torch.rand(rows, 1, device=GPU) + 0.5
         self.weight_scale = torch.rand(self.product.outputs, device=GPU) + 0.5
         self.counts = torch.zeros(1 << 14, dtype=torch.int32, device=GPU)

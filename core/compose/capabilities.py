@@ -15,6 +15,9 @@ from typing import Any
 
 from dovetail.core.compose.wording import show
 
+FP8_HARDWARE = (8, 9)
+"""Compute capability from which GPUs convert and multiply FP8: Ada, then Hopper."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:

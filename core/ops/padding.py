@@ -1,8 +1,7 @@
 """Rows of activations that exist in memory after the last one, so that no matmul tile reads past the tensor's end.
 
 The tensor memory accelerator fills what lies outside a tensor with zeros, and for some shapes it does so slowly: on an
-H200, a bf16 matmul of 96 rows with tiles of 128 takes up to 1.3 times as long as one of 128 rows, and one of 160 rows
-with tiles of 256 up to 1.5 times as long as one of 256. So activations get room for whole tiles, and matmuls read what
+H200, 80 rows took longer than 128 (benchmarks/NOTES.md). So activations get room for whole tiles, and matmuls read what
 happens to be there; the outputs of these rows are not stored.
 """
 

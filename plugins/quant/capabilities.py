@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dovetail.core.compose.capabilities import Capabilities, Host, Requires
+from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host, Requires
 from dovetail.plugins.quant.config import FP8Config, Int8Config
-
-FP8_HARDWARE = (8, 9)
 
 
 def int8(config: Int8Config, host: Host) -> Capabilities:

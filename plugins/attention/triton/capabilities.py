@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dovetail.core.compose.capabilities import Capabilities, Host, Requires
+from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host, Requires
 from dovetail.plugins.attention.config import TritonConfig
 
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")
 PLAIN_KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
-FP8_HARDWARE = (8, 9)
+KV_DTYPES = (*PLAIN_KV_DTYPES, "fp8_e4m3", "fp8_e5m2")
 MAX_HEAD_DIM = 256
 
 

@@ -13,7 +13,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
 
 import triton
 
-from dovetail.core.compose.capabilities import Host
+from dovetail.core.compose.capabilities import FP8_HARDWARE, Host
 from dovetail.core.ops import matmul
 from dovetail.core.ops.kernels import launch
 from dovetail.core.ops.tile_choice import choose
@@ -25,7 +25,6 @@ from dovetail.plugins.attention.triton.capabilities import capabilities
 
 from .launches import CASES, multiply
 
-FP8_HARDWARE = (8, 9)
 ATTENTION = (
     "decode, scarce",
     "single tokens",

@@ -26,12 +26,13 @@ from triton.runtime.errors import PTXASError
 import dovetail
 from dovetail.core.interfaces import PLAIN, Activation, HostBounds, LinearShape
 from dovetail.core.layers import PlainLinear
-from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops import encode, gelu, layer_norm, rms_norm, silu_and_mul
 from dovetail.core.ops.kernels import prefetch_matmul
 from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import _device, _has_prefetch_kernel, matmul, unscaled_matmul
+from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.ops.tuned_tiles import MEASURED
 from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
@@ -142,6 +143,24 @@ def test_a_prefetching_matmul_fetches_only_the_weight_before_it_waits(tmp_path):
         # The matmuls of all boxes of a block are issued before the first one's sums are added.
         assert re.search(rf"wgmma\.wait_group\.sync\.aligned\s+{boxes - 1};", kernel.asm["ptx"])
         assert spilled(kernel, tmp_path) == 0
+
+
+def test_inputs_of_matmuls_have_memory_for_whole_tiles():
+    """Otherwise tensor maps would reach past the last row, which is slow."""
+    emit = PLAIN, FP8_TOKEN
+    with compiled_for_hopper(machine_code=False):
+        x, weight = cuda(80, 4096), cuda(4096)
+        made = {
+            "rms_norm": rms_norm(x, None, weight, 1e-5, emit)[0],
+            "layer_norm": layer_norm(x, None, weight, weight, 1e-5, emit)[0],
+            "silu_and_mul": silu_and_mul(cuda(80, 8192), emit),
+            "gelu": gelu(x, emit=emit),
+        }
+        encoded = encode(x, (FP8_TOKEN,))[FP8_TOKEN].values
+        for name, bundle in made.items():
+            for fmt in emit:
+                assert readable_rows(bundle[fmt].values, 128) == 128, name
+        assert readable_rows(encoded, 128) == 128
 
 
 def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
