@@ -364,8 +364,9 @@ BROKEN: dict[str, list[type[Sound]]] = {
     "test_attend_changes_no_page": [ScalesKeysInPlace],
     "test_write_touches_nothing_else": [
         writes(
-            "WritesOneSlotLater",
-            lambda meta, **_: dict(meta=replace(meta, write_T=torch.where(meta.write_T > 0, meta.write_T + 1, 0))),
+            # Not one later: the last page's last slot has none after it.
+            "WritesOneSlotEarlier",
+            lambda meta, **_: dict(meta=replace(meta, write_T=(meta.write_T - 1).clamp(min=0))),
         ),
         writes("WritesPaddingToItsRow", padding_to_its_row),
         writes("WritesEveryLayer", every_layer),
