@@ -28,13 +28,13 @@ def choose(
 
     `kind` is the weight's: "fp8" or "bf16". `device` and `processors` are the GPU's name and number of SMs. The tuned
     entry with the next higher number of rows applies. For untuned shapes, fp8 follows a rule, since the library is slow
-    for few rows with per-row scales, and bf16 uses the library. With `prefetch` false, the GPU cannot run prefetching
-    tiles, and the rule replaces them. `shared`: bytes of shared memory that a program may use.
+    for few rows with per-row scales, and bf16 uses the library. With `prefetch` false, the GPU cannot run Hopper's
+    kernels, and the rule replaces their tiles. `shared`: bytes of shared memory that a program may use.
     """
     measured = MEASURED.get((device, kind, outputs, inputs))
     ruled = _by_rule(rows, outputs, processors, shared) if kind == "fp8" else None
     tile = ruled if measured is None else next((tile for most, tile in measured.items() if rows <= most), None)
-    if tile is not None and tile.prefetch and not prefetch:
+    if tile is not None and tile.needs_hopper and not prefetch:
         tile = ruled
     return tile if tile is not None and tile.fits_32_bits(rows, outputs, inputs) else None
 

@@ -29,11 +29,12 @@ from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
-from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, specialized_tiles
 from dovetail.core.ops.tuned_tiles import MEASURED
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
@@ -148,6 +149,9 @@ def products() -> None:
     for outputs in (1280, 200064):
         for rows in (1, 64):
             multiply("fp8", rows, outputs, 4096 + 128)
+    x, weight = cuda(100, 1024), cuda(1280, 1024)
+    for tile in list(specialized_tiles(100, 2))[:: 1 if EVERYTHING else 6]:
+        matmul_triton(x, weight, tile, None, None, None, cuda(1280), BF16)
 
 
 def multiply(kind: str, rows: int, outputs: int, inputs: int) -> None:
