@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
@@ -15,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, fi
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import request_values
 from dovetail.core.interfaces.grammar import Grammar
+from dovetail.core.interfaces.logprobs import TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -280,13 +282,6 @@ class Sequence:
         return self.max_len - self.computed
 
 
-class TokenLogprobs(NamedTuple):
-    """Log-probability of one token and of the most likely tokens, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 class RowResult(NamedTuple):
     """Result of one plan row. `tokens` is empty for a prefill chunk that does not sample, and for a LATE row without
     late inputs: its last token must be fed again."""
@@ -297,9 +292,9 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     """Accepted drafts, then the token sampled by the target: -1 if some logit is NaN or +inf, which ends the
     sequence."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token, if requested."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Seq[TokenLogprobs] = ()
+    """One per token, if requested. The engine reads its length and slices; clients read the entries."""
+    prompt_logprobs: Seq[TokenLogprobs] = ()
     """For each prompt token fed by this chunk, the logprobs of the token that follows it, if requested."""
     pooled_C: NDArray[np.float32] | None = None
     """Final hidden states of a request with pooling: the prompt's last token, or the sum over this row's tokens."""
