@@ -40,6 +40,10 @@ MOST_EXTRA_BYTES = 1 << 16
 """Maximum size of SamplingParams.extra as JSON."""
 
 
+MOST_BIASES = 1024
+"""Limit of the entries of SamplingParams.logit_bias."""
+MOST_LOGPROBS = 64
+"""Limit of SamplingParams.logprobs and prompt_logprobs."""
 LEAST_TEMPERATURE = 1e-5
 """Least temperature at which tokens are drawn."""
 
@@ -78,7 +82,7 @@ class SamplingParams(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     """Subtracted from a token's logit once per occurrence in the output."""
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
-        default_factory=dict, max_length=1024
+        default_factory=dict, max_length=MOST_BIASES
     )
     """Added to the logits of these token ids."""
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -92,10 +96,10 @@ class SamplingParams(BaseModel):
     """Keep the stop string or stop token in the output."""
     ignore_eos: bool = False
     """Continue past the model's EOS (for benchmarks)."""
-    logprobs: int | None = Field(None, ge=0, le=64)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     """Report the log-probability of each output token and of this many most likely tokens, at most the vocabulary. They
     are taken from the model's distribution, before penalties, bias and temperature."""
-    prompt_logprobs: int | None = Field(None, ge=0, le=64)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     """The same for prompt tokens. Such a request recomputes its prompt instead of reading the prefix cache."""
     extra: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
     """Parameters of selected logits processors, by name, such as {"no_repeat_ngram": 3}: plain JSON values, at most 64

@@ -136,7 +136,7 @@ class Runner:
         """Rows that the latest step sampled, until drafts are proposed for them. Without proposals they have none."""
         self._reader = ThreadPoolExecutor(1, "dovetail-adapter")
         """Reads adapters, one at a time."""
-        self.slots = Slots()
+        self.slots = Slots(name for name, processor in parts.processors.items() if not processor.graph_safe)
         self.pools = make_pools(parts.groups, num_pages, device)
         parts.attention.bind(self.pools)
         self.state = DeviceState(
@@ -267,13 +267,13 @@ class Runner:
             if drafter.lookahead:
                 drafter.observe(self._draft_context(batch, None), hidden.states, hidden.taps)
             return None
-        random = not self.slots.random.isdisjoint(slots)
-        graphs = None if late is not None or (random and state.draft_probs_SKV is not None) else self.graphs
-        if graphs is not None and self.slots.not_plain.isdisjoint(slots):
+        graphs, kind = self.graphs, self.slots.draw(slots)
+        by_rejection = state.draft_probs_SKV is not None and not self.slots.random.isdisjoint(slots)
+        if graphs is not None and kind is not None and late is None and not by_rejection:
             width = graphs.width(rows)
             if step.graph is None or step.graph.capacity.width != width:
                 graphs.gather(batch, hidden, step.samples_N)
-            sampled = graphs.draw(width, len(slots), random, not self.slots.filtered.isdisjoint(slots))
+            sampled = graphs.draw(width, len(slots), kind, self.slots.most_logprobs(slots))
         else:
             at = unpack_samples(step.samples_N, rows, batch.tokens.positions_T)
             states = hidden.states[at.token_RW.reshape(-1)]
@@ -352,4 +352,5 @@ def make_graphs(parts: RankParts, state: DeviceState) -> StepGraphs:
         most_tokens=parts.graph_tokens,
         max_len=parts.max_len,
         adapters=parts.adapters,
+        processors=[processor for processor in parts.processors.values() if processor.graph_safe],
     )

@@ -31,7 +31,7 @@ from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
-from dovetail.core.ops.logprobs import best_logprobs
+from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, specialized_tiles
@@ -42,7 +42,7 @@ from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
-from dovetail.plugins.logits.kernels import ROWS, penalise_triton
+from dovetail.plugins.logits.kernels import ROWS, add_pairs_triton, penalise_triton
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -111,17 +111,21 @@ def steps() -> None:
         layout = step.lay_out_tokens(slots, starts, cuda(257, dtype=INT64), tokens_SL, total, longest)
         step.lay_out_pages(slots, layout, table, 16)
         floats = [cuda(rows, dtype=FP32) for _ in range(3)]
-        keys = cuda(rows, dtype=INT64)
+        keys, keys_S, reals_S = cuda(rows, dtype=INT64), cuda(257, dtype=INT64), cuda(257, dtype=FP32)
+        step.gather_params(slots, reals_S, keys_S, reals_S, reals_S, keys_S)
         for dtype in (BF16, FP32):
             logits = cuda(rows, VOCAB, dtype=dtype)
             least = step.least_kept(logits, floats[0], keys, *floats[1:])
             for bound in (least, None):
                 step.draw(logits, keys, floats[0], keys, True, bound)
             step.draw(logits, keys, floats[0], keys, False)
-            for count in (1, 20):
-                best_logprobs(logits, count)
-            ctx = LogitsContext(keys, keys, tokens_SL, cuda(257, dtype=INT64), 512 * longest)
-            penalise_triton(logits, ctx, *(cuda(257, dtype=FP32) for _ in range(3)), cuda(ROWS, VOCAB, dtype=INT32))
+            for count, wanted in ((1, None), (64, keys)):
+                best_logprobs(logits, count, wanted)
+            logprobs_of(logits, keys, floats[0])
+            ctx = LogitsContext(keys, keys, tokens_SL, keys_S, 512 * longest)
+            penalise_triton(logits, ctx, reals_S, reals_S, reals_S, cuda(ROWS, VOCAB, dtype=INT32))
+            pairs = cuda(257, 1024, dtype=INT64), cuda(257, 1024, dtype=FP32)
+            add_pairs_triton(logits, ctx, *pairs, cuda(257, dtype=INT32), keys_S)
             apply_bitmask(logits, cuda(rows, -(-VOCAB // 32), dtype=INT32), keys)
         for width in (1, 5):
             lengths = cuda(257, dtype=INT64)
