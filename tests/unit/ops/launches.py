@@ -87,6 +87,7 @@ def norms() -> None:
                 rms_norm(x, residual, weight, 1e-5, emit)
         layer_norm(x, x, weight, weight, 1e-5, (PLAIN, FP8_TOKEN))
         layer_norm(x, None, weight, weight, 1e-5)
+        layer_norm(x, x, weight, weight, 1e-5, plus_TC=x)
 
 
 def activations() -> None:
@@ -257,12 +258,17 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "single tokens, e4m3": dict(host=SCARCE, kv_dtype=E4M3, heads=(16, 1, 128)),
         "single tokens, window, head scales": dict(host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, page=64),
         "single tokens, narrow heads": dict(host=SCARCE, heads=(8, 8, 64), rotary=32),
+        "single tokens, padded head dim": dict(host=SCARCE, kv_dtype=E4M3, heads=(14, 2, 80), rotary=32, norm=True),
+        "single tokens, wide heads": dict(host=SCARCE, dtype=FP16, heads=(16, 16, 256), rotary=64),
+        "single tokens, one kv head": dict(host=SCARCE, heads=(71, 1, 64), rotary=64),
         "chunks": dict(host=CHUNKS, norm=True, gluon=False),
         "chunks, tensor maps": dict(host=CHUNKS, page=64, gluon=False),
         "long, tensor maps": dict(host=LONG, page=64, gluon=False),
         "prompts, gathered": dict(host=CHUNKS, kv_dtype=E4M3),
         "prompts, long": dict(host=LONG, page=64),
         "prompts, window, head scales": dict(host=LONG, dtype=FP16, page=192, window=4096, head_scales=True),
+        "prompts, wide heads": dict(host=LONG, dtype=FP16, heads=(16, 16, 256), page=64, rotary=64),
+        "prompts, padded head dim and group": dict(host=LONG, heads=(14, 2, 80), page=64, rotary=32),
         "prompts, narrow heads": dict(host=LONG, heads=(8, 8, 64), page=64, rotary=64),
         "mixed, e4m3": dict(host=MIXED, kv_dtype=E4M3),
         "mixed, window, head scales": dict(host=MIXED, kv_dtype=E4M3, window=4096, head_scales=True),

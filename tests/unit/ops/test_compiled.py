@@ -80,6 +80,7 @@ def test_every_kernel_compiles(tmp_path, monkeypatch):
 
 CONSTANTS = {
     "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr"},
+    "dovetail.core.ops.kernels.layernorm:_layer_norm": {"weight_ptr", "bias_ptr"},
     "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
     "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
     "dovetail.core.ops.kernels.specialized_matmul:matmul_specialized": {"weight_source"},
