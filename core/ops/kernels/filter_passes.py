@@ -127,9 +127,12 @@ def choose_pivots(
         low = tl.full((), float("-inf"), tl.float32)
         wanted = top_k.to(tl.float32)
         pivots = tl.zeros((), tl.float32)
-        if by_k & (top_k <= groups // 2):
+        if by_k & (top_k <= tl.minimum(groups, GROUPS) // 2):
             group = tl.arange(0, GROUPS)
-            maxima = tl.load(maxima_ptr + row * groups + group, mask=group < groups, other=float("-inf"))
+            maxima = tl.full((GROUPS,), float("-inf"), tl.float32)
+            for i in range(0, groups, GROUPS):
+                more = tl.load(maxima_ptr + row * groups + i + group, mask=i + group < groups, other=float("-inf"))
+                maxima = tl.maximum(maxima, more)
             key = key_of(maxima, SHIFT)
             inside = (group < groups).to(tl.int32)
             low = value_of(highest_key(key, inside, top_k, tl.min(key, axis=0), tl.max(key, axis=0), DIGIT), SHIFT)

@@ -30,6 +30,8 @@ BLOCK = 1024
 DIGIT = 3
 """Bits of a bound that one pass over a row's sample, candidates or logits finds."""
 GROUPS_OF_PART = 64
+GROUPS = 1024
+"""Maxima that are searched for a bound of top-k; if there are more, each is that of several groups."""
 PIVOTS = TRIES
 SAMPLE = 2048
 RUN = 16
@@ -37,8 +39,8 @@ RUN = 16
 CANDIDATES = 8192
 LISTS = 8
 """Lists that a row's candidates are kept in, so that programs that append to them wait less for each other."""
-FEW = 1024
-"""Number of candidates up to which `finish` takes a quarter of the time."""
+FEWEST = CANDIDATES // 64
+"""Number of candidates in the smallest of the three sizes for which `finish` is compiled."""
 PART_COLUMNS = 2048
 """Minimum number of logits per part."""
 PROGRAMS = 2048
@@ -141,7 +143,7 @@ def _search(
         PIVOTS=PIVOTS,
         SAMPLE=SAMPLE,
         RUN=RUN,
-        GROUPS=triton.next_power_of_2(most * GROUPS_OF_PART),
+        GROUPS=GROUPS,
         PARTS=few_parts,
         LISTS=LISTS,
         LISTED=LISTED,
@@ -194,7 +196,7 @@ def _search(
         vocab,
         FACTS=FACTS,
         CANDIDATES=CANDIDATES,
-        FEW=FEW,
+        FEWEST=FEWEST,
         LISTS=LISTS,
         SHIFT=shift,
         DIGIT=DIGIT,
