@@ -42,7 +42,7 @@ from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
-from dovetail.plugins.logits.kernels import ROWS, add_pairs_triton, penalise_triton
+from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise_triton
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -117,6 +117,7 @@ def steps() -> None:
         for dtype in (BF16, FP32):
             logits = cuda(rows, VOCAB, dtype=dtype)
             least = step.least_kept(logits, floats[0], keys, *floats[1:])
+            step.draw_filtered(logits, keys, keys, floats[0], keys, *floats[1:])
             for bound in (least, None):
                 step.draw(logits, keys, floats[0], keys, True, bound)
             step.draw(logits, keys, floats[0], keys, False)
@@ -124,7 +125,7 @@ def steps() -> None:
                 best_logprobs(logits, count, wanted)
             logprobs_of(logits, keys, floats[0])
             ctx = LogitsContext(keys, keys, tokens_SL, keys_S, 512 * longest)
-            penalise_triton(logits, ctx, reals_S, reals_S, reals_S, cuda(ROWS, VOCAB, dtype=INT32))
+            penalise_triton(logits, ctx, reals_S, reals_S, reals_S, cuda(PROGRAMS, VOCAB, dtype=INT32))
             pairs = cuda(257, 1024, dtype=INT64), cuda(257, 1024, dtype=FP32)
             add_pairs_triton(logits, ctx, *pairs, cuda(257, dtype=INT32), keys_S)
             apply_bitmask(logits, cuda(rows, -(-VOCAB // 32), dtype=INT32), keys)
