@@ -1,0 +1,138 @@
+"""The matmul of a linear layer as a Tunable. Shapes: T tokens, I input, O output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
+from dovetail.core.ops import matmul, rms_norm, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.matmul import KINDS, matmul_reference
+from dovetail.core.ops.padding import empty_rows
+from dovetail.core.ops.tile_choice import OP, choice_of, matmul_key, tile_of
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.tuning.candidates import candidates
+from dovetail.core.tuning.gpu import Gpu, this_gpu
+from dovetail.core.tuning.model import library_seconds, tile_seconds
+from dovetail.core.tuning.table import TuningTable
+
+MOST_CHANNELS = 8192
+"""Channels of the norm that runs before the matmul: as many as the input's, but not those of an MLP."""
+
+
+class MatmulTunable(Tunable):
+    """x @ weight^T as PlainLinear and quant=fp8 run it: 8-bit weights have scales per row and output channel."""
+
+    op = OP
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        rows: int,
+        dtype: torch.dtype,
+        *,
+        defers: bool = False,
+        fast_accum: bool = True,
+        gpu: Gpu | None = None,
+    ) -> None:
+        """`weight`: only its shape and dtype count. `dtype`: the output's. `defers`: the layer calls
+        `partial`, and the consumer applies the scales that the library omits. `gpu`: None = the current one."""
+        self.outputs, self.inputs = weight.shape
+        self.weight_dtype, self.dtype, self.rows = weight.dtype, dtype, rows
+        self.kind = KINDS[weight.dtype]
+        self.key = matmul_key(self.kind, self.outputs, self.inputs)
+        self.nbytes = weight.numel() * weight.element_size()
+        self._defers, self._fast_accum, self._gpu = defers, fast_accum, gpu
+
+    @cached_property
+    def gpu(self) -> Gpu:
+        return self._gpu or this_gpu()
+
+    def candidates(self) -> Iterable[Choice]:
+        for tile in candidates(self.outputs, self.inputs, self.rows, self.kind, self.gpu):
+            yield choice_of(tile)
+
+    def predicted(self, choice: Choice | None) -> float | None:
+        shape = self.rows, self.outputs, self.inputs, self.kind
+        if choice is None:
+            return library_seconds(*shape, self.gpu)
+        return tile_seconds(tile_of(choice), *shape, self.gpu)
+
+    def trials(self, count: int) -> Trials:
+        device = torch.device("cuda", torch.cuda.current_device())
+
+        def random(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.randn(shape, device=device, dtype=torch.bfloat16).to(dtype)
+
+        weights = [random(self.outputs, self.inputs, dtype=self.weight_dtype) for _ in range(count)]
+        # As the engine allocates activations.
+        x_TI = empty_rows(self.rows, self.inputs, self.weight_dtype, device)
+        x_TI.copy_(random(self.rows, self.inputs))
+        counts = torch.zeros(count, MOST_SHARED_TILES, dtype=torch.int32, device=device)
+        if self.kind == "fp8":
+            x_scale_T1 = torch.rand(self.rows, 1, device=device) + 0.5
+            weight_scale_O = torch.rand(self.outputs, device=device) + 0.5
+            run = partial(self._scaled, x_TI, x_scale_T1, weight_scale_O, torch.ones(1, device=device))
+            exact_TO = matmul_reference(x_TI, weights[0], x_scale_T1, weight_scale_O, dtype=torch.float32)
+        else:
+            run = partial(self._plain, x_TI)
+            exact_TO = matmul_reference(x_TI, weights[0], dtype=torch.float32)
+        hidden = min(self.inputs, MOST_CHANNELS)
+        states_TC, norm_C = random(self.rows, hidden), random(hidden)
+        return Trials(
+            runs=[partial(run, weight, counts[i]) for i, weight in enumerate(weights)],
+            exact=exact_TO,
+            before=lambda: rms_norm(states_TC, states_TC, norm_C, 1e-5),
+            reset=counts.zero_,
+        )
+
+    def _plain(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return matmul(x_TI, weight_OI, None, counts)
+
+    def _scaled(
+        self,
+        x_TI: torch.Tensor,
+        x_scale_T1: torch.Tensor,
+        weight_scale_O: torch.Tensor,
+        one: torch.Tensor,
+        weight_OI: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        if self._defers and self.dtype is torch.bfloat16:
+            values_TO = unscaled_matmul(x_TI, weight_OI, one, self._fast_accum)
+            if values_TO is not None:
+                return values_TO
+        return scaled_matmul(x_TI, weight_OI, x_scale_T1, weight_scale_O, None, self.dtype, counts, self._fast_accum)
+
+
+Tiles = dict[int, MatmulTile | None]
+"""Maximum rows -> tile; None = the library is faster."""
+
+
+def tiles_of(table: TuningTable) -> dict[tuple[str, str, int, int], Tiles]:
+    """Return the tiles of a table's matmuls by (GPU, kind of weight, outputs, inputs)."""
+    found = {}
+    for subject, rows in table.entries.items():
+        if subject.op == OP:
+            facts: dict[str, Any] = dict(subject.key)
+            tiles = {most: None if choice is None else tile_of(choice) for most, choice in rows.items()}
+            found[subject.gpu, facts["weight"], facts["outputs"], facts["inputs"]] = tiles
+    return found
+
+
+def matmul_tunables(
+    weight: torch.Tensor,
+    rows: int,
+    dtype: torch.dtype | None = None,
+    *,
+    defers: bool = False,
+    fast_accum: bool = True,
+) -> list[MatmulTunable]:
+    """Return the product of `rows` rows with this weight, unless its dtype goes to the library in any case.
+    `dtype`: the output's; None = the weight's."""
+    if weight.dtype not in KINDS:
+        return []
+    return [MatmulTunable(weight, rows, dtype or weight.dtype, defers=defers, fast_accum=fast_accum)]
