@@ -52,6 +52,10 @@ class Tunable(ABC):
     def candidates(self) -> Iterable[Choice]:
         """Return the choices that may be fastest on the current GPU. The default is a candidate in any case."""
 
+    def admits(self, choice: Choice) -> bool:
+        """Return whether a choice that is fast with other numbers of rows can run with these."""
+        return True
+
     @abstractmethod
     def trials(self, count: int) -> Trials:
         """Allocate operands with random values for `count` calls on the current GPU."""

@@ -12,7 +12,7 @@ from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops import matmul, rms_norm, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.matmul import KINDS, matmul_reference
 from dovetail.core.ops.padding import empty_rows
-from dovetail.core.ops.tile_choice import OP, choice_of, matmul_key, tile_of
+from dovetail.core.ops.tile_choice import OP, check_matmul, choice_of, matmul_key, tile_of
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.tuning.candidates import candidates
 from dovetail.core.tuning.gpu import Gpu, this_gpu
@@ -54,6 +54,13 @@ class MatmulTunable(Tunable):
     def candidates(self) -> Iterable[Choice]:
         for tile in candidates(self.outputs, self.inputs, self.rows, self.kind, self.gpu):
             yield choice_of(tile)
+
+    def admits(self, choice: Choice) -> bool:
+        try:
+            check_matmul(self.key, self.rows, choice)
+        except ValueError:
+            return False
+        return tile_of(choice).fits_32_bits(self.rows, self.outputs, self.inputs)
 
     def predicted(self, choice: Choice | None) -> float | None:
         shape = self.rows, self.outputs, self.inputs, self.kind

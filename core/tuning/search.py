@@ -104,8 +104,10 @@ def table_of(found: Iterable[Found], gpu: str, origin: str) -> TuningTable:
 
 def distinct(tunables: Iterable[Tunable]) -> list[Tunable]:
     """Return one tunable of each operation, key and number of rows, in the order of first occurrence."""
-    by_point = {(one.op, one.key, one.rows): one for one in reversed(list(tunables))}
-    return list(reversed(by_point.values()))
+    by_point: dict[Point, Tunable] = {}
+    for one in tunables:
+        by_point.setdefault((one.op, one.key, one.rows), one)
+    return list(by_point.values())
 
 
 def search(
@@ -138,7 +140,7 @@ def measure(tunable: Tunable, timer: Timer, gpu: str, near: Sequence[Choice], mo
     current = installed().find(tunable.op, gpu, tunable.key, tunable.rows)
     ordered = sorted(tunable.candidates(), key=lambda choice: tunable.predicted(choice) or 0.0)
     known = [] if current is None else [current]
-    tried = _unique([*known, *near, *ordered[:most]])
+    tried = _unique([*known, *filter(tunable.admits, near), *ordered[:most]])
     timer.compile(tried)
     brief = [(us, choice) for choice, us in zip(tried, timer.microseconds(tried, False), strict=True) if us is not None]
     brief.sort(key=lambda pair: pair[0])
