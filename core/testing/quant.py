@@ -353,7 +353,7 @@ class QuantizerContract:
                 assert tuple(layer.apply(x_TI).shape) == (33, 1), "apply must return [T, O]"
 
     def test_tunables_depend_on_shapes_only(self) -> None:
-        """What the tuner measures for a model without weights must apply to layers with weights."""
+        """The tuner measures shapes of a model without weights; layers with weights must have the same keys."""
         for inp, parts in self.shapes:
             loaded = self._layer(inp, parts, self.dtypes[-1])
             found = self._points(loaded.method, loaded.params)

@@ -32,7 +32,7 @@ Check = Callable[[Key, int, Choice], None]
 
 
 class Subject(NamedTuple):
-    """What an entry is about."""
+    """Identity of an entry."""
 
     op: str
     gpu: str

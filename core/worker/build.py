@@ -1,4 +1,4 @@
-"""What a rank's model is built from, and the operations of the model that can be tuned."""
+"""Inputs of a rank's model, and the operations of the model that can be tuned."""
 
 from __future__ import annotations
 
