@@ -100,9 +100,7 @@ class Fixed(Tiles):
         self.tile = tile
 
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
-        if isinstance(self.tile, DecodeTile):
-            return replace(self.tile, block_m=shape.group)
-        return fit(self.tile, shape)
+        return self.tile if isinstance(self.tile, DecodeTile) else fit(self.tile, shape)
 
     def prefill(self, shape: Shape, tokens: int, rows: int) -> Tile:
         return self.tile if isinstance(self.tile, PromptTile) else fit(self.tile, shape)

@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py vllm --python /venvs/vllm/bin/python --env HF_HUB_OFFLINE=1 \
         --workloads latency,batch64 --rounds 3 --out benchmarks/results/NAME.json -- +preset=h200_bf16_tp1
+    python benchmarks/compare.py vllm --workloads chat,agents,24x512/128,190x150/400-sampled -- model=qwen25_7b
     python benchmarks/compare.py transformers --workloads fixed -- engine.device=cpu
     python benchmarks/compare.py table --help        # the README's tables, all models in one run
 
@@ -10,8 +11,20 @@ them; `--args` sets more (JSON, such as '{"quantization": "fp8"}'). Each engine 
 the cost model, they are loaded together, each with half of the memory, and take turns, so that changes of the machine
 affect both alike; otherwise one runs after the other. `--order` forces one of the two.
 
+Besides the names of workloads, `--workloads` takes ROWSxPROMPT/OUTPUT, such as 24x512/128: so many equal requests. With
+`-sampled` they are sampled as workload=chat is. Both engines get the same token ids, output lengths, sampling
+parameters and JSON Schemas (`agents`), and ignore end-of-sequence. Later rounds of `multi_turn` contain each engine's
+own answers, and grammars are compiled by each engine's own library.
+
 TPOT = (time of the run - time of a run with one output token) / (output tokens of a request - 1); medians over rounds.
-`--whole-only` leaves out the run with one token where only tokens/s count: with more requests than slots, for instance.
+Workloads with drawn output lengths, rounds or schemas have tokens/s alone. `--whole-only` leaves out the run with one
+token where only tokens/s count: with more requests than slots, for instance.
+
+`--only ENGINE` runs one of the two, and `--reuse FILE` takes the other's runs from the file that this wrote. They must
+have the same requests, settings and GPU:
+
+    python benchmarks/compare.py vllm --only vllm --workloads chat --out vllm.json -- +preset=h200_fp8_tp1
+    python benchmarks/compare.py vllm --reuse vllm.json --workloads chat --out both.json -- +preset=h200_fp8_tp1
 
 Workloads whose requests all arrive at once run in the engines themselves (peers/offline.py). Workloads with rates, such
 as online, go to the servers of both (peers/served.py), one after the other. `--set` gives one workload an option that
@@ -30,11 +43,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peers import offline, served, table
+from peers import model_folder, offline, served, table
+from peers.jobs import Job, make_jobs, words_of
 
 from dovetail import Composition, ConfigError, DovetailError, compose
 from dovetail.core.interfaces import ModelSpec
-from dovetail.plugins.app.bench.record import describe
+from dovetail.plugins.app.bench.record import describe, machine
 
 PEERS = Path(__file__).parent / "peers"
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -58,17 +72,19 @@ class Shared:
     memory_fraction: float
     prefix_caching: bool
     device: str
+    grammars: bool
+    """Whether some request has one: the engine then needs the tokenizer."""
 
 
-def shared_settings(composition: Composition, folder: Path) -> Shared:
-    """Settings of our composition. For a model of shapes alone, writes a config.json into `folder`."""
+def shared_settings(composition: Composition, folder: Path, *, grammars: bool = False) -> Shared:
+    """Settings of our composition. For a model of shapes alone, writes config.json and a tokenizer into `folder`."""
     engine, model = composition.engine, composition.part("model")
     if engine.dp > 1:
         raise ConfigError(f"engine.dp={engine.dp}: the peers here run one replica; benchmarks/layouts.py compares ours")
     spec: ModelSpec = model.facts() or model.target().spec(model.config)
     source = model.target().source(model.config)
     if source.folder is None:
-        (folder / "config.json").write_text(json.dumps(hf_config(spec.hf)), encoding="utf-8")
+        model_folder.write_folder(composition, folder)
     return Shared(
         model=str(source.folder or folder),
         dummy=source.dummy or source.folder is None,
@@ -80,36 +96,20 @@ def shared_settings(composition: Composition, folder: Path) -> Shared:
         memory_fraction=engine.memory_fraction,
         prefix_caching=composition.part("kv_cache").name != "paged",
         device=engine.device,
+        grammars=grammars,
     )
-
-
-def hf_config(shapes: dict[str, Any]) -> dict[str, Any]:
-    """A config.json for other engines. They need model_type, and older versions the former names of options."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    (architecture,) = shapes["architectures"]
-    wanted = architecture.removesuffix("ForCausalLM") + "Config"
-    types = [kind for kind, name in CONFIG_MAPPING_NAMES.items() if name == wanted]
-    if not types and "model_type" not in shapes:
-        raise ConfigError(f"transformers has no model_type for {architecture}; add it to model.hf")
-    found = {"model_type": types[0] if types else None, **shapes}
-    found.setdefault("torch_dtype", shapes.get("dtype", "bfloat16"))
-    if theta := shapes.get("rope_parameters", {}).get("rope_theta"):
-        found.setdefault("rope_theta", theta)
-    return found
 
 
 def chosen(overrides: Sequence[str], names: Sequence[str], options: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     """Workload -> overrides, including the `options` for it alone."""
     if unknown := {name for name, _ in options} - set(names):
         raise ConfigError(f"--set {','.join(sorted(unknown))}: not among --workloads {','.join(names)}")
-    return {name: [*overrides, f"workload={name}", *(text for of, text in options if of == name)] for name in names}
+    return {name: [*overrides, *words_of(name), *(text for of, text in options if of == name)] for name in names}
 
 
-def has_rates(overrides: Sequence[str]) -> bool:
+def has_rates(composition: Composition) -> bool:
     """Whether requests arrive over time: those go to a server."""
-    workload = compose(overrides, app="bench").build("workload")
-    return any(rate is not None for rate in workload.rates())
+    return any(rate is not None for rate in composition.build("workload").rates())
 
 
 def name_and_value(text: str) -> tuple[str, str]:
@@ -140,7 +140,9 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="NAME=VALUE",
         help="added to the peer's environment, such as PYTHONPATH=/vllm/site-packages; may be repeated",
     )
-    parser.add_argument("--workloads", default="latency,batch64,batch256", help="names, separated by commas")
+    parser.add_argument(
+        "--workloads", default="latency,batch64,batch256", help="names or ROWSxPROMPT/OUTPUT[-sampled], with commas"
+    )
     parser.add_argument("--whole-only", default="", help="those of them whose run of one token is left out")
     parser.add_argument(
         "--set",
@@ -152,9 +154,16 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--rounds", type=int, default=2, help="repeats of each run")
     parser.add_argument("--order", choices=("auto", "interleaved", "sequential"), default="auto")
+    parser.add_argument("--only", metavar="ENGINE", help="run this engine alone: dovetail or the peer")
+    parser.add_argument("--reuse", type=Path, metavar="FILE", help="result file with the runs of one of the engines")
     parser.add_argument("--args", type=json.loads, default={}, help="more options of the peer's engine, a JSON object")
     parser.add_argument("--out", type=Path, help="JSON file for all figures, written after each run")
-    return parser.parse_args(argv[:cut]), list(argv[cut + 1 :])
+    args = parser.parse_args(argv[:cut])
+    if args.only not in (None, "dovetail", args.peer):
+        parser.error(f"--only {args.only}: the engines are dovetail and {args.peer}")
+    if args.only and args.reuse:
+        parser.error("--only and --reuse: with --reuse, the engine that the file does not have runs")
+    return args, list(argv[cut + 1 :])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -163,8 +172,11 @@ def main(argv: Sequence[str]) -> int:
     args, overrides = arguments(argv)
     composition = compose(overrides, app="bench")
     workloads = chosen(overrides, args.workloads.split(","), args.set)
-    over_time = {name: words for name, words in workloads.items() if has_rates(words)}
-    at_once = {name: words for name, words in workloads.items() if name not in over_time}
+    made = {name: compose(words, app="bench") for name, words in workloads.items()}
+    over_time = {name: words for name, words in workloads.items() if has_rates(made[name])}
+    at_once = {name: one for name, one in made.items() if name not in over_time}
+    if over_time and (args.only or args.reuse):
+        raise ConfigError(f"--workloads {','.join(over_time)}: --only and --reuse are for requests that arrive at once")
     if over_time and not server_script(args.peer).exists():
         script = server_script(args.peer).name
         raise ConfigError(f"--workloads {','.join(over_time)}: requests arrive over time, and there is no {script}")
@@ -182,9 +194,10 @@ def main(argv: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shared = shared_settings(composition, folder)
-        if at_once or args.whole_only:
-            jobs = offline.make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
+        jobs = make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
+        grammars = any(request.json_schema for runs in jobs.values() for request in runs[0].requests)
+        shared = shared_settings(composition, folder, grammars=grammars)
+        if at_once:
             compare_engines(args, composition, shared, jobs, save)
         if over_time:
             compare_servers(args, composition, shared, over_time, folder, save)
@@ -192,32 +205,42 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare_engines(
-    args: argparse.Namespace,
-    composition: Composition,
-    shared: Shared,
-    jobs: dict[str, list[offline.Job]],
-    save: Save,
+    args: argparse.Namespace, composition: Composition, shared: Shared, jobs: dict[str, list[Job]], save: Save
 ) -> None:
     """Run the workloads whose requests all arrive at once."""
-    overrides = composition.overrides
-    interleaved = args.order == "interleaved" or (args.order == "auto" and offline.both_fit(composition, jobs))
+    alone = args.only or args.reuse
+    overrides = list(composition.overrides)
+    if shared.grammars and model_folder.has_shapes_alone(composition):
+        overrides = model_folder.loading(composition, overrides, Path(shared.model))
+    fit = args.order == "interleaved" or (args.order == "auto" and offline.both_fit(composition, jobs))
+    interleaved = fit and not alone
     if interleaved:
         shared = replace(shared, memory_fraction=shared.memory_fraction / 2)
-        overrides = (*overrides, f"engine.memory_fraction={shared.memory_fraction}")
-    offline.log("both engines take turns" if interleaved else "one engine after the other")
+        overrides.append(f"engine.memory_fraction={shared.memory_fraction}")
+    if not alone:
+        offline.log("both engines take turns" if interleaved else "one engine after the other")
 
     def engine(name: str, python: str, settings: dict[str, Any], env: dict[str, str]) -> offline.Engine:
         return offline.Engine(name, [python, str(PEERS / f"{name}_peer.py"), json.dumps(settings)], env)
 
-    ours = engine("dovetail", sys.executable, {"overrides": overrides}, {})
-    peer = engine(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env))
-    for measured in offline.measure(ours, peer, jobs, interleaved):
-        rows = offline.compared(measured, jobs, ours.name, peer.name)
-        engines = {each.name: each.about for each in (ours, peer) if each.about is not None}
-        found = {"interleaved": interleaved, "engines": engines, "comparisons": rows}
-        save(found | {"runs": offline.raw(measured)})
-    print(offline.markdown(rows, ours.name, peer.name))
-    print("\n" + ", ".join(f"{about['engine']} started in {about['startup_s']:.1f} s" for about in engines.values()))
+    engines: list[offline.Engine | offline.Recorded] = [
+        engine("dovetail", sys.executable, {"overrides": overrides}, {}),
+        engine(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env)),
+    ]
+    equal = {name: value for name, value in asdict(shared).items() if name not in ("model", "grammars")}
+    settings = {"gpus": machine()["gpus"], **equal}
+    if args.only:
+        engines = [one for one in engines if one.name == args.only]
+    elif args.reuse:
+        recorded = offline.read_recorded(args.reuse, settings, jobs)
+        engines = [recorded.get(one.name, one) for one in engines]
+    for measured in offline.measure([engines] if interleaved else [[one] for one in engines], jobs):
+        rows = offline.compared(measured, jobs)
+        found = {one.name: one.about for one in engines if one.about is not None}
+        save({"interleaved": interleaved, "settings": settings, "engines": found, "comparisons": rows})
+        save({"runs": offline.raw(measured)})
+    print(offline.markdown(rows, [one.name for one in engines]))
+    print("\n" + ", ".join(f"{about['engine']} started in {about['startup_s']:.1f} s" for about in found.values()))
 
 
 def server_script(peer: str) -> Path:

@@ -3,6 +3,7 @@
     python benchmarks/cpu_step.py
     python benchmarks/cpu_step.py --running 256 --cached 1000000 --profile
     python benchmarks/cpu_step.py --plan 1 64 256 --readers 1 7
+    python benchmarks/cpu_step.py --logprobs 0 5 20
 
 The engine, scheduler and allocator are the real ones; the device answers at once. Requests of 512 prompt tokens, half
 of them in the prefix cache, enter as others leave, so that every step has decode rows and most have a new request.
@@ -14,6 +15,8 @@ of them in the prefix cache, enter as others leave, so that every step has decod
 
 `all CPU` is the processor time of this thread for the whole step; trust it on a busy machine. Each column shows the
 tenth percentile over windows of eight steps: other programs can only make a step slower.
+
+--logprobs times the results of a step on their way from the worker to the engine, with so many log-probabilities.
 
 --plan times a plan of that many decode rows on its way to the ranks instead. No sequence joins, leaves or gets a page.
 Encode, decode and check are the best of nine. The ring shows median (p99) of `send`, and of the time until the last
@@ -69,8 +72,11 @@ from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.testing.executor_scripts import small_composition
 from dovetail.core.testing.reference import build
 from dovetail.core.testing.toy import SPEC, VOCAB, ToyComposition
+from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.loader import load_rank
+from dovetail.core.worker.result_copies import ResultCopies
 from dovetail.core.worker.runner import Runner
+from dovetail.core.worker.sampling import SampledRows
 from dovetail.plugins.executor.config import MultiprocConfig
 
 PAGE = 16
@@ -292,10 +298,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 7], help="--plan: other ranks")
     parser.add_argument("--plans", type=int, default=1000, help="--plan: plans through the ring for each line")
     parser.add_argument("--gap", type=float, nargs="+", default=[0.5, 5.0], help="--plan: ms between two plans")
+    parser.add_argument(
+        "--logprobs", type=int, nargs="+", metavar="N", help="time results with N log-probabilities instead"
+    )
     parser.add_argument("--receive", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.receive is not None:
         receive(args.receive[0], args.readers[0], args.receive[1])
+        return
+    if args.logprobs:
+        for running in args.running:
+            for wanted in args.logprobs:
+                print(
+                    f"{running:8} rows, logprobs={wanted}: collect {time_results(running, wanted):7.1f} us", flush=True
+                )
         return
     if args.plan:
         for rows in args.plan:
@@ -321,6 +337,21 @@ def profile(load: Load, steps: int) -> None:
         load.step()
     recorder.disable()
     pstats.Stats(recorder).sort_stats("tottime").print_stats(24)
+
+
+def time_results(rows: int, wanted: int) -> float:
+    """Return the microseconds of processor time in which a step's results become records, best of 200."""
+    listed = Rows([Row(slot, slot << 8, 1, 1, 9, 0, int(RowFlag.SAMPLE | RowFlag.DECODE)) for slot in range(rows)])
+    zeros_R, results = torch.zeros(rows, dtype=torch.int64), ResultCopies(torch.device("cpu"))
+    best = torch.zeros(rows, 1), torch.zeros(rows, 1, wanted), torch.zeros(rows, 1, wanted, dtype=torch.int64)
+    sampled = SampledRows(zeros_R[:, None], zeros_R, zeros_R, zeros_R, best if wanted else None)
+    taken = []
+    for step in range(200):
+        results.send(step, results.clock.mark(), listed, dict.fromkeys(range(rows), wanted), sampled, {}, None)
+        began = time.thread_time()
+        results.collect()
+        taken.append(time.thread_time() - began)
+    return min(taken) * 1e6
 
 
 # A plan on its way to the ranks.

@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py rows [--shapes 8b,70b] [--rows 1,64,256,8192]
     python benchmarks/kernels.py lora [--layers 4] [--ranks 16,64] [--slots 8]
-    python benchmarks/kernels.py sampling [--rows 1,24,64,256] [--vocab 128256] [--spread 0.3,3]
+    python benchmarks/kernels.py sampling [--rows 1,24,64,256] [--vocab 128256] [--spread 0.3,3] [--ways greedy,top-p]
 
 rows: kernels in which a program takes one row of an activation. `norm` adds the residual and writes E4M3 by token,
 alone or with the scales of a matmul that left them to it; `silu` is silu(gate) * up, in E4M3 as well; `encode` follows
@@ -12,24 +12,35 @@ the cache may be faster.
 lora: what LoRA adapters add to the four matmuls of a Llama 3 8B layer, with every row on one adapter and with rows
 spread over all slots. Results are first compared with torch. Each layer of a graph has its own weights.
 
-sampling: drawing tokens from logits as a captured step does: greedy, random, and random with filters. `one row` is a
-batch in which one row has filters. --spread is the standard deviation of the logits: with 0.3 top-p keeps most of the
-vocabulary, with 3 a small part of it.
+sampling: what a captured step does with the logits, for several settings (WAYS), less the time of greedy rows. In `one
+...` a single row has these settings and all others draw at random. --spread is the standard deviation of the logits:
+with 0.3 top-p keeps most of the vocabulary, with 3 a small part of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterator
 from itertools import product
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from timing import microseconds
 
+from dovetail import SamplingParams
+from dovetail.core.interfaces import AttentionBackend, Join, JoinBlob, Model, Request, StepPlan
 from dovetail.core.ops import encode, matmul, rms_norm, silu_and_mul
-from dovetail.core.worker.sampler import SampleParams, sample
+from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.graphs import StepGraphs
+from dovetail.core.worker.slots import Slots
 from dovetail.plugins.adapter.lora.kernel import lora_triton, output_blocks
 from dovetail.plugins.adapter.lora.reference import lora_reference
+from dovetail.plugins.logits.config import LogitBiasConfig, MinTokensConfig, PenaltiesConfig
+from dovetail.plugins.logits.logit_bias import LogitBias
+from dovetail.plugins.logits.min_tokens import MinTokens
+from dovetail.plugins.logits.penalties import Penalties
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 CALLS = 32
@@ -122,48 +133,89 @@ def time_lora(args: argparse.Namespace) -> None:
 
 # sampling
 
-WAYS = {
-    "greedy": {},
-    "random": {},
-    "top-p": {"top_p": 0.95},
-    "top-k": {"top_k": 50},
-    "both": {"top_p": 0.8, "top_k": 20},
-    "large k": {"top_k": 5000},
-    "min-p": {"min_p": 0.05},
-    "one row": {"top_p": 0.95},
+Fields = dict[str, Any]
+"""Fields of SamplingParams."""
+GREEDY: Fields = {"temperature": 0.0}
+RANDOM: Fields = {"temperature": 0.8}
+BIAS: Fields = {"logit_bias": {str(token): 1.0 for token in range(100, 200)}}
+WAYS: dict[str, list[Fields]] = {
+    "greedy": [GREEDY],
+    "random": [RANDOM],
+    "top-p": [RANDOM | {"top_p": 0.95}],
+    "top-p .7": [RANDOM | {"top_p": 0.7}],
+    "top-k": [RANDOM | {"top_k": 50}],
+    "both": [RANDOM | {"top_p": 0.8, "top_k": 20}],
+    "min-p": [RANDOM | {"min_p": 0.05}],
+    "penalty": [GREEDY | {"repetition_penalty": 1.1}],
+    "both+pen": [RANDOM | {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}],
+    "5 lp": [GREEDY | {"logprobs": 5}],
+    "20 lp+bias": [GREEDY | {"logprobs": 20} | BIAS],
+    "all": [RANDOM | {"top_p": 0.9, "top_k": 200, "min_p": 0.01, "presence_penalty": 0.5, "logprobs": 5} | BIAS],
+    "one top-p": [RANDOM | {"top_p": 0.95}, RANDOM],
+    "one of all": [RANDOM | {"top_p": 0.9, "top_k": 200, "presence_penalty": 0.5, "logprobs": 5} | BIAS, RANDOM],
 }
+"""Parameters of the first rows; the last entry serves all further rows."""
+HISTORY = 500
+"""Tokens that precede each row."""
 
 
-def sample_params(way: str, rows: int) -> SampleParams:
-    options = WAYS[way]
-
-    def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full((rows,), value, dtype=dtype, device="cuda")
-
-    top_p_N = full(options.get("top_p", 1.0))
-    if way == "one row":
-        top_p_N[1:] = 1
-    return SampleParams(
-        full(0.0 if way == "greedy" else 0.8),
-        full(options.get("top_k", 0), torch.int64),
-        top_p_N,
-        full(options.get("min_p", 0.0)),
-        torch.arange(rows, device="cuda"),
-        random=way != "greedy",
-        filtered=bool(options),
+def captured_draw(logits_NV: torch.Tensor, fields: list[Fields]) -> Callable[[], object]:
+    """Return the launches of the captured draw that serves rows of these parameters."""
+    (rows, vocab), device = logits_NV.shape, logits_NV.device
+    processors = {"penalties": Penalties(PenaltiesConfig()), "logit_bias": LogitBias(LogitBiasConfig())}
+    processors["min_tokens"] = MinTokens(MinTokensConfig())
+    for processor in processors.values():
+        processor.allocate(rows + 1, vocab, device)
+    slots = Slots()
+    state = DeviceState(slots=rows, max_len=2 * HISTORY, lookahead=0, groups=(), device=device, seed=0)
+    plan, infos = StepPlan(step=0, rows=[]), []
+    for slot in range(rows):
+        params = SamplingParams(**fields[min(slot, len(fields) - 1)])
+        prompt = tuple(torch.randint(vocab, (HISTORY,)).tolist())
+        request = Request(slot, prompt, params, eos_ids=(2,))
+        used = tuple(name for name, processor in processors.items() if processor.wants(request))
+        request = dataclasses.replace(request, processors=used)
+        plan.joins.append(Join(slot, slot, 0, HISTORY - 1))
+        infos.append(slots.join(slot, JoinBlob(prompt, request, 0)))
+        for name in used:
+            processors[name].join(slot, request)
+    state.apply(plan, infos)
+    model = SimpleNamespace(
+        build=SimpleNamespace(spec=SimpleNamespace(hidden=8, vocab=vocab), dtype=logits_NV.dtype),
+        logits=lambda states_NC: logits_NV,
+        local_logits=lambda states_NC: (logits_NV, 0),
     )
+    graphs = StepGraphs(
+        cast("Model", model),
+        state,
+        (),
+        cast("AttentionBackend", None),
+        taps=(),
+        lookahead=0,
+        most_rows=rows,
+        most_tokens=0,
+        max_len=2 * HISTORY,
+        processors=list(processors.values()),
+    )
+    at = graphs.inputs[1]
+    for slots_N in (at.slots_N, at.slots_R):
+        slots_N.copy_(torch.arange(rows))
+    for length_N in (at.position_N, at.base_R):
+        length_N.fill_(HISTORY)
+    kind = slots.draw(range(rows))
+    return lambda: graphs.launch_draw(1, rows, kind)
 
 
 def time_sampling(args: argparse.Namespace) -> None:
+    some = args.ways.split(",") if args.ways else list(WAYS)
     for vocab, spread in product(map(int, args.vocab.split(",")), map(float, args.spread.split(","))):
-        print(f"vocabulary {vocab}, spread {spread}")
-        print(f"{'us':>6}" + "".join(f"{way:>10}" for way in WAYS))
+        print(f"vocabulary {vocab}, spread {spread}; us, the others in addition to greedy")
+        print(f"{'':>5}" + "".join(f"{way:>11}" for way in some))
         for rows in map(int, args.rows.split(",")):
             logits_NV = random(rows, vocab).mul_(spread)
-            position_N = torch.arange(rows, device="cuda")
-            several = [sample_params(way, rows) for way in WAYS]
-            times = [microseconds(lambda: sample(logits_NV, position_N, params), CALLS) for params in several]  # noqa: B023
-            print(f"{rows:>6}" + "".join(f"{us:>10.1f}" for us in times))
+            times = {way: microseconds(captured_draw(logits_NV, WAYS[way]), 4) for way in some}
+            base = times.get("greedy", 0.0)
+            print(f"{rows:>5}" + "".join(f"{us - base * (way != 'greedy'):>11.1f}" for way, us in times.items()))
 
 
 @torch.inference_mode()
@@ -184,6 +236,7 @@ def main() -> None:
     sampling.add_argument("--rows", default="1,24,64,256")
     sampling.add_argument("--vocab", default="128256")
     sampling.add_argument("--spread", default="0.3,3")
+    sampling.add_argument("--ways", default="", help=f"of {', '.join(WAYS)}; all by default")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU: there is none")

@@ -4,6 +4,7 @@
     python benchmarks/profile_step.py 256 --prefill -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --mixed -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 64 --sampling '{"top_p": 0.95}' -- +preset=h200_fp8_tp1 engine.max_len=1024
+    python benchmarks/profile_step.py 256 --sampling '[{"top_p": 0.95}, {}]' -- +preset=h200_fp8_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 1 64 256 --emulate -- +preset=h200_fp8_tp8 engine.max_len=1024
 
 Profiles decode steps of each number of sequences; with --prefill the steps that feed as many prompts; with --mixed the
@@ -12,7 +13,8 @@ steps in which half of the sequences decode while the prompts of the others are 
 wait counts), so their sum may exceed the step's time. Allocations of device memory (cudaMalloc, and retries after
 cudaFree, which wait for all work) are printed as well. --trace keeps the time and stream of each kernel. --layer attend
 tells kernels of one name apart, by their place in a layer. --clock records nothing, since recording slows down a host
-that the device waits for. --emulate: two GPUs do what two of engine.tp ranks do (emulated_ranks.py).
+that the device waits for. --sampling sets SamplingParams; the last entry of a list serves all further rows, so that one
+row of the example has top-p. --emulate: two GPUs do what two of engine.tp ranks do (emulated_ranks.py).
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Sequence
 
-Sampling = dict[str, Any]
+Fields = dict[str, Any]
 """Fields of SamplingParams."""
+Sampling = Fields | list[Fields]
+"""Fields of all rows, or a list for the first rows, whose last entry serves all further rows."""
 GREEDY: Sampling = {"temperature": 0.0}
 STEPS = 40
 WARM = 20
@@ -114,8 +118,10 @@ def by_place(activities: list[Activity], first: str) -> list[tuple[str, float]]:
 def burst(engine: Engine, rows: int, context: int, output: int, sampling: Sampling) -> list[Sequence]:
     """Queue `rows` prompts of random ids."""
     vocab = engine.info.spec.vocab
-    params = SamplingParams(max_tokens=output, ignore_eos=True, **sampling)
-    return [engine.add([random.randrange(vocab) for _ in range(context)], params)[0] for _ in range(rows)]
+    fields = sampling if isinstance(sampling, list) else [sampling]
+    params = [SamplingParams(max_tokens=output, ignore_eos=True, **each) for each in fields]
+    prompts = ([random.randrange(vocab) for _ in range(context)] for _ in range(rows))
+    return [engine.add(prompt, params[min(i, len(params) - 1)])[0] for i, prompt in enumerate(prompts)]
 
 
 def prefill(engine: Engine, rows: int, context: int, sampling: Sampling) -> tuple[Recording, int]:
@@ -227,7 +233,7 @@ def main(argv: list[str]) -> None:
     kinds.add_argument("--prefill", action="store_true", help="steps that feed prompts instead of decode steps")
     kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half each")
     parser.add_argument(
-        "--sampling", type=json.loads, action="append", metavar="JSON", help="SamplingParams; repeatable"
+        "--sampling", type=json.loads, action="append", metavar="JSON", help="SamplingParams or a list; repeatable"
     )
     parser.add_argument("--clock", action="store_true", help="with --prefill: time by the host's clock only")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to list, longest first")

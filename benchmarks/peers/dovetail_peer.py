@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from protocol import Requests, Run, serve
+from protocol import Request, Requests, Run, serve
 
-from dovetail import __version__, compose
-from dovetail.core.interfaces import SLO, TimedRequest
+from dovetail import SamplingParams, __version__, compose
+from dovetail.core.interfaces import SLO, Grammar, TimedRequest
 from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.bench.metrics import measure
 
@@ -20,11 +20,23 @@ def load(settings: dict[str, Any]) -> Iterator[tuple[Run, dict[str, Any]]]:
         about = target.start(lambda phase, share: None)
 
         def run(requests: Requests) -> dict[str, Any]:
-            timed = [TimedRequest(tuple(ids), output) for ids, output in requests]
-            timelines, inside = target.run(timed, lambda done: None)
+            timelines, inside = target.run([timed(request) for request in requests], lambda done: None)
+            if failures := [line.failure for line in timelines if line.failure]:
+                raise RuntimeError(f"{len(failures)} of {len(requests)} requests failed; the first: {failures[0]}")
             return measure(timelines, SLO()) | inside
 
         yield run, {"engine": f"dovetail {__version__}", **about}
+
+
+def timed(request: Request) -> TimedRequest:
+    schema = request.json_schema
+    grammar = None if schema is None else Grammar(kind="json_schema", value=schema)
+    return TimedRequest(
+        tuple(request.prompt_ids),
+        request.output_tokens,
+        sampling=SamplingParams(**request.sampling, grammar=grammar),
+        continues=request.continues,
+    )
 
 
 if __name__ == "__main__":

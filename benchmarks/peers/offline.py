@@ -1,6 +1,7 @@
 """Workloads whose requests all arrive at once, on Dovetail and a peer, for compare.py.
 
-Each engine is a separate process (protocol.py) that reads files of token ids.
+Each engine is a separate process (protocol.py) that reads files of requests (jobs.py), or a result file of an earlier
+run.
 """
 
 from __future__ import annotations
@@ -11,81 +12,24 @@ import os
 import statistics
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail import Composition, ConfigError, DovetailError, compose
+from peers.jobs import Job
+
+from dovetail import Composition, ConfigError, DovetailError
 from dovetail.core.host import detect_host
-from dovetail.core.interfaces import ModelSpec, WorkloadContext
 from dovetail.plugins.app.bench.metrics import per_token_of_run
 from dovetail.plugins.app.plan.memory import CONTEXT_BYTES, make_plan
 
-WARMUP_REQUESTS, WARMUP_TOKENS = 64, 4
 FIGURES = {
     "tpot_ms": "TPOT, ms",
     "one_token_s": "first token of all, s",
     "output_tokens_per_s": "output tokens/s",
 }
 """Key of a figure -> its heading in a table."""
-
-
-# Requests.
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run: a file of requests."""
-
-    workload: str
-    purpose: str
-    """warm-up, one token or whole."""
-    round: int
-    path: Path
-
-
-def make_jobs(
-    workloads: dict[str, list[str]], rounds: int, folder: Path, whole_only: Sequence[str] = ()
-) -> dict[str, list[Job]]:
-    """Write the requests of every run of each workload (name -> overrides). Each run has its own prompts, so that none
-    is found in a prefix cache. `whole_only`: workloads without the run of one token."""
-    if unknown := set(whole_only) - set(workloads):
-        raise ConfigError(f"--whole-only {','.join(sorted(unknown))}: none of {','.join(workloads) or 'nothing'}")
-    return {
-        name: list(_jobs(compose(overrides, app="bench"), name, rounds, folder, name not in whole_only))
-        for name, overrides in workloads.items()
-    }
-
-
-def _jobs(composition: Composition, name: str, rounds: int, folder: Path, one_token: bool) -> Iterator[Job]:
-    workload = composition.build("workload")
-    model = composition.part("model")
-    spec: ModelSpec = model.facts() or model.target().spec(model.config)
-    max_len = min(composition.engine.max_len or spec.max_len, spec.max_len)
-    # Seeds differ between workloads: two that differ only in their number of requests would share the first ones.
-    seeds = itertools.count(zlib.crc32(name.encode()))
-
-    def write(purpose: str, number: int, tokens: int | None = None, most: int | None = None) -> Job:
-        requests = workload.requests(WorkloadContext(spec.vocab, max_len, next(seeds), workload.rates()[0]))
-        lengths = {request.output_tokens for request in requests}
-        if any(request.arrival for request in requests) or len(lengths) > 1 or lengths == {1}:
-            raise ConfigError(
-                f"workload={name}: without rates only requests that all arrive at once, with equal outputs of more "
-                "than one token, are compared here; for others run app=bench bench.url=... on both servers"
-            )
-        path = folder / f"{name}-{purpose.replace(' ', '_')}-{number}.jsonl"
-        lines = [{"prompt_ids": r.prompt_ids, "output_tokens": tokens or r.output_tokens} for r in requests[:most]]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        return Job(name, purpose, number, path)
-
-    yield write("warm-up", 0, WARMUP_TOKENS, WARMUP_REQUESTS)
-    for number in range(rounds):
-        if one_token:
-            yield write("one token", number, 1)
-        yield write("whole", number)
 
 
 def both_fit(composition: Composition, jobs: dict[str, list[Job]]) -> bool:
@@ -99,8 +43,7 @@ def both_fit(composition: Composition, jobs: dict[str, list[Job]]) -> bool:
         return False
     tokens = 0
     for runs in jobs.values():
-        lines = [json.loads(line) for line in runs[-1].path.read_text(encoding="utf-8").splitlines()]
-        lengths = sorted(len(line["prompt_ids"]) + line["output_tokens"] for line in lines)
+        lengths = sorted(len(request.prompt_ids) + request.output_tokens for request in runs[-1].requests)
         tokens = max(tokens, sum(lengths[-composition.engine.max_seqs :]))
     need = plan.weights + plan.activations + CONTEXT_BYTES + plan.cost.kv_bytes(tokens)
     return need <= plan.budget / 2
@@ -163,14 +106,56 @@ class Engine:
         return answer
 
 
+class Recorded:
+    """The runs of an engine in the result file of an earlier run, in place of the engine."""
+
+    def __init__(self, name: str, path: Path, about: dict[str, Any], runs: Sequence[dict[str, Any]]) -> None:
+        self.name, self.about, self._path = name, about, path
+        self._runs = {(run["workload"], run["purpose"], run["requests_hash"]): run for run in runs}
+
+    def __enter__(self) -> Recorded:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Return the recorded run of the same requests. Raises ConfigError if there is none."""
+        if job.purpose == "warm-up":
+            return {"seconds": 0.0}
+        found = self._runs.get((job.workload, job.purpose, job.requests_hash))
+        if found is None:
+            raise ConfigError(
+                f"--reuse {self._path}: has no run of {job.workload}, {job.purpose}, round {job.round + 1} with the "
+                f"same requests; it has {', '.join(dict.fromkeys(workload for workload, *_ in self._runs))}"
+            )
+        return found
+
+
+def read_recorded(path: Path, settings: dict[str, Any], jobs: dict[str, list[Job]]) -> dict[str, Recorded]:
+    """Return the engines in a result file by name. Raises ConfigError if they ran with other `settings`, or lack a
+    job."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--reuse {path}: cannot be read ({error})") from None
+    if not isinstance(found, dict) or not found.get("runs") or "settings" not in found:
+        raise ConfigError(f"--reuse {path}: has no runs of engines; compare.py writes such a file with --out")
+    for name, wanted in settings.items():
+        if (had := found["settings"].get(name)) != wanted:
+            raise ConfigError(f"--reuse {path}: was measured with {name}={had}, this run has {name}={wanted}")
+    recorded = {name: Recorded(name, path, found["engines"][name], runs) for name, runs in found["runs"].items()}
+    for engine, job in itertools.product(recorded.values(), itertools.chain(*jobs.values())):
+        engine.run(job)
+    return recorded
+
+
 Measured = dict[str, dict[str, list[tuple[Job, dict[str, Any]]]]]
 """Engine -> workload -> every counted run."""
 
 
-def measure(ours: Engine, peer: Engine, jobs: dict[str, list[Job]], interleaved: bool) -> Iterator[Measured]:
-    """Run every job on both engines. Yields all results so far after each counted run."""
-    groups = [[ours, peer]] if interleaved else [[ours], [peer]]
-    found: Measured = {engine.name: {workload: [] for workload in jobs} for engine in (ours, peer)}
+def measure(groups: Sequence[Sequence[Engine | Recorded]], jobs: dict[str, list[Job]]) -> Iterator[Measured]:
+    """Run every job on all engines; those of one group take turns. Yields all results so far after each counted run."""
+    found: Measured = {engine.name: {workload: [] for workload in jobs} for group in groups for engine in group}
     for group in groups:
         with ExitStack() as stack:
             engines = [stack.enter_context(engine) for engine in group]
@@ -190,32 +175,35 @@ def log(line: str) -> None:
 # Figures.
 
 
-def figures(runs: Sequence[tuple[Job, dict[str, Any]]], requests: int, output_tokens: int) -> dict[str, float]:
-    """Figures of one engine and workload, from medians over the rounds."""
-    seconds: dict[str, list[float]] = {}
-    for job, result in runs:
-        seconds.setdefault(job.purpose, []).append(result["seconds"])
-    whole = statistics.median(seconds["whole"])
-    found = {"seconds": round(whole, 4), "output_tokens_per_s": round(requests * output_tokens / whole, 1)}
-    if "one token" in seconds:
-        one = statistics.median(seconds["one token"])
-        found |= {"tpot_ms": round(per_token_of_run(whole, one, output_tokens), 4), "one_token_s": round(one, 4)}
+def figures(runs: Sequence[tuple[Job, dict[str, Any]]]) -> dict[str, float]:
+    """Figures of one engine and workload: medians over the rounds."""
+
+    def median(figure: str, purpose: str) -> float:
+        return statistics.median(result[figure] for job, result in runs if job.purpose == purpose)
+
+    whole = median("seconds", "whole")
+    rates = [result["output_tokens"] / result["seconds"] for job, result in runs if job.purpose == "whole"]
+    found = {"seconds": round(whole, 4), "output_tokens_per_s": round(statistics.median(rates), 1)}
+    if any(job.purpose == "one token" for job, _ in runs):
+        one, output = median("seconds", "one token"), runs[-1][0].sizes["output_tokens"]
+        found |= {"tpot_ms": round(per_token_of_run(whole, one, output), 4), "one_token_s": round(one, 4)}
     return found
 
 
-def compared(measured: Measured, jobs: dict[str, list[Job]], ours: str, peer: str) -> list[dict[str, Any]]:
-    """One row for each workload of which both engines have finished all runs."""
+def compared(measured: Measured, jobs: dict[str, list[Job]]) -> list[dict[str, Any]]:
+    """One row for each workload of which all engines have finished all runs, with ratios if there are two: the first
+    over the second."""
     rows = []
     for workload, runs in jobs.items():
         counted = sum(job.purpose != "warm-up" for job in runs)
-        if any(len(measured[name][workload]) < counted for name in (ours, peer)):
+        if any(len(found[workload]) < counted for found in measured.values()):
             continue
-        first, *rest = runs[-1].path.read_text(encoding="utf-8").splitlines()
-        requests, output = 1 + len(rest), json.loads(first)["output_tokens"]
-        mine, theirs = (figures(measured[name][workload], requests, output) for name in (ours, peer))
-        sizes = {"requests": requests, "prompt_tokens": len(json.loads(first)["prompt_ids"]), "output_tokens": output}
-        ratios = {name: round(mine[name] / theirs[name], 4) for name in FIGURES if theirs.get(name)}
-        rows.append({"workload": workload, **sizes, ours: mine, peer: theirs, "ratio": ratios})
+        by_engine = {name: figures(found[workload]) for name, found in measured.items()}
+        row = {"workload": workload, **runs[-1].sizes, **by_engine}
+        if len(by_engine) == 2:
+            ours, peer = by_engine.values()
+            row["ratio"] = {name: round(ours[name] / peer[name], 4) for name in FIGURES if peer.get(name)}
+        rows.append(row)
     return rows
 
 
@@ -223,7 +211,9 @@ def raw(measured: Measured) -> dict[str, list[dict[str, Any]]]:
     """Every counted run of each engine, for the result file."""
     return {
         engine: [
-            {"workload": job.workload, "purpose": job.purpose, "round": job.round, **result}
+            result
+            | {"workload": job.workload, "purpose": job.purpose, "round": job.round}
+            | {"requests_hash": job.requests_hash}
             for runs in by_workload.values()
             for job, result in runs
         ]
@@ -231,26 +221,36 @@ def raw(measured: Measured) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def markdown(rows: Sequence[dict[str, Any]], ours: str, peer: str) -> str:
-    named = {
-        f"{row['workload']}, {row['requests']} x {row['prompt_tokens']}/{row['output_tokens']}": row for row in rows
-    }
-    return ratio_table("workload", FIGURES, named, ours, peer)
+def markdown(rows: Sequence[dict[str, Any]], engines: Sequence[str]) -> str:
+    return ratio_table("workload", FIGURES, {label(row): row for row in rows}, engines)
 
 
-def ratio_table(title: str, figures: dict[str, str], rows: dict[str, dict[str, Any]], ours: str, peer: str) -> str:
-    """Markdown table. Ratios are ours over the peer's: below 1 is faster where the figure is a time."""
-    head = [title, *(f"{text}: {ours} / {peer} (ratio)" for text in figures.values())]
+def label(row: dict[str, Any]) -> str:
+    """Name and sizes of a row's workload; the name alone where it is the sizes."""
+    sizes = f"{row['requests']} x {row['prompt_tokens']}/{row['output_tokens']}"
+    name: str = row["workload"]
+    plain = name.startswith(sizes.replace(" ", ""))
+    return name.replace("x", " x ", 1).replace("-", ", ") if plain else f"{name}, {sizes}"
+
+
+def ratio_table(title: str, figures: dict[str, str], rows: dict[str, dict[str, Any]], engines: Sequence[str]) -> str:
+    """Markdown table. Ratios are those of the first engine over the second: below 1 is faster where the figure is a
+    time."""
+    head = [title, *(f"{text}: {' / '.join(engines)}{' (ratio)' * (len(engines) == 2)}" for text in figures.values())]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for name, row in rows.items():
         cells = [
-            f"{_short(row[ours][figure])} / {_short(row[peer][figure])} ({row['ratio'][figure]:.2f})"
-            if figure in row["ratio"]
+            " / ".join(_short(row[engine][figure]) for engine in engines) + _ratio(row, figure)
+            if all(figure in row[engine] for engine in engines)
             else "-"
             for figure in figures
         ]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
+
+
+def _ratio(row: dict[str, Any], figure: str) -> str:
+    return f" ({row['ratio'][figure]:.2f})" if figure in row.get("ratio", {}) else ""
 
 
 def _short(value: float) -> str:

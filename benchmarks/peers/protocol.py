@@ -4,7 +4,7 @@ Standard library only: a peer runs under another Python, without Dovetail.
 
     argv[1]   settings, a JSON object
     answer    {"ready": {...}}                            once the engine is loaded
-    order     {"requests": "file.jsonl"}                  {"prompt_ids": [...], "output_tokens": n} a line
+    order     {"requests": "file.jsonl"}                  a Request a line
     answer    {"seconds": s, "output_tokens": n, ...}     from the first request's arrival to the last token
 """
 
@@ -16,10 +16,26 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
-Requests = list[tuple[list[int], int]]
-"""(prompt ids, output tokens) each; all arrive at once."""
+
+@dataclass(frozen=True)
+class Request:
+    """One request. It ignores end-of-sequence. All that continue no other arrive at once."""
+
+    prompt_ids: list[int]
+    output_tokens: int
+    sampling: dict[str, Any]
+    """Temperature and the other parameters that are not defaults, under the names that Dovetail and vLLM share."""
+    json_schema: str | None = None
+    """JSON Schema of the output, which may end before `output_tokens` where it is complete."""
+    continues: int | None = None
+    """Index of an earlier request: this one is sent when that one ends, and its prompt is that one's prompt and output,
+    then `prompt_ids`."""
+
+
+Requests = list[Request]
 Run = Callable[[Requests], dict[str, Any]]
 
 
@@ -40,13 +56,18 @@ def serve(load: Callable[[dict[str, Any]], AbstractContextManager[tuple[Run, dic
         for line in sys.stdin:
             requests = read(json.loads(line)["requests"])
             result = run(requests)
-            expected = sum(output for _, output in requests)
-            if result["output_tokens"] != expected:
-                raise RuntimeError(f"{result['output_tokens']} tokens instead of {expected}")
+            check(requests, result["output_tokens"])
             answer(result)
+
+
+def check(requests: Requests, tokens: int) -> None:
+    """Raise RuntimeError if an engine did not produce the tokens that were asked for."""
+    most = sum(request.output_tokens for request in requests)
+    exact = all(request.json_schema is None for request in requests)
+    if tokens > most or (exact and tokens < most):
+        raise RuntimeError(f"{tokens} tokens instead of {most}")
 
 
 def read(path: str) -> Requests:
     with open(path, encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    return [(line["prompt_ids"], line["output_tokens"]) for line in lines]
+        return [Request(**json.loads(line)) for line in file]

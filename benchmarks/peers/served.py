@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers import model_folder
 from peers.offline import ratio_table
 
 from dovetail import Composition, DovetailError
-from dovetail.core.interfaces import ModelSpec
 
-RUN = str(Path(__file__).parents[2] / "run.py")
+RUN = (sys.executable, "-m", "dovetail")
 FIGURES = {
     "ttft_ms.median": "first token ms, median",
     "ttft_ms.p99": "p99",
@@ -56,32 +56,18 @@ class Server:
 
 
 def dovetail_server(composition: Composition, folder: Path) -> Server:
-    """Our server. A model of shapes alone is served from `folder`, which has its config.json and gets a tokenizer."""
-    model = composition.part("model")
+    """Our server. A model of shapes alone is served from `folder`, which has its config.json and tokenizer."""
     words = [word for word in composition.overrides if not _is_the_clients(word)]
-    if model.target().source(model.config).folder is None:
-        spec: ModelSpec = model.facts() or model.target().spec(model.config)
-        write_tokenizer(folder, spec.vocab)
-        words += [f"model={model.name}", f"model.path={folder}", "model.load=dummy", "grammar=none"]
+    if model_folder.has_shapes_alone(composition):
+        words = [*model_folder.loading(composition, words, folder), "grammar=none"]
     # vLLM refuses no request.
     words += ["app=serve", "serve.max_waiting=100000"]
-    return Server("dovetail", lambda port: [sys.executable, RUN, *words, f"serve.port={port}"], {})
+    return Server("dovetail", lambda port: [*RUN, *words, f"serve.port={port}"], {})
 
 
 def _is_the_clients(word: str) -> bool:
     node = word.lstrip("+~").partition("=")[0].partition(".")[0]
     return node in ("app", "bench", "workload")
-
-
-def write_tokenizer(folder: Path, vocab: int) -> None:
-    """Write a tokenizer in which token i is the word "wi": outputs of random weights must become text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def free_port() -> int:
@@ -142,7 +128,7 @@ def measure(server: Server, workloads: dict[str, list[str]], rounds: int, folder
             out = folder / f"{server.name}-{name}.json"
             options = (f"bench.url=http://127.0.0.1:{port}/v1", f"bench.runs={rounds}", f"bench.out={out}")
             # Exit code 1: some requests failed, which the figures show.
-            status = subprocess.run([sys.executable, RUN, *overrides, "app=bench", *options], stdout=STDERR).returncode
+            status = subprocess.run([*RUN, *overrides, "app=bench", *options], stdout=STDERR).returncode
             if status not in (0, 1) or not out.exists():
                 raise ServerError(f"workload={name} against {server.name}'s server failed; see above")
             loads[name] = json.loads(out.read_text(encoding="utf-8"))
@@ -172,4 +158,4 @@ def markdown(rows: Sequence[dict[str, Any]], ours: str, peer: str) -> str:
     for row in rows:
         failed = "".join(f"; {count} of {name} failed" for name, count in row.get("failed", {}).items() if count)
         named[f"{row['workload']}, {row['rate']:g} ({row['requests']} requests{failed})"] = row
-    return ratio_table("workload, requests/s", FIGURES, named, ours, peer)
+    return ratio_table("workload, requests/s", FIGURES, named, (ours, peer))

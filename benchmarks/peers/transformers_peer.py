@@ -49,9 +49,12 @@ def load(settings: dict[str, Any]) -> Iterator[tuple[Run, dict[str, Any]]]:
     manager.start()
 
     def run(requests: Requests) -> dict[str, Any]:
+        for request in requests:
+            if request.sampling != {"temperature": 0.0} or request.json_schema or request.continues is not None:
+                raise ValueError("this peer runs greedy requests without a JSON Schema, which continue no other")
         began = time.perf_counter()
-        for ids, output in requests:
-            manager.add_request(input_ids=ids, max_new_tokens=output)
+        for request in requests:
+            manager.add_request(input_ids=request.prompt_ids, max_new_tokens=request.output_tokens)
         tokens = done = 0
         while done < len(requests):
             result = manager.get_result(timeout=1)

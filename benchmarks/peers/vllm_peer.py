@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from protocol import Requests, Run, serve
+from protocol import Request, Requests, Run, serve
 
 
 def engine_args(settings: dict[str, Any]) -> dict[str, Any]:
     args = {
         "model": settings["model"],
         "load_format": "dummy" if settings["dummy"] else "auto",
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not settings["grammars"],
         "dtype": settings["dtype"],
         "tensor_parallel_size": settings["tp"],
         "max_model_len": settings["max_len"],
@@ -39,18 +39,63 @@ def load(settings: dict[str, Any]) -> Iterator[tuple[Run, dict[str, Any]]]:
     llm = vllm.LLM(**args)
 
     def run(requests: Requests) -> dict[str, Any]:
-        prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
-        params = [
-            vllm.SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
-            for _, output in requests
-        ]
         llm.reset_prefix_cache()  # as app=bench does between runs
+        conversations = any(request.continues is not None for request in requests)
         began = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        return {"seconds": seconds, "output_tokens": sum(len(out.outputs[0].token_ids) for out in outputs)}
+        tokens = (run_rounds if conversations else run_at_once)(llm, requests)
+        return {"seconds": time.perf_counter() - began, "output_tokens": tokens}
 
     yield run, {"engine": f"vllm {vllm.__version__}", "engine_args": args}
+
+
+def sampling_params(request: Request, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    if request.json_schema is not None:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        more["structured_outputs"] = StructuredOutputsParams(json=request.json_schema)
+    return SamplingParams(
+        **request.sampling, max_tokens=request.output_tokens, ignore_eos=True, detokenize=False, **more
+    )
+
+
+def run_at_once(llm: Any, requests: Requests) -> int:
+    """Run independent requests. Returns the number of output tokens."""
+    prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+    outputs = llm.generate(prompts, [sampling_params(request) for request in requests], use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def run_rounds(llm: Any, requests: Requests) -> int:
+    """Run conversations: the loop of LLM.generate, which sends the next round when an answer is complete. Returns the
+    number of output tokens."""
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    after: dict[int, list[int]] = {}
+    for index, request in enumerate(requests):
+        if request.continues is not None:
+            after.setdefault(request.continues, []).append(index)
+
+    def send(index: int, before: list[int]) -> None:
+        prompts[index] = before + requests[index].prompt_ids
+        params = sampling_params(requests[index], output_kind=RequestOutputKind.FINAL_ONLY)
+        engine.add_request(str(index), {"prompt_token_ids": prompts[index]}, params)
+
+    prompts: dict[int, list[int]] = {}
+    tokens = 0
+    for index, request in enumerate(requests):
+        if request.continues is None:
+            send(index, [])
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                index, answer = int(output.request_id), list(output.outputs[0].token_ids)
+                tokens += len(answer)
+                for following in after.get(index, ()):
+                    send(following, prompts[index] + answer)
+    return tokens
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ KINDS: dict[str, Kind] = {
         _kind("router", "one", "Router", "which data-parallel replica runs a request"),
         _kind("collective", "one", "Collective", "sums and gathers between ranks"),
         _kind("cost", "one", "CostModel", "predicts the time of a plan"),
-        _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled"),
+        _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled", api="0.2"),
         _kind("grammar", "one", "GrammarCompiler", "which tokens may come next, for outputs of a given form"),
         _kind("observer", "many", "Observer", "receives one record per step, off the critical path"),
         _kind("tool_parser", "per_request", "ToolParser", "finds tool calls in generated text"),

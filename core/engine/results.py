@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.core.engine.grammars import Ended, Grammars
@@ -24,8 +24,8 @@ class SequenceEvent(NamedTuple):
 
     uid: int
     tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     reason: FinishReason | None = None
     detail: str = ""
     """Why a rejected sequence was rejected."""
@@ -115,7 +115,7 @@ class Results:
         return SequenceEvent(seq.uid, kept, logprobs, prompt_logprobs, reason, detail, hidden=hidden)
 
     @staticmethod
-    def _new_prompt_logprobs(tracked: Tracked, row: RowResult) -> tuple[TokenLogprobs, ...]:
+    def _new_prompt_logprobs(tracked: Tracked, row: RowResult) -> Sequence[TokenLogprobs]:
         """Return the logprobs of positions that no earlier event has reported."""
         epoch, position, reported = tracked.prompt_logprobs or (row.epoch, 0, 0)
         if epoch != row.epoch:

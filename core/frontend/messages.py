@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.core.errors import RequestError
-from dovetail.core.interfaces import EmbeddingSpec, RequestOptions, SamplingParams, TokenLogprobs
+from dovetail.core.interfaces import EmbeddingSpec, LogprobColumns, RequestOptions, SamplingParams, TokenLogprobs
 
 
 class Add(msgspec.Struct, array_like=True, tag=0):
@@ -72,8 +72,8 @@ class SampleUpdate(msgspec.Struct, array_like=True, gc=False):
     """"stop", "length", "abort" or "rejected"; None while the sample runs."""
     hidden: bool = False
     """The last token ended the output and is not part of its text."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     cached: int = 0
     """Prompt tokens found in the prefix cache."""
     detail: str = ""
@@ -177,6 +177,8 @@ def _shifted(options: RequestOptions, seconds: float) -> RequestOptions:
 def _to_wire(value: object) -> object:
     if isinstance(value, SamplingParams):
         return value.model_dump(exclude_unset=True)
+    if isinstance(value, LogprobColumns):
+        return tuple(value)
     if isinstance(value, np.ndarray):
         return value.astype("<f4", copy=False).tobytes()
     raise TypeError(f"{type(value).__name__} has no form in messages")

@@ -21,8 +21,9 @@ class Delta(NamedTuple):
     sample: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One per token, if requested."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: str | None = None
     """"stop", "length" or "abort"; None while the sample runs."""
     pooled_C: NDArray[np.float32] | None = None

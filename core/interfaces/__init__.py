@@ -28,6 +28,7 @@ from dovetail.core.interfaces.kv_cache import (
     Reservation,
 )
 from dovetail.core.interfaces.logits import LogitsContext, LogitsProcessor
+from dovetail.core.interfaces.logprobs import LogprobColumns, TokenLogprobs
 from dovetail.core.interfaces.model import (
     MLA,
     BuildContext,
@@ -76,7 +77,6 @@ from dovetail.core.interfaces.records import (
     Sequence,
     Status,
     StepResult,
-    TokenLogprobs,
 )
 from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
 from dovetail.core.interfaces.scheduler import (
@@ -139,6 +139,7 @@ __all__ = [
     "LinearSite",
     "LogitsContext",
     "LogitsProcessor",
+    "LogprobColumns",
     "Matcher",
     "MoE",
     "Model",

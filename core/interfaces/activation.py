@@ -79,8 +79,14 @@ class Partial:
     """Scales not yet applied to `values`: per row [T, 1] and per output channel [C], float32. The matmul library skips
     them; the consumer applies them. Channel scales belong to the weight, so no kernel of a step writes them. Set only
     if the layer may defer scales to its consumer, and never before a sum over ranks."""
+    plus: torch.Tensor | None = None
+    """Second tensor of the sum, which the consumer adds: the other output of a parallel block. Set only if the model's
+    norm takes it, without `scale`, and never before a sum over ranks."""
 
-    def scaled(self) -> torch.Tensor:
+    def completed(self) -> torch.Tensor:
+        """Return `values` with what the producer left to the consumer."""
+        if self.plus is not None:
+            return self.values + self.plus
         if self.scale is None:
             return self.values
         row_T1, column_C = self.scale

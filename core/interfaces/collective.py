@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     Norm = Callable[..., tuple[Bundle, torch.Tensor]]
     """norm(x, residual, emit) -> (bundle of norm(x + residual), x + residual). A norm that follows a layer which defers
-    its scales also takes scale=Partial.scale. Rows are independent, so a component may norm a subset of them."""
+    its scales also takes scale=Partial.scale, and one between parallel blocks plus=Partial.plus. Rows are independent,
+    so a component may norm a subset of them."""
 
 Residual = Any
 """Sum of all blocks so far, in the component's own form or as all rows [T, C]. Models pass it on unchanged and read it
@@ -96,6 +97,8 @@ class Collective(ABC):
         """
         if isinstance(x, Partial) and x.scale is not None:
             return norm(x.values, residual, emit, scale=x.scale)
+        if isinstance(x, Partial) and x.plus is not None:
+            return norm(x.values, residual, emit, plus=x.plus)
         return norm(self.reduce(x), residual, emit)
 
     def whole(self, residual: Residual) -> torch.Tensor:
@@ -107,4 +110,4 @@ class Collective(ABC):
         """Sum a Partial over ranks; return a tensor unchanged."""
         if not isinstance(x, Partial):
             return x
-        return self.all_reduce(x.values) if self.size > 1 else x.scaled()
+        return self.all_reduce(x.values) if self.size > 1 else x.completed()

@@ -43,8 +43,11 @@ class LogitsProcessor(ABC):
     params: type[BaseModel] | None = None
     """Additional request parameters: a pydantic model whose fields all have defaults and names that are unique among
     the selected processors. Requests set them in `SamplingParams.extra`; `parameters` reads them."""
-    graph_safe: bool = True
-    """Whether apply is free of host syncs and data-dependent shapes, so that CUDA graphs can capture it."""
+    graph_safe: bool = False
+    """Whether CUDA graphs may capture apply: its operations, their shapes and the addresses of the state that it reads
+    are the same in every step, whatever joined meanwhile. It is then captured with the longest possible `max_length`,
+    and also runs in steps in which rows want other processors only. Steps in which a row wants a processor that is not
+    graph_safe launch each kernel of the sampling half from the host."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -75,4 +78,5 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Return the logits, changed in place or not. Rows whose request does not want the processor stay unchanged."""
+        """Return the logits, changed in place or not, without waiting for the device. Rows whose request does not want
+        the processor stay unchanged."""

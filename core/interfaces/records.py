@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
@@ -15,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, fi
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import request_values
 from dovetail.core.interfaces.grammar import Grammar
+from dovetail.core.interfaces.logprobs import TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +40,10 @@ MOST_EXTRA_BYTES = 1 << 16
 """Maximum size of SamplingParams.extra as JSON."""
 
 
+MOST_BIASES = 1024
+"""Limit of the entries of SamplingParams.logit_bias."""
+MOST_LOGPROBS = 64
+"""Limit of SamplingParams.logprobs and prompt_logprobs."""
 LEAST_TEMPERATURE = 1e-5
 """Least temperature at which tokens are drawn."""
 
@@ -76,7 +82,7 @@ class SamplingParams(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     """Subtracted from a token's logit once per occurrence in the output."""
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
-        default_factory=dict, max_length=1024
+        default_factory=dict, max_length=MOST_BIASES
     )
     """Added to the logits of these token ids."""
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -90,10 +96,10 @@ class SamplingParams(BaseModel):
     """Keep the stop string or stop token in the output."""
     ignore_eos: bool = False
     """Continue past the model's EOS (for benchmarks)."""
-    logprobs: int | None = Field(None, ge=0, le=64)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     """Report the log-probability of each output token and of this many most likely tokens, at most the vocabulary. They
     are taken from the model's distribution, before penalties, bias and temperature."""
-    prompt_logprobs: int | None = Field(None, ge=0, le=64)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     """The same for prompt tokens. Such a request recomputes its prompt instead of reading the prefix cache."""
     extra: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
     """Parameters of selected logits processors, by name, such as {"no_repeat_ngram": 3}: plain JSON values, at most 64
@@ -280,13 +286,6 @@ class Sequence:
         return self.max_len - self.computed
 
 
-class TokenLogprobs(NamedTuple):
-    """Log-probability of one token and of the most likely tokens, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 class RowResult(NamedTuple):
     """Result of one plan row. `tokens` is empty for a prefill chunk that does not sample, and for a LATE row without
     late inputs: its last token must be fed again."""
@@ -297,9 +296,9 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     """Accepted drafts, then the token sampled by the target: -1 if some logit is NaN or +inf, which ends the
     sequence."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token, if requested."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Seq[TokenLogprobs] = ()
+    """One per token, if requested. The engine reads its length and slices; clients read the entries."""
+    prompt_logprobs: Seq[TokenLogprobs] = ()
     """For each prompt token fed by this chunk, the logprobs of the token that follows it, if requested."""
     pooled_C: NDArray[np.float32] | None = None
     """Final hidden states of a request with pooling: the prompt's last token, or the sum over this row's tokens."""

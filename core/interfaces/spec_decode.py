@@ -92,7 +92,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, ctx: DraftContext) -> Draft:
-        """Propose up to ctx.k tokens per row. Runs on the device without host sync."""
+        """Propose up to ctx.k tokens per row. Called before a step that verifies drafts, for the rows that the step
+        before it sampled. Runs on the device without host sync."""
 
     def propose_host(self, tokens: Sequence[int], k: int) -> Sequence[int]:
         """Return at most k tokens to follow `tokens`. Called on the host in rank 0's process, only with

@@ -35,9 +35,13 @@ class LayerNorm:
         self.weight, self.bias = (torch.empty(channels, dtype=build.dtype, device=build.device) for _ in range(2))
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, emit: tuple[ActFormat, ...] = (PLAIN,)
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+        plus: torch.Tensor | None = None,
     ) -> tuple[Bundle, torch.Tensor]:
-        return layer_norm(x, residual, self.weight, self.bias, self.eps, emit)
+        return layer_norm(x, residual, self.weight, self.bias, self.eps, emit, plus)
 
     def weights(self) -> Iterator[Weight]:
         yield Weight(f"{self.name}.weight", lambda lazy: self.weight.copy_(lazy[:]), tuple(self.weight.shape), "ones")

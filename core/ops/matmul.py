@@ -56,15 +56,17 @@ def scaled_matmul(
     """(x @ weight^T) * x_scale * weight_scale + bias of FP8 x and weight, in `dtype`.
 
     `counts`: MOST_SHARED_TILES int32 zeros, which are zero again afterwards. Matmuls that may run concurrently need
-    separate ones. `fast_accum`: whether the library may use the tensor core's reduced-precision accumulator throughout.
+    separate ones. `fast_accum`: whether many rows may use the tensor core's reduced-precision accumulator throughout.
     """
     if not x_TI.is_cuda:
         return matmul_reference(x_TI, weight_OI, x_scale_T1, weight_scale_O, bias_O, dtype)
     tile = _tile(x_TI, weight_OI)
-    if tile is not None:
+    # With many rows, sums for each IMPRECISE products would need too many registers, so only fast ones are computed.
+    fast = tile is not None and tile.specialized and len(x_TI) > MOST_ROWS
+    if tile is not None and (fast_accum or not fast):
         from dovetail.core.ops.kernels.matmul import matmul_triton
 
-        imprecise = min(IMPRECISE, tile.inputs)
+        imprecise = None if fast else min(IMPRECISE, tile.inputs)
         return matmul_triton(x_TI, weight_OI, tile, counts, x_scale_T1, weight_scale_O, bias_O, dtype, imprecise)
     # The library's matmul with per-row scales writes only bfloat16.
     fused = bias_O if dtype is torch.bfloat16 else None

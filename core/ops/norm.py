@@ -33,7 +33,7 @@ def rms_norm_reference(
     emit: tuple[ActFormat, ...] = (PLAIN,),
     scale: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Bundle, torch.Tensor]:
-    x_TC = Partial(x_TC, scale).scaled()
+    x_TC = Partial(x_TC, scale).completed()
     summed = x_TC if residual_TC is None else x_TC + residual_TC
     return encode(normalize(summed, weight_C, eps), emit), summed
 

@@ -153,6 +153,15 @@ def gather_samples_reference(
         kept.copy_(found)
 
 
+def gather_params(slots_N: torch.Tensor, *columns: torch.Tensor) -> list[torch.Tensor]:
+    """Return the entries of these slots in each of five columns [S]."""
+    if slots_N.is_cuda:
+        from dovetail.core.ops.kernels.draw import gather_params_triton
+
+        return gather_params_triton(slots_N, *columns)
+    return [column_S[slots_N] for column_S in columns]
+
+
 def least_kept(
     logits_NV: torch.Tensor,
     temperature_N: torch.Tensor,
@@ -232,7 +241,7 @@ def best(
     part with the highest score has the token that `draw` would choose from the whole vocabulary. A part with NaN
     or +inf has the score +inf and token -1."""
     if logits_NV.is_cuda:
-        from dovetail.core.ops.kernels.step import best_triton
+        from dovetail.core.ops.kernels.draw import best_triton
 
         return best_triton(logits_NV, position_N, temperature_N, key_N, random, least_N, first)
     return best_reference(logits_NV, position_N, temperature_N, key_N, random, least_N, first)

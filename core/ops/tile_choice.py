@@ -11,7 +11,7 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import shown
 from dovetail.core.interfaces.tuning import Choice, Key, make_key
 from dovetail.core.ops.choices import Choices, installed
-from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tiles import GROUP_ROWS, HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
 
 OP = "matmul"
 """Name of the operation in tuning tables. Its key has `weight` ("fp8" or "bf16"), `outputs` and `inputs`."""
@@ -34,7 +34,8 @@ def choose(
     `kind` is the weight's: "fp8" or "bf16". `device` and `processors` are the GPU's name and number of SMs. The
     installed entry with the next higher number of rows applies. For shapes without entries, fp8 follows a rule, since
     the library is slow for few rows with per-row scales, and bf16 uses the library. With `prefetch` false, the GPU
-    cannot run prefetching tiles, and the rule replaces them. `shared`: bytes of shared memory that a program may use.
+    cannot run Hopper's kernels, and the rule replaces their tiles. `shared`: bytes of shared memory that a program may
+    use.
     """
     return _choose(installed(), rows, outputs, inputs, kind, device, processors, prefetch, shared)
 
@@ -57,7 +58,7 @@ def _choose(
     if choices.tuned(OP, device, key):
         choice = choices.find(OP, device, key, rows)
         tile = None if choice is None else tile_of(choice)
-    if tile is not None and tile.prefetch and not prefetch:
+    if tile is not None and tile.needs_hopper and not prefetch:
         tile = ruled
     return tile if tile is not None and tile.fits_32_bits(rows, outputs, inputs) else None
 
@@ -112,11 +113,13 @@ def check_matmul(key: Key, rows: int, choice: Choice) -> None:
             raise ValueError(f"{name} is {value}, which is not from 0 to 65535")
     for name in ("tokens", "outputs", "inputs"):
         side = choice.get(name, 0)
-        if side not in (16, 32, 64, 128, 256, 512, 1024):
+        if side not in (16, 32, 64, 128, 256, 512, 1024) and not (choice.get("specialized") and name == "tokens"):
             raise ValueError(f"{name} is {side}, not a power of two from 16 to 1024")
     tile = tile_of(choice)
+    if tile.specialized and tile.tokens not in (GROUP_ROWS, 2 * GROUP_ROWS, 3 * GROUP_ROWS):
+        raise ValueError(f"tokens is {tile.tokens}; a specialized tile has one to three times {GROUP_ROWS}")
     if tile.warps not in (1, 2, 4, 8, 16) or not 1 <= tile.stages <= 16 or not 1 <= tile.split:
         raise ValueError(f"warps={tile.warps}, stages={tile.stages}, split={tile.split} cannot be launched")
     shape = rows, facts["outputs"], facts["inputs"]
-    if tile.splits_tiles(*shape) and tile.launch(*shape)[1] > MOST_SHARED_TILES:
-        raise ValueError(f"it splits more than {MOST_SHARED_TILES} tiles")
+    if tile.counters(*shape) > MOST_SHARED_TILES:
+        raise ValueError(f"it needs {tile.counters(*shape)} counters, and there are {MOST_SHARED_TILES}")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 
 from dovetail.core.arithmetic import ceil_div
 
-MOST_SHARED_TILES = 512
-"""Maximum number of tiles that are split over several programs; each of them needs a counter."""
+MOST_SHARED_TILES = 1024
+"""Number of counters that a matmul may need, one for each tile that several programs sum."""
 
 HOPPER_SHARED = 227 << 10
 """Maximum shared memory of a program on an H100 or H200."""
 RESERVED = 1 << 10
 """Shared memory for barriers and the like."""
+GROUP_ROWS = 64
+"""Rows of x that a warp group of specialized_matmul multiplies."""
+GROUP_SCRATCH = 4 << 10
+"""Shared memory in which a warp group of specialized_matmul rearranges outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +51,61 @@ class MatmulTile:
     """Cycles between the prefetches of two blocks. Prefetches without a pause delay the data from other GPUs for which
     the preceding kernel waits."""
 
+    specialized: bool = False
+    """Whether specialized_matmul runs, which needs Hopper. Each warp group multiplies 64 of `tokens` rows, at most 192.
+    `programs` compute whole tiles, and `warps` and `swap` do not apply."""
+
     def launch(self, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int, int]:
         """Return (tiles along tokens, tiles, blocks of a tile, programs)."""
         t_tiles = ceil_div(tokens, self.tokens)
         tiles = t_tiles * ceil_div(outputs, self.outputs)
         blocks = ceil_div(inputs, self.inputs)
-        programs = min(self.programs, tiles * blocks) or tiles * min(self.split, blocks)
+        most = tiles if self.specialized else tiles * blocks
+        programs = min(self.programs, most) or tiles * min(self.split, blocks)
         return t_tiles, tiles, blocks, programs
+
+    @property
+    def needs_hopper(self) -> bool:
+        return self.specialized or self.prefetch > 0
+
+    @property
+    def warp_groups(self) -> int:
+        """Warp groups of specialized_matmul that multiply."""
+        return self.tokens // GROUP_ROWS
 
     def shared_bytes(self, itemsize: int) -> int:
         """Upper estimate of a program's shared memory. `itemsize`: bytes of an element of x and of the weight."""
         x_blocks, weight_blocks = self.stages, self.prefetch or self.stages
-        return (self.tokens * x_blocks + self.outputs * weight_blocks) * self.inputs * itemsize + RESERVED
+        reserved = RESERVED + (GROUP_SCRATCH * self.warp_groups if self.specialized else 0)
+        return (self.tokens * x_blocks + self.outputs * weight_blocks) * self.inputs * itemsize + reserved
+
+    def counters(self, tokens: int, outputs: int, inputs: int) -> int:
+        """Number of counters that the kernel needs."""
+        if not self.splits_tiles(tokens, outputs, inputs):
+            return 0
+        _, tiles, _, _ = self.launch(tokens, outputs, inputs)
+        return tiles * (self.warp_groups if self.specialized else 1)
 
     def splits_tiles(self, tokens: int, outputs: int, inputs: int) -> bool:
         """Whether some tile is summed by several programs, which needs counters."""
         _, tiles, _, programs = self.launch(tokens, outputs, inputs)
-        return tiles % programs != 0
+        return programs > tiles if self.specialized else tiles % programs != 0
 
     def fits_32_bits(self, tokens: int, outputs: int, inputs: int) -> bool:
         """Whether the kernel's index arithmetic, programs x units, fits into 32 bits."""
         _, tiles, blocks, programs = self.launch(tokens, outputs, inputs)
         return programs * tiles * blocks < 2**31
+
+
+def specialized_tiles(rows: int, itemsize: int, shared: int = HOPPER_SHARED) -> Iterator[MatmulTile]:
+    """Yield specialized_matmul's tiles for `rows` rows, with as many blocks in flight as fit into `shared` bytes."""
+    groups = min(3, ceil_div(rows, GROUP_ROWS))
+    for count, outputs, boxes in product(range(1, groups + 1), (64, 128, 256), (1, 2)):
+        # Accumulators of 64 x 256 leave a program registers for two warp groups.
+        if outputs == 256 and count > 2:
+            continue
+        tile = MatmulTile(GROUP_ROWS * count, outputs, 128 * boxes // itemsize, stages=8, specialized=True)
+        while tile.shared_bytes(itemsize) > shared:
+            tile = replace(tile, stages=tile.stages - 1)
+        if tile.stages > 1:
+            yield tile

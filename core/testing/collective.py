@@ -328,6 +328,15 @@ class CollectiveContract:
             x = values(0, (3, 4), torch.float32)
             out = collective.reduce(Partial(x.clone().to(self.device))).cpu()
             assert torch.equal(out, x), f"reduce at size 1 must return the values: expected {x}, got {out}"
+            # The two outputs of a parallel block.
+            build: Any = SimpleNamespace(dtype=torch.float32, device=self.device)
+            norm, plus = LayerNorm("norm", build, 4, 1e-5), values(1, (3, 4), torch.float32)
+            norm.weight.fill_(1.0)
+            norm.bias.zero_()
+            both = Partial(x.to(self.device), plus=plus.to(self.device))
+            reduced, (_, summed) = collective.reduce(both), collective.boundary(both, None, norm)
+            for what, out in (("reduce", reduced), ("boundary", summed)):
+                assert torch.equal(out.cpu(), x + plus), f"{what} at size 1 must add Partial.plus to its values"
             collective.barrier()
         finally:
             collective.close()

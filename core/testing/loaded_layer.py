@@ -31,7 +31,7 @@ class Loaded:
     def partial(self, x_TI: torch.Tensor) -> torch.Tensor:
         x: Activation = encode(x_TI, (self.method.input,))[self.method.input]
         with poisoned_memory():
-            return self.method.partial(self.params, x).scaled()
+            return self.method.partial(self.params, x).completed()
 
     def exact(self, x_TI: torch.Tensor) -> torch.Tensor:
         return exact_product(x_TI, self.weight)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from itertools import zip_longest
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dovetail.core.interfaces import JoinBlob, LogitsContext, LogitsProcessor, Request, SamplingParams
 from dovetail.core.parallel.encoding import decode_blob, encode_blob
@@ -233,12 +237,35 @@ class LogitsProcessorContract:
 
     def test_apply_does_not_wait_for_the_device(self) -> None:
         processor = self.joined(self.active(), self.larger())
-        if not processor.graph_safe:
-            pytest.skip("graph_safe = False")
         ctx = self.context([(0, self.history(3)), (1, self.history(4))])
         logits_NV = self.logits(2)
-        with torch.inference_mode(), NoHostSync("apply of a graph_safe processor"):
+        with torch.inference_mode(), NoHostSync("apply"):
             processor.apply(logits_NV, ctx)
+
+    def test_a_graph_of_apply_stays_valid(self) -> None:
+        """A replay repeats the operations of the capture on the same memory, after any joins."""
+        processor = self.joined(self.active())
+        if not processor.graph_safe:
+            pytest.skip("graph_safe = False")
+        rows = [(0, self.history(3)), (1, self.history(4))]
+        ctx, logits_NV = self.context(rows), self.logits(2)
+        captured = self._operations(processor, logits_NV, ctx)
+        for slot, request in ((1, self.active()), (0, self.larger()), (2, self.larger())):
+            processor.join(slot, request)
+        for now, then in zip_longest(self._operations(processor, logits_NV, ctx), captured):
+            assert now == then, (
+                "a graph_safe processor must launch the same operations on the same memory after joins, since a CUDA "
+                f"graph repeats them (write into state tensors, do not replace them): {then} became {now}"
+            )
+
+    @staticmethod
+    def _operations(processor: LogitsProcessor, logits_NV: torch.Tensor, ctx: LogitsContext) -> list[Operation]:
+        given = logits_NV.clone()
+        with torch.inference_mode():
+            processor.apply(given.clone(), ctx)  # The first call may create state.
+            with _Operations(given) as recorded:
+                processor.apply(given, ctx)
+        return recorded.operations
 
     # State
 
@@ -283,6 +310,35 @@ class LogitsProcessorContract:
             rows = [(slot, self.history(outputs)) for slot in (0, 1)]
             fresh = self.apply(self.joined(self.active(), self.larger()), rows)
             _assert_close(self.apply(processor, rows), fresh, f"{outputs} outputs, after steps with other lengths")
+
+
+Operation = tuple[str, list[tuple[int, ...]], list[object]]
+"""Name, shapes of the outputs, and arguments: the address of state, the shape of other tensors, or the value."""
+
+
+class _Operations(TorchDispatchMode):
+    """Records operations. Tensors in `given`, and those made meanwhile, may be elsewhere in another call."""
+
+    def __init__(self, given: torch.Tensor) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._made = [given]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = {tensor.untyped_storage().data_ptr() for tensor in self._made}
+        leaves = tree_leaves((args, kwargs or {}))
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        arguments = [self._named(leaf, made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.operations.append((str(func), [tuple(tensor.shape) for tensor in outputs], arguments))
+        state = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor)} - made
+        self._made += [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in state]
+        return out
+
+    @staticmethod
+    def _named(tensor: torch.Tensor, made: set[int]) -> object:
+        address = tensor.untyped_storage().data_ptr()
+        return tuple(tensor.shape) if address in made else address
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

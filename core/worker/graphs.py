@@ -1,7 +1,8 @@
 """Steps as CUDA graphs. There are three kinds: the layers of decode steps, one graph per number of rows; the layers of
-mixed steps, which also feed prompts, one per number of tokens; and drawing, one per number of rows that sample, after
-any layers. With adapters, layers have a second set of graphs for steps in which some row has an adapter, so that other
-steps do not pay for adapters. With drafts, decode steps and drawing have a second set for steps that verify no drafts.
+mixed steps, which also feed prompts, one per number of tokens; and drawing, one per kind of draw (Draw) and number of
+rows that sample, after any layers. With adapters, layers have a second set of graphs for steps in which some row has an
+adapter, so that other steps do not pay for adapters. With drafts, decode steps and drawing have a second set for steps
+that verify no drafts.
 
 The rows are the only input of a replay. A graph reads the rest (lengths, tokens, page tables) from the device state.
 Unused capacity is padding: rows of the scratch slot, which is never written, rows without tokens, and tokens without a
@@ -29,9 +30,13 @@ from dovetail.core.interfaces import (
     Hidden,
     HostBounds,
     KVGroup,
+    LogitsContext,
+    LogitsProcessor,
     Model,
     Progress,
 )
+from dovetail.core.interfaces.records import MOST_LOGPROBS
+from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, gather_samples
 from dovetail.core.worker.batch import Batch, Rows, adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
@@ -42,8 +47,9 @@ from dovetail.core.worker.row_sections import (
     sample_padding,
     view_samples,
 )
-from dovetail.core.worker.sampler import DRAWS, SampleParams, sample, sample_over_ranks
-from dovetail.core.worker.sampling import SampledRows
+from dovetail.core.worker.sampler import SampleParams, sample, sample_over_ranks
+from dovetail.core.worker.sampling import SampledRows, logprobs_by_row, process
+from dovetail.core.worker.slots import Draw
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -169,27 +175,30 @@ class StepGraphs:
         most_tokens: int,
         max_len: int,
         adapters: Adapters | None = None,
+        processors: Seq[LogitsProcessor] = (),
     ) -> None:
-        """`most_tokens`: tokens of the largest mixed step that gets a graph; 0 = none does."""
+        """`most_tokens`: tokens of the largest mixed step that gets a graph; 0 = none does. `processors`: those that
+        draws apply, in this order."""
         self.model, self.state, self.groups, self.attention = model, state, groups, attention
         self.taps, self.max_len = taps, max_len
         self.widths = (1, 1 + lookahead) if lookahead else (1,)
         self.sizes, self._most_tokens = batch_sizes(most_rows), most_tokens
         self.capacities = [Capacity(size * w, size, 0, size, w) for w in self.widths for size in self.sizes]
         self.capacities += [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
-        self._adapters = adapters
+        self._adapters, self._processors = adapters, processors
+        self.kinds = tuple(kind for kind in Draw if processors or kind is not Draw.PROCESSED)
         if adapters is not None:
             self.capacities += [replace(capacity, adapted=True) for capacity in self.capacities]
         self._padding_R3 = sample_padding(most_rows, state.scratch)
         build = model.build
-        self._inputs = {
+        self.inputs = {  # By width.
             width: SampleInputs.empty(most_rows, width, build.spec.hidden, build.dtype, state.device)
             for width in self.widths
         }
         self._forward: list[ForwardGraph] = []
         """Smallest first within a kind: decode steps of one width or mixed steps, with or without adapters."""
-        self._draws: dict[tuple[int, int, bool, bool], tuple[Replay, SampledRows]] = {}
-        """Keys are width, rows and kind (DRAWS)."""
+        self._draws: dict[tuple[int, int, Draw], tuple[Replay, SampledRows]] = {}
+        """Keys are width, rows and kind."""
 
     def _mixed(self, tokens: int) -> Capacity:
         """Return the capacity of a mixed step. Padding rows cost a little in every layer, so a graph has only the rows
@@ -219,8 +228,8 @@ class StepGraphs:
             self._forward.insert(0, ForwardGraph(capacity, sections, input_N, replay, tokens, hidden))
         for done, (width, size) in enumerate(drawn, len(ordered)):
             progress("capture graphs", done * share)
-            for kind in DRAWS:
-                self._draws[width, size, *kind] = record(partial(self._draw, width, size, *kind))
+            for kind in self.kinds:
+                self._draws[width, size, kind] = record(partial(self.launch_draw, width, size, kind))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -234,8 +243,8 @@ class StepGraphs:
             self._run(capacity, self._padding(capacity))
         for size in sorted(self.sizes, key=between):
             for width in self.widths:
-                for kind in DRAWS:
-                    self._draw(width, size, *kind)
+                for kind in self.kinds:
+                    self.launch_draw(width, size, kind)
 
     def _padding(self, capacity: Capacity) -> torch.Tensor:
         """Return the input of a step that has padding only."""
@@ -252,7 +261,7 @@ class StepGraphs:
             hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.taps)
         if chunks_N is not None:
             advance_chunks(chunks_N, state.computed_S)
-        inputs = self._inputs[capacity.width].first(capacity.samples)
+        inputs = self.inputs[capacity.width].first(capacity.samples)
         gather_samples(hidden.states, tokens.positions_T, samples_R3, inputs)
         return tokens, hidden
 
@@ -301,23 +310,37 @@ class StepGraphs:
     def gather(self, step: Batch, hidden: Hidden, section: torch.Tensor) -> None:
         """Write `draw`'s inputs after layers with no graph or a wider one. `section`: as `samples` packs it."""
         samples_R3 = view_samples(section)
-        inputs = self._inputs[self.width(step.rows)].first(len(samples_R3))
+        inputs = self.inputs[self.width(step.rows)].first(len(samples_R3))
         gather_samples(hidden.states, step.tokens.positions_T, samples_R3, inputs)
 
-    def draw(self, width: int, rows: int, random: bool, filtered: bool) -> SampledRows:
-        """Draw and verify for `rows` rows that are all `plain` (SlotInfo). `random`, `filtered`: some row is."""
-        replay, out = self._draws[width, self._size(rows), random, filtered]
+    def draw(self, width: int, rows: int, kind: Draw, logprobs: int | None) -> SampledRows:
+        """Draw and verify for `rows` rows that `kind` serves. `logprobs`: number of most likely tokens that some row
+        reports; None = no row reports log-probabilities."""
+        replay, out = self._draws[width, self._size(rows), kind]
         replay()
-        return SampledRows(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows])
+        found = None
+        if out.logprobs is not None and logprobs is not None:
+            chosen_RW, *best = (values[:rows] for values in out.logprobs)
+            found = chosen_RW, *(values_RWn[..., : max(logprobs, 1)] for values_RWn in best)
+        return SampledRows(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows], found)
 
-    def _draw(self, width: int, rows: int, random: bool, filtered: bool) -> SampledRows:
-        state, at = self.state, self._inputs[width].first(rows)
-        params = SampleParams.of(state, at.slots_N, random=random, filtered=filtered)
-        if filtered:
-            drawn_N = sample(self.model.logits(at.states_NC), at.position_N, params)
-        else:
+    def launch_draw(self, width: int, rows: int, kind: Draw) -> SampledRows:
+        """Launch what `draw` replays, for the first `rows` rows of `inputs`."""
+        state, at, top = self.state, self.inputs[width].first(rows), None
+        params = SampleParams.of(state, at.slots_N, random=kind >= Draw.RANDOM, filtered=kind >= Draw.FILTERED)
+        if kind < Draw.FILTERED:
             drawn_N = sample_over_ranks(self.model, at.states_NC, at.position_N, params)
+        else:
+            raw_NV = logits_NV = self.model.logits(at.states_NC)
+            if kind >= Draw.LOGPROBS:
+                top = best_logprobs(raw_NV, min(MOST_LOGPROBS, raw_NV.shape[1]), state.logprobs_S[at.slots_N])
+            if kind is Draw.PROCESSED:
+                history = state.tokens_SL, state.prompt_len_S, state.tokens_SL.shape[1]
+                ctx = LogitsContext(at.slots_N, at.position_N, *history)
+                logits_NV = process(raw_NV, self._processors, ctx, keep=True)
+            drawn_N = sample(logits_NV, at.position_N, params)
         tokens_RW = drawn_N.view(rows, width)
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
-        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
+        logprobs = None if top is None else logprobs_by_row(raw_NV, tokens_RW, top)
+        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.core.interfaces import Model, RowResult, StepResult, TokenLogprobs
+from dovetail.core.interfaces import LogprobColumns, Model, RowResult, StepResult
 from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.device_state import DeviceState
@@ -81,28 +81,29 @@ class ResultCopies:
             pending.done.synchronize()
         rows, sampled = pending.rows, pending.rows.sampled
         tokens: list[tuple[int, ...]] = []
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        logprobs: dict[int, LogprobColumns] = {}
         if sampled:
             token_columns, *more = pending.sampled
             tokens = _accepted(token_columns.numpy())
-            detail = [t.tolist() for t in more]
-            for r, row in enumerate(sampled) if detail else ():
-                if (wanted := pending.logprobs_wanted.get(row)) is not None:
-                    chosen, best, ids = (values[r][: len(tokens[r])] for values in detail)
-                    logprobs[row] = _logprobs(chosen, best, ids, wanted)
+            if more:
+                columns, width = _columns(*more), more[0].shape[1]
+                for r, row in enumerate(sampled):
+                    if (wanted := pending.logprobs_wanted.get(row)) is not None:
+                        first = r * width
+                        logprobs[row] = LogprobColumns(*columns, range(first, first + len(tokens[r])), wanted)
         if len(sampled) < len(rows):
             by_row = dict(zip(sampled, tokens, strict=True))
             tokens = [by_row.get(row, ()) for row in range(len(rows))]
         prompt = {
-            row: _logprobs([v[0] for v in chosen.tolist()], values.tolist(), ids.tolist(), len(ids[0]))
-            for row, (chosen, values, ids) in pending.prompt.items()
+            row: LogprobColumns(*_columns(*found), range(len(found[0])), found[1].shape[1])
+            for row, found in pending.prompt.items()
         }
         pooled = dict(zip(pending.pooled[0], pending.pooled[1].numpy(), strict=True)) if pending.pooled else {}
         every = range(len(rows))
         details = (map(found.get, every, repeat(())) for found in (logprobs, prompt))
-        columns = every, rows.uids, rows.epochs, tokens, *details, map(pooled.get, every)
+        fields = every, rows.uids, rows.epochs, tokens, *details, map(pooled.get, every)
         # Without a Python frame for each row.
-        results = tuple(map(_new, repeat(RowResult), zip(*columns, strict=False)))
+        results = tuple(map(_new, repeat(RowResult), zip(*fields, strict=False)))
         return StepResult(pending.step, results, *self.clock.read(pending.began, pending.done))
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -148,12 +149,16 @@ def _best(logits_NV: torch.Tensor, chosen_N: torch.Tensor, wanted: int) -> list[
     return [chosen_N1, top.values_Nn[:, :wanted], top.ids_Nn[:, :wanted]]
 
 
-def _logprobs(
-    chosen: list[float], values: list[list[float]], ids: list[list[int]], wanted: int
-) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        TokenLogprobs(value, tuple(zip(best_ids[:wanted], best[:wanted], strict=True)))
-        for value, best, best_ids in zip(chosen, values, ids, strict=True)
+def _columns(
+    chosen: torch.Tensor, values: torch.Tensor, ids: torch.Tensor
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Return log-probabilities of tokens [N], and values and ids of the most likely ones [N, n], as arrays that may be
+    kept: the tensors are in pinned memory, which the next steps need."""
+    shape = chosen.numel(), values.shape[-1]
+    return (
+        chosen.numpy().reshape(shape[:1]).copy(),
+        values.numpy().reshape(shape).copy(),
+        ids.numpy().reshape(shape).copy(),
     )
 
 

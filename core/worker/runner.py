@@ -132,9 +132,11 @@ class Runner:
         self._use_device()
         self._waiting: tuple[StepPlan, _ForwardedStep] | None = None
         """The latest plan, while its late inputs are missing."""
+        self._undrafted: DraftContext | None = None
+        """Rows that the latest step sampled, until drafts are proposed for them. Without proposals they have none."""
         self._reader = ThreadPoolExecutor(1, "dovetail-adapter")
         """Reads adapters, one at a time."""
-        self.slots = Slots()
+        self.slots = Slots(name for name, processor in parts.processors.items() if not processor.graph_safe)
         self.pools = make_pools(parts.groups, num_pages, device)
         parts.attention.bind(self.pools)
         self.state = DeviceState(
@@ -170,6 +172,13 @@ class Runner:
         (plan, step), self._waiting = self._waiting, None
         self._finish(plan, step, late)
 
+    @torch.inference_mode()
+    def propose(self) -> None:
+        """Propose drafts for the rows that the latest step sampled, once."""
+        ctx, self._undrafted = self._undrafted, None
+        if ctx is not None:
+            self.state.take_draft(ctx, self.parts.drafter.propose(ctx))
+
     def collect(self) -> StepResult:
         """Return the result of the oldest plan. Waits for its copy, not for later plans. For rank 0."""
         return self.results.collect()
@@ -198,6 +207,10 @@ class Runner:
             samples = pack_samples(rows, starts).reshape(-1) if graphs is None else graphs.samples(rows, starts)
             sections = StepSections.pack(rows, starts, samples)
         began = self.results.clock.mark()
+        # Proposals cost launches, so there are none before a step that verifies no drafts.
+        if rows.width > 1:
+            self.propose()
+        self._undrafted = None
         sent = state.apply(plan, joined, sections)
         for join, info in zip(plan.joins, joined, strict=True):
             if info.affected:
@@ -254,13 +267,13 @@ class Runner:
             if drafter.lookahead:
                 drafter.observe(self._draft_context(batch, None), hidden.states, hidden.taps)
             return None
-        random = not self.slots.random.isdisjoint(slots)
-        graphs = None if late is not None or (random and state.draft_probs_SKV is not None) else self.graphs
-        if graphs is not None and self.slots.not_plain.isdisjoint(slots):
+        graphs, kind = self.graphs, self.slots.draw(slots)
+        by_rejection = state.draft_probs_SKV is not None and not self.slots.random.isdisjoint(slots)
+        if graphs is not None and kind is not None and late is None and not by_rejection:
             width = graphs.width(rows)
             if step.graph is None or step.graph.capacity.width != width:
                 graphs.gather(batch, hidden, step.samples_N)
-            sampled = graphs.draw(width, len(slots), random, not self.slots.filtered.isdisjoint(slots))
+            sampled = graphs.draw(width, len(slots), kind, self.slots.most_logprobs(slots))
         else:
             at = unpack_samples(step.samples_N, rows, batch.tokens.positions_T)
             states = hidden.states[at.token_RW.reshape(-1)]
@@ -270,7 +283,7 @@ class Runner:
             ctx = self._draft_context(batch, sampled)
             drafter.observe(ctx, hidden.states, hidden.taps)
             if not drafter.needs_host_tokens:
-                state.take_draft(ctx, drafter.propose(ctx))
+                self._undrafted = ctx
         return sampled
 
     def _draft_context(self, batch: Batch, sampled: SampledRows | None) -> DraftContext:
@@ -339,4 +352,5 @@ def make_graphs(parts: RankParts, state: DeviceState) -> StepGraphs:
         most_tokens=parts.graph_tokens,
         max_len=parts.max_len,
         adapters=parts.adapters,
+        processors=[processor for processor in parts.processors.values() if processor.graph_safe],
     )

@@ -11,13 +11,10 @@ import torch
 
 from dovetail.core.interfaces import Model
 from dovetail.core.ops.random import Purpose, gumbel, uniform
-from dovetail.core.ops.step import best, draw, leading, least_kept, scaled
+from dovetail.core.ops.step import best, draw, gather_params, leading, least_kept, scaled
 
 if TYPE_CHECKING:
     from dovetail.core.worker.device_state import DeviceState
-
-DRAWS = ((False, False), (True, False), (True, True))
-"""Kinds of captured draws: (some row is random, some row is filtered)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +35,7 @@ class SampleParams:
     def of(cls, state: DeviceState, slots_N: torch.Tensor, *, random: bool, filtered: bool) -> SampleParams:
         """Gather the parameters of the sequences in these slots. If no row is random, none is read or gathered."""
         of_slots = state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S, state.key_S
-        temperature_N, top_k_N, top_p_N, min_p_N, key_N = (t_S[slots_N] if random else t_S for t_S in of_slots)
-        return cls(temperature_N, top_k_N, top_p_N, min_p_N, key_N, random, filtered)
+        return cls(*(gather_params(slots_N, *of_slots) if random else of_slots), random, filtered)
 
 
 def least_logit(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor | None:
@@ -60,7 +56,7 @@ def warm_up_float32(state: DeviceState, vocab: int) -> None:
     """Draw in each way from float32 logits, as logits processors return them, so that their kernels get compiled."""
     logits_NV = torch.zeros(1, vocab, device=state.device)
     slots_N = torch.tensor([state.scratch], device=state.device)
-    for random, filtered in DRAWS:
+    for random, filtered in ((False, False), (True, False), (True, True)):
         sample(logits_NV, slots_N, SampleParams.of(state, slots_N, random=random, filtered=filtered))
 
 

@@ -3,7 +3,7 @@ sample, W = 1 + most drafts, N = R * W logits rows, V vocabulary, S slots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model
 from dovetail.core.interfaces.plan import LATE
 from dovetail.core.ops import apply_bitmask
-from dovetail.core.ops.logprobs import best_logprobs
+from dovetail.core.ops.logprobs import BestLogprobs, best_logprobs, logprobs_of
 from dovetail.core.ops.step import Accepted, accept, commit
 from dovetail.core.worker.batch import Batch, Rows
 from dovetail.core.worker.device_state import DeviceState
@@ -88,29 +88,28 @@ def sample_step(
     position_RW = at.base_R[:, None] + step_W
     position_N = position_RW.reshape(-1)
 
-    best = max((p for p in (info.params.logprobs for info in infos) if p is not None), default=-1)
+    best = slots.most_logprobs(sampled_slots)
     wanted = {name for info in infos for name in info.processors}
     random, filtered = (not kind.isdisjoint(sampled_slots) for kind in (slots.random, slots.filtered))
     params = SampleParams.of(state, slots_N, random=random, filtered=filtered)
     by_match = width == 1 or state.draft_probs_SKV is None or not params.random
-    if best < 0 and masks is None and not wanted and not params.filtered and by_match:
+    if best is None and masks is None and not wanted and not params.filtered and by_match:
         tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(rows, width)
         accepted = _accept(tokens_RW, at, state)
         return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
 
     logits_NV = model.logits(states_NC)
     # Log-probabilities are those before masks and processors.
-    raw_NV, top = logits_NV, best_logprobs(logits_NV, max(best, 1)) if best >= 0 else None
+    raw_NV, top = logits_NV, None
+    if best is not None:
+        top = best_logprobs(logits_NV, max(best, 1), state.logprobs_S[slots_N])
     if masks is not None:
         apply_bitmask(logits_NV, masks.bits_MW, masks.rows_M)
 
     if wanted:
-        # Processors may change logits in place.
-        logits_NV = logits_NV.to(torch.float32, copy=top is not None)
         ctx = LogitsContext(slots_N, position_N, state.tokens_SL, state.prompt_len_S, batch.rows.max_len)
-        for name, processor in processors.items():
-            if name in wanted:
-                logits_NV = processor.apply(logits_NV, ctx)
+        some = (processor for name, processor in processors.items() if name in wanted)
+        logits_NV = process(logits_NV, some, ctx, keep=top is not None)
 
     if masks is not None and masks.lacking_X is not None:
         sit_out(masks.lacking_X, at, state)
@@ -122,13 +121,28 @@ def sample_step(
     if masks is not None and masks.lacking_X is not None:
         accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
 
-    logprobs = None
-    if top is not None:
-        # Masks leave the logits of tokens that can be drawn as they are.
-        chosen_N = raw_NV.gather(1, tokens_RW.reshape(-1, 1).clamp_min(0)).squeeze(1).float() - top.total_N
-        shape = rows, width, -1
-        logprobs = chosen_N.view(rows, width), top.values_Nn.view(shape), top.ids_Nn.view(shape)
+    # Masks leave the logits of tokens that can be drawn as they are.
+    logprobs = None if top is None else logprobs_by_row(raw_NV, tokens_RW, top)
     return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
+
+
+def process(
+    logits_NV: torch.Tensor, processors: Iterable[LogitsProcessor], ctx: LogitsContext, *, keep: bool
+) -> torch.Tensor:
+    """Return what the processors make of the logits, in float32. Unless `keep`, they may overwrite `logits_NV`."""
+    logits_NV = logits_NV.to(torch.float32, copy=keep)
+    for processor in processors:
+        logits_NV = processor.apply(logits_NV, ctx)
+    return logits_NV
+
+
+def logprobs_by_row(
+    logits_NV: torch.Tensor, tokens_RW: torch.Tensor, top: BestLogprobs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return SampledRows.logprobs. `logits_NV` are those of the model, to which `top` belongs."""
+    shape = *tokens_RW.shape, -1
+    chosen_N = logprobs_of(logits_NV, tokens_RW.reshape(-1), top.total_N)
+    return chosen_N.view(tokens_RW.shape), top.values_Nn.view(shape), top.ids_Nn.view(shape)
 
 
 def warm_up_processors(processors: Mapping[str, LogitsProcessor], state: DeviceState, vocab: int) -> None:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from dovetail.core.interfaces import JoinBlob, SamplingParams
+
+
+class Draw(IntEnum):
+    """Kinds of captured draws. Each also serves the rows of the kinds before it, which cost little in it."""
+
+    GREEDY = 0
+    RANDOM = 1
+    FILTERED = 2
+    LOGPROBS = 3
+    PROCESSED = 4
+    """Every logits processor that can be captured runs."""
 
 
 @dataclass(slots=True)
@@ -18,14 +31,11 @@ class SlotInfo:
     """Not greedy."""
     filtered: bool = field(init=False)
     """Random, and restricted by top-k, top-p or min-p."""
-    plain: bool = field(init=False)
-    """Captured draws can serve it: it needs only logits and device state, and wants no log-probabilities."""
 
     def __post_init__(self) -> None:
         params = self.params
         self.random = params.temperature > 0
         self.filtered = self.random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self.plain = not self.processors and params.logprobs is None
 
     @property
     def params(self) -> SamplingParams:
@@ -46,14 +56,19 @@ class Slots:
     """The record of each occupied slot. The sets hold slots whose sequence needs something that most do not; a step
     finds out with `isdisjoint` instead of a loop over its rows. The entries of an empty slot are meaningless."""
 
-    def __init__(self) -> None:
+    def __init__(self, uncaptured: Iterable[str] = ()) -> None:
+        """`uncaptured`: the logits processors that CUDA graphs cannot capture."""
+        self._uncaptured = frozenset(uncaptured)
         self._infos: dict[int, SlotInfo] = {}
         self._used_processors: dict[int, tuple[str, ...]] = {}
         """Empty slots -> logits processors that their last sequence used."""
         self.random: set[int] = set()
         self.filtered: set[int] = set()
-        self.not_plain: set[int] = set()
-        """These three as in SlotInfo."""
+        """These two as in SlotInfo."""
+        self.processed: set[int] = set()
+        """The sequence uses logits processors."""
+        self.uncaptured: set[int] = set()
+        """One of them cannot be captured."""
         self.logprobs: set[int] = set()
         self.prompt_logprobs: set[int] = set()
         self.pooling: set[int] = set()
@@ -63,6 +78,24 @@ class Slots:
 
     def __getitem__(self, slot: int) -> SlotInfo:
         return self._infos[slot]
+
+    def draw(self, slots: Collection[int]) -> Draw | None:
+        """Return the kind of captured draw that serves these slots; None = none does."""
+        if not self.uncaptured.isdisjoint(slots):
+            return None
+        needs = (
+            (Draw.PROCESSED, self.processed),
+            (Draw.LOGPROBS, self.logprobs),
+            (Draw.FILTERED, self.filtered),
+            (Draw.RANDOM, self.random),
+        )
+        return next((kind for kind, among in needs if not among.isdisjoint(slots)), Draw.GREEDY)
+
+    def most_logprobs(self, slots: Collection[int]) -> int | None:
+        """Return how many most likely tokens some of these slots reports; None = none reports log-probabilities."""
+        if self.logprobs.isdisjoint(slots):
+            return None
+        return max(self._infos[slot].params.logprobs or 0 for slot in slots if slot in self.logprobs)
 
     def leave(self, slot: int) -> None:
         info = self._infos.pop(slot)
@@ -76,7 +109,8 @@ class Slots:
         for slots, among in (
             (self.random, info.random),
             (self.filtered, info.filtered),
-            (self.not_plain, not info.plain),
+            (self.processed, bool(request.processors)),
+            (self.uncaptured, not self._uncaptured.isdisjoint(request.processors)),
             (self.logprobs, params.logprobs is not None),
             (self.prompt_logprobs, params.prompt_logprobs is not None),
             (self.pooling, request.pooling is not None),

@@ -119,6 +119,7 @@ def run_warmup_steps(parts: RankParts) -> None:
             runner.execute(plan, blobs)
             if plan.late:
                 runner.complete(warmup_masks(plan, spec.vocab))
+            runner.propose()
 
 
 def compile_kernels(parts: RankParts) -> None:

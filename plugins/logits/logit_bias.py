@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 
 from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Request
+from dovetail.core.interfaces.records import MOST_BIASES
 from dovetail.plugins.logits.ragged import SparseRows
 
 
 class LogitBias(LogitsProcessor):
     serves = ("logit_bias",)
+    graph_safe = True
 
     def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
-        self.bias = SparseRows(slots, device)
+        self.bias = SparseRows(slots, MOST_BIASES, device)
 
     def wants(self, request: Request) -> bool:
         return bool(request.params.logit_bias)
@@ -21,4 +23,4 @@ class LogitBias(LogitsProcessor):
         self.bias.set(slot, request.params.logit_bias)
 
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        return logits_NV.scatter_add_(1, self.bias.ids_SM[ctx.slots_N], self.bias.values_SM[ctx.slots_N])
+        return self.bias.add(logits_NV, ctx)

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import torch
 
+from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Request
-from dovetail.plugins.logits.ragged import NOTHING, SparseRows
+from dovetail.plugins.logits.ragged import SparseRows
+
+MOST_STOPS = 256
+"""End-of-sequence and stop tokens of a request; at most 64 are stop tokens."""
 
 
 class MinTokens(LogitsProcessor):
     serves = ("min_tokens",)
+    graph_safe = True
 
     def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
-        self.stops = SparseRows(slots, device)
-        self.until_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.stops = SparseRows(slots, MOST_STOPS, device)
+
+    def validate(self, request: Request, vocab: int) -> None:
+        if self.wants(request) and len(request.stop_ids) > MOST_STOPS:
+            raise RequestError(
+                f"min_tokens: the request has {len(request.stop_ids)} end-of-sequence and stop tokens, "
+                f"and at most {MOST_STOPS} can be masked"
+            )
 
     def wants(self, request: Request) -> bool:
         return request.params.min_tokens > 0 and bool(request.stop_ids)
 
     def join(self, slot: int, request: Request) -> None:
-        wanted = self.wants(request)
-        self.until_S[slot] = len(request.prompt_ids) + request.params.min_tokens if wanted else 0
-        self.stops.set(slot, dict.fromkeys(request.stop_ids, float("-inf")) if wanted else {})
+        stops = request.stop_ids if self.wants(request) else ()
+        until = len(request.prompt_ids) + request.params.min_tokens
+        self.stops.set(slot, dict.fromkeys(stops, float("-inf")), until)
 
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        early_N1 = (ctx.lengths_N < self.until_S[ctx.slots_N])[:, None]
-        values_NM = torch.where(early_N1, self.stops.values_SM[ctx.slots_N], NOTHING)
-        return logits_NV.scatter_add_(1, self.stops.ids_SM[ctx.slots_N], values_NM)
+        return self.stops.add(logits_NV, ctx)

@@ -13,12 +13,16 @@ from dovetail.core.interfaces import LogitsContext, LogitsProcessor, Request
 
 class Penalties(LogitsProcessor):
     serves = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    graph_safe = True
 
     def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
         self.repetition_S = torch.ones(slots, device=device)
         self.presence_S = torch.zeros(slots, device=device)
         self.frequency_S = torch.zeros(slots, device=device)
-        self._counts: torch.Tensor | None = None
+        if device.type == "cuda":
+            from dovetail.plugins.logits.kernels import ROWS
+
+            self._counts = torch.zeros(ROWS, vocab, dtype=torch.int32, device=device)
 
     def wants(self, request: Request) -> bool:
         p = request.params
@@ -33,11 +37,9 @@ class Penalties(LogitsProcessor):
     def apply(self, logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         if not logits_NV.is_cuda or not ctx.max_length:
             return self.apply_reference(logits_NV, ctx)
-        from dovetail.plugins.logits.kernels import ROWS, penalise_triton
+        from dovetail.plugins.logits.kernels import penalise_triton
 
         logits_NV = logits_NV.contiguous()
-        if self._counts is None:
-            self._counts = torch.zeros(ROWS, logits_NV.shape[1], dtype=torch.int32, device=logits_NV.device)
         penalise_triton(logits_NV, ctx, self.repetition_S, self.presence_S, self.frequency_S, self._counts)
         return logits_NV
 

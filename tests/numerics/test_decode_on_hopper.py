@@ -46,7 +46,8 @@ class Given(Tiles):
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
         assert shape.decodes and tokens == 1
         warps, stages, programs, least, slabs = self.cut
-        return DecodeTile(shape.group, WARP_KEYS, warps, stages, programs, least=least, slabs=slabs)
+        heads = 8 if shape.group <= 8 else 16
+        return DecodeTile(heads, WARP_KEYS, warps, stages, programs, least=least, slabs=slabs)
 
 
 def rows(*lengths: int, padding: int = 0) -> dict:
@@ -120,6 +121,15 @@ def test_heads(heads, dim, dtype, kv_dtype):
         check(case, CUTS["many ranges"])
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (20, 4), (7, 1), (71, 1), (40, 2)])
+@pytest.mark.parametrize("dim", [48, 64, 80, 96, 192, 256])
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_head_dims_and_groups_that_are_padded(heads, dim, kv_dtype):
+    case = replace(LLAMA, heads=heads, dim=dim, kv_dtype=kv_dtype, padding=2)
+    for cut in (None, (2, 2, 4, 64, 1), CUTS["many ranges"]):
+        check(case, cut)
+
+
 @pytest.mark.parametrize("page_tokens", [1, 8, 16, 48, 64, 256])
 def test_pages(page_tokens):
     for kv_dtype in (None, E4M3):
@@ -137,20 +147,26 @@ def test_steps_whose_bounds_are_capacities():
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3, E5M2])
-@pytest.mark.parametrize(("norm", "rotary"), [(False, 128), (True, 128), (False, 64), (True, 0)])
-def test_writes_and_attends_as_the_kernel_for_all_gpus(norm, rotary, kv_dtype):
+@pytest.mark.parametrize(
+    ("heads", "dim", "norm", "rotary"),
+    [
+        ((32, 8), 128, False, 128), ((32, 8), 128, True, 128), ((32, 8), 128, False, 64), ((32, 8), 128, True, 0),
+        ((71, 1), 64, False, 64), ((16, 16), 256, True, 64), ((14, 2), 80, True, 32),
+    ],
+)  # fmt: skip
+def test_writes_and_attends_as_the_kernel_for_all_gpus(heads, dim, norm, rotary, kv_dtype):
     """The new key and value are in their slots, nothing else changed, and outputs agree up to rounding."""
-    case = replace(LLAMA, kv_dtype=kv_dtype, head_scales=kv_dtype is E5M2)
-    for cut in (None, *CUTS.values()):
+    case = replace(LLAMA, heads=heads, dim=dim, kv_dtype=kv_dtype, head_scales=kv_dtype is E5M2)
+    for cut in (None, *CUTS.values()) if dim <= 128 else (None, CUTS["many ranges"]):
         if cut and kv_dtype is None and cut[0] * cut[1] * cut[4] > 16:
             continue
         made, other = backend(cut), Triton(TritonConfig(gluon=False))
         step = make_step(case, made, GPU)
         other.bind(made.pools)
-        heads, kv_heads = case.heads
-        qkv = torch.randn(len(SOME), (heads + 2 * kv_heads) * 128, device=GPU).to(BF16)
+        query_heads, kv_heads = case.heads
+        qkv = torch.randn(len(SOME), (query_heads + 2 * kv_heads) * dim, device=GPU).to(BF16)
         rope = Rope(torch.randn(4096, rotary, device=GPU)) if rotary else None
-        weights = [torch.rand(128, device=GPU).to(BF16) + 0.5 for _ in "qk"]
+        weights = [torch.rand(dim, device=GPU).to(BF16) + 0.5 for _ in "qk"]
         args = (qkv, rope, QKNorm(weights[0], weights[1], 1e-5) if norm else None)
         planes = made.pools[0].planes
         before = {name: plane.clone() for name, plane in planes.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from dovetail.core.ops import encode, rms_norm
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import matmul, matmul_reference
-from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile, specialized_tiles
 from dovetail.core.tuning.matmul import tiles_of
 from dovetail.core.tuning.packages import BUILTIN, read_packaged
 from dovetail.plugins.quant.config import FP8Config, Int8Config
@@ -140,7 +141,7 @@ EARLY = (
 
 def early_product(dtype, tile, tokens, out, inp):
     """Return (matmul with the tile, reference), both functions of x, and counters."""
-    counts = torch.zeros(256, dtype=torch.int32, device=GPU)
+    counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=GPU)
     weight_OI = torch.randn(out, inp, device=GPU).to(dtype)
     scales, bias_O = (torch.rand(tokens, 1, device=GPU), torch.rand(out, device=GPU)), torch.randn(out, device=GPU)
     if dtype.itemsize > 1:
@@ -172,6 +173,30 @@ def test_prefetching_matmuls(dtype, tile, out, inp):
         held_TI = torch.full((2 * tokens + tile.tokens, inp), torch.nan, device=GPU).to(dtype)
         held_TI[:tokens] = x_TI
         assert torch.equal(got, product(held_TI[:tokens])) and not counts.any()
+
+
+SPECIALIZED = [
+    changed
+    for tile in specialized_tiles(192, 1)
+    for changed in (tile, replace(tile, split=3), replace(tile, programs=7))
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", SPECIALIZED, ids=lambda t: f"{t.tokens}x{t.outputs}x{t.inputs}-{t.split}-{t.programs}")
+def test_specialized_matmuls(tile):
+    """Sizes that tiles do not divide, fewer blocks than places, more tokens than a tile has, one program for many
+    tiles."""
+    torch.seed()
+    for dtype, (out, inp) in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float8_e4m3fn), ((1280, 8192), (72, 176), (2008, 1040))
+    ):
+        for tokens in (1, tile.tokens - 1, 2 * tile.tokens + 3):
+            multiply, reference, counts = early_product(dtype, tile, tokens, out, inp)
+            x_TI = torch.randn(tokens, inp, device=GPU).to(dtype)
+            got, expected = multiply(x_TI), reference(x_TI)
+            assert (got.float() - expected).norm() / expected.norm() < 5e-3
+            assert torch.equal(got, multiply(x_TI)) and not counts.any()
 
 
 @on_hopper

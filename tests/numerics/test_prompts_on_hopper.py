@@ -92,6 +92,15 @@ def test_heads(heads, dim, dtype):
         check(replace(LLAMA, heads=heads, dim=dim, dtype=dtype), tile)
 
 
+@pytest.mark.parametrize("heads", [(8, 8), (14, 2), (71, 1), (15, 1), (40, 2)])
+@pytest.mark.parametrize("dim", [48, 64, 80, 96, 192, 256])
+def test_head_dims_and_groups_that_are_padded(heads, dim):
+    shape = Shape(heads[0] // heads[1], dim, BF16, BF16, 64, hopper=True)
+    for tile in [Tiles().prefill(shape, 4096, 1)] if dim > 128 else TILES.values():
+        check(replace(LLAMA, heads=heads, dim=dim), tile)
+        check(replace(LLAMA, **rows((300, 2000), (5, 0)), heads=heads, dim=dim, window=100), tile)
+
+
 @pytest.mark.parametrize("page_tokens", [64, 128, 192])
 def test_pages(page_tokens):
     check(replace(LLAMA, **rows(*FEW, (1500, 3000)), page_tokens=page_tokens), TILES["long blocks"])

@@ -365,7 +365,7 @@ def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
 def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
     """Items list the pages of their first blocks. Ranges respect the minimum from the longest row's cube root."""
     lengths = (1, 700, 64, 65, 3000, 333)
-    counts, tile = (1,) * len(lengths), DecodeTile(2, WARP_KEYS, 2, 3, 64, least=32, slabs=1, root=8)
+    counts, tile = (1,) * len(lengths), DecodeTile(8, WARP_KEYS, 2, 3, 64, least=32, slabs=1, root=8)
 
     table = torch.randint(1, 1000, (len(lengths), -(-max(lengths) // page_tokens) + 1), dtype=torch.int32)
     meta = BatchMeta(
@@ -397,7 +397,7 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
     assert all(1 <= found <= keys / (8 * max(work) ** (1 / 3)) + 1 for found, keys in zip(ranges, work, strict=True))
 
 
-@pytest.mark.parametrize(("tile", "words"), [(DecodeTile(2, WARP_KEYS, 2, 3, 2), 1), (Tile(16, 64, 4, 2, 2), 0)])
+@pytest.mark.parametrize(("tile", "words"), [(DecodeTile(8, WARP_KEYS, 2, 3, 2), 1), (Tile(16, 64, 4, 2, 2), 0)])
 def test_mailboxes_are_filled_after_the_plan_even_if_no_row_is_split(tile, words, monkeypatch):
     """attend_decode reads the plan without waiting for its preceding kernel, so that must not be plan_items."""
 

@@ -10,6 +10,8 @@ import triton.language as tl
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
+from dovetail.core.ops.kernels.gated import WHOLE
+from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.padding import empty_rows
 
 
@@ -28,12 +30,16 @@ def _gelu(
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    announce(PDL and BLOCK < WHOLE)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     cols = start + tl.arange(0, BLOCK)
     inside = cols < C
     x = tl.load(x_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
+    announce(PDL and BLOCK >= WHOLE)
     if TANH:
         # x * sigmoid(2u) is 0.5 * x * (1 + tanh(u)).
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -59,5 +65,7 @@ def gelu_triton(x_TF: torch.Tensor, tanh: bool = False, emit: tuple[ActFormat, .
         block = target.block(columns)
         grid = (tokens, triton.cdiv(columns, block))
         arguments = target.arguments(block)
-        _gelu[grid](x_TF, plain, columns, **arguments, TANH=tanh, BLOCK=block, num_warps=warps(block))
+        _gelu[grid](
+            x_TF, plain, columns, **arguments, TANH=tanh, BLOCK=block, num_warps=warps(block), **dependent(x_TF)
+        )
     return collect(emit, plan.rest, plain, target)

@@ -1,4 +1,8 @@
-"""Triton kernels of core.ops.logprobs. Shapes: N rows of logits, V vocabulary, n best tokens, P parts of a row."""
+"""Triton kernels of core.ops.logprobs, which read the logits once. The n largest logits are within the n groups of
+consecutive logits that have the largest maxima, so only these groups are searched, by one program per row.
+
+Shapes: N rows of logits, V vocabulary, n best tokens, P parts of a row, G groups.
+"""
 
 from __future__ import annotations
 
@@ -6,68 +10,97 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.interfaces.records import MOST_LOGPROBS
+from dovetail.core.ops.kernels.filter_search import ordered
 from dovetail.core.ops.logprobs import BestLogprobs
 
 BLOCK = 4096
 """Logits of a part; a program holds them in registers."""
-MOST = 64
-"""Tokens per row that SamplingParams allow: up to here one kernel serves any number."""
-NOWHERE = tl.constexpr(2147483647)
+GROUP = 64
+NONE = tl.constexpr(-(1 << 63))
+"""Less than the rank of every logit."""
 
 
 @triton.jit
-def _best_of(value, index):
-    """Return the largest value and its index; ties go to the lower index."""
-    best = tl.max(value, 0)
-    return best, tl.min(tl.where(value == best, index, 2147483647), 0)
+def _rank(value, index):
+    """Return int64 that order logits by value, then by index, the lower one first."""
+    return (ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _index_of(rank):
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _value_of(rank):
+    high = (rank >> 32).to(tl.int32)
+    return tl.where(high >= 0, high, high ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _wanted(wanted_ptr, row, count):
+    """Return the number of tokens that the row needs; -1 = it needs nothing."""
+    wanted = count
+    if wanted_ptr is not None:
+        wanted = tl.minimum(tl.load(wanted_ptr + row), count).to(tl.int32)
+    return wanted
 
 
 @triton.jit(do_not_specialize=["count"])
-def _best_parts(logits_ptr, peak_ptr, sum_ptr, value_ptr, index_ptr, V, count, BLOCK: tl.constexpr):
-    """Program (row, part): maximum, sum of exp(logit - maximum), and the `count` largest logits of the part."""
+def _summarize(logits_ptr, wanted_ptr, peak_ptr, sum_ptr, maxima_ptr, V, count, GROUP: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """Program (row, part): maximum, sum of exp(logit - maximum), and the maximum of each group."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = row * tl.num_programs(1) + part
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * V + column, mask=column < V, other=float("-inf")).to(tl.float32)
-    peak = tl.max(x, 0)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
-    tl.store(peak_ptr + at, shift)
-    tl.store(sum_ptr + at, tl.sum(tl.exp(x - shift), 0))
-    index = tl.where(column < V, column, NOWHERE)
-    for k in range(count):
-        best, where = _best_of(x, index)
-        tl.store(value_ptr + at * count + k, best)
-        tl.store(index_ptr + at * count + k, where)
-        x = tl.where(index == where, float("-inf"), x)
-        index = tl.where(index == where, NOWHERE, index)
+    if _wanted(wanted_ptr, row, count) >= 0:
+        at = row * tl.num_programs(1) + part
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row * V + column, mask=column < V, other=float("-inf")).to(tl.float32)
+        EACH: tl.constexpr = BLOCK // GROUP
+        maxima_G = tl.max(tl.reshape(x, (EACH, GROUP)), axis=1)
+        tl.store(maxima_ptr + at * EACH + tl.arange(0, EACH), maxima_G)
+        peak = tl.max(maxima_G, axis=0)
+        peak = tl.where(peak == float("-inf"), 0.0, peak)
+        tl.store(peak_ptr + at, peak)
+        tl.store(sum_ptr + at, tl.sum(tl.exp(x - peak), axis=0))
 
 
-@triton.jit(do_not_specialize=["count"])
-def _best_join(peak_ptr, sum_ptr, value_ptr, index_ptr, total_ptr, best_ptr, id_ptr, parts, V, count,
-               PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program (row): join its parts."""
+@triton.jit(do_not_specialize=["count", "parts", "groups"])
+def _find(logits_ptr, wanted_ptr, peak_ptr, sum_ptr, maxima_ptr, total_ptr, best_ptr, id_ptr, parts, groups, V, count,
+          PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+    """Program (row): join its parts and find the best tokens."""
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    peak_P = tl.load(peak_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
-    sum_P = tl.load(sum_ptr + row * parts + part, mask=part < parts, other=0.0)
-    peak = tl.max(peak_P, 0)
-    total = peak + tl.log(tl.sum(sum_P * tl.exp(peak_P - peak), 0))
-    tl.store(total_ptr + row, total)
-    place = tl.arange(0, BLOCK)
-    inside = place < parts * count
-    first = row * parts * count
-    value = tl.load(value_ptr + first + place, mask=inside, other=float("-inf"))
-    index = tl.load(index_ptr + first + place, mask=inside, other=NOWHERE)
-    for k in range(count):
-        best, where = _best_of(value, index)
-        tl.store(best_ptr + row * count + k, best - total)
-        # Only where logits are NaN is there none.
-        tl.store(id_ptr + row * count + k, tl.where(where < V, where, 0).to(tl.int64))
-        value = tl.where(index == where, float("-inf"), value)
-        index = tl.where(index == where, NOWHERE, index)
+    wanted = _wanted(wanted_ptr, row, count)
+    if wanted >= 0:
+        part = tl.arange(0, PARTS)
+        peak_P = tl.load(peak_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
+        sum_P = tl.load(sum_ptr + row * parts + part, mask=part < parts, other=0.0)
+        peak = tl.max(peak_P, axis=0)
+        total = peak + tl.log(tl.sum(sum_P * tl.exp(peak_P - peak), axis=0))
+        tl.store(total_ptr + row, total)
+
+        group = tl.arange(0, GROUPS)
+        maxima_G = tl.load(maxima_ptr + row * groups + group, mask=group < groups, other=float("-inf"))
+        rank_G = tl.where(group < groups, _rank(maxima_G, group), NONE)
+        place = tl.arange(0, MOST)
+        chosen = tl.full((MOST,), -1, tl.int32)
+        for k in range(tl.minimum(wanted, groups)):
+            best = tl.max(rank_G, axis=0)
+            chosen = tl.where(place == k, _index_of(best), chosen)
+            rank_G = tl.where(rank_G == best, NONE, rank_G)
+
+        column = tl.reshape(chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (MOST * GROUP,))
+        inside = (column >= 0) & (column < V)
+        x = tl.load(logits_ptr + row * V + column, mask=inside, other=float("-inf")).to(tl.float32)
+        rank = tl.where(inside, _rank(x, column), NONE)
+        for k in range(wanted):
+            best = tl.max(rank, axis=0)
+            tl.store(best_ptr + row * count + k, _value_of(best) - total)
+            tl.store(id_ptr + row * count + k, _index_of(best).to(tl.int64))
+            rank = tl.where(rank == best, NONE, rank)
 
 
-def best_logprobs_triton(logits_NV: torch.Tensor, count: int) -> BestLogprobs:
+def best_logprobs_triton(logits_NV: torch.Tensor, count: int, wanted_N: torch.Tensor | None = None) -> BestLogprobs:
     logits_NV = logits_NV.contiguous()
     rows, vocab = logits_NV.shape
     device = logits_NV.device
@@ -76,22 +109,41 @@ def best_logprobs_triton(logits_NV: torch.Tensor, count: int) -> BestLogprobs:
     ids_Nn = torch.empty(rows, count, dtype=torch.int64, device=device)
     if rows:
         parts = triton.cdiv(vocab, BLOCK)
-        of_parts = torch.empty(2, rows, parts, device=device)
-        value = torch.empty(rows, parts, count, device=device)
-        index = torch.empty(rows, parts, count, dtype=torch.int32, device=device)
-        _best_parts[rows, parts](logits_NV, *of_parts, value, index, vocab, count, BLOCK=BLOCK, num_warps=8)
-        _best_join[(rows,)](
-            *of_parts,
-            value,
-            index,
+        groups = parts * (BLOCK // GROUP)
+        peak_NP, sum_NP = (torch.empty(rows, parts, device=device) for _ in range(2))
+        maxima_NG = torch.empty(rows, groups, device=device)
+        parts_of = peak_NP, sum_NP, maxima_NG
+        _summarize[rows, parts](logits_NV, wanted_N, *parts_of, vocab, count, GROUP=GROUP, BLOCK=BLOCK, num_warps=8)
+        _find[(rows,)](
+            logits_NV,
+            wanted_N,
+            *parts_of,
             total_N,
             values_Nn,
             ids_Nn,
             parts,
+            groups,
             vocab,
             count,
             PARTS=triton.next_power_of_2(parts),
-            BLOCK=triton.next_power_of_2(parts * max(count, MOST)),
+            GROUPS=triton.next_power_of_2(groups),
+            GROUP=GROUP,
+            MOST=triton.next_power_of_2(max(count, MOST_LOGPROBS)),
             num_warps=8,
         )
     return BestLogprobs(total_N, values_Nn, ids_Nn)
+
+
+@triton.jit
+def _logprobs_of(logits_ptr, tokens_ptr, total_ptr, out_ptr, V):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.maximum(tl.load(tokens_ptr + row), 0)
+    tl.store(out_ptr + row, tl.load(logits_ptr + row * V + token).to(tl.float32) - tl.load(total_ptr + row))
+
+
+def logprobs_of_triton(logits_NV: torch.Tensor, tokens_N: torch.Tensor, total_N: torch.Tensor) -> torch.Tensor:
+    logits_NV = logits_NV.contiguous()
+    out_N = torch.empty_like(total_N)
+    if len(out_N):
+        _logprobs_of[(len(out_N),)](logits_NV, tokens_N.contiguous(), total_N, out_N, logits_NV.shape[1], num_warps=1)
+    return out_N

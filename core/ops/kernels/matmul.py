@@ -221,15 +221,21 @@ def matmul_triton(
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
     parts = None
     if tile.splits_tiles(tokens, outputs, inputs):
-        have = 0 if counts is None else counts.numel()
-        if have < tiles:
-            raise ValueError(f"{tiles} split tiles need one counter each; `counts` has {have}")
+        have, need = 0 if counts is None else counts.numel(), tile.counters(tokens, outputs, inputs)
+        if have < need:
+            raise ValueError(f"split tiles need {need} counters; `counts` has {have}")
         parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
-    if tile.prefetch:
-        from dovetail.core.ops.kernels.prefetch_matmul import launch_matmul
+    scales = (x_scale, _step(x_scale), weight_scale, _step(weight_scale))
+    if tile.specialized:
+        from dovetail.core.ops.kernels import specialized_matmul
 
-        scales = (x_scale, _step(x_scale), weight_scale, _step(weight_scale))
-        launch_matmul(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O)
+        exact = imprecise is not None and x_TI.element_size() == 1
+        specialized_matmul.launch_matmul(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O, exact)
+        return out_TO
+    if tile.prefetch:
+        from dovetail.core.ops.kernels import prefetch_matmul
+
+        prefetch_matmul.launch_matmul(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O)
         return out_TO
     x, weight = x_TI, weight_OI
     if tile.tma:

@@ -1,7 +1,7 @@
-"""Bookkeeping kernels of a step: layout of tokens and pages, draws, draft verification by matching.
+"""Bookkeeping kernels of a step: layout of tokens and pages, draft verification by matching.
 
-Shapes: T tokens, B rows, S slots, L token capacity, P pages of a table, N rows of logits, V vocabulary, R rows that
-sample, W sampled positions of a row.
+Shapes: T tokens, B rows, S slots, L token capacity, P pages of a table, N rows of logits, R rows that sample, W sampled
+positions of a row.
 """
 
 from __future__ import annotations
@@ -10,13 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.core.ops.random import Purpose
 from dovetail.core.ops.step import Accepted, PageLayout, SampleInputs, TokenLayout
-
-VOCAB_BLOCK = 2048
-"""Logits that a program compares at a time."""
-PROGRAMS = 1024
-"""Target number of programs for the vocabularies of all rows; enough to fill a large GPU several times."""
 
 
 @triton.jit(do_not_specialize=["rows", "total", "padding"])
@@ -215,139 +209,6 @@ def gather_samples_triton(
         BLOCK=block,
         num_warps=4,
     )
-
-
-@triton.jit
-def _mix(x):
-    """core.ops.random._mix on uint32."""
-    x = x ^ (x >> 16)
-    x = x * 0x85EBCA6B
-    x = x ^ (x >> 13)
-    x = x * 0xC2B2AE35
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _better(value_a, index_a, value_b, index_b):
-    """Return the larger value and its index; ties go to the lower index."""
-    left = (value_a > value_b) | ((value_a == value_b) & (index_a < index_b))
-    return tl.where(left, value_a, value_b), tl.where(left, index_a, index_b)
-
-
-@triton.jit
-def _draw_parts(
-    logits_ptr,
-    position_ptr,
-    temperature_ptr,
-    key_ptr,
-    least_ptr,
-    value_ptr,
-    index_ptr,
-    V,
-    part_columns,
-    first,
-    PURPOSE: tl.constexpr,
-    RANDOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program (row, part): find the best of `part_columns` logits. Column 0 of the row is token `first`."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    begin = part * part_columns
-    end = tl.minimum(begin + part_columns, V)
-    temperature = 0.0
-    if RANDOM:
-        temperature = tl.load(temperature_ptr + row)
-        key = tl.load(key_ptr + row)
-        low = (key & 0xFFFFFFFF).to(tl.uint32)
-        high = (key >> 32).to(tl.uint32)
-        place = ((tl.load(position_ptr + row) * 0x9E3779B1 + PURPOSE * 0x7F4A7C15) & 0xFFFFFFFF).to(tl.uint32)
-        a = _mix(_mix(low) ^ place)
-        b = _mix(_mix(high ^ 0x5BD1E995) + place)
-    scale = 1 / tl.where(temperature > 0, tl.maximum(temperature, 1e-30), 1.0)
-    least = float("-inf")
-    if least_ptr is not None:
-        least = tl.load(least_ptr + row)
-    many = (temperature > 0) & (least == float("-inf"))
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    at = tl.full((BLOCK,), 2147483647, tl.int32)
-    for i in range(begin, end, BLOCK):
-        column = i + tl.arange(0, BLOCK)
-        ok = column < end
-        x = tl.load(logits_ptr + row * V + column, mask=ok, other=float("-inf")).to(tl.float32)
-        x = tl.where(x == x, x, float("inf"))  # NaN wins, so that the row gets no token.
-        if RANDOM:
-            kept = (x >= least) | (x == float("inf"))
-            y = tl.where(temperature > 0, float("-inf"), x)
-            some = many
-            if some == 0:
-                # Most blocks have no logit that top-k keeps, so they need no noise. Where top-p keeps much of the
-                # vocabulary, looking costs more than the noise.
-                count = tl.sum(kept.to(tl.int32), axis=0)
-                some = (temperature > 0) & (count > 0)
-                many = (temperature > 0) & (count * 64 > BLOCK)
-            if some:
-                bits = _mix(_mix(a + (first + column).to(tl.uint32) * 0x9E3779B9) ^ b)
-                uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-                y = tl.where(kept, x * scale - tl.log(-tl.log(uniform)), float("-inf"))
-            x = y
-        better = ok & ((x > best) | (at == 2147483647))
-        best = tl.where(better, x, best)
-        at = tl.where(better, first + column, at)
-    value, index = tl.reduce((best, at), 0, _better)
-    tl.store(value_ptr + row * tl.num_programs(1) + part, value)
-    tl.store(index_ptr + row * tl.num_programs(1) + part, index)
-
-
-@triton.jit
-def _draw_join(value_ptr, index_ptr, best_ptr, out_ptr, PARTS, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, BLOCK)
-    value = tl.load(value_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
-    index = tl.load(index_ptr + row * PARTS + part, mask=part < PARTS, other=2147483647)
-    value, index = tl.reduce((value, index), 0, _better)
-    tl.store(best_ptr + row, value)
-    tl.store(out_ptr + row, tl.where(value == float("inf"), -1, index).to(tl.int64))
-
-
-def best_triton(
-    logits_NV: torch.Tensor,
-    position_N: torch.Tensor,
-    temperature_N: torch.Tensor,
-    key_N: torch.Tensor,
-    random: bool,
-    least_N: torch.Tensor | None = None,
-    first: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_NV = logits_NV.contiguous()
-    rows, vocab = logits_NV.shape
-    best_N = torch.empty(rows, device=logits_NV.device)
-    out_N = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
-    if not rows:
-        return best_N, out_N
-    parts = max(1, min(triton.cdiv(vocab, VOCAB_BLOCK), PROGRAMS // rows))
-    part_columns = triton.cdiv(triton.cdiv(vocab, parts), VOCAB_BLOCK) * VOCAB_BLOCK
-    parts = triton.cdiv(vocab, part_columns)
-    value = torch.empty(rows, parts, device=logits_NV.device)
-    index = torch.empty(rows, parts, dtype=torch.int32, device=logits_NV.device)
-    _draw_parts[rows, parts](
-        logits_NV,
-        position_N.contiguous(),
-        temperature_N.contiguous(),
-        key_N.contiguous(),
-        least_N,
-        value,
-        index,
-        vocab,
-        part_columns,
-        first,
-        PURPOSE=int(Purpose.SAMPLE),
-        RANDOM=random,
-        BLOCK=VOCAB_BLOCK,
-        num_warps=4,
-    )
-    _draw_join[(rows,)](value, index, best_N, out_N, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
-    return best_N, out_N
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "base_ptr", "limit_ptr", "accepted_ptr", "lengths_ptr"])

@@ -111,7 +111,7 @@ class _Completion(output.Generation[CompletionRequest]):
         begun: dict[int, output.CompletionLogprobs | None] = {}
         # Prefill chunks deliver prompt logprobs piecewise, to the first sample only: hold them until a token arrives.
         waiting: dict[int, list[Delta]] = {}
-        prompts: dict[int, tuple[TokenLogprobs, ...]] = defaultdict(tuple)
+        prompts: dict[int, list[TokenLogprobs]] = defaultdict(list)
         """Prompt -> its logprobs, for its later samples."""
         async for items in output.choice_deltas(jobs, self.n):
             piece = b""

@@ -75,7 +75,7 @@ class Items:
     first_pages: torch.Tensor
     """int32: for each item, the pages of the first tile.prefetch_keys keys of its range."""
     mail: torch.Tensor
-    """Mailboxes, int32 [W * kv heads * tile.box_words], EMPTY between launches; one word if no row is split."""
+    """Mailboxes of all programs, int32 of tile.box_words each, EMPTY between launches; one word if no row is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Triton(AttentionBackend):
         host = ctx.host
         # A tile that holds all tokens of a row can write them itself. Longer rows would be written by several tiles.
         longest = max(host.counts, default=0)
-        one_tile = longest * (layer.heads // layer.kv_heads) <= DECODE_ROWS
+        one_tile = longest <= 1 or longest * (layer.heads // layer.kv_heads) <= DECODE_ROWS
         if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree_mask_TW is not None:
             return super().write_and_attend(layer, ctx, qkv, rope, qk_norm, emit)
         return self._run(layer, ctx, qkv.contiguous(), emit, _Writes(longest, rope, qk_norm))
@@ -268,14 +268,14 @@ def _make_plan(
         launches.append((decode, rows - decode, tiles.prefill(shape, fed, rows - decode), gathered))
     lists, part_rows = [], 0
     for first_row, count, tile, gathered in launches:
-        queries = tile.block_m // shape.group
+        queries, units = tile.queries(shape.group), kv_heads * tile.head_tiles(shape.group)
         last = first_row + count == rows
         # Every row may end in a partly filled tile, and so may the tokens that belong to no row.
         own = tokens if last else min(tokens, sum(host.counts[first_row : first_row + count]))
         whole = own // queries + count + 1
-        target = triton.cdiv(tile.programs * _processors(device), kv_heads)
+        target = triton.cdiv(tile.programs * _processors(device), units)
         longest = max(host.bounds[first_row : first_row + count])
-        many = whole * kv_heads >= MANY_PROGRAMS * _processors(device)
+        many = whole * units >= MANY_PROGRAMS * _processors(device)
         split = longest > (SHORT_KEYS if many else tile.least)
         capacity = whole + target if split else whole
         items = torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device)
@@ -308,10 +308,10 @@ def _make_plan(
             BLOCK=64,
             num_warps=1,
         )
-        counts = torch.zeros(0 if words else capacity * kv_heads, dtype=torch.int32, device=device)
+        counts = torch.zeros(0 if words else capacity * units, dtype=torch.int32, device=device)
         # Fill at least one word: attend_decode reads the plan without waiting for its preceding kernel, so that kernel
         # must not be plan_items. The fill kernel starts only after plan_items has ended.
-        boxes = capacity * kv_heads * words if split else min(1, words)
+        boxes = capacity * units * words if split else min(1, words)
         mail = torch.full((boxes,), EMPTY, dtype=torch.int32, device=device)
         lists.append(Items(tile, items, counts, gathered, first_pages, mail))
         part_rows += capacity * queries if split and not words else 0

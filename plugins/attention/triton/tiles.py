@@ -24,6 +24,11 @@ WARP_KEYS = 16
 """Keys of a warp in a slab (DecodeTile)."""
 EMPTY = -1
 """Word of an empty mailbox of attend_decode; as float32 it is a NaN."""
+PACKED_HEADS = 64
+"""Maximum number of query heads in a tile of attend_prompts, the rows of a warp group."""
+PACKED_LOSS = 1 / 15
+"""Maximum share of additional rows without a head. Tiles of fewer heads have more tokens, of which the first see fewer
+keys than the tile reads."""
 SHORT_PROMPT = 768
 """Mean number of tokens per prompt up to which blocks of 64 keys waste less at the diagonal than blocks of 128."""
 
@@ -53,6 +58,14 @@ class Tile:
     key_warps: int = 0
     """Number of warps that each process a different block of keys; 0 = all warps process the same block."""
 
+    def queries(self, group: int) -> int:
+        """Query tokens of a tile. `group`: query heads per kv head."""
+        return self.block_m // group
+
+    def head_tiles(self, group: int) -> int:
+        """Number of tiles over which the query heads of a kv head are distributed."""
+        return 1
+
     @property
     def span(self) -> int:
         """Keys that a program processes at a time."""
@@ -68,7 +81,7 @@ class Tile:
         return math.gcd(page_tokens, self.span)
 
     def box_words(self, head_dim: int) -> int:
-        """Words of a mailbox for a range of a split row; 0 = ranges write partial results and use counters."""
+        """Words of a mailbox for a program's range of a row; 0 = ranges write partial results and use counters."""
         return 0
 
 
@@ -79,13 +92,26 @@ class PromptTile(Tile):
     persistent: bool = False
     """Whether there is one program per SM, which processes several items; otherwise one program per item."""
 
+    def queries(self, group: int) -> int:
+        return self.block_m // packed_heads(group)
+
+    def head_tiles(self, group: int) -> int:
+        return triton.cdiv(group, packed_heads(group))
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile(Tile):
-    """Tile of attend_decode (hopper/decode.py) for rows of one token. Each warp processes different keys."""
+    """Tile of attend_decode (hopper/decode.py) for rows of one token. Each warp processes different keys. Rows of a
+    tile are query heads only: 8, 16 or 32."""
 
     slabs: int = 1
     """Slabs per block; a slab has 16 keys of each warp."""
+
+    def queries(self, group: int) -> int:
+        return 1
+
+    def head_tiles(self, group: int) -> int:
+        return triton.cdiv(group, self.block_m)
 
     @property
     def span(self) -> int:
@@ -97,7 +123,7 @@ class DecodeTile(Tile):
 
     def box_words(self, head_dim: int) -> int:
         """A column of the output and a logarithm for each head."""
-        return (head_dim + 1) * (8 if self.block_m <= 8 else 16)
+        return (padded_dim(head_dim) + 1) * self.block_m
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +143,7 @@ class Shape:
 
     @property
     def padded_dim(self) -> int:
-        return max(16, triton.next_power_of_2(self.head_dim))
+        return padded_dim(self.head_dim)
 
     @property
     def reads_tensor_maps(self) -> bool:
@@ -128,23 +154,22 @@ class Shape:
     def attends_prompts(self) -> bool:
         return (
             self.hopper
-            and self.reads_tensor_maps
+            and self.kv_dtype == self.dtype
+            and self.dtype.itemsize == 2
             and self.page_tokens % PAGE == 0
-            and self.head_dim in (64, 128)
-            and self.group <= 64
-            and self.group & (self.group - 1) == 0
+            and self.padded_dim in (64, 128, 256)
+            and self.head_dim % 8 == 0
         )
 
     @property
     def decodes(self) -> bool:
-        """Whether attend_decode supports rows of one token: 16-bit queries, and keys of at least 128 bytes."""
+        """Whether attend_decode supports rows of one token: 16-bit queries, and keys in whole units of 16 bytes."""
         return (
             self.hopper
             and self.dtype.itemsize == 2
             and (self.kv_dtype == self.dtype or self.kv_dtype.itemsize == 1)
-            and self.head_dim in (64, 128)
-            and self.head_dim * self.kv_dtype.itemsize >= 128
-            and self.group <= 16
+            and self.padded_dim in (64, 128, 256)
+            and self.head_dim * self.kv_dtype.itemsize % 16 == 0
         )
 
     @property
@@ -161,12 +186,7 @@ class Tiles:
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
         """Tile for decode rows of at most `tokens` tokens. `programs`: rows times kv heads per SM."""
         if tokens == 1 and shape.decodes:
-            wide = shape.kv_dtype.itemsize * shape.head_dim > 128
-            if wide or programs <= 2:
-                # Three blocks of 32 KB in flight.
-                return DecodeTile(shape.group, WARP_KEYS, 4, 3, 2, least=128, slabs=1 if wide else 2, root=16)
-            # With more programs than fit on an SM, their starts and ends overlap with other programs.
-            return DecodeTile(shape.group, WARP_KEYS, 4, 2, 2, least=128, slabs=1, root=16)
+            return decode_tile(shape, programs)
         scarce = programs < 1
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
         if shape.dtype.itemsize == 4:
@@ -189,7 +209,10 @@ class Tiles:
     def prefill(self, shape: Shape, tokens: int, rows: int) -> Tile:
         """Tile for `rows` prompt rows with `tokens` tokens in total."""
         if shape.attends_prompts:
-            if tokens <= rows * SHORT_PROMPT:
+            short = tokens <= rows * SHORT_PROMPT
+            if shape.padded_dim > 128:
+                return PromptTile(128, 64, 4, 2, 1, least=1024, tma=True, persistent=not short)
+            if short:
                 return PromptTile(128, 64, 4, 4, 1, least=1024, tma=True, persistent=True)
             # With several prompts, the load is more balanced if the GPU schedules the items.
             return PromptTile(128, 128, 4, 2, 1, least=1024, tma=True, persistent=rows == 1)
@@ -217,6 +240,31 @@ class Tiles:
             return False
         keys = sum(copied_pages(bounds, shape.page_tokens)) * copied_page(shape.page_tokens)
         return 2 * keys * kv_heads * shape.head_dim * shape.dtype.itemsize <= ROOM_BYTES
+
+
+def padded_dim(head_dim: int) -> int:
+    """Columns of a block in the kernels."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def packed_heads(group: int) -> int:
+    """Query heads of a kv head in a tile of attend_prompts: as many as leave few rows without a head. It is a power of
+    two, so that a warp group's 64 rows are whole tokens."""
+    sizes = [1 << i for i in range(PACKED_HEADS.bit_length())]
+    return max(pack for pack in sizes if triton.cdiv(group, pack) * pack - group <= PACKED_LOSS * group)
+
+
+def decode_tile(shape: Shape, programs: float) -> DecodeTile:
+    """Tile of attend_decode. `programs`: rows times kv heads per SM."""
+    heads = 8 if shape.group <= 8 else 16
+    key_bytes = shape.kv_dtype.itemsize * shape.padded_dim
+    # With 64 keys, a block of K and V has 32 KB if a key has 256 bytes.
+    warps, slabs = (2, 1) if key_bytes > 256 else (4, max(1, 256 // key_bytes))
+    if slabs > 1 and programs * triton.cdiv(shape.group, heads) > 2:
+        # With more programs than fit on an SM, their starts and ends overlap with other programs.
+        return DecodeTile(heads, WARP_KEYS, warps, 2, 2, least=128, slabs=slabs // 2, root=16)
+    # Three blocks in flight.
+    return DecodeTile(heads, WARP_KEYS, warps, 3, 2, least=128, slabs=slabs, root=16)
 
 
 def fit(tile: Tile, shape: Shape) -> Tile:

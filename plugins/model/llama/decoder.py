@@ -146,6 +146,8 @@ class Block:
     def __init__(self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope) -> None:
         prefix = layout.names.layer.format(index)
         self.boundary, self.parallel = build.collective.boundary, layout.block.parallel
+        # LayerNorm adds the two outputs of a parallel block, except before a sum over ranks.
+        self.adds_later = layout.norm == "layer" and build.collective.size == 1
         self.norms = [
             NORMS[layout.norm](f"{prefix}.{name}", build, build.spec.hidden, layout.eps) for name in layout.block.norms
         ]
@@ -167,7 +169,8 @@ class Block:
         x = self.attention(normed, ctx)
         if len(self.norms) == 2:
             normed, _ = yield lambda: self.boundary(residual, None, self.norms[1], self.mlp.up.inputs)
-        return Partial(x.values + self.mlp(normed).values), residual
+        y = self.mlp(normed)
+        return Partial(x.values, plus=y.values) if self.adds_later else Partial(x.values + y.values), residual
 
 
 class Llama(Model):

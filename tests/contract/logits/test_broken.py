@@ -116,6 +116,28 @@ class ForgetsWhenItGrows(Charge):
         self.charge_S.zero_()
 
 
+class ReplacesItsState(Charge):
+    graph_safe = True
+
+
+class BranchesOnTheHost(Charge):
+    """Takes another way once several requests need it."""
+
+    graph_safe = True
+    wanted = 0
+
+    def allocate(self, slots: int, vocab: int, device: torch.device) -> None:
+        super().allocate(slots, vocab, device)
+        self.grow(3)
+
+    def join(self, slot: int, request: Request) -> None:
+        super().join(slot, request)
+        self.wanted += self.wants(request)
+
+    def counted(self, ctx: LogitsContext) -> torch.Tensor:
+        return super().counted(ctx) * 2 if self.wanted > 2 else super().counted(ctx) + super().counted(ctx)
+
+
 class CountsSteps(Charge):
     """Counts steps itself instead of reading the history."""
 
@@ -195,6 +217,7 @@ BROKEN: dict[str, list[type[Charge]]] = {
     "test_drafts_ahead_of_a_position_count": [IgnoresDrafts],
     "test_its_context_is_left_as_it_is": [WritesItsContext],
     "test_apply_does_not_wait_for_the_device": [WaitsForTheDevice],
+    "test_a_graph_of_apply_stays_valid": [ReplacesItsState, BranchesOnTheHost],
     "test_a_slot_keeps_nothing_of_its_last_sequence": [IgnoresWhoDoesNotWant],
     "test_apply_keeps_nothing": [CountsSteps],
     "test_joins_may_come_at_any_time": [JoinsOnce],

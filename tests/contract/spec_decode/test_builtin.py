@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, Join, Row, RowFlag, StepResult
@@ -65,16 +66,17 @@ class Spy(Drafter):
         return Draft(tokens_BK, torch.full((len(ctx.slots_B),), 2, dtype=torch.int32))
 
 
-def run(drafter: Drafter) -> list[StepResult]:
-    """Run a prompt in two chunks, then three steps that verify as many drafts as the drafter can offer."""
+def run(drafter: Drafter, drafted: Sequence[bool] = (True, True, True)) -> list[StepResult]:
+    """Run a prompt in two chunks, then steps that verify as many drafts as the drafter can offer, or none."""
     before = torch.is_grad_enabled()
     rank = load_rank(small_composition(), quiet)
     runner = Runner(replace(rank.parts, drafter=drafter), rank.info.num_pages)
     script, k = Script(), drafter.lookahead
     script.add([Row(0, 1, 1, 6, 6, 0, 0)], {Join(0, 1, 1, 0): prompt(10, 3)})
     script.add([Row(0, 1, 1, 4, 10, 0, RowFlag.SAMPLE)])
-    for step in range(1, 4):
-        script.add([Row(0, 1, 1, 1 + k, 10 + step * (1 + k), k, RowFlag.SAMPLE | RowFlag.DECODE)])
+    for step, drafts in enumerate(drafted, 1):
+        most = k * drafts
+        script.add([Row(0, 1, 1, 1 + most, 10 + step * (1 + k), most, RowFlag.SAMPLE | RowFlag.DECODE)])
     for plan, blobs in script.steps:
         runner.execute(plan, blobs)
     results = [runner.collect() for _ in script.steps]
@@ -90,10 +92,16 @@ def test_with_lookahead_0_it_is_never_asked() -> None:
     assert spy.asked == 0
 
 
-def test_it_is_asked_after_every_step_that_samples() -> None:
-    spy = Spy()
-    run(spy)
-    assert spy.asked == 4
+@pytest.mark.parametrize("drafted", [(True, True, True), (False, False, True, False, True), (False, False)])
+def test_it_is_asked_before_every_step_that_verifies_drafts(drafted: tuple[bool, ...]) -> None:
+    """Steps without drafts neither cost a proposal nor change the tokens."""
+    spy, never = Spy(), Spy()
+    results = run(spy, drafted)
+    assert spy.asked == sum(drafted)
+    tokens, plain = (
+        [token for result in each for token in result.rows[0].tokens] for each in (results, run(never, (False,) * 12))
+    )
+    assert tokens == plain[: len(tokens)] and never.asked == 0
 
 
 def test_it_observes_every_step() -> None:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, Shape, Tiles
+from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, Shape, Tiles, packed_heads
 
 E4M3 = torch.float8_e4m3fn
 
@@ -26,7 +26,7 @@ def test_which_steps_gather_pages():
     assert tiles.gather(same, 8192, (1024,) * 8, 8)
     assert not tiles.gather(same, 8192, (512,) * 16, 8), "prompts of middle length"
     assert tiles.gather(replace(same, hopper=True), 8192, (512,) * 16, 8)
-    assert not tiles.gather(replace(same, hopper=True, group=5), 8192, (512,) * 16, 8), "not its kernel's"
+    assert not tiles.gather(replace(same, hopper=True, head_dim=512), 8192, (512,) * 16, 8), "not its kernel's"
     assert not tiles.gather(replace(same, page_tokens=64), 8192, (8192,), 8), "tensor maps read these pages"
     assert not tiles.gather(replace(same, head_dim=80), 8192, (8192,), 8), "tensor maps read none of these"
 
@@ -37,22 +37,37 @@ def test_which_prompts_go_to_the_kernel_for_hopper():
     assert all(isinstance(tile, PromptTile) for tile in tiles)
     assert [(tile.block_n, tile.persistent) for tile in tiles] == [(128, True), (128, False), (64, True)]
     others = (
-        dict(hopper=False), dict(page_tokens=32), dict(page_tokens=96), dict(head_dim=96), dict(head_dim=256),
-        dict(group=3), dict(group=128), dict(kv_dtype=E4M3), dict(dtype=torch.float32, kv_dtype=torch.float32),
+        dict(hopper=False), dict(page_tokens=32), dict(page_tokens=96), dict(head_dim=100), dict(head_dim=512),
+        dict(kv_dtype=E4M3), dict(dtype=torch.float32, kv_dtype=torch.float32),
     )  # fmt: skip
     for other in others:
         assert not isinstance(Tiles().prefill(replace(shape, **other), 8192, 1), PromptTile), other
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 3, 7, 8, 71, 128])
+def test_the_kernels_for_hopper_serve_every_head_layout(group, head_dim):
+    """Tiles contain every query head of a kv head, and few rows without one."""
+    for kv_dtype in (torch.bfloat16, E4M3):
+        tile = Tiles().decode(Shape(group, head_dim, torch.bfloat16, kv_dtype, 32, hopper=True), 1, 1)
+        assert isinstance(tile, DecodeTile) and tile.queries(group) == 1
+        assert 0 <= tile.head_tiles(group) * tile.block_m - group < tile.block_m
+    tile = Tiles().prefill(Shape(group, head_dim, torch.bfloat16, torch.bfloat16, 64, hopper=True), 8192, 1)
+    assert isinstance(tile, PromptTile)
+    pack = packed_heads(group)
+    assert tile.queries(group) * pack == tile.block_m, "a tile is whole tokens"
+    assert 0 <= tile.head_tiles(group) * pack - group <= group / 15
 
 
 def test_which_rows_go_to_the_kernel_for_single_tokens():
     shape = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True)
     for programs in (0.01, 0.5, 1.5, 20):
         tile = Tiles().decode(shape, 1, programs)
-        assert isinstance(tile, DecodeTile) and tile.block_m == 4, "a token of a row is a tile"
+        assert isinstance(tile, DecodeTile) and tile.queries(4) == 1, "a token of a row is a tile"
     tiles = [Tiles().decode(replace(shape, **other), 1, 1) for other in (dict(group=16), dict(kv_dtype=torch.bfloat16))]
     assert all(isinstance(tile, DecodeTile) for tile in tiles)
     others = (
-        dict(hopper=False), dict(group=32), dict(head_dim=96), dict(head_dim=64), dict(kv_dtype=torch.float16),
+        dict(hopper=False), dict(head_dim=72), dict(head_dim=512), dict(kv_dtype=torch.float16),
         dict(dtype=torch.float32, kv_dtype=torch.float32),
     )  # fmt: skip
     for other in others:

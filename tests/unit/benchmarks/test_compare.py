@@ -56,7 +56,8 @@ for line in sys.stdin:
     log.flush()
     if (took := next(seconds)) is None:
         sys.exit(9)
-    print(json.dumps({"seconds": took, "output_tokens": 0}), flush=True)
+    tokens = sum(line["output_tokens"] for line in requests)
+    print(json.dumps({"seconds": took, "output_tokens": tokens}), flush=True)
 """
 Race = Callable[..., tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]]
 
@@ -154,7 +155,7 @@ def test_a_peer_gets_our_settings_and_an_environment(race: Race) -> None:
 
 def test_what_cannot_be_compared_is_refused(compare: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    file.write_text("".join(json.dumps({"prompt_ids": [1, 2], "output_tokens": n}) + "\n" for n in (5, 6)))
+    file.write_text(json.dumps({"prompt_ids": [1, 2], "output_tokens": 5, "arrival": 0.5}) + "\n")
     for words, message in (
         (
             ["transformers", "--workloads", "trace", "--set", f"trace:workload.path={file}", "--"],
@@ -181,7 +182,7 @@ def test_what_cannot_be_compared_is_refused(compare: ModuleType, tmp_path: Path)
     ],
 )
 def test_shapes_get_the_model_type_of_other_engines(compare: ModuleType, model: str, model_type: str) -> None:
-    found = compare.hf_config(dict(compose([f"model={model}"], app="plan").part("model").config.hf))
+    found = compare.model_folder.hf_config(dict(compose([f"model={model}"], app="plan").part("model").config.hf))
     assert found["model_type"] == model_type
 
 
@@ -202,40 +203,75 @@ def test_engines_take_turns_where_both_fit(
     words = ["+preset=h200_bf16_tp1", "engine.max_len=4096", *overrides]
     if "engine.device=cpu" not in overrides:
         monkeypatch.setattr(compare.offline, "detect_host", lambda device: SimpleNamespace(device="cuda"))
-    jobs = compare.offline.make_jobs({"fixed": [*words, "workload=fixed"]}, 1, tmp_path)
-    assert compare.offline.both_fit(compose(words, app="bench"), jobs) is fit
+    composition = compose([*words, "workload=fixed"], app="bench")
+    jobs = compare.make_jobs({"fixed": composition}, 1, tmp_path)
+    assert compare.offline.both_fit(composition, jobs) is fit
 
 
 VLLM = """
 import json, os
 from types import SimpleNamespace
 __version__ = "0"
+__path__ = []
 calls = []
+class Engine:
+    waiting = []
+    def add_request(self, name, prompt, params):
+        self.waiting.append((name, prompt["prompt_token_ids"], params))
+    def has_unfinished_requests(self):
+        return bool(self.waiting)
+    def step(self):
+        (name, ids, params), *self.waiting = self.waiting
+        calls.append([name, ids, params])
+        outputs = [SimpleNamespace(token_ids=[7] * params["max_tokens"])]
+        return [SimpleNamespace(request_id=name, finished=True, outputs=outputs)]
 class LLM:
+    llm_engine = Engine()
     def __init__(self, **args):
         calls.append(args)
     def reset_prefix_cache(self):
         calls.append("reset")
-    def generate(self, prompts, params, use_tqdm):
-        assert not use_tqdm and all(p["ignore_eos"] and p["temperature"] == 0.0 for p in params)
-        calls.append([len(prompt["prompt_token_ids"]) for prompt in prompts])
         with open(os.environ["CALLS"], "w") as file:
             json.dump(calls, file)
+    def generate(self, prompts, params, use_tqdm):
+        assert not use_tqdm
+        calls.append([[prompt["prompt_token_ids"] for prompt in prompts], params])
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * p["max_tokens"])]) for p in params]
-SamplingParams = dict
+SamplingParams = StructuredOutputsParams = dict
+RequestOutputKind = SimpleNamespace(FINAL_ONLY="final")
+import sys
+sys.modules["vllm.sampling_params"] = sys.modules["vllm"]
 """
 
 
-def test_vllm_gets_the_same_settings_and_forgets_prompts(compare: ModuleType, tmp_path: Path) -> None:
-    """Runs the adapter with a stand-in for vLLM's offline API."""
-    (tmp_path / "vllm.py").write_text(VLLM)
-    calls, out = tmp_path / "calls.json", tmp_path / "result.json"
-    words = ["vllm", "--workloads", "fixed", "--rounds", "1", "--order", "sequential", "--out", str(out)]
-    words += ["--env", f"PYTHONPATH={tmp_path}", "--env", f"CALLS={calls}"]
+@pytest.fixture
+def vllm(compare: ModuleType, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
+    """Runs a comparison with a stand-in for vLLM's offline API; returns its calls (not those of the last run) and the
+    result."""
+
+    def run(*words: str) -> tuple[list[Any], dict[str, Any]]:
+        (tmp_path / "vllm.py").write_text(VLLM)
+        calls, out = tmp_path / "calls.json", tmp_path / "result.json"
+        calls.unlink(missing_ok=True)
+        argv = ["vllm", "--rounds", "1", "--order", "sequential", "--out", str(out)]
+        argv += ["--env", f"PYTHONPATH={tmp_path}", "--env", f"CALLS={calls}"]
+        assert compare.main([*argv, *words]) == 0
+        return json.loads(calls.read_text()) if calls.exists() else [], json.loads(out.read_text())
+
+    return run
+
+
+def test_vllm_gets_the_same_settings_and_forgets_prompts(vllm: Callable[..., Any]) -> None:
     args = {"quantization": "fp8", "max_num_seqs": 7}
-    assert compare.main([*words, "--args", json.dumps(args), "--", *TINY, *SMALL]) == 0
-    asked, *runs = json.loads(calls.read_text())
-    assert runs == ["reset", [6, 6, 6]] * 3, "otherwise a run would find the prompts of the previous one"
+    (asked, *runs), result = vllm("--workloads", "fixed", "--args", json.dumps(args), "--", *TINY, *SMALL)
+    assert [run if run == "reset" else [len(ids) for ids in run[0]] for run in runs] == [
+        "reset",
+        [6, 6, 6],
+        "reset",
+        [6, 6, 6],
+        "reset",
+    ], "otherwise a run would find the prompts of the previous one"
+    assert all(p["ignore_eos"] and p["temperature"] == 0.0 for p in runs[1][1])
     model = asked.pop("model")
     assert (Path(model) / "config.json").is_file()
     assert asked == {
@@ -251,9 +287,77 @@ def test_vllm_gets_the_same_settings_and_forgets_prompts(compare: ModuleType, tm
         "seed": 0,
         "quantization": "fp8",
     }
-    result = json.loads(out.read_text())
     assert result["engines"]["vllm"]["engine"] == "vllm 0"
     assert [run["output_tokens"] for run in result["runs"]["dovetail"]] == [3, 15]
+
+
+SHAPES = ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=1", "num_attention_heads=2", "vocab_size=2048")
+LITTLE = (
+    *("model=llama2_7b", "model.hf.num_key_value_heads=2", "model.hf.dtype=float32"),
+    *(f"model.hf.{size}" for size in SHAPES),
+    *("engine.device=cpu", "engine.dtype=float32", "engine.max_len=256", "engine.max_seqs=8", "engine.kv_pages=200"),
+)
+DRAWN = ("message.median=6", "message.most=20", "output.median=5", "output.most=9")
+
+
+def test_loads_that_people_have(vllm: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn lengths, sampling, rounds and schemas reach both engines alike; the model has shapes alone."""
+    names = ("chat", "multi_turn", "agents", "3x6/5-sampled", "2x4/3")
+    words = ["--workloads", ",".join(names)]
+    for name in ("chat", "multi_turn"):
+        words += [word for option in DRAWN for word in ("--set", f"{name}:workload.{option}")]
+    sizes = ("chat:workload.conversations=4", "multi_turn:workload.conversations=2", "multi_turn:workload.rounds=3")
+    sizes += ("agents:workload.conversations=3", "agents:workload.shared_tokens=20", "agents:workload.output.median=8")
+    sizes += ("agents:workload.message.most=70",)
+    words += [word for size in sizes for word in ("--set", size)]
+    (asked, *calls), result = vllm(*words, "--", *LITTLE)
+    assert asked["skip_tokenizer_init"] is False and asked["load_format"] == "dummy", "schemas need the tokenizer"
+    rounds = [call for call in calls if call != "reset" and isinstance(call[0], str)][-6:]
+    prompts = {int(name): ids for name, ids, _ in rounds}
+    for index, ids in prompts.items():
+        if index % 3:
+            before = prompts[index - 1]
+            answer = rounds[[int(name) for name, _, _ in rounds].index(index - 1)][2]["max_tokens"]
+            assert ids[: len(before) + answer] == before + [7] * answer, "a round continues the previous one"
+    at_once = [call for call in calls if call != "reset" and not isinstance(call[0], str)]
+    chat, agents = at_once[1], at_once[3]
+    assert all((p["temperature"], p["top_p"]) == (0.8, 0.95) for p in chat[1] + rounds[0][2:])
+    assert len({p["max_tokens"] for p in chat[1]}) > 1
+    assert all(json.loads(p["structured_outputs"]["json"])["type"] == "object" for p in agents[1])
+    rows = {row["workload"]: row for row in result["comparisons"]}
+    assert list(rows) == list(names)
+    with_tpot = [name for name, row in rows.items() if "tpot_ms" in row["ratio"]]
+    assert with_tpot == ["3x6/5-sampled", "2x4/3"], "it is not defined for the others"
+    runs = {engine: {run["workload"]: run for run in runs} for engine, runs in result["runs"].items()}
+    for name in names:
+        ours, theirs = (runs[engine][name] for engine in ("dovetail", "vllm"))
+        assert (ours["output_tokens"], ours["requests_hash"]) == (theirs["output_tokens"], theirs["requests_hash"])
+    printed = capsys.readouterr().out
+    assert "| agents, 3 x " in printed and "| 3 x 6/5, sampled | " in printed
+
+
+def test_one_engine_alone_and_the_other_beside_it_later(
+    race: Race, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ("--workloads", "2x4/3", "--rounds", "1")
+    result, logs = race(*load, "--only", "twin", "--", *TINY, ours=[], twin=[1.0, 2.0, 4.0])
+    assert set(logs) == set(result["runs"]) == set(result["engines"]) == {"twin"}
+    assert "| 2 x 4/3 | 1000 | 2 | 1.5 |" in capsys.readouterr().out
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps(result))
+    both, logs = race(*load, "--reuse", str(kept), "--", *TINY, ours=[1.0, 1.0, 2.0], twin=[])
+    assert set(logs) == {"dovetail"} and both["runs"]["twin"] == result["runs"]["twin"]
+    assert both["comparisons"][0]["ratio"] == {"tpot_ms": 0.5, "one_token_s": 0.5, "output_tokens_per_s": 2.0}
+    for workload, overrides, message in (
+        ("2x4/3", ("engine.max_seqs=3",), r"measured with max_seqs=4, this run has max_seqs=3"),
+        ("2x5/3", (), r"has no run of 2x5/3, one token, round 1 with the same requests; it has 2x4/3"),
+    ):
+        words = ("--workloads", workload, "--rounds", "1", "--reuse", str(kept), "--", *TINY, *overrides)
+        with pytest.raises(ConfigError, match=message):
+            race(*words, ours=[], twin=[])
+    kept.write_text("{}")
+    with pytest.raises(ConfigError, match="has no runs of engines"):
+        race(*load, "--reuse", str(kept), "--", *TINY, ours=[], twin=[])
 
 
 def test_the_command_of_vllms_server(compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +455,7 @@ def test_results_survive_a_server_that_fails(
     """Runs with failed requests are shown as such."""
     run = tmp_path / "run.py"
     run.write_text(RUN)
-    monkeypatch.setattr(compare.served, "RUN", str(run))
+    monkeypatch.setattr(compare.served, "RUN", (sys.executable, str(run)))
     assert compare.main([*servers("poisson", str(run)), "--", *TINY]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["served"][0]["failed"] == {"dovetail": 3, "twin": 3}
@@ -403,13 +507,14 @@ def test_servers_under_load(
 def test_shapes_alone_are_served_with_words(compare: ModuleType, tmp_path: Path) -> None:
     composition = compose(["+preset=h200_fp8_tp1", "model=llama3_8b"], app="bench")
     compare.shared_settings(composition, tmp_path)
-    _, script, *words = compare.served.dovetail_server(composition, tmp_path).command(8123)
-    assert Path(script).name == "run.py"
-    served = compose(words)
+    program, *words = compare.served.dovetail_server(composition, tmp_path).command(8123)
+    assert program == sys.executable and words[:2] == ["-m", "dovetail"]
+    served = compose(words[2:])
     model = served.part("model")
     assert served.app == "serve" and served.part("quant").name == "fp8"
     assert (model.name, model.config.path, model.config.load) == ("llama", str(tmp_path), "dummy")
     spec = model.target().spec(model.config)
     assert (spec.vocab, spec.layers) == (128256, 32)
     tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.decode([5, 128255]) == "w5 w128255" and list(tokenizer.encode("w7")) == [7]
+    assert tokenizer.decode([5, 128255]) == " w5 w128255"
+    assert tokenizer.decode(tokenizer.encode('{"ä": 1}')) == '{"ä": 1}', "JSON Schemas need every byte"

@@ -83,6 +83,12 @@ def test_it_prints_a_line_for_each_size(cpu_step: ModuleType, capsys: pytest.Cap
     assert all(float(value) > 0 for line in lines for value in line.split()[3:])
 
 
+def test_results_with_log_probabilities(cpu_step: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    cpu_step.main(["--running", "4", "--logprobs", "0", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0].split() for line in lines] == [["4", "rows,", f"logprobs={n}"] for n in (0, 2)]
+
+
 def test_the_runner_answers_every_row(cpu_step: ModuleType) -> None:
     load = cpu_step.Load(4, 100, executor=cpu_step.OneRank)
     events = []

@@ -73,7 +73,7 @@ def registry() -> Iterator[Registry]:
     for processor in (Only, Twin, Hot):
         name = processor.__name__.lower()
         setattr(module, name, processor)
-        component = Component(kind="logits", name=name, config=Empty, target=f"acme_logits:{name}", api="logits/0.1")
+        component = Component(kind="logits", name=name, config=Empty, target=f"acme_logits:{name}", api="logits/0.2")
         parts.append(Registered(component, package))
     sys.modules[module.__name__] = module
     own = installed()

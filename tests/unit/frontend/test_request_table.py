@@ -69,7 +69,7 @@ def test_a_request_becomes_one_command_and_its_updates_become_text(front: Front,
     logprobs = tuple(TokenLogprobs(-0.5, ((token, -0.5),)) for token in ids)
     engine.send_step(SampleUpdate(request.id, 0, ids, logprobs=logprobs, cached=2), stats=EngineStats(running=1))
     (delta,), error, ended = collected.next()
-    assert (delta.token_ids, delta.logprobs, error, ended) == (ids, logprobs, None, False)
+    assert (delta.token_ids, tuple(delta.logprobs), error, ended) == (ids, logprobs, None, False)
     assert load(table) == (1, 0), "a request with output needs no more prefill"
     engine.send_step(SampleUpdate(request.id, 0, ids[:1], "length"))
     (last,), _, ended = collected.next()

@@ -30,18 +30,19 @@ from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.choices import temporarily
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
-from dovetail.core.ops.logprobs import best_logprobs
+from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
-from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, specialized_tiles
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
-from dovetail.plugins.logits.kernels import ROWS, penalise_triton
+from dovetail.plugins.logits.kernels import ROWS, add_pairs_triton, penalise_triton
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -87,6 +88,7 @@ def norms() -> None:
                 rms_norm(x, residual, weight, 1e-5, emit)
         layer_norm(x, x, weight, weight, 1e-5, (PLAIN, FP8_TOKEN))
         layer_norm(x, None, weight, weight, 1e-5)
+        layer_norm(x, x, weight, weight, 1e-5, plus_TC=x)
 
 
 def activations() -> None:
@@ -111,17 +113,21 @@ def steps() -> None:
         layout = step.lay_out_tokens(slots, starts, cuda(257, dtype=INT64), tokens_SL, total, longest)
         step.lay_out_pages(slots, layout, table, 16)
         floats = [cuda(rows, dtype=FP32) for _ in range(3)]
-        keys = cuda(rows, dtype=INT64)
+        keys, keys_S, reals_S = cuda(rows, dtype=INT64), cuda(257, dtype=INT64), cuda(257, dtype=FP32)
+        step.gather_params(slots, reals_S, keys_S, reals_S, reals_S, keys_S)
         for dtype in (BF16, FP32):
             logits = cuda(rows, VOCAB, dtype=dtype)
             least = step.least_kept(logits, floats[0], keys, *floats[1:])
             for bound in (least, None):
                 step.draw(logits, keys, floats[0], keys, True, bound)
             step.draw(logits, keys, floats[0], keys, False)
-            for count in (1, 20):
-                best_logprobs(logits, count)
-            ctx = LogitsContext(keys, keys, tokens_SL, cuda(257, dtype=INT64), 512 * longest)
-            penalise_triton(logits, ctx, *(cuda(257, dtype=FP32) for _ in range(3)), cuda(ROWS, VOCAB, dtype=INT32))
+            for count, wanted in ((1, None), (64, keys)):
+                best_logprobs(logits, count, wanted)
+            logprobs_of(logits, keys, floats[0])
+            ctx = LogitsContext(keys, keys, tokens_SL, keys_S, 512 * longest)
+            penalise_triton(logits, ctx, reals_S, reals_S, reals_S, cuda(ROWS, VOCAB, dtype=INT32))
+            pairs = cuda(257, 1024, dtype=INT64), cuda(257, 1024, dtype=FP32)
+            add_pairs_triton(logits, ctx, *pairs, cuda(257, dtype=INT32), keys_S)
             apply_bitmask(logits, cuda(rows, -(-VOCAB // 32), dtype=INT32), keys)
         for width in (1, 5):
             lengths = cuda(257, dtype=INT64)
@@ -149,6 +155,9 @@ def products() -> None:
     for outputs in (1280, 200064):
         for rows in (1, 64):
             multiply("fp8", rows, outputs, 4096 + 128)
+    x, weight = cuda(100, 1024), cuda(1280, 1024)
+    for tile in list(specialized_tiles(100, 2))[:: 1 if EVERYTHING else 6]:
+        matmul_triton(x, weight, tile, None, None, None, cuda(1280), BF16)
 
 
 @temporarily(SHIPPED)
@@ -251,12 +260,17 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "single tokens, e4m3": dict(host=SCARCE, kv_dtype=E4M3, heads=(16, 1, 128)),
         "single tokens, window, head scales": dict(host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, page=64),
         "single tokens, narrow heads": dict(host=SCARCE, heads=(8, 8, 64), rotary=32),
+        "single tokens, padded head dim": dict(host=SCARCE, kv_dtype=E4M3, heads=(14, 2, 80), rotary=32, norm=True),
+        "single tokens, wide heads": dict(host=SCARCE, dtype=FP16, heads=(16, 16, 256), rotary=64),
+        "single tokens, one kv head": dict(host=SCARCE, heads=(71, 1, 64), rotary=64),
         "chunks": dict(host=CHUNKS, norm=True, gluon=False),
         "chunks, tensor maps": dict(host=CHUNKS, page=64, gluon=False),
         "long, tensor maps": dict(host=LONG, page=64, gluon=False),
         "prompts, gathered": dict(host=CHUNKS, kv_dtype=E4M3),
         "prompts, long": dict(host=LONG, page=64),
         "prompts, window, head scales": dict(host=LONG, dtype=FP16, page=192, window=4096, head_scales=True),
+        "prompts, wide heads": dict(host=LONG, dtype=FP16, heads=(16, 16, 256), page=64, rotary=64),
+        "prompts, padded head dim and group": dict(host=LONG, heads=(14, 2, 80), page=64, rotary=32),
         "prompts, narrow heads": dict(host=LONG, heads=(8, 8, 64), page=64, rotary=64),
         "mixed, e4m3": dict(host=MIXED, kv_dtype=E4M3),
         "mixed, window, head scales": dict(host=MIXED, kv_dtype=E4M3, window=4096, head_scales=True),

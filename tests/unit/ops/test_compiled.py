@@ -6,6 +6,7 @@ A new kernel needs a launch in launches.CASES; test_every_kernel_compiles lists 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -34,7 +35,7 @@ from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import _has_prefetch_kernel, device_facts, matmul, unscaled_matmul
 from dovetail.core.ops.padding import readable_rows
-from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile, specialized_tiles
 from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
 from dovetail.plugins.attention.triton.backend import _has_hopper
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
@@ -80,8 +81,10 @@ def test_every_kernel_compiles(tmp_path, monkeypatch):
 
 CONSTANTS = {
     "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr"},
+    "dovetail.core.ops.kernels.layernorm:_layer_norm": {"weight_ptr", "bias_ptr"},
     "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
     "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
+    "dovetail.core.ops.kernels.specialized_matmul:matmul_specialized": {"weight_source"},
     # Addresses of mailboxes.
     "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
     "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},
@@ -143,6 +146,32 @@ def test_a_prefetching_matmul_fetches_only_the_weight_before_it_waits(tmp_path):
         assert after.count(weight_map) == boxes and len(after) == boxes * (tile.stages + 2)
         # The matmuls of all boxes of a block are issued before the first one's sums are added.
         assert re.search(rf"wgmma\.wait_group\.sync\.aligned\s+{boxes - 1};", kernel.asm["ptx"])
+        assert spilled(kernel, tmp_path) == 0
+
+
+def test_a_specialized_matmul_fetches_only_the_weight_before_it_waits(tmp_path):
+    """It fetches as many weight blocks as its ring holds. While a block is multiplied, the next one is issued."""
+    tiles = (
+        MatmulTile(64, 128, 128, stages=6, specialized=True),
+        MatmulTile(128, 256, 128, stages=4, split=2, specialized=True),
+        MatmulTile(192, 128, 256, stages=2, programs=132, specialized=True),
+    )
+    with compiled_for_hopper() as compiled:
+        for tile in tiles:
+            scales = cuda(200, 1, dtype=FP32), cuda(1280, dtype=FP32)
+            x, weight = cuda(200, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)
+            matmul_triton(x, weight, tile, cuda(MOST_SHARED_TILES, dtype=INT32), *scales, None, BF16)
+    for tile, (_, kernel) in zip(tiles, compiled.kernels, strict=True):
+        before, after = (
+            re.findall(r"cp\.async\.bulk\.tensor.*?\], \[(%rd\d+),", part)
+            for part in kernel.asm["ptx"].split("griddepcontrol.wait")
+        )
+        boxes = tile.inputs // 128
+        assert len(set(before)) == 1 and len(before) == boxes * tile.stages
+        # After the wait it fills the input's ring, then fetches one block of each per iteration.
+        assert len(after) == boxes * (tile.warp_groups * (tile.stages + 1) + 1)
+        assert re.search(rf"wgmma\.wait_group\.sync\.aligned\s+{boxes};", kernel.asm["ptx"])
+        assert kernel.metadata.shared <= tile.shared_bytes(itemsize=1) <= HOPPER_SHARED
         assert spilled(kernel, tmp_path) == 0
 
 
@@ -304,6 +333,15 @@ def test_kernel_arguments_are_in_order(monkeypatch):
         and passed["x_scale_ptr"] is scales[0]
         and passed["weight_scale_ptr"] is scales[1]
     )
+
+
+def test_specialized_tiles_fit():
+    for rows, itemsize, shared in itertools.product((1, 64, 65, 190, 256, 512), (1, 2), (HOPPER_SHARED, 163 << 10)):
+        tiles = list(specialized_tiles(rows, itemsize, shared))
+        assert len(tiles) == len(set(tiles)) >= 4
+        for tile in tiles:
+            assert tile.shared_bytes(itemsize) <= shared and 2 <= tile.stages <= 8
+            assert tile.tokens % 64 == 0 and tile.tokens <= min(192, max(64, rows + 63))
 
 
 @pytest.mark.parametrize(("rows", "left"), [(64, False), (65, True), (256, True), (257, False)])

@@ -12,16 +12,16 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from dovetail.core.interfaces import LogitsContext, Request, SamplingParams  # noqa: E402
+from dovetail.core.ops.kernels.draw import best_triton, gather_params_triton  # noqa: E402
 from dovetail.core.ops.kernels.filters import least_kept_triton  # noqa: E402
-from dovetail.core.ops.kernels.logprobs import best_logprobs_triton  # noqa: E402
+from dovetail.core.ops.kernels.logprobs import best_logprobs_triton, logprobs_of_triton  # noqa: E402
 from dovetail.core.ops.kernels.step import (  # noqa: E402
     accept_triton,
-    best_triton,
     gather_samples_triton,
     lay_out_pages_triton,
     lay_out_tokens_triton,
 )
-from dovetail.core.ops.logprobs import best_logprobs_reference  # noqa: E402
+from dovetail.core.ops.logprobs import best_logprobs_reference, logprobs_of_reference  # noqa: E402
 from dovetail.core.ops.random import Purpose, gumbel  # noqa: E402
 from dovetail.core.ops.step import (  # noqa: E402
     SampleInputs,
@@ -32,9 +32,11 @@ from dovetail.core.ops.step import (  # noqa: E402
     lay_out_tokens_reference,
     least_kept_reference,
 )
+from dovetail.plugins.logits import kernels as logits_kernels  # noqa: E402
 from dovetail.plugins.logits.config import PenaltiesConfig  # noqa: E402
-from dovetail.plugins.logits.kernels import ROWS, penalise_triton  # noqa: E402
+from dovetail.plugins.logits.kernels import ROWS, add_pairs_triton, penalise_triton  # noqa: E402
 from dovetail.plugins.logits.penalties import Penalties  # noqa: E402
+from dovetail.plugins.logits.ragged import SparseRows  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -121,6 +123,12 @@ def test_rows_with_nan_or_infinity_draw_no_token(draws, temperature, filtered):
     assert got[:4].tolist() == [-1, -1, -1, 0] and 0 <= got[4] < 3000 and value[:3].tolist() == [inf] * 3
     value, got = draws(logits[:, 1000:2000], position, full, key, temperature > 0, None, 1000)
     assert value[1] == inf and got[1] == -1 and 1000 <= got[2] < 2000
+
+
+def test_parameters_of_slots():
+    columns = [torch.randn(9, device=DEVICE) for _ in range(3)] + [torch.randint(99, (2, 9), device=DEVICE)[0]] * 2
+    slots = torch.randint(9, (200,), device=DEVICE)
+    assert all(map(torch.equal, gather_params_triton(slots, *columns), [column[slots] for column in columns]))
 
 
 def test_random_draws_equal_the_reference():
@@ -248,6 +256,22 @@ def test_best_logprobs(rows, vocab, count, dtype):
     torch.testing.assert_close(found, got.values_Nn, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_have_the_log_probabilities_that_they_want():
+    rows, vocab, count = 5, 9000, 7
+    logits_NV = torch.randn(rows, vocab, device=DEVICE)
+    wanted = [3, -1, 0, 7, 60]
+    got = best_logprobs_triton(logits_NV, count, torch.tensor(wanted, device=DEVICE))
+    want = best_logprobs_reference(logits_NV, count)
+    for row, number in enumerate(wanted):
+        if number >= 0:
+            torch.testing.assert_close(got.total_N[row], want.total_N[row])
+            torch.testing.assert_close(got.values_Nn[row, :number], want.values_Nn[row, :number])
+            assert torch.equal(got.ids_Nn[row, :number], want.ids_Nn[row, :number])
+    tokens_N = torch.tensor([5, 0, -1, vocab - 1, 8], device=DEVICE)
+    given = logits_NV, tokens_N, want.total_N
+    torch.testing.assert_close(logprobs_of_triton(*given), logprobs_of_reference(*given))
+
+
 def test_best_logprobs_of_equal_logits_and_of_none():
     got = best_logprobs_triton(torch.zeros(2, 5000, device=DEVICE), 3)
     assert got.ids_Nn.tolist() == [[0, 1, 2]] * 2
@@ -255,8 +279,9 @@ def test_best_logprobs_of_equal_logits_and_of_none():
     assert best_logprobs_triton(torch.zeros(0, 9, device=DEVICE), 2).values_Nn.shape == (0, 2)
 
 
-def test_penalties_visit_each_token_of_the_history_once():
+def test_penalties_visit_each_token_of_the_history_once(monkeypatch):
     torch.seed()
+    monkeypatch.setattr(logits_kernels, "PARTS", 2)  # Programs of long histories process several blocks.
     rows, slots, vocab, length = 70, 5, 300, 1200
     processor = Penalties(PenaltiesConfig())
     processor.allocate(slots, vocab, DEVICE)
@@ -286,3 +311,21 @@ def test_penalties_visit_each_token_of_the_history_once():
         want = processor.apply_reference(logits_NV.float(), ctx)
         torch.testing.assert_close(got.float(), want, rtol=1e-5 if dtype.itemsize > 2 else 1e-2, atol=1e-5)
         assert not counts.any() and torch.equal(got[ctx.slots_N == 0], logits_NV[ctx.slots_N == 0])
+
+
+def test_pairs_are_added_until_the_history_is_long_enough():
+    vocab, slots = 500, 4
+    pairs = SparseRows(slots, 300, DEVICE)
+    pairs.set(1, {token: token / 7 for token in range(3, 250)})
+    pairs.set(2, {5: float("-inf"), 9: 1.0}, until=20)
+    slots_N = torch.tensor([3, 2, 1, 2, 0], device=DEVICE)
+    lengths_N = torch.tensor([5, 19, 400, 20, 1], device=DEVICE)
+    ctx = LogitsContext(slots_N, lengths_N, slots_N[None], slots_N, 400)
+    logits_NV = torch.randn(5, vocab, device=DEVICE)
+    logits_NV[:, 0] = -0.0
+    got = logits_NV.clone()
+    add_pairs_triton(got, ctx, pairs.ids_SM, pairs.values_SM, pairs.counts_S, pairs.until_S)
+    want = pairs.add_reference(logits_NV.clone(), ctx)
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+    changed = [not torch.equal(row, before) for row, before in zip(got, logits_NV, strict=True)]
+    assert changed == [False, True, True, False, False]

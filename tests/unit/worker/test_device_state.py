@@ -36,16 +36,16 @@ def test_a_table_entry_is_sent_once_per_plan(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_join_writes_its_own_slot_only() -> None:
     state = DeviceState(slots=70, max_len=16, lookahead=0, groups=(), device=torch.device("cpu"), seed=0)
     columns = state.computed_S, state.drafts_S, state.prompt_len_S, state.top_k_S
-    columns += state.temperature_S, state.top_p_S, state.min_p_S, state.adapter_S
+    columns += state.temperature_S, state.top_p_S, state.min_p_S, state.adapter_S, state.logprobs_S
     assert all(column.data_ptr() % 16 == 0 and column.is_contiguous() for column in (*columns, state.key_S))
     before = [column.tolist() for column in columns]
     state.drafts_S.fill_(3)
     before[1] = [3] * 71
-    params = SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    params = SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, logprobs=6)
     joins = [Join(69, 1, 0, 2), Join(4, 2, 0, 0)]
     infos = [SlotInfo(JoinBlob((1, 2, 3), Request(uid, (1, 2, 3), params), 0, uid)) for uid in (1, 2)]
     state.apply(StepPlan(step=0, rows=[], joins=joins), infos)
-    for column, was, new in zip(columns, before, [(2, 0), 0, 3, 7, 0.5, 0.25, 0.125, (1, 2)], strict=True):
+    for column, was, new in zip(columns, before, [(2, 0), 0, 3, 7, 0.5, 0.25, 0.125, (1, 2), 6], strict=True):
         was[69], was[4] = new if isinstance(new, tuple) else (new, new)
         assert column.tolist() == was
     assert state.key_S.count_nonzero() == 2 and state.key_S[4] != state.key_S[69]

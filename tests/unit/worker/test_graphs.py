@@ -24,6 +24,7 @@ from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs, batch_sizes, token_sizes
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
+from dovetail.core.worker.slots import Draw
 from dovetail.plugins.executor.inproc import InprocExecutor
 
 
@@ -248,10 +249,15 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         kinds[f"adapted {kind}" if adapted else kind] += 1
         return graph
 
-    def drawn(self: StepGraphs, width: int, rows: int, random: bool, filtered: bool) -> Any:
-        kinds["filtered draw"] += filtered
+    def drawn(self: StepGraphs, width: int, rows: int, kind: Draw, logprobs: int | None) -> Any:
+        kinds[f"{kind.name.lower()} draw"] += 1
+        kinds["wide draw of log-probabilities"] += width > 1 and logprobs is not None
         kinds["narrow draw after a wide graph"] += picked[0] is not None and picked[0].capacity.width > width
-        return draw(self, width, rows, random, filtered)
+        sampled = draw(self, width, rows, kind, logprobs)
+        if sampled.logprobs is not None:
+            # The next replay overwrites them; on a GPU they are copied before it.
+            sampled.logprobs = tuple(values.clone() for values in sampled.logprobs)  # type: ignore[assignment]
+        return sampled
 
     monkeypatch.setattr(StepGraphs, "pick", counted)
     monkeypatch.setattr(StepGraphs, "draw", drawn)
@@ -286,11 +292,20 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
         filters = [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.5, "seed": 8}, {}]
         random = [SamplingParams(temperature=0.9, max_tokens=6, **each) for each in filters]
         found.append(llm.generate(texts[:5], random))
+        found.append(llm.generate(texts[:2], SamplingParams(temperature=0.9, seed=7, max_tokens=6)))
         found.append(llm.generate([f"# {text}" for text in texts], SamplingParams(temperature=0.0, max_tokens=6)))
+        detailed = [{"logprobs": 4, "seed": 3}, {"logprobs": 0, "temperature": 0.0}, {"top_p": 0.9, "seed": 4}]
+        found.append(llm.generate(texts[:3], [SamplingParams(max_tokens=9, **each) for each in detailed]))
+        detailed += [{"logit_bias": {7: 4.0}, "logprobs": 2, "temperature": 0.0}, {"min_tokens": 4, "top_k": 9}]
+        found.append(llm.generate(texts[:5], [SamplingParams(max_tokens=9, **each) for each in detailed]))
         found += [llm.generate(texts, params, adapter=name) for name in adapters]
         vectors = llm.embed(texts, pooling="mean")
-    tokens = [[[s.token_ids for s in g.completions] for g in each] for each in found]
-    return [tokens, [vector.round(4).tolist() for vector in vectors]]
+    completions = [s for each in found for g in each for s in g.completions]
+    tokens = [s.token_ids for s in completions]
+    logprobs = [
+        [(round(each.logprob, 3), [token for token, _ in each.top]) for each in s.logprobs] for s in completions
+    ]
+    return [tokens, logprobs, [vector.round(4).tolist() for vector in vectors]]
 
 
 @pytest.mark.parametrize(("drafter", "budget"), [("none", 128), ("none", 24), ("ngram", 40)])
@@ -299,10 +314,11 @@ def test_the_layout_of_graphs_changes_no_token(
 ) -> None:
     expected = run(registry, Bound, drafter, budget)
     assert run(registry, WithGraphs, drafter, budget) == expected
-    assert kinds["mixed"] > 3 and kinds["decode"] > 5 and kinds["filtered draw"] > 3, kinds
+    assert kinds["mixed"] > 3 and kinds["decode"] > 5, kinds
+    assert min(kinds[f"{kind.name.lower()} draw"] for kind in Draw) > 3, kinds
     if drafter != "none":
         assert 3 < kinds["wide decode"] < kinds["decode"] - 3, kinds
-        assert kinds["narrow draw after a wide graph"] > 2, kinds
+        assert kinds["narrow draw after a wide graph"] > 2 and kinds["wide draw of log-probabilities"] > 2, kinds
 
 
 def test_steps_with_adapters_have_graphs_of_their_own(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from dovetail.core.interfaces import Row, RowFlag, RowResult
+from dovetail.core.interfaces import Row, RowFlag, RowResult, TokenLogprobs
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.result_copies import ResultCopies
 from dovetail.core.worker.row_sections import GraphSections, pack_chunks, pack_samples, sample_padding, unpack_samples
@@ -93,3 +94,30 @@ def test_results_are_in_row_order(width: int, sat_out: bool) -> None:
     kept = iter(tuple(row[: int(n) + 1]) for row, n in zip(tokens_RW.tolist(), accepted_R, strict=True))
     expected = [RowResult(i, row.uid, row.epoch, next(kept) if row.flags else ()) for i, row in enumerate(listed)]
     assert (result.step, list(result.rows)) == (7, expected)
+
+
+def test_log_probabilities_are_those_of_the_tensors() -> None:
+    """Entries of rows that accept 0 to 2 drafts and want 0 to 4 tokens; the last row wants none."""
+    width, most, accepted, wanted = 3, 4, (0, 2, 1, 2), {0: 4, 1: 0, 2: 3}
+    listed = [Row(slot, 10 + slot, slot, 1, 9, 0, int(DECODE | SAMPLE)) for slot in range(4)]
+    chosen, values = torch.randn(4, width), torch.randn(4, width, most)
+    ids, tokens_RW = torch.randint(0, 1000, (4, width, most)), torch.zeros(4, width, dtype=torch.int64)
+    results = ResultCopies(torch.device("cpu"))
+    accepted_R = torch.tensor(accepted)
+    sampled = SampledRows(tokens_RW, accepted_R, accepted_R, accepted_R, (chosen, values, ids))
+    prompt = {3: [chosen.view(-1, 1), values.view(12, most), ids.view(12, most)]}
+    results.send(7, results.clock.mark(), Rows(listed), wanted, sampled, prompt, None)
+    found = results.collect().rows
+
+    def entry(row: int, at: int, top: int) -> TokenLogprobs:
+        best = zip(ids[row, at, :top].tolist(), values[row, at, :top].tolist(), strict=True)
+        return TokenLogprobs(chosen[row, at].item(), tuple(best))
+
+    expected = [[entry(row, at, wanted[row]) for at in range(accepted[row] + 1)] for row in wanted]
+    for values_of_step in (chosen, values, ids):
+        values_of_step.zero_()  # as the next step may
+    assert [list(result.logprobs) for result in found] == [*expected, []]
+    first, second = found[1].logprobs, found[2].logprobs
+    assert (first[-1], list(first[1:]), len(second[:1])) == (expected[1][2], expected[1][1:], 1)
+    assert first == tuple(expected[1]) and first != second and pickle.loads(pickle.dumps(second)) == tuple(expected[2])
+    assert len(found[3].prompt_logprobs) == 12 and all(len(entry.top) == most for entry in found[3].prompt_logprobs)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dovetail.core.interfaces import JoinBlob, Request, SamplingParams
-from dovetail.core.worker.slots import SlotInfo, Slots
+from dovetail.core.worker.slots import Draw, Slots
 
 
 def blob(params: SamplingParams, **request: Any) -> JoinBlob:
@@ -15,31 +15,34 @@ def blob(params: SamplingParams, **request: Any) -> JoinBlob:
 
 
 @pytest.mark.parametrize(
-    ("options", "processors", "plain"),
+    ("options", "processors", "kind"),
     [
-        ({"temperature": 0.0}, (), True),
-        ({"temperature": 0.7, "seed": 3}, (), True),
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, (), True),
-        ({"temperature": 0.7, "top_k": 5}, (), True),
-        ({"temperature": 0.7, "top_p": 0.5}, (), True),
-        ({"temperature": 0.7, "min_p": 0.1}, (), True),
-        ({"temperature": 0.0, "logprobs": 0}, (), False),
-        ({"temperature": 0.0}, ("penalties",), False),
+        ({"temperature": 0.0}, (), Draw.GREEDY),
+        ({"temperature": 0.7, "seed": 3}, (), Draw.RANDOM),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, (), Draw.GREEDY),
+        ({"temperature": 0.7, "top_k": 5}, (), Draw.FILTERED),
+        ({"temperature": 0.7, "top_p": 0.5}, (), Draw.FILTERED),
+        ({"temperature": 0.7, "min_p": 0.1}, (), Draw.FILTERED),
+        ({"temperature": 0.0, "logprobs": 0}, (), Draw.LOGPROBS),
+        ({"temperature": 0.7, "logprobs": 3}, ("penalties",), Draw.PROCESSED),
+        ({"temperature": 0.0}, ("penalties", "slow"), None),
     ],
 )
-def test_captured_draws_serve_rows_that_need_only_logits_and_device_state(
-    options: dict[str, Any], processors: tuple[str, ...], plain: bool
+def test_the_least_kind_of_draw_that_serves_all_rows(
+    options: dict[str, Any], processors: tuple[str, ...], kind: Draw | None
 ) -> None:
-    info = SlotInfo(blob(SamplingParams(**options), processors=processors))
-    filtered = options["temperature"] > 0 and not options.keys().isdisjoint({"top_k", "top_p", "min_p"})
-    assert (info.plain, info.random, info.filtered) == (plain, options["temperature"] > 0, filtered)
+    slots = Slots(uncaptured=("slow",))
+    slots.join(0, blob(SamplingParams(temperature=0.0)))
+    slots.join(1, blob(SamplingParams(**options), processors=processors))
+    assert (slots.draw((0,)), slots.draw((0, 1))) == (Draw.GREEDY, kind)
+    assert (slots.most_logprobs((0,)), slots.most_logprobs((0, 1))) == (None, options.get("logprobs"))
 
 
 def test_a_slot_is_in_the_sets_of_its_latest_sequence() -> None:
     slots = Slots()
     wishes = SamplingParams(temperature=1.0, top_k=3, logprobs=1, prompt_logprobs=1)
     for params, request, expected in (
-        (wishes, {}, {"random", "filtered", "not_plain", "logprobs", "prompt_logprobs"}),
+        (wishes, {}, {"random", "filtered", "logprobs", "prompt_logprobs"}),
         (SamplingParams(temperature=0.0), {}, set()),
         (SamplingParams(temperature=0.5), {"pooling": "mean"}, {"random", "pooling"}),
     ):

@@ -19,7 +19,7 @@ def dovetail_components():
             name="no_repeat_ngram",
             config=NoRepeatNgramConfig,
             target="dovetail_lighthouse.no_repeat_ngram:NoRepeatNgram",
-            api="logits/0.1",
+            api="logits/0.2",
         ),
         Component(
             kind="observer",

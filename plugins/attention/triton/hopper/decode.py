@@ -7,8 +7,13 @@ but joined as an additional entry.
 
 Ranges of a long row are joined through mailboxes (mailboxes.py).
 
-A slab is 16 keys of each warp; a block is SLABS slabs. Shapes: L warps, M query heads of a kv head (8 or 16), D head
-dim, W words of D (pairs of 8-bit values, or single 16-bit values).
+A slab is 16 keys of each warp; a block is SLABS slabs. If a kv head has more than M query heads, several programs
+(head tiles) process M of them each. They have adjacent ids, so the keys of a range are read from memory once and then
+found in the L2 cache.
+
+Matrix instructions need head dims that are powers of two. Smaller ones (D < BLOCK_D) are padded with zeros in shared
+memory; nothing is read for the padding. Shapes: L warps, M query heads of a program, W words of BLOCK_D (pairs of 8-bit
+values, or single 16-bit values).
 """
 
 from __future__ import annotations
@@ -48,11 +53,14 @@ def _pages(table, key, seen_from, end, WINDOW: gl.constexpr, PAGE: gl.constexpr)
 
 
 @gluon.jit
-def _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wanted, K: gl.constexpr, D: gl.constexpr,
-           WINDOW: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """Start copying a block's K and V if `wanted`; zeros for unseen keys. k_at, v_at: pointers to the first slot."""
+def _fetch(k_at, v_at, k_places, v_places, place, page, key, column, seen_from, end, wanted, K: gl.constexpr,
+           D: gl.constexpr, BLOCK_D: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
+    """Start copying a block's K and V if `wanted`; zeros for unseen keys and for columns past D. k_at, v_at: pointers
+    to the columns of the first slot."""
     slot = ((page.to(gl.int64) * PAGE + key % PAGE) * (K * D))[:, None]
     seen = _seen(key, seen_from, end, WINDOW)[:, None]
+    if BLOCK_D != D:
+        seen = seen & (column < D)
     if wanted:
         async_copy.async_copy_global_to_shared(k_places.index(place), k_at + slot, mask=seen)
     async_copy.commit_group()
@@ -176,6 +184,8 @@ def attend_decode(
     H: gl.constexpr,
     K: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    M: gl.constexpr,
     WINDOW: gl.constexpr,
     PAGE: gl.constexpr,
     GRAIN: gl.constexpr,
@@ -187,33 +197,37 @@ def attend_decode(
     LARGEST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (kv head, item), for rows of one token. K and V are pages [slots, K, D]. With WRITES, q_ptr holds q|k|v
-    before norm and rotary. PLACES: blocks in flight. first_pages: page ids of each item's first PLACES blocks, one per
-    GRAIN keys. mail: D + 1 rows of M words for each item and kv head. Other arguments are as in attend_items."""
+    """Program (kv head and head tile, item), for rows of one token. K and V are pages [slots, K, D]. With WRITES, q_ptr
+    holds q|k|v before norm and rotary. PLACES: blocks in flight. first_pages: page ids of each item's first PLACES
+    blocks, one per GRAIN keys. mail: BLOCK_D + 1 rows of M words for each program. Other arguments are as in
+    attend_items."""
     if PDL:
         gdc_launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     SLAB: gl.constexpr = WARPS * DEEP
     SPAN: gl.constexpr = SLABS * SLAB
     GROUP: gl.constexpr = H // K
-    M: gl.constexpr = 8 if GROUP <= 8 else 16
+    TILES: gl.constexpr = (GROUP + M - 1) // M
     KV: gl.constexpr = k_ptr.dtype.element_ty
     PAIRED: gl.constexpr = KV.primitive_bitwidth == 8
-    W: gl.constexpr = D // 2 if PAIRED else D
+    W: gl.constexpr = BLOCK_D // 2 if PAIRED else BLOCK_D
     word: gl.constexpr = gl.int16 if PAIRED else KV
-    # Swizzle in units of 16 bytes.
+    # Swizzle in units of 16 bytes. LINE: keys in the 128 bytes of all banks.
     EACH: gl.constexpr = 128 // KV.primitive_bitwidth
-    VALUES: gl.constexpr = gl.SwizzledSharedLayout(EACH, 1, 8, [1, 0])
-    WORDS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    k_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, D], VALUES)
-    v_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, D], VALUES)
-    k_smem = k_places._reinterpret(KV, [PLACES * SLABS, SLAB, D], VALUES)
+    LINE: gl.constexpr = max(1, 8 * EACH // BLOCK_D)
+    VALUES: gl.constexpr = gl.SwizzledSharedLayout(EACH, LINE, 8 // LINE, [1, 0])
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(8, LINE, 8 // LINE, [2, 1, 0])
+    k_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, BLOCK_D], VALUES)
+    v_places = gl.allocate_shared_memory(KV, [PLACES, SPAN, BLOCK_D], VALUES)
+    k_smem = k_places._reinterpret(KV, [PLACES * SLABS, SLAB, BLOCK_D], VALUES)
     v_smem = v_places._reinterpret(word, [PLACES * SLABS, WARPS, DEEP, W], WORDS)
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    COPY: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [WARPS, 1], [1, 0])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [WARPS, 1], [1, 0])
-    kv_head = gl.program_id(0)
+    COPY: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // BLOCK_D, BLOCK_D // EACH], [WARPS, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 32], [1, 32], [WARPS, 1], [1, 0])
+    unit = gl.program_id(0)
+    kv_head = unit // TILES
+    first_head = unit % TILES * M
     index = gl.program_id(1)
     offset = gl.arange(0, SPAN, gl.SliceLayout(1, COPY))
     # The plan is older than the preceding kernel (backend.py), and so are all pages except the step's own keys.
@@ -236,7 +250,7 @@ def attend_decode(
     # A token of no row has a negative key index; use position 0 for it.
     position = gl.maximum(first_at, 0)
     head = gl.arange(0, M, gl.SliceLayout(1, WIDE))[:, None]
-    dims = gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))[None, :]
     if HEAD_SCALES:
         k_scale = gl.load(k_scale + kv_head)
         v_scale = gl.load(v_scale + kv_head)
@@ -249,28 +263,32 @@ def attend_decode(
     elif PDL:
         # The range includes the step's own keys, which the preceding kernels write.
         gdc_wait()
-    column = kv_head * D + gl.arange(0, D, gl.SliceLayout(0, COPY))[None, :]
-    k_at, v_at = k_ptr + column, v_ptr + column
+    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))[None, :]
+    k_at, v_at = k_ptr + kv_head * D + column, v_ptr + kv_head * D + column
     for i in gl.static_range(PLACES):
         key = lo + i * SPAN + offset
         wanted = lo + i * SPAN < end
-        _fetch(k_at, v_at, k_places, v_places, i, pages[i], key, seen_from, end, wanted, K, D, WINDOW, PAGE)
+        _fetch(
+            k_at, v_at, k_places, v_places, i, pages[i], key, column, seen_from, end, wanted, K, D, BLOCK_D, WINDOW,
+            PAGE,
+        )  # fmt: skip
     key = lo + PLACES * SPAN + offset
     page = _pages(table, key, seen_from, end, WINDOW, PAGE)
     if WRITES:
         angles = _angles(rope_ptr, position, dims, HALF)
-        q_weights = _with_partners(q_weight_ptr, dims, dims >= 0, HALF)
-        k_weights = _with_partners(k_weight_ptr, dims, dims >= 0, HALF)
+        q_weights = _with_partners(q_weight_ptr, dims, dims < D, HALF)
+        k_weights = _with_partners(k_weight_ptr, dims, dims < D, HALF)
         if PDL:
             gdc_wait()
     if row < 0:
         return
+    ok = (first_head + head < GROUP) & (dims < D)
     if WRITES:
-        q_at = q_ptr + (first * (H + 2 * K) + kv_head * GROUP + head) * D
-        loaded = _with_partners(q_at, dims, head < GROUP, HALF)
+        q_at = q_ptr + (first * (H + 2 * K) + kv_head * GROUP + first_head + head) * D
+        loaded = _with_partners(q_at, dims, ok, HALF)
         q = _norm_rotate(loaded, q_weights, angles, eps, dims, q_weight_ptr is not None, D, HALF)
     else:
-        q = gl.load(q_ptr + (first * H + kv_head * GROUP + head) * D + dims, mask=head < GROUP, other=0.0)
+        q = gl.load(q_ptr + (first * H + kv_head * GROUP + first_head + head) * D + dims, mask=ok, other=0.0)
     qk_scale = scale * LOG2_E * k_scale
     if PAIRED:
         q = (q.to(gl.float32) * scale).to(gl.float16)
@@ -280,23 +298,24 @@ def attend_decode(
     OWN: gl.constexpr = gl.BlockedLayout([WARPS, 1, 4], [1, 128 // M, M // 4], [1, WARPS, 1], [2, 1, 0])
     LM: gl.constexpr = gl.SliceLayout(1, OWN)
     DM: gl.constexpr = gl.SliceLayout(0, OWN)
-    place_d = gl.arange(0, D, gl.SliceLayout(1, DM))
+    place_d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, DM))
     dim_d = place_d
     if PAIRED:
         dim_d = place_d % W * 2 + place_d // W
     fresh_score = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, LM))
-    fresh_value = gl.zeros([D], gl.float32, gl.SliceLayout(1, DM))
+    fresh_value = gl.zeros([BLOCK_D], gl.float32, gl.SliceLayout(1, DM))
     if WRITES:
         if has_new:
             from_ptr = q_ptr + (first * (H + 2 * K) + H + kv_head) * D
             to = (new_page.to(gl.int64) * PAGE + first_at % PAGE) * (K * D) + kv_head * D
-            new_v = gl.load(from_ptr + K * D + dim_d)
-            of_new = _with_partners(from_ptr, dims, dims >= 0, HALF)
+            new_v = gl.load(from_ptr + K * D + dim_d, mask=dim_d < D, other=0.0)
+            of_new = _with_partners(from_ptr, dims, dims < D, HALF)
             new_k = _norm_rotate(of_new, k_weights, angles, eps, dims, k_weight_ptr is not None, D, HALF)
             new_k = _stored(new_k, k_scale, KV, LARGEST)
             new_v = _stored(new_v, v_scale, KV, LARGEST)
-            gl.store(v_ptr + to + dim_d, new_v)
-            gl.store(k_ptr + to + dims, new_k)
+            # One of the head tiles writes.
+            gl.store(v_ptr + to + dim_d, new_v, mask=(dim_d < D) & (first_head == 0))
+            gl.store(k_ptr + to + dims, new_k, mask=(dims < D) & (first_head == 0))
             found = gl.sum(q.to(gl.float32) * new_k.to(gl.float32), axis=1) * qk_scale
             fresh_score = gl.convert_layout(found, gl.SliceLayout(0, LM))
             fresh_value = new_v.to(gl.float32)
@@ -318,14 +337,17 @@ def attend_decode(
         if wanted:
             # Wait until all warps have read the block.
             barrier()
-        _fetch(k_at, v_at, k_places, v_places, place, page, key, seen_from, end, wanted, K, D, WINDOW, PAGE)
+        _fetch(
+            k_at, v_at, k_places, v_places, place, page, key, column, seen_from, end, wanted, K, D, BLOCK_D, WINDOW,
+            PAGE,
+        )  # fmt: skip
         place = gl.where(place == PLACES - 1, 0, place + 1)
         page = following
         key += SPAN
     async_copy.wait_group(0)
 
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    outputs = gl.allocate_shared_memory(gl.float32, [WARPS, D, M], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    outputs = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_D, M], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     peaks = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT)
     sums = gl.allocate_shared_memory(gl.float32, [WARPS, M], FLAT)
     outputs.slice(0, W, 1).store(acc)
@@ -346,17 +368,19 @@ def attend_decode(
     y = y * factor[None, :]
     head_m = gl.arange(0, M, gl.SliceLayout(0, DM))
     lse = gl.convert_layout(gl.where(whole > 0, top + gl.log2(whole), float("-inf")), gl.SliceLayout(0, DM))
-    lse = lse[None, :] + gl.zeros([D, M], gl.float32, DM)
+    lse = lse[None, :] + gl.zeros([BLOCK_D, M], gl.float32, DM)
     # The last range of each group joins the group, and the row's last range joins the groups.
     place = index - first_item
     last = place == splits - 1
     if (part >= 0) & (last | (place % JOIN_GROUP == JOIN_GROUP - 1)):
         far = gl.where(last, place // JOIN_GROUP, 0)
-        y, lse = join(y, lse, mail_ptr, index, place % JOIN_GROUP, far, kv_head, K, D, M)
+        y, lse = join(y, lse, mail_ptr, index, place % JOIN_GROUP, far, unit, K * TILES, BLOCK_D, M)
     if (part >= 0) & (place < splits - 1):
-        box = mail_ptr + (index.to(gl.int64) * K + kv_head) * ((D + 1) * M)
+        box = mail_ptr + (index.to(gl.int64) * (K * TILES) + unit) * ((BLOCK_D + 1) * M)
         gl.store(box + place_d[:, None] * M + head_m[None, :], as_message(y))
-        gl.store(box + place_d[:, None] * 0 + D * M + head_m[None, :], as_message(lse), mask=(place_d == 0)[:, None])
+        box += BLOCK_D * M
+        gl.store(box + place_d[:, None] * 0 + head_m[None, :], as_message(lse), mask=(place_d == 0)[:, None])
     else:
+        head_m += first_head
         out = out_ptr + (first * H + kv_head * GROUP + head_m[None, :]) * D + dim_d[:, None]
-        gl.store(out, y.to(out_ptr.dtype.element_ty), mask=(head_m < GROUP)[None, :] & (dim_d >= 0)[:, None])
+        gl.store(out, y.to(out_ptr.dtype.element_ty), mask=(head_m < GROUP)[None, :] & (dim_d < D)[:, None])

@@ -4,8 +4,8 @@ Shared memory consists of boxes of 64 rows x 64 columns, as a tensor map deliver
 swizzle). Boxes are ordered by columns, so those of a block also form one [N, D] matrix.
 
 A ring is (boxes, full, empty). Each place has a barrier that completes when the block has arrived (full) and one that
-completes when both warp groups have released it (empty). Shapes: N keys of a block, D head dim, H query heads, K kv
-heads.
+completes when both warp groups have released it (empty). Shapes: N keys of a block, D (padded) head dim, H query heads,
+K kv heads. A unit is a tile of PACK query heads of a kv head.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ GROUPS = gl.constexpr(2)
 
 
 @gluon.jit
-def next_item(items_ptr, base, odd, works, K: gl.constexpr):
-    """Return this program's item and its kv head in the round that starts at `base`. Every second round is reversed.
+def next_item(items_ptr, base, odd, works, UNITS: gl.constexpr):
+    """Return this program's item and its unit in the round that starts at `base`. Every second round is reversed.
     Items of a row are in decreasing order of work, so the program with the longest item of a round gets the shortest of
     the next."""
     at = gl.where(odd != 0, base + gl.num_programs(0) - 1 - gl.program_id(0), base + gl.program_id(0))
     real = at < works
-    index = at // K
+    index = at // UNITS
     item = items_ptr + index * ITEM_FIELDS
     row = gl.load(item, mask=real, other=-1)
     real = real & (row >= 0)
@@ -44,7 +44,7 @@ def next_item(items_ptr, base, odd, works, K: gl.constexpr):
     hi = gl.load(item + 6, mask=real, other=0)
     part = gl.load(item + 7, mask=real, other=-1)
     length = gl.load(item + 8, mask=real, other=0)
-    return index, at % K, row, first, count, first_at, seen_from, lo, hi, part, length
+    return index, at % UNITS, row, first, count, first_at, seen_from, lo, hi, part, length
 
 
 @gluon.jit
@@ -74,13 +74,13 @@ def _slot(table, n, wanted, seen_from, length, PAGE: gl.constexpr):
 @gluon.jit
 def _first_pages(item, table_ptr, table_stride, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
     """Slots of the block that an item processes first, which is its last."""
-    index, kv_head, row, first, count, first_at, seen_from, lo, hi, part, length = item
+    index, unit, row, first, count, first_at, seen_from, lo, hi, part, length = item
     last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
     return _pages(table_ptr + row.to(gl.int64) * table_stride, last, lo, seen_from, length, PAGE, BLOCK_N)
 
 
 @gluon.jit
-def _fetch(source, ring, stage, phase, slot0, slot1, column, D: gl.constexpr, BLOCK_N: gl.constexpr):
+def _fetch(source, ring, stage, phase, slot0, slot1, kv_head, D: gl.constexpr, BLOCK_N: gl.constexpr):
     """Fetch a block of K or V into its place in the ring, once both warp groups have released it."""
     boxes, full, empty = ring
     mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -88,53 +88,54 @@ def _fetch(source, ring, stage, phase, slot0, slot1, column, D: gl.constexpr, BL
     mbarrier.expect(bar, BLOCK_N * D * 2)
     for c in gl.static_range(D // BOX):
         box = (stage * (D // BOX) + c) * (BLOCK_N // BOX)
-        tma.async_copy_global_to_shared(source, [slot0, column + c * BOX], bar, boxes.index(box))
+        tma.async_copy_global_to_shared(source, [slot0, kv_head, c * BOX], bar, boxes.index(box))
         if BLOCK_N > BOX:
-            tma.async_copy_global_to_shared(source, [slot1, column + c * BOX], bar, boxes.index(box + 1))
+            tma.async_copy_global_to_shared(source, [slot1, kv_head, c * BOX], bar, boxes.index(box + 1))
 
 
 @gluon.jit
 def produce(sources, q_ring, k_ring, v_ring, items_ptr, works, table_ptr, table_stride, H: gl.constexpr,
-            K: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+            K: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
             STAGES: gl.constexpr):  # fmt: skip
     """Fetch as far ahead as the rings allow, across items. K is one block ahead of V, as the warp groups need them.
-    `sources`: tensor maps of q [T, H, D], and of K and V, slots x columns."""
+    `sources`: tensor maps of q [T, H, D], and of K and V [slots, K, D]."""
     q_source, k_source, v_source = sources
     q_boxes, q_full, q_empty = q_ring
-    GROUP: gl.constexpr = H // K
+    TILES: gl.constexpr = (H // K + PACK - 1) // PACK
     k_stage, k_phase, v_stage, v_phase, q_phase, odd = 0, 0, 0, 0, 0, 0
-    item = next_item(items_ptr, 0, odd, works, K)
+    item = next_item(items_ptr, 0, odd, works, K * TILES)
     first_slot0, first_slot1 = _first_pages(item, table_ptr, table_stride, PAGE, BLOCK_N)
     for base in range(0, works, gl.num_programs(0)):
         # Look up items and pages ahead of their use, so that fetches do not wait for loads.
         odd = odd ^ 1
-        following = next_item(items_ptr, base + gl.num_programs(0), odd, works, K)
-        index, kv_head, row, first, count, first_at, seen_from, lo, hi, part, length = item
+        following = next_item(items_ptr, base + gl.num_programs(0), odd, works, K * TILES)
+        index, unit, row, first, count, first_at, seen_from, lo, hi, part, length = item
         table = table_ptr + row.to(gl.int64) * table_stride
-        column = kv_head * D
+        kv_head = unit // TILES
+        first_head = kv_head * (H // K) + unit % TILES * PACK
         v_slot0, v_slot1 = first_slot0, first_slot1
         if hi > lo:
             last = lo + (hi - lo - 1) // BLOCK_N * BLOCK_N
             k_slot0, k_slot1 = _pages(table, last - BLOCK_N, lo, seen_from, length, PAGE, BLOCK_N)
-            _fetch(k_source, k_ring, k_stage, k_phase, v_slot0, v_slot1, column, D, BLOCK_N)
+            _fetch(k_source, k_ring, k_stage, k_phase, v_slot0, v_slot1, kv_head, D, BLOCK_N)
             k_stage, k_phase = next_place(k_stage, k_phase, STAGES)
             for which in gl.static_range(GROUPS):
                 mbarrier.wait(q_empty.index(which), q_phase ^ 1)
                 bar = q_full.index(which)
                 mbarrier.expect(bar, ROWS * D * 2)
                 for c in gl.static_range(D // BOX):
-                    at = [first + which * ROWS // GROUP, kv_head * GROUP, c * BOX]
+                    at = [first + which * ROWS // PACK, first_head, c * BOX]
                     tma.async_copy_global_to_shared(q_source, at, bar, q_boxes.index(which * (D // BOX) + c))
             q_phase = q_phase ^ 1
             for n in range(last - BLOCK_N, lo - 1, -BLOCK_N):
                 slot0, slot1 = _pages(table, n - BLOCK_N, lo, seen_from, length, PAGE, BLOCK_N)
-                _fetch(k_source, k_ring, k_stage, k_phase, k_slot0, k_slot1, column, D, BLOCK_N)
+                _fetch(k_source, k_ring, k_stage, k_phase, k_slot0, k_slot1, kv_head, D, BLOCK_N)
                 k_stage, k_phase = next_place(k_stage, k_phase, STAGES)
-                _fetch(v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, column, D, BLOCK_N)
+                _fetch(v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, kv_head, D, BLOCK_N)
                 v_stage, v_phase = next_place(v_stage, v_phase, STAGES)
                 v_slot0, v_slot1, k_slot0, k_slot1 = k_slot0, k_slot1, slot0, slot1
         first_slot0, first_slot1 = _first_pages(following, table_ptr, table_stride, PAGE, BLOCK_N)
         if hi > lo:
-            _fetch(v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, column, D, BLOCK_N)
+            _fetch(v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, kv_head, D, BLOCK_N)
             v_stage, v_phase = next_place(v_stage, v_phase, STAGES)
         item = following

@@ -1,9 +1,12 @@
 """Attention of prompts for Hopper: one producer warp fetches keys and values for two consumer warp groups.
 
 The algorithm is FlashAttention 3 (Shah et al. 2024), over the items of `plan_items`, paged K and V and packed query
-heads. A tile is 128 rows (query tokens x query heads of a kv head). Each of two warp groups has 64 of them, with scores
-and output in its registers. A warp group issues the score matmul of a block before the value matmul of the preceding
-block, and computes the maximum, exponentials and sums of the new scores while the value matmul runs.
+heads. A tile is 128 rows: query tokens x PACK query heads of a kv head. Each of two warp groups has 64 of them, with
+scores and output in its registers. A warp group issues the score matmul of a block before the value matmul of the
+preceding block, and computes the maximum, exponentials and sums of the new scores while the value matmul runs.
+
+If a kv head has more than PACK query heads, several tiles (head tiles) have PACK of them each. Rows of the last one may
+have no head; their output is dropped.
 
 Blocks are processed from last to first: those with a mask (the diagonal, the row's end), then those that all queries of
 the warp group see whole, then, with a window, those at its edge.
@@ -13,7 +16,10 @@ Their values have weight 0, which does not remove NaN, so both warp groups overw
 before the matmul (_clear). Values between `hi` and the row's length belong to keys of the same row, which are written
 before attention runs, so they are finite and have weight 0.
 
-Shapes: M rows of a warp group (64), N keys of a block, D head dim. T tokens, H query heads, K kv heads.
+Head dims that are not powers of two are padded to BLOCK_D columns, which tensor maps fill with zeros.
+
+Shapes: M rows of a warp group (64), N keys of a block, D head dim. T tokens, H query heads, K kv heads. A unit is a
+head tile of a kv head.
 """
 
 from __future__ import annotations
@@ -32,12 +38,12 @@ from dovetail.core.ops.kernels.gluon import barrier
 from dovetail.plugins.attention.triton.hopper.fetch import (
     BOX,
     GROUPS,
-    ITEM_FIELDS,
     ROWS,
     next_item,
     next_place,
     produce,
 )
+from dovetail.plugins.attention.triton.hopper.finish import finish
 from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
@@ -112,7 +118,7 @@ def _eighth_layout(s_layout):
 
 
 @gluon.jit
-def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D: gl.constexpr, BLOCK_N: gl.constexpr):
+def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
     """Overwrite the values of keys that do not exist with zeros, once the block has arrived.
 
     Both warp groups do this without synchronisation, since they write the same bits. The fence makes the writes visible
@@ -124,8 +130,8 @@ def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D: gl.constexpr,
         for i in gl.static_range(BLOCK_N // BOX):
             keys = n + i * BOX + gl.arange(0, BOX, gl.SliceLayout(1, LAYOUT))
             exists = (keys >= seen_from) & (keys < length)
-            for c in gl.static_range(D // BOX):
-                box = v_boxes.index((stage * (D // BOX) + c) * (BLOCK_N // BOX) + i)
+            for c in gl.static_range(BLOCK_D // BOX):
+                box = v_boxes.index((stage * (BLOCK_D // BOX) + c) * (BLOCK_N // BOX) + i)
                 x = box.load(LAYOUT)
                 box.store(gl.where(exists[:, None], x, gl.zeros_like(x)))
         fence_async_shared()
@@ -133,19 +139,38 @@ def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D: gl.constexpr,
 
 
 @gluon.jit
+def _scores(q, k, S: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Start the score matmul of a block [N, BLOCK_D], over no more columns than D needs."""
+    FIRST: gl.constexpr = _first_columns(D)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    if FIRST >= D:
+        return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    else:
+        REST: gl.constexpr = _first_columns(2 * (D - FIRST) - 1)
+        front, back = k.slice(0, FIRST, 1), k.slice(FIRST, REST, 1)
+        s = warpgroup_mma(q.slice(0, FIRST, 1), front.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(q.slice(FIRST, REST, 1), back.permute((1, 0)), s, is_async=True)
+
+
+@gluon.constexpr_function
+def _first_columns(dim):
+    """Greatest power of two up to `dim`, and at least the 16 columns of a matrix instruction."""
+    return max(16, 1 << (dim.bit_length() - 1))
+
+
+@gluon.jit
 def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-          D: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+          D: gl.constexpr, BLOCK_D: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
           MASKED: gl.constexpr):  # fmt: skip
     """Compute scores and weights of the block at n, whose K has arrived, and add the preceding block to the output.
     p: weights of the preceding block, at `stage`. alpha: factor by which that block rescales the output so far."""
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     v_stage, v_phase = stage, phase
     stage, phase = next_place(stage, phase, STAGES)
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = _scores(q, k_smem.index(stage), S, D, BLOCK_N)
     # The wait also ends a reordering region, so the following instructions overlap with the score matmul.
     mbarrier.wait(v_full.index(v_stage), v_phase)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
@@ -164,45 +189,45 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
     p = _pack(weights, q.dtype)
     mbarrier.arrive(v_empty.index(v_stage))
     if MASKED:
-        _clear(v_boxes, v_full, stage, phase, n, seen_from, length, D, BLOCK_N)
+        _clear(v_boxes, v_full, stage, phase, n, seen_from, length, BLOCK_D, BLOCK_N)
     return p, alpha, acc, m, total, stage, phase
 
 
 @gluon.jit
-def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
-             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+             PACK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+             HEAD_SCALES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
     out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale = work
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    GROUP: gl.constexpr = H // K
-    QUERIES: gl.constexpr = GROUPS * ROWS // GROUP
+    TILES: gl.constexpr = (H // K + PACK - 1) // PACK
     dtype: gl.constexpr = q_smem.dtype
     q = q_smem.index(WHICH)
     # The first query of this warp group.
-    mine: gl.constexpr = WHICH * ROWS // GROUP
-    query = mine + gl.arange(0, ROWS, gl.SliceLayout(1, S)) // GROUP
+    mine: gl.constexpr = WHICH * ROWS // PACK
+    query = mine + gl.arange(0, ROWS, gl.SliceLayout(1, S)) // PACK
 
     # `stage` is the place of the last block whose score matmul was issued. The ring starts at 0.
     stage, phase, q_phase, odd = STAGES - 1, 1, 0, 0
-    item = next_item(items_ptr, 0, odd, works, K)
+    item = next_item(items_ptr, 0, odd, works, K * TILES)
     for base in range(0, works, gl.num_programs(0)):
         odd = odd ^ 1
-        following = next_item(items_ptr, base + gl.num_programs(0), odd, works, K)
-        index, kv_head, row, first, count, first_at, seen_from, lo, hi, part, length = item
+        following = next_item(items_ptr, base + gl.num_programs(0), odd, works, K * TILES)
+        index, unit, row, first, count, first_at, seen_from, lo, hi, part, length = item
         at = first_at + query
         k_factor = k_scale
         v_factor = v_scale
         if HEAD_SCALES:
-            k_factor = gl.load(k_scale + kv_head)
-            v_factor = gl.load(v_scale + kv_head)
+            k_factor = gl.load(k_scale + unit // TILES)
+            v_factor = gl.load(v_scale + unit // TILES)
         qk_scale = scale * LOG2_E * k_factor
 
-        acc = gl.zeros([ROWS, D], gl.float32, OUT)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
         total = gl.zeros([ROWS, 8], gl.float32, _eighth_layout(S))
         m = gl.full([ROWS], LOW, gl.float32, gl.SliceLayout(1, S))
         if hi > lo:
@@ -212,7 +237,7 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
             whole_hi = gl.maximum(gl.minimum(whole_hi, last), lo)
             whole_lo = lo
             if WINDOW:
-                end = first_at + gl.minimum(count, mine + ROWS // GROUP)
+                end = first_at + gl.minimum(count, mine + ROWS // PACK)
                 whole_lo = gl.maximum(end - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
                 whole_lo = gl.maximum(gl.minimum(whole_lo, whole_hi), lo)
 
@@ -220,31 +245,30 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
             q_phase = q_phase ^ 1
             stage, phase = next_place(stage, phase, STAGES)
             mbarrier.wait(k_full.index(stage), phase)
-            nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-            scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            scores = _scores(q, k_smem.index(stage), S, D, BLOCK_N)
             s = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage))
             weights, alpha, m, total = _weigh(s, m, total, last, at, qk_scale, WINDOW, True, S)
             p = _pack(weights, dtype)
             next_stage, next_phase = next_place(stage, phase, STAGES)
             mbarrier.wait(k_full.index(next_stage), next_phase, pred=last > lo)
-            _clear(v_boxes, v_full, stage, phase, last, seen_from, length, D, BLOCK_N)
+            _clear(v_boxes, v_full, stage, phase, last, seen_from, length, BLOCK_D, BLOCK_N)
 
             for n in range(last - BLOCK_N, whole_hi - 1, -BLOCK_N):
                 p, alpha, acc, m, total, stage, phase = _step(
                     q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-                    D, WINDOW, BLOCK_N, STAGES, True,
+                    D, BLOCK_D, WINDOW, BLOCK_N, STAGES, True,
                 )  # fmt: skip
             for n in range(whole_hi - BLOCK_N, whole_lo - 1, -BLOCK_N):
                 p, alpha, acc, m, total, stage, phase = _step(
                     q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-                    D, WINDOW, BLOCK_N, STAGES, False,
+                    D, BLOCK_D, WINDOW, BLOCK_N, STAGES, False,
                 )  # fmt: skip
             if WINDOW:
                 for n in range(whole_lo - BLOCK_N, lo - 1, -BLOCK_N):
                     p, alpha, acc, m, total, stage, phase = _step(
                         q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length,
-                        qk_scale, D, WINDOW, BLOCK_N, STAGES, True,
+                        qk_scale, D, BLOCK_D, WINDOW, BLOCK_N, STAGES, True,
                     )  # fmt: skip
             # All score matmuls of this item are done, so the next item's queries may be fetched.
             mbarrier.arrive(q_empty.index(WHICH))
@@ -255,75 +279,11 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
             mbarrier.arrive(v_empty.index(stage))
 
         if count > mine:
-            _finish(
-                acc, m, total, index, kv_head, first, count, part, v_factor, out_ptr, part_ptr, lse_ptr, count_ptr,
-                items_ptr, H, K, D, GROUP, QUERIES, OUT, WHICH,
+            finish(
+                acc, m, total, index, unit, first, count, part, v_factor, out_ptr, part_ptr, lse_ptr, count_ptr,
+                items_ptr, H, K, D, BLOCK_D, PACK, OUT, WHICH,
             )  # fmt: skip
         item = following
-
-
-@gluon.jit
-def _finish(
-    acc, m, total, index, kv_head, first, count, part, v_scale, out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, OUT: gl.constexpr,
-    WHICH: gl.constexpr,
-):  # fmt: skip
-    """Write rows of the output, or a range's partial result. The tile's last range to arrive joins all ranges."""
-    # Each warp stores the 16 rows of its matrix instructions, 16 bytes per thread.
-    WIDE: gl.constexpr = gl.BlockedLayout([2, 8], [8, 4], [4, 1], [1, 0])
-    M: gl.constexpr = gl.SliceLayout(1, OUT)
-    m = gl.convert_layout(m, M)
-    total = gl.convert_layout(gl.sum(total, axis=1), M)
-    # A query that saw no key gives zeros.
-    acc = acc * (v_scale / gl.where(total > 0, total, 1.0))[:, None]
-    if part < 0:
-        _put(out_ptr, acc, first, count, kv_head, H, D, GROUP, WIDE, WHICH)
-    else:
-        row = WHICH * ROWS + gl.arange(0, ROWS, M)
-        query = row // GROUP
-        exists = query < count
-        dims = gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
-        to = (part + query).to(gl.int64) * H + kv_head * GROUP + row % GROUP
-        gl.store(part_ptr + (to * D)[:, None] + dims, acc, mask=exists[:, None])
-        gl.store(lse_ptr + to, gl.where(total > 0, m + gl.log2(total), float("-inf")), mask=exists)
-        # Each warp group uses a separate counter, that of the tile's first or second item, and joins its own rows.
-        splits = gl.load(items_ptr + index * ITEM_FIELDS + 9)
-        first_item = gl.load(items_ptr + index * ITEM_FIELDS + 10)
-        count_ptr += (first_item + WHICH) * K + kv_head
-        barrier()
-        arrived = gl.atomic_add(count_ptr, 1, sem="acq_rel")
-        barrier()
-        if arrived == splits - 1:
-            gl.store(count_ptr, 0)
-            first_part = part - (index - first_item) * QUERIES
-            m = gl.full([ROWS], LOW, gl.float32, M)
-            total = gl.zeros([ROWS], gl.float32, M)
-            acc = gl.zeros([ROWS, D], gl.float32, OUT)
-            for split in range(splits):
-                to = (first_part + split * QUERIES + query).to(gl.int64) * H + kv_head * GROUP + row % GROUP
-                lse = gl.load(lse_ptr + to, mask=exists, other=float("-inf"), cache_modifier=".cg")
-                x = gl.load(part_ptr + (to * D)[:, None] + dims, mask=exists[:, None], other=0.0, cache_modifier=".cg")
-                new_m = gl.maximum(m, lse)
-                weight = gl.exp2(lse - new_m)
-                alpha = gl.exp2(m - new_m)
-                total = total * alpha + weight
-                acc = acc * alpha[:, None] + weight[:, None] * x
-                m = new_m
-            acc = acc / gl.where(total > 0, total, 1.0)[:, None]
-            _put(out_ptr, acc, first, count, kv_head, H, D, GROUP, WIDE, WHICH)
-
-
-@gluon.jit
-def _put(
-    out_ptr, acc, first, count, kv_head,
-    H: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, WIDE: gl.constexpr, WHICH: gl.constexpr,
-):  # fmt: skip
-    row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    query = row // GROUP
-    dims = gl.arange(0, D, gl.SliceLayout(0, WIDE))
-    offset = ((first + query).to(gl.int64) * H + kv_head * GROUP + row % GROUP) * D
-    values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
-    gl.store(out_ptr + offset[:, None] + dims[None, :], values, mask=(query < count)[:, None])
 
 
 @gluon.jit(do_not_specialize=["works", "table_stride"])
@@ -345,6 +305,8 @@ def attend_prompts(
     H: gl.constexpr,
     K: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    PACK: gl.constexpr,
     WINDOW: gl.constexpr,
     PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -352,20 +314,20 @@ def attend_prompts(
     HEAD_SCALES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Programs process the `works` pairs of an item and a kv head in rounds (next_item), or one each if there are as
-    many programs as pairs. Slots of K and V are rows of `k_source` and `v_source`; q_source is [T, H, D]."""
+    """Programs process the `works` pairs of an item and a unit in rounds (next_item), or one each if there are as many
+    programs as pairs. The tensor maps `k_source` and `v_source` are [slots, K, D], and q_source is [T, H, D]."""
     if PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = k_source.dtype
-    GROUP: gl.constexpr = H // K
-    BLOCKS: gl.constexpr = BLOCK_N // BOX * (D // BOX)
+    BLOCKS: gl.constexpr = BLOCK_N // BOX * (BLOCK_D // BOX)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_boxes = gl.allocate_shared_memory(dtype, [GROUPS * (D // BOX), ROWS // GROUP, GROUP, BOX], q_source.layout)
-    k_boxes = gl.allocate_shared_memory(dtype, [STAGES * BLOCKS, BOX, BOX], k_source.layout)
-    v_boxes = gl.allocate_shared_memory(dtype, [STAGES * BLOCKS, BOX, BOX], v_source.layout)
-    q_smem = q_boxes._reinterpret(dtype, [GROUPS, ROWS, D], MATRIX)
-    k_smem = k_boxes._reinterpret(dtype, [STAGES, BLOCK_N, D], MATRIX)
-    v_smem = v_boxes._reinterpret(dtype, [STAGES, BLOCK_N, D], MATRIX)
+    q_boxes = gl.allocate_shared_memory(dtype, [GROUPS * (BLOCK_D // BOX), ROWS // PACK, PACK, BOX], q_source.layout)
+    k_boxes = gl.allocate_shared_memory(dtype, [STAGES * BLOCKS, BOX, 1, BOX], k_source.layout)
+    v_boxes = gl.allocate_shared_memory(dtype, [STAGES * BLOCKS, BOX, 1, BOX], v_source.layout)
+    q_smem = q_boxes._reinterpret(dtype, [GROUPS, ROWS, BLOCK_D], MATRIX)
+    k_smem = k_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], MATRIX)
+    v_smem = v_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], MATRIX)
+    v_flat = v_boxes._reinterpret(dtype, [STAGES * BLOCKS, BOX, BOX], MATRIX)
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -387,18 +349,28 @@ def attend_prompts(
         gdc_wait()
     q_ring = (q_smem, q_full, q_empty)
     k_ring = (k_smem, k_full, k_empty)
-    v_ring = (v_smem, v_boxes, v_full, v_empty)
+    v_ring = (v_smem, v_flat, v_full, v_empty)
     work = (out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale)
     gl.warp_specialize(
         [
-            (_consume, (q_ring, k_ring, v_ring, work, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 0)),
-            (_consume, (q_ring, k_ring, v_ring, work, H, K, D, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 1)),
+            (
+                _consume,
+                (
+                    q_ring, k_ring, v_ring, work, H, K, D, BLOCK_D, PACK, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 0,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    q_ring, k_ring, v_ring, work, H, K, D, BLOCK_D, PACK, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 1,
+                ),
+            ),
             (
                 produce,
                 (
                     (q_source, k_source, v_source), (q_boxes, q_full, q_empty), (k_boxes, k_full, k_empty),
-                    (v_boxes, v_full, v_empty), items_ptr, works, table_ptr, table_stride, H, K, D, PAGE, BLOCK_N,
-                    STAGES,
+                    (v_boxes, v_full, v_empty), items_ptr, works, table_ptr, table_stride, H, K, BLOCK_D, PACK, PAGE,
+                    BLOCK_N, STAGES,
                 ),
             ),
         ],

@@ -11,7 +11,7 @@ from dovetail.core.ops.kernels.launch import dependent
 from dovetail.plugins.attention.triton.hopper.decode import attend_decode
 from dovetail.plugins.attention.triton.hopper.fetch import BOX, ROWS
 from dovetail.plugins.attention.triton.hopper.kernel import attend_prompts
-from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile
+from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, packed_heads, padded_dim
 
 
 def attend(
@@ -31,12 +31,13 @@ def attend(
     """Launch attend_prompts. q is [T, C], K and V are pages [pages, page tokens, K, D]; the rest as in attend_items."""
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
     group = heads // kv_heads
-    works = items.shape[0] * kv_heads
+    pack = packed_heads(group)
+    works = items.shape[0] * kv_heads * tile.head_tiles(group)
     q = q.view(-1, heads, dim)
     attend_prompts[(min(works, processors) if tile.persistent else works,)](
-        _tensor_map(q, [ROWS.value // group, group, BOX.value]),
-        _tensor_map(k.flatten(0, 1).flatten(1), [BOX.value, BOX.value]),
-        _tensor_map(v.flatten(0, 1).flatten(1), [BOX.value, BOX.value]),
+        _tensor_map(q, [ROWS.value // pack, pack, BOX.value]),
+        _tensor_map(k.flatten(0, 1), [BOX.value, 1, BOX.value]),
+        _tensor_map(v.flatten(0, 1), [BOX.value, 1, BOX.value]),
         out_TC,
         parts,
         lse,
@@ -51,6 +52,8 @@ def attend(
         H=heads,
         K=kv_heads,
         D=dim,
+        BLOCK_D=padded_dim(dim),
+        PACK=pack,
         WINDOW=layer.window,
         PAGE=k.shape[1],
         BLOCK_N=tile.block_n,
@@ -77,7 +80,7 @@ def decode(
     norm: QKNorm | None,
 ) -> None:
     """Launch attend_decode. `writes`: q holds q|k|v before norm and rotary, and keys and values are written too."""
-    attend_decode[layer.kv_heads, items.shape[0]](
+    attend_decode[layer.kv_heads * tile.head_tiles(layer.heads // layer.kv_heads), items.shape[0]](
         q,
         out_TC,
         mail,
@@ -97,6 +100,8 @@ def decode(
         H=layer.heads,
         K=layer.kv_heads,
         D=layer.head_dim,
+        BLOCK_D=padded_dim(layer.head_dim),
+        M=tile.block_m,
         WINDOW=layer.window,
         PAGE=k.shape[1],
         GRAIN=tile.grain(k.shape[1]),
