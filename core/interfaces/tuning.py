@@ -28,8 +28,8 @@ class Trials:
 
     runs: Sequence[Callable[[], torch.Tensor]]
     """Each runs the operation as a step does, with the choices that are installed (core.ops.choices). Capturable."""
-    exact: torch.Tensor
-    """Result of the first run in float32."""
+    exact: Callable[[], torch.Tensor]
+    """Returns the result of the first run in float32."""
     before: Callable[[], object]
     """Launches a kernel like the one that precedes the operation in a step. A choice may gain by overlapping it."""
     reset: Callable[[], object] = lambda: None
@@ -50,7 +50,8 @@ class Tunable(ABC):
 
     @abstractmethod
     def candidates(self) -> Iterable[Choice]:
-        """Return the choices that may be fastest on the current GPU. The default is a candidate in any case."""
+        """Return the choices that may be fastest on the current GPU, the most promising first. The default is a
+        candidate in any case."""
 
     def admits(self, choice: Choice) -> bool:
         """Return whether a choice that is fast with other numbers of rows can run with these."""

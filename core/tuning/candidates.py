@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product as cross
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile, specialized_tiles
 from dovetail.core.tuning.gpu import Gpu
 
 ITEMSIZE = {"bf16": 2, "fp8": 1}
 """Bytes of a number, by kind of weight."""
-PACES = (0, 1000)
-"""Cycles between prefetches."""
+AHEAD = ((0, 0), (0, 1000), (4, 0))
+"""Blocks prefetched into the L2 cache, and cycles between prefetches."""
+FEW_ROWS = 32
+"""Rows up to which a specialized tile, of 64 rows at least, multiplies mostly padding."""
 RESERVED = 2 << 10
 """Shared memory that a program may not use for its blocks."""
 
@@ -34,11 +37,12 @@ def prefetching(rows: int, kind: str) -> Iterator[MatmulTile]:
 
 def used_shared(tile: MatmulTile, itemsize: int) -> int:
     """Return the bytes of shared memory of a program, with those of its epilogue."""
-    if tile.prefetch:
+    if tile.needs_hopper:
         return tile.shared_bytes(itemsize)
     return (tile.outputs + tile.tokens) * tile.inputs * itemsize * tile.stages + (tile.outputs * tile.tokens * 4 + 256)
 
 
+@lru_cache
 def geometries(rows: int, kind: str, gpu: Gpu) -> list[MatmulTile]:
     """Return tiles before they are fitted to a shape: one compilation each."""
     itemsize = ITEMSIZE[kind]
@@ -68,8 +72,10 @@ def geometries(rows: int, kind: str, gpu: Gpu) -> list[MatmulTile]:
             found |= {replace(base, stages=n): None for n in fits[-1:]}
         if used_shared(replace(base, stages=4), itemsize) <= gpu.shared - RESERVED:
             found[replace(base, stages=4)] = None
-    if gpu.prefetch:
+    if gpu.hopper:
         found |= dict.fromkeys(prefetching(rows, kind))
+        if rows > FEW_ROWS:
+            found |= dict.fromkeys(specialized_tiles(rows, itemsize, gpu.shared))
     return list(found)
 
 
@@ -84,13 +90,11 @@ def candidates(outputs: int, inputs: int, rows: int, kind: str, gpu: Gpu) -> Ite
     for tile in geometries(rows, kind, gpu):
         if tile.inputs > inputs or tile.outputs > outputs:
             continue
-        if (tile.tma or tile.prefetch) and inputs * itemsize % 16:
+        if (tile.tma or tile.needs_hopper) and inputs * itemsize % 16:
             continue
         for found in fitted(tile, outputs, inputs, rows, itemsize, gpu):
-            splits = found.splits_tiles(rows, outputs, inputs)
-            if splits and found.launch(rows, outputs, inputs)[1] > MOST_SHARED_TILES:
-                continue
-            if found.fits_32_bits(rows, outputs, inputs):
+            shape = rows, outputs, inputs
+            if found.counters(*shape) <= MOST_SHARED_TILES and found.fits_32_bits(*shape):
                 yield found
 
 
@@ -102,8 +106,17 @@ def fitted(tile: MatmulTile, outputs: int, inputs: int, rows: int, itemsize: int
         for split in sorted({1, 2, 3, 4, *(max(1, n * gpu.processors // tiles) for n in (1, 2))}):
             if split == 1 or (split <= blocks // 2 and tiles * split <= 2 * each * gpu.processors):
                 rest = ceil_div(blocks, split) - tile.prefetch
-                for ahead, pace in cross((0, 2, 6) if rest > 0 else (0,), PACES):
-                    yield replace(tile, split=split, prefetch_l2=ahead, prefetch_cycles=pace)
+                for ahead, pace in AHEAD:
+                    if rest > 0 or not ahead:
+                        yield replace(tile, split=split, prefetch_l2=ahead, prefetch_cycles=pace)
+        return
+    if tile.specialized:
+        yield tile
+        for split in (2, 3, 4):
+            if split <= blocks // 2 and tiles * split <= gpu.processors:
+                yield replace(tile, split=split)
+        if tiles > gpu.processors:
+            yield replace(tile, programs=gpu.processors)
         return
     for split in (1, 2, 4, 8, 16):
         if split == 1 or (split <= blocks // 2 and tiles * split <= 2 * each * gpu.processors):

@@ -20,8 +20,8 @@ class Gpu:
     """Shared memory of a program, bytes."""
     tma: bool = True
     """Whether it has a tensor memory accelerator."""
-    prefetch: bool = True
-    """Whether the prefetching matmul kernel runs."""
+    hopper: bool = True
+    """Whether the matmul kernels for Hopper run."""
 
 
 def this_gpu() -> Gpu:
@@ -32,7 +32,7 @@ def this_gpu() -> Gpu:
 
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
-    name, processors, prefetch, shared = device_facts(torch.device("cuda", index))
+    name, processors, hopper, shared = device_facts(torch.device("cuda", index))
     # Both rates are in kHz; double data rate. Some versions of PyTorch lack them.
     memory = 2e3 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
     clock = 1e3 * getattr(properties, "clock_rate", 0)
@@ -44,5 +44,5 @@ def this_gpu() -> Gpu:
         clock or default.clock,
         shared,
         (properties.major, properties.minor) >= (9, 0),
-        prefetch,
+        hopper,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,6 +22,9 @@ from dovetail.core.tuning.table import TuningTable
 
 MOST_CHANNELS = 8192
 """Channels of the norm that runs before the matmul: as many as the input's, but not those of an MLP."""
+
+
+VARIETY = 0.03
 
 
 class MatmulTunable(Tunable):
@@ -52,8 +56,10 @@ class MatmulTunable(Tunable):
         return self._gpu or this_gpu()
 
     def candidates(self) -> Iterable[Choice]:
-        for tile in candidates(self.outputs, self.inputs, self.rows, self.kind, self.gpu):
-            yield choice_of(tile)
+        shape = self.outputs, self.inputs, self.rows, self.kind, self.gpu
+        # Specialized tiles sum many rows of FP8 in the tensor core's accumulator, as fast_accum allows.
+        tiles = [tile for tile in candidates(*shape) if self._fast_accum or not tile.specialized]
+        return map(choice_of, _mixed(sorted(((self._seconds(tile), tile) for tile in tiles), key=lambda pair: pair[0])))
 
     def admits(self, choice: Choice) -> bool:
         try:
@@ -63,10 +69,12 @@ class MatmulTunable(Tunable):
         return tile_of(choice).fits_32_bits(self.rows, self.outputs, self.inputs)
 
     def predicted(self, choice: Choice | None) -> float | None:
-        shape = self.rows, self.outputs, self.inputs, self.kind
         if choice is None:
-            return library_seconds(*shape, self.gpu)
-        return tile_seconds(tile_of(choice), *shape, self.gpu)
+            return library_seconds(self.rows, self.outputs, self.inputs, self.kind, self.gpu)
+        return self._seconds(tile_of(choice))
+
+    def _seconds(self, tile: MatmulTile) -> float:
+        return tile_seconds(tile, self.rows, self.outputs, self.inputs, self.kind, self.gpu)
 
     def trials(self, count: int) -> Trials:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -83,15 +91,15 @@ class MatmulTunable(Tunable):
             x_scale_T1 = torch.rand(self.rows, 1, device=device) + 0.5
             weight_scale_O = torch.rand(self.outputs, device=device) + 0.5
             run = partial(self._scaled, x_TI, x_scale_T1, weight_scale_O, torch.ones(1, device=device))
-            exact_TO = matmul_reference(x_TI, weights[0], x_scale_T1, weight_scale_O, dtype=torch.float32)
+            exact = partial(matmul_reference, x_TI, weights[0], x_scale_T1, weight_scale_O, dtype=torch.float32)
         else:
             run = partial(self._plain, x_TI)
-            exact_TO = matmul_reference(x_TI, weights[0], dtype=torch.float32)
+            exact = partial(matmul_reference, x_TI, weights[0], dtype=torch.float32)
         hidden = min(self.inputs, MOST_CHANNELS)
         states_TC, norm_C = random(self.rows, hidden), random(hidden)
         return Trials(
             runs=[partial(run, weight, counts[i]) for i, weight in enumerate(weights)],
-            exact=exact_TO,
+            exact=exact,
             before=lambda: rms_norm(states_TC, states_TC, norm_C, 1e-5),
             reset=counts.zero_,
         )
@@ -113,6 +121,18 @@ class MatmulTunable(Tunable):
             if values_TO is not None:
                 return values_TO
         return scaled_matmul(x_TI, weight_OI, x_scale_T1, weight_scale_O, None, self.dtype, counts, self._fast_accum)
+
+
+def _mixed(timed: Sequence[tuple[float, MatmulTile]]) -> list[MatmulTile]:
+    """Return tiles by predicted time, longer by VARIETY for each faster tile of the same size and kernel: predictions
+    for those err alike."""
+    seen: Counter[tuple[int, int, int, bool, bool]] = Counter()
+    ranked = []
+    for seconds, tile in timed:
+        family = tile.tokens, tile.outputs, tile.inputs, tile.specialized, tile.prefetch > 0
+        ranked.append((seconds * (1 + VARIETY * seen[family]), tile))
+        seen[family] += 1
+    return [tile for _, tile in sorted(ranked, key=lambda pair: pair[0])]
 
 
 Tiles = dict[int, MatmulTile | None]

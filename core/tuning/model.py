@@ -96,7 +96,8 @@ def tile_seconds(tile: MatmulTile, rows: int, outputs: int, inputs: int, kind: s
 
 def _product_cycles(tile: MatmulTile, itemsize: int, fit: Fit) -> float:
     """Return the tensor cores' cycles for a block, at their full rate but for reading the left operand."""
-    left, right = (tile.outputs, tile.tokens) if tile.swap else (tile.tokens, tile.outputs)
+    swap = tile.swap and not tile.specialized
+    left, right = (tile.outputs, tile.tokens) if swap else (tile.tokens, tile.outputs)
     left = ceil_div(left, MMA_ROWS) * MMA_ROWS
     return left * (right + fit.operand) * tile.inputs * itemsize / FLOPS_PER_CYCLE
 

@@ -1,8 +1,8 @@
 """Search for the fastest choice of each tunable operation.
 
-Candidates are ordered by their predicted time. Those that may be fastest are compiled in several threads, timed in CUDA
-graphs behind a kernel like the one that precedes the operation in a step, and checked against the exact result. The
-fastest are timed again in turns. Every timing is kept (`Found.line`), so an interrupted search continues where it was.
+The most promising candidates are compiled in several processes, timed in CUDA graphs behind a kernel like the one that
+precedes the operation in a step, and checked against the exact result. The fastest are timed again in turns. Every
+timing is kept (`Found.line`), so an interrupted search continues where it was.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from dovetail.core.interfaces.tuning import Choice, Key, Tunable, make_key
@@ -21,9 +22,11 @@ from dovetail.core.tuning.table import Subject, TuningTable
 log = logging.getLogger(__name__)
 
 MOST_CANDIDATES = 64
-"""Candidates that are timed, those with the shortest predicted times."""
-FINALS = 8
+"""Candidates that are timed."""
+FINALS = 4
 """Fastest candidates that are timed again."""
+NEAR = 4
+"""Fastest choices of other numbers of rows that are candidates, too."""
 LEAD = 0.01
 """Share by which a choice must be faster than the operation's default, since the GPU's clocks drift."""
 
@@ -37,7 +40,7 @@ class Timer(Protocol):
     def open(self, tunable: Tunable) -> None:
         """Allocate the operands of an operation in place of those of the previous one."""
 
-    def compile(self, choices: Sequence[Choice]) -> None:
+    def compile_all(self, planned: Sequence[tuple[Tunable, Sequence[Choice]]]) -> None:
         """Compile the kernels of these choices. A choice that does not compile is found when it is timed."""
 
     def microseconds(self, choices: Sequence[Choice | None], final: bool) -> list[float | None]:
@@ -118,9 +121,17 @@ def search(
     *,
     seconds: float | None = None,
     most: int = MOST_CANDIDATES,
+    finals: int = FINALS,
+    on_phase: Callable[[str], None] = lambda phase: None,
 ) -> Iterator[tuple[Tunable, Found]]:
-    """Yield the timings of each tunable, from `known` or measured. No measurement starts after `seconds`."""
+    """Yield the timings of each tunable, from `known` or measured. No measurement starts after `seconds`. `on_phase`
+    receives the phases before the first measurement."""
     began = time.monotonic()
+    wanted = [one for one in tunables if (one.op, one.key, one.rows) not in known]
+    on_phase("order candidates")
+    planned = {id(one): _ordered(one, gpu, most) for one in wanted}
+    on_phase("compile kernels")
+    timer.compile_all([(one, planned[id(one)]) for one in wanted])
     fastest: dict[tuple[str, Key], list[Choice]] = {}
     for tunable in tunables:
         found = known.get((tunable.op, tunable.key, tunable.rows))
@@ -128,41 +139,41 @@ def search(
         if found is None:
             if seconds is not None and time.monotonic() - began > seconds:
                 continue
-            found = measure(tunable, timer, gpu, near, most)
-        near[:] = _unique([*(choice for choice, _ in found.times if choice is not None), *near])[: 2 * FINALS]
+            admitted = filter(tunable.admits, near)
+            found = measure(tunable, timer, gpu, _unique([*planned[id(tunable)], *admitted]), finals)
+        near[:] = _unique([*(choice for choice, _ in found.times[:2] if choice is not None), *near])[:NEAR]
         yield tunable, found
 
 
-def measure(tunable: Tunable, timer: Timer, gpu: str, near: Sequence[Choice], most: int) -> Found:
-    """Time one tunable. `near`: the fastest choices for other numbers of rows."""
-    timer.open(tunable)
-    # What runs today: the installed choice, which may be the default.
+def _ordered(tunable: Tunable, gpu: str, most: int) -> list[Choice]:
+    """Return the installed choice and the most promising candidates."""
     current = installed().find(tunable.op, gpu, tunable.key, tunable.rows)
-    ordered = sorted(tunable.candidates(), key=lambda choice: tunable.predicted(choice) or 0.0)
-    known = [] if current is None else [current]
-    tried = _unique([*known, *filter(tunable.admits, near), *ordered[:most]])
-    timer.compile(tried)
+    return _unique([*([] if current is None else [current]), *islice(tunable.candidates(), most)])
+
+
+def measure(tunable: Tunable, timer: Timer, gpu: str, tried: Sequence[Choice], finals: int) -> Found:
+    """Time one tunable with the choices `tried`."""
+    timer.open(tunable)
+    current = installed().find(tunable.op, gpu, tunable.key, tunable.rows)
     brief = [(us, choice) for choice, us in zip(tried, timer.microseconds(tried, False), strict=True) if us is not None]
     brief.sort(key=lambda pair: pair[0])
-    finals: list[Choice | None] = [None]
+    kept: list[Choice | None] = [None]
     for _, choice in brief:
-        if len(finals) > FINALS:
+        if len(kept) > finals:
             break
         if (fault := timer.fault(choice)) is None:
-            finals.append(choice)
+            kept.append(choice)
         else:
             log.warning("%s %s, %s rows: %s: %s", tunable.op, dict(tunable.key), tunable.rows, dict(choice), fault)
-    if current is not None and current not in finals:
-        finals.append(current)
-    again = [
-        (us, choice) for choice, us in zip(finals, timer.microseconds(finals, True), strict=True) if us is not None
-    ]
+    if current not in kept:
+        kept.append(current)
+    again = [(us, choice) for choice, us in zip(kept, timer.microseconds(kept, True), strict=True) if us is not None]
     if not again:
         raise RuntimeError(f"{tunable.op} {dict(tunable.key)} with {tunable.rows} rows runs with no choice")
     again.sort(key=lambda pair: pair[0])
     before = next((us for us, choice in again if choice == current), None)
     times = tuple((choice, us) for us, choice in again)
-    others = tuple((choice, us) for us, choice in brief if choice not in finals)
+    others = tuple((choice, us) for us, choice in brief if choice not in kept)
     return Found(tunable.op, tunable.key, tunable.rows, times, before, others)
 
 

@@ -97,14 +97,14 @@ _ALTERNATIVES = (
 
 
 def predicted_table(tunables: Iterable[Tunable], known: TuningTable, gpu: str) -> TuningTable:
-    """Return the choices with the shortest predicted times for operations without entries."""
+    """Return the most promising choices of operations without entries, where they are predicted to beat the default."""
     found = {}
     for tunable in tunables:
         subject = Subject(tunable.op, gpu, tunable.key)
         if subject not in known.entries and (default := tunable.predicted(None)) is not None:
-            timed = [(tunable.predicted(choice) or float("inf"), choice) for choice in tunable.candidates()]
-            seconds, choice = min(timed, key=lambda pair: pair[0], default=(float("inf"), None))
-            found[subject, tunable.rows] = choice if seconds < default else None
+            choice = next(iter(tunable.candidates()), None)
+            seconds = tunable.predicted(choice)
+            found[subject, tunable.rows] = choice if seconds is not None and seconds < default else None
     return TuningTable.of(found, PREDICTED)
 
 

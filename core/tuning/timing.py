@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -10,6 +11,7 @@ from functools import cache
 
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import one_line
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops.choices import Choices, temporarily
@@ -68,29 +70,38 @@ def medians(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int) -> list[float]
 class GraphTimer:
     """Timer of a search (core.tuning.search.Timer) on the current GPU."""
 
-    BRIEF, LONG = 3, 15
+    BRIEF, LONG = 3, 9
     """Replays of a graph."""
 
     def __init__(self, gpu: str, workers: int) -> None:
         """`gpu`: name of the GPU. `workers`: threads that compile."""
         self.gpu, self._workers = gpu, workers
         self._trials: Trials | None = None
+        self._exact: torch.Tensor | None = None
         self._before: torch.cuda.CUDAGraph | None = None
         """The preceding kernels alone. It keeps the memory pool of the other graphs."""
 
     def open(self, tunable: Tunable) -> None:
-        self._trials = self._before = None  # frees their memory first
+        self._trials = self._before = self._exact = None  # frees their memory first
         self._tunable, self._trials = tunable, tunable.trials(copies(tunable.nbytes))
         before, count = self._trials.before, len(self._trials.runs)
         before()
         self._before = capture(lambda: [before() for _ in range(count)])
 
-    def compile(self, choices: Sequence[Choice]) -> None:
-        with compile_ahead(self._workers, ignore_errors=True):
-            for choice in choices:
-                # The choice that cannot be launched is found when it is timed.
-                with self._choosing(choice), suppress(Exception):
-                    self._trials.runs[0]()
+    def compile_all(self, planned: Sequence[tuple[Tunable, Sequence[Choice]]]) -> None:
+        """Compile into Triton's cache on disk, in processes: threads would wait for each other's Python code."""
+        # Neighbours have kernels in common, which one process compiles once.
+        ordered = sorted(planned, key=lambda pair: (pair[0].op, pair[0].rows))
+        share = ceil_div(len(ordered), self._workers)
+        context, device = multiprocessing.get_context("spawn"), torch.cuda.current_device()
+        workers = [
+            context.Process(target=_compile_share, args=(self.gpu, device, ordered[at : at + share]))
+            for at in range(0, len(ordered), share or 1)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
 
     def microseconds(self, choices: Sequence[Choice | None], final: bool) -> list[float | None]:
         if not final:
@@ -103,7 +114,9 @@ class GraphTimer:
 
     def fault(self, choice: Choice) -> str | None:
         with self._choosing(choice):
-            found = fault_of(self._trials.runs[0], self._trials.exact, self._trials.tolerance)
+            if self._exact is None:
+                self._exact = self._trials.exact()
+            found = fault_of(self._trials.runs[0], self._exact, self._trials.tolerance)
         self._trials.reset()
         return found
 
@@ -135,6 +148,24 @@ class GraphTimer:
             torch.cuda.synchronize()
             log.debug("%s %s cannot run: %s", self._tunable.op, choice, one_line(str(error)))
             return None
+
+
+def _compile_share(gpu: str, device: int, planned: Sequence[tuple[Tunable, Sequence[Choice]]]) -> None:
+    """Entry point of a process that compiles."""
+    torch.cuda.set_device(device)
+    timer = GraphTimer(gpu, 2)
+    with torch.inference_mode():
+        for tunable, choices in planned:
+            timer._tunable, timer._trials = tunable, None
+            try:
+                timer._trials = tunable.trials(1)
+            except torch.OutOfMemoryError:  # several processes share the GPU; the kernels compile when they are timed
+                continue
+            with compile_ahead(2, ignore_errors=True):
+                for choice in choices:
+                    # A choice that cannot be launched is found when it is timed.
+                    with timer._choosing(choice), suppress(Exception):
+                        timer._trials.runs[0]()
 
 
 def fault_of(run: Callable[[], torch.Tensor], exact: torch.Tensor, tolerance: float) -> str | None:

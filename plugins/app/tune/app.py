@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.tuning import Tunable
     from dovetail.core.tuning.cache import Cache
     from dovetail.core.tuning.search import Found, Point
+    from dovetail.core.tuning.table import TuningTable
 
 
 class TuneApp(App):
@@ -59,7 +60,7 @@ class TuneApp(App):
         from dovetail.core.tuning.cache import Cache, this_machine
         from dovetail.core.tuning.search import read_found, table_of
         from dovetail.core.tuning.startup import measured_table, predicted_table
-        from dovetail.core.tuning.table import merged, write_file
+        from dovetail.core.tuning.table import merged
         from dovetail.plugins.app.tune.report import show
 
         tunables = self._tunables(compositions, device)
@@ -77,7 +78,7 @@ class TuneApp(App):
             written = cache.add(table) if results else False
             show(results, len(tunables), cache.table if written else None)
             if self.config.export is not None and results:
-                write_file(Path(self.config.export), table.text())
+                _export(table, Path(self.config.export))
         return 0
 
     def _tunables(self, compositions: Sequence[Composition], device: torch.device) -> list[Tunable]:
@@ -105,7 +106,12 @@ class TuneApp(App):
             bar(self.console, "tune", len(tunables), left=True) as update,
             phases_in_lines(self.console, "tuning") as progress,
         ):
-            steps = search(tunables, timer, gpu, known, seconds=config.seconds, most=config.candidates)
+            steps = search(
+                *(tunables, timer, gpu, known),
+                seconds=config.seconds,
+                most=config.candidates,
+                on_phase=lambda phase: (progress(phase, None), update(description=phase)),
+            )
             for tunable, found in steps:
                 results.append(found)
                 if found.point not in known:
@@ -116,6 +122,15 @@ class TuneApp(App):
                 name = f"{tunable.op} {' '.join(str(value) for _, value in tunable.key)}, {tunable.rows} rows"
                 progress(f"{len(results)} of {len(tunables)}, {name}, about {left:.0f} s left", None)
                 update(completed=len(results), description=name)
+
+
+def _export(table: TuningTable, path: Path) -> None:
+    """Write the entries, and those that the file has already for other operations and rows."""
+    from dovetail.core.tuning.cache import CHECKS
+    from dovetail.core.tuning.table import merged, read_table, write_file
+
+    others = [read_table(path, "export", CHECKS)] if path.exists() else []
+    write_file(path, merged([table, *others]).text())
 
 
 def _gpu(composition: Composition) -> torch.device:

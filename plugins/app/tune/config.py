@@ -22,6 +22,7 @@ class TuneConfig(AppConfig):
     seconds: float | None = Field(None, gt=0)
     """Time after which no measurement starts; null: no limit."""
     candidates: int = Field(64, ge=1)
-    """Candidates that are timed for each operation and number of rows, those with the shortest predicted times."""
+    """Candidates that are timed for each operation and number of rows, the most promising ones."""
     export: str | None = None
-    """Write the entries of this run to this file, a tuning table for `engine.tune_table` or for a package."""
+    """Write the entries of this run to this file, a tuning table for `engine.tune_table` or for a package. If it
+    exists, its other entries are kept."""

@@ -28,7 +28,7 @@ class Scan(Tunable):
         self.rows, self.key, self._lanes = rows, make_key(width=width), lanes
 
     def candidates(self):
-        return [{"lanes": lanes} for lanes in range(self._lanes)]
+        return [{"lanes": lanes} for lanes in (range(self._lanes) if self._lanes > 0 else range(99, 9, -1))]
 
     def admits(self, choice):
         return choice["lanes"] != 13
@@ -47,11 +47,13 @@ class FakeTimer:
         self.tunable = tunable
         self.opened.append(tunable.rows)
 
-    def compile(self, choices):
-        self.compiled.append([choice["lanes"] for choice in choices])
+    def compile_all(self, planned):
+        self.planned = [[choice["lanes"] for choice in choices] for _, choices in planned]
 
     def microseconds(self, choices, final):
         self.timed.append((final, len(choices)))
+        if not final:
+            self.compiled.append([choice["lanes"] for choice in choices])
         return [self.us(self.tunable, choice) for choice in choices]
 
     def fault(self, choice):
@@ -92,16 +94,12 @@ def test_the_default_stays_unless_a_choice_is_clearly_faster():
         run([Scan(4)], FakeTimer(lambda tunable, choice: None))
 
 
-def test_the_best_predictions_are_timed_and_the_best_of_other_rows(monkeypatch):
-    monkeypatch.setattr(Scan, "predicted", lambda self, choice: -float(choice["lanes"]))
-    timer = FakeTimer(distance(12))
-    run([Scan(4), Scan(8)], timer, most=90)
-    assert timer.compiled[0] == list(range(99, 9, -1))
-    others = [*range(99, 9, -1)]
-    assert sorted(timer.compiled[1]) == sorted(others), "those of 4 rows are among them"
-    run([Scan(4), Scan(8, lanes=5)], timer, most=90)
-    near = timer.compiled[3][: -len(range(5))]
-    assert 12 in near and 13 not in near, "a choice that these rows do not admit is not tried"
+def test_the_first_candidates_are_timed_and_the_best_of_other_rows():
+    timer = FakeTimer(distance(12.4))
+    run([Scan(4, lanes=-1), Scan(8, lanes=5), Scan(16, width=9, lanes=3)], timer, most=88)
+    assert timer.planned == timer.compiled[:1] + [[0, 1, 2, 3, 4], [0, 1, 2]], "all are compiled before any is timed"
+    assert timer.compiled[0] == list(range(99, 11, -1))
+    assert timer.compiled[1:] == [[0, 1, 2, 3, 4, 12], [0, 1, 2]], "13 is next best, which 8 rows do not admit"
 
 
 def test_the_installed_choice_is_timed_too():
