@@ -38,7 +38,7 @@ class Scan(Tunable):
         self.rows = rows
 
     def candidates(self):
-        return [{"lanes": lanes} for lanes in range(1, 6)]
+        return [{"lanes": lanes} for lanes in (3, 2, 4, 1, 5)]
 
     def trials(self, count):
         raise AssertionError("start-up measures nothing unless engine.tune=full")
@@ -171,3 +171,57 @@ def test_ranks_use_the_table_of_rank_0(monkeypatch):
     assert hashes[0] and found.pop("measured") == 1
     first, second = found.values()
     assert json.dumps(str(first)) == json.dumps(str(second)) and len(first) > 10
+
+
+class FakeTimer:
+    """Two lanes are fastest."""
+
+    opened = 0
+
+    def __init__(self, gpu, workers):
+        assert gpu == NAME
+
+    def open(self, tunable):
+        FakeTimer.opened += 1
+
+    def compile_all(self, planned): ...
+
+    def microseconds(self, choices, final):
+        return [9.0 if choice is None else 5.0 + abs(choice["lanes"] - 2) for choice in choices]
+
+    def fault(self, choice):
+        return None
+
+
+def test_full_measures_what_the_cache_lacks(monkeypatch):
+    monkeypatch.setattr(startup, "GraphTimer", FakeTimer)
+    shares = []
+    with collect_notes():
+        composition = compose(["engine.tune=full", "app=generate"])
+
+        def begin():
+            return install_choices(
+                composition, [Scan(1), Scan(4)], Alone(None), GPU, lambda *phase: shares.append(phase)
+            )
+
+        first = begin()
+        assert FakeTimer.opened == 2 and ("tune", 0.5) in shares and ("tune", 1.0) in shares
+        assert installed().find("acme_scan", NAME, Scan.key, 4) == {"lanes": 2}
+        assert begin() == first and FakeTimer.opened == 2, "a second start measures nothing"
+    assert start(tunables=[Scan(1), Scan(4)])[0] == first, "auto reads the cache"
+
+
+def test_other_ranks_wait_for_the_search_of_rank_0():
+    cpu, beats = torch.device("cpu"), []
+
+    def work(ranks):
+        if ranks.rank == 0:
+            for more in (True, True, False):
+                assert startup._beat(more, ranks, cpu) is more
+                beats.append(more)
+        else:
+            startup._await_search(ranks, cpu)
+            beats.append("done")
+
+    on_threads(2, work)
+    assert beats.count("done") == 1 and len(beats) == 4
