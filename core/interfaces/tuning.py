@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,11 @@ class Tunable(ABC):
     @abstractmethod
     def trials(self, count: int) -> Trials:
         """Allocate operands with random values for `count` calls on the current GPU."""
+
+    def kernel(self, choice: Choice) -> Hashable:
+        """Return what identifies the compiled kernel of a choice. Operations of one kind whose choices have the same
+        identity share it, so that it is compiled once."""
+        return self.op, self.key, self.rows, tuple(sorted(choice.items()))
 
     def predicted(self, choice: Choice | None) -> float | None:
         """Return the predicted seconds of a call on the current GPU; None = there is no prediction."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops import matmul, rms_norm, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.matmul import KINDS, matmul_reference
 from dovetail.core.ops.padding import empty_rows
-from dovetail.core.ops.tile_choice import OP, check_matmul, choice_of, matmul_key, tile_of
+from dovetail.core.ops.tile_choice import MOST_ROWS, OP, check_matmul, choice_of, matmul_key, tile_of
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.tuning.candidates import candidates
 from dovetail.core.tuning.gpu import Gpu, this_gpu
@@ -67,6 +68,16 @@ class MatmulTunable(Tunable):
         except ValueError:
             return False
         return tile_of(choice).fits_32_bits(self.rows, self.outputs, self.inputs)
+
+    def kernel(self, choice: Choice) -> Hashable:
+        tile, shape = tile_of(choice), (self.rows, self.outputs, self.inputs)
+        _, tiles, _, programs = tile.launch(*shape)
+        # Triton specializes integers by divisibility.
+        facts = [tile.splits_tiles(*shape), self.outputs % 16 == 0, tile.specialized and self.rows > MOST_ROWS]
+        if not tile.needs_hopper:
+            facts += [programs % tiles == 0, self.inputs % tile.inputs == 0, self.inputs % 16 == 0]
+        launched = replace(tile, split=1, programs=0, prefetch_l2=0, prefetch_cycles=0)
+        return self.op, self.weight_dtype, self.dtype, launched, tuple(facts)
 
     def predicted(self, choice: Choice | None) -> float | None:
         if choice is None:

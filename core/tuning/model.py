@@ -28,35 +28,35 @@ LIBRARY_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 class Fit:
     """Constants of the prediction."""
 
-    launch: float = 2.0e-6
+    launch: float = 2.88e-6
     """Seconds from the end of the preceding kernel to the first load, and from the last product to the end."""
-    latency: float = 0.66e-6
+    latency: float = 3.73e-7
     """Seconds from a load to its data, under load."""
     memory: float = 0.92
     """Attainable share of the memory's bandwidth."""
-    sm: float = 2.65
+    sm: float = 4.45
     """Bandwidth of one SM, as a multiple of its equal share of the memory's."""
     l2: float = 3.8
     """Bandwidth of the L2 cache, as a multiple of the memory's."""
-    products: float = 0.45
+    products: float = 0.375
     """Attainable share of the tensor cores' rate."""
-    operand: float = 22.0
+    operand: float = 8.27
     """Columns of the right operand whose products take as long as reading the left operand."""
-    block: float = 350.0
+    block: float = 292
     """Cycles of a program per block, for barriers and addresses."""
-    wave: float = 1.4e-6
+    wave: float = 4.63e-8
     """Seconds between a program's end and the first product of the program that takes its place."""
-    split: float = 1.7e-6
+    split: float = 5.51e-6
     """Seconds to join the sums of a split tile, besides their bytes."""
-    overlap: float = 0.1e-6
+    overlap: float = 1.4e-7
     """Seconds during which a prefetching tile reads its weight while the preceding kernel runs."""
     hardness: float = 3.2
     """Exponent with which the four bounds add up: 1 = one after the other, infinite = the largest alone counts."""
-    library_launch: float = 2.6e-6
+    library_launch: float = 3.12e-6
     """Seconds of the library's matmul besides the streams."""
     library_memory: float = 0.89
-    library_products: float = 0.434
-    library_scales: float = 4.5e-6
+    library_products: float = 0.526
+    library_scales: float = 4.23e-6
     """Seconds of the library's matmul for scales per row."""
 
 

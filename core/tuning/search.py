@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -40,8 +41,9 @@ class Timer(Protocol):
     def open(self, tunable: Tunable) -> None:
         """Allocate the operands of an operation in place of those of the previous one."""
 
-    def compile_all(self, planned: Sequence[tuple[Tunable, Sequence[Choice]]]) -> None:
-        """Compile the kernels of these choices. A choice that does not compile is found when it is timed."""
+    def compile_all(self, jobs: Sequence[tuple[Tunable, Choice]], seconds: float | None) -> Sequence[bool]:
+        """Compile the kernels of these choices, the first ones first, and none after `seconds`. Return for each whether
+        it was tried; a choice that cannot be compiled is found when it is timed."""
 
     def microseconds(self, choices: Sequence[Choice | None], final: bool) -> list[float | None]:
         """Return the time of a call with each choice; None if it cannot run. `final`: time them in turns, and long."""
@@ -120,18 +122,22 @@ def search(
     known: Mapping[Point, Found],
     *,
     seconds: float | None = None,
+    compile_seconds: float | None = None,
     most: int = MOST_CANDIDATES,
     finals: int = FINALS,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> Iterator[tuple[Tunable, Found]]:
-    """Yield the timings of each tunable, from `known` or measured. No measurement starts after `seconds`. `on_phase`
-    receives the phases before the first measurement."""
+    """Yield the timings of each tunable, from `known` or measured. No measurement starts after `seconds`.
+    What does not compile in `compile_seconds` is not timed; kernels that many operations would like to use come first.
+    `on_phase` receives the phases before the first measurement."""
     began = time.monotonic()
     wanted = [one for one in tunables if (one.op, one.key, one.rows) not in known]
     on_phase("order candidates")
     planned = {id(one): _ordered(one, gpu, most) for one in wanted}
     on_phase("compile kernels")
-    timer.compile_all([(one, planned[id(one)]) for one in wanted])
+    jobs = _jobs([(one, planned[id(one)]) for one in wanted])
+    compiled = timer.compile_all(list(jobs.values()), compile_seconds)
+    ready = {kernel for kernel, done in zip(jobs, compiled, strict=True) if done}
     fastest: dict[tuple[str, Key], list[Choice]] = {}
     for tunable in tunables:
         found = known.get((tunable.op, tunable.key, tunable.rows))
@@ -139,8 +145,9 @@ def search(
         if found is None:
             if seconds is not None and time.monotonic() - began > seconds:
                 continue
-            admitted = filter(tunable.admits, near)
-            found = measure(tunable, timer, gpu, _unique([*planned[id(tunable)], *admitted]), finals)
+            tried = _unique([*planned[id(tunable)], *filter(tunable.admits, near)])
+            compiled = [choice for choice in tried if tunable.kernel(choice) in ready]
+            found = measure(tunable, timer, gpu, compiled, finals)
         near[:] = _unique([*(choice for choice, _ in found.times[:2] if choice is not None), *near])[:NEAR]
         yield tunable, found
 
@@ -151,8 +158,20 @@ def _ordered(tunable: Tunable, gpu: str, most: int) -> list[Choice]:
     return _unique([*([] if current is None else [current]), *islice(tunable.candidates(), most)])
 
 
+def _jobs(planned: Iterable[tuple[Tunable, Sequence[Choice]]]) -> dict[Hashable, tuple[Tunable, Choice]]:
+    """Return one choice for each kernel, in the order of the kernels' ranks among the candidates of all operations."""
+    jobs: dict[Hashable, tuple[Tunable, Choice]] = {}
+    votes: Counter[Hashable] = Counter()
+    for tunable, choices in planned:
+        for rank, choice in enumerate(choices):
+            kernel = tunable.kernel(choice)
+            jobs.setdefault(kernel, (tunable, choice))
+            votes[kernel] += 1 / (1 + rank)
+    return {kernel: jobs[kernel] for kernel, _ in votes.most_common()}
+
+
 def measure(tunable: Tunable, timer: Timer, gpu: str, tried: Sequence[Choice], finals: int) -> Found:
-    """Time one tunable with the choices `tried`."""
+    """Time one tunable with its default and the choices `tried`."""
     timer.open(tunable)
     current = installed().find(tunable.op, gpu, tunable.key, tunable.rows)
     brief = [(us, choice) for choice, us in zip(tried, timer.microseconds(tried, False), strict=True) if us is not None]
@@ -165,7 +184,7 @@ def measure(tunable: Tunable, timer: Timer, gpu: str, tried: Sequence[Choice], f
             kept.append(choice)
         else:
             log.warning("%s %s, %s rows: %s: %s", tunable.op, dict(tunable.key), tunable.rows, dict(choice), fault)
-    if current not in kept:
+    if current not in kept and current in tried:
         kept.append(current)
     again = [(us, choice) for choice, us in zip(kept, timer.microseconds(kept, True), strict=True) if us is not None]
     if not again:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import signal
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import cache
+from typing import Any
 
 import torch
 
-from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import one_line
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops.choices import Choices, temporarily
@@ -88,20 +90,23 @@ class GraphTimer:
         before()
         self._before = capture(lambda: [before() for _ in range(count)])
 
-    def compile_all(self, planned: Sequence[tuple[Tunable, Sequence[Choice]]]) -> None:
+    def compile_all(self, jobs: Sequence[tuple[Tunable, Choice]], seconds: float | None) -> list[bool]:
         """Compile into Triton's cache on disk, in processes: threads would wait for each other's Python code."""
-        # Neighbours have kernels in common, which one process compiles once.
-        ordered = sorted(planned, key=lambda pair: (pair[0].op, pair[0].rows))
-        share = ceil_div(len(ordered), self._workers)
+        count = min(self._workers, len(jobs))
         context, device = multiprocessing.get_context("spawn"), torch.cuda.current_device()
+        end = None if seconds is None else time.time() + seconds
+        done = context.Array("b", len(jobs))
         workers = [
-            context.Process(target=_compile_share, args=(self.gpu, device, ordered[at : at + share]))
-            for at in range(0, len(ordered), share or 1)
+            context.Process(target=_compile_share, args=(self.gpu, device, jobs, share, count, end, done), daemon=True)
+            for share in range(count)
         ]
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join()
+            worker.join(None if end is None else max(0.0, end - time.time()))
+        for worker in workers:
+            worker.kill()
+        return [bool(one) for one in done]
 
     def microseconds(self, choices: Sequence[Choice | None], final: bool) -> list[float | None]:
         if not final:
@@ -150,22 +155,32 @@ class GraphTimer:
             return None
 
 
-def _compile_share(gpu: str, device: int, planned: Sequence[tuple[Tunable, Sequence[Choice]]]) -> None:
-    """Entry point of a process that compiles."""
+def _compile_share(
+    gpu: str,
+    device: int,
+    jobs: Sequence[tuple[Tunable, Choice]],
+    share: int,
+    count: int,
+    end: float | None,
+    done: Any,
+) -> None:
+    """Entry point of a process that compiles every `count`-th job and marks it as done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends this process.
     torch.cuda.set_device(device)
-    timer = GraphTimer(gpu, 2)
+    timer = GraphTimer(gpu, 1)
     with torch.inference_mode():
-        for tunable, choices in planned:
-            timer._tunable, timer._trials = tunable, None
+        for i in range(share, len(jobs), count):
+            if end is not None and time.time() > end:
+                return
+            timer._tunable, choice = jobs[i]
+            timer._trials = None
             try:
-                timer._trials = tunable.trials(1)
-            except torch.OutOfMemoryError:  # several processes share the GPU; the kernels compile when they are timed
-                continue
-            with compile_ahead(2, ignore_errors=True):
-                for choice in choices:
-                    # A choice that cannot be launched is found when it is timed.
-                    with timer._choosing(choice), suppress(Exception):
-                        timer._trials.runs[0]()
+                timer._trials = timer._tunable.trials(1)
+                with compile_ahead(1, ignore_errors=True), timer._choosing(choice):
+                    timer._trials.runs[0]()
+            except Exception as error:  # found again when it is timed
+                log.debug("%s %s does not compile: %s", timer._tunable.op, choice, one_line(str(error)))
+            done[i] = 1
 
 
 def fault_of(run: Callable[[], torch.Tensor], exact: torch.Tensor, tolerance: float) -> str | None:

@@ -58,7 +58,7 @@ class TuneApp(App):
     def _tune(self, compositions: Sequence[Composition], device: torch.device) -> int:
         from dovetail.core.ops.choices import Choices, install
         from dovetail.core.tuning.cache import Cache, this_machine
-        from dovetail.core.tuning.search import read_found, table_of
+        from dovetail.core.tuning.search import read_found
         from dovetail.core.tuning.startup import measured_table, predicted_table
         from dovetail.core.tuning.table import merged
         from dovetail.plugins.app.tune.report import show
@@ -73,12 +73,8 @@ class TuneApp(App):
         try:
             self._search(tunables, cache, read_found(cache.timed()), results)
         finally:
-            # After Ctrl-C, too: what was measured is kept.
-            table = table_of(results, machine.gpu, "search")
-            written = cache.add(table) if results else False
-            show(results, len(tunables), cache.table if written else None)
-            if self.config.export is not None and results:
-                _export(table, Path(self.config.export))
+            # After Ctrl-C, too.
+            show(results, len(tunables), cache.table)
         return 0
 
     def _tunables(self, compositions: Sequence[Composition], device: torch.device) -> list[Tunable]:
@@ -93,10 +89,21 @@ class TuneApp(App):
             found += tunables_without_weights(one, device, self.config.rows)
         return distinct(found)
 
+    def _keep(self, table: TuningTable, cache: Cache) -> None:
+        """Add entries to the cache and to the exported file: an interrupted search loses nothing."""
+        from dovetail.core.tuning.cache import CHECKS
+        from dovetail.core.tuning.table import merged, read_table, write_file
+
+        cache.add(table)
+        if self.config.export is not None:
+            path = Path(self.config.export)
+            others = [read_table(path, "export", CHECKS)] if path.exists() else []
+            write_file(path, merged([table, *others]).text())
+
     def _search(self, tunables: list[Tunable], cache: Cache, known: dict[Point, Found], results: list[Found]) -> None:
         """Append the timings of each tunable to `results`, which keeps them if the search is interrupted."""
         from dovetail.core.ops.compile_ahead import compile_workers
-        from dovetail.core.tuning.search import search
+        from dovetail.core.tuning.search import search, table_of
         from dovetail.core.tuning.timing import GraphTimer
 
         gpu, config = cache.machine.gpu, self.config
@@ -109,6 +116,7 @@ class TuneApp(App):
             steps = search(
                 *(tunables, timer, gpu, known),
                 seconds=config.seconds,
+                compile_seconds=config.compile_seconds,
                 most=config.candidates,
                 on_phase=lambda phase: (progress(phase, None), update(description=phase)),
             )
@@ -117,20 +125,12 @@ class TuneApp(App):
                 if found.point not in known:
                     measured += 1
                     cache.add_timing(found.line())
+                self._keep(table_of([found], gpu, "search"), cache)
                 spent = time.monotonic() - began
                 left = spent / measured * (len(tunables) - len(results)) if measured else 0.0
                 name = f"{tunable.op} {' '.join(str(value) for _, value in tunable.key)}, {tunable.rows} rows"
                 progress(f"{len(results)} of {len(tunables)}, {name}, about {left:.0f} s left", None)
                 update(completed=len(results), description=name)
-
-
-def _export(table: TuningTable, path: Path) -> None:
-    """Write the entries, and those that the file has already for other operations and rows."""
-    from dovetail.core.tuning.cache import CHECKS
-    from dovetail.core.tuning.table import merged, read_table, write_file
-
-    others = [read_table(path, "export", CHECKS)] if path.exists() else []
-    write_file(path, merged([table, *others]).text())
 
 
 def _gpu(composition: Composition) -> torch.device:

@@ -12,15 +12,13 @@ from dovetail.core.tuning.search import Found
 from dovetail.plugins.app.tables import NONE, console, figures_table
 
 
-def show(results: Sequence[Found], wanted: int, cache: Path | None) -> None:
-    """Print a line for each operation and key. `cache`: file to which the entries were written."""
+def show(results: Sequence[Found], wanted: int, cache: Path) -> None:
+    """Print a line for each operation and key. `cache`: file with the entries."""
     out = console(130, highlight=False)
     if results:
         out.print(_table(results))
-    missing = wanted - len(results)
-    where = f"the entries are in {cache}" if cache is not None else "no entries were written to the cache"
-    out.print(f"{len(results)} of {wanted} tuned; {where}", markup=False, soft_wrap=True)
-    if missing:
+    out.print(f"{len(results)} of {wanted} tuned; the entries are in {cache}", markup=False, soft_wrap=True)
+    if missing := wanted - len(results):
         out.print(f"{missing} are left: the same command continues with them")
 
 
