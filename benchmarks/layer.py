@@ -32,11 +32,14 @@ import torch.nn.functional as F
 
 from dovetail.core.interfaces import PLAIN
 from dovetail.core.ops import rms_norm, silu_and_mul
+from dovetail.core.ops.choices import Choices, install
 from dovetail.core.ops.kernels.launch import keep_shared_memory
 from dovetail.core.ops.matmul import MOST_UNSCALED
 from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MatmulTile
-from dovetail.core.ops.tuned_tiles import MEASURED
+from dovetail.core.tuning.candidates import prefetching
+from dovetail.core.tuning.matmul import tiles_of
+from dovetail.core.tuning.packages import BUILTIN, read_packaged
 from dovetail.plugins.collective.symm_mem.collective import COLUMNS, SymmMemCollective
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
@@ -55,6 +58,7 @@ ROUNDS = 2
 """The first matmul is tuned again, since the tiles of the others have changed."""
 ORDER = ("o", "qkv", "gate_up", "down")
 EPS = 1e-5
+SHIPPED = read_packaged(BUILTIN, "dovetail")
 
 
 class Edges:
@@ -154,11 +158,12 @@ class Layer:
 def geometries(rows: int, dtype: str) -> tuple[list[MatmulTile], list[MatmulTile]]:
     """Tiles that are fastest anywhere in the table, and prefetching tiles."""
     most = next((n for n in (16, 32, 64) if rows <= n), rows)
-    won = {tile for (_, kind, _, _), by_rows in MEASURED.items() if kind == dtype for tile in by_rows.values() if tile}
+    shipped = [by_rows for (_, kind, _, _), by_rows in tiles_of(SHIPPED).items() if kind == dtype]
+    won = {tile for by_rows in shipped for tile in by_rows.values() if tile}
     fitting = [tile for tile in won if min(most // 2, 64) <= tile.tokens <= most]
     late = {replace(tile, split=1, programs=0) for tile in fitting if not tile.prefetch}
     wide = rows > 16
-    early = {tile for tile in matmul.prefetching(rows, dtype) if tile.stages == 3 and (tile.outputs == 64 or wide)}
+    early = {tile for tile in prefetching(rows, dtype) if tile.stages == 3 and (tile.outputs == 64 or wide)}
     return sorted(late, key=str), sorted(early, key=str)
 
 
@@ -182,6 +187,7 @@ def search(layer: Layer, model: str, names: list[str], report: Callable[[str], N
     """Return a record of each matmul, the fastest layers first; none where the layer is no faster than the table's."""
     device = torch.cuda.get_device_properties(layer.norm.device)
     rows, dtype, processors = layer.rows, layer.dtype, device.multi_processor_count
+    install(Choices(SHIPPED.entries))
     tiles: Tiles = {
         name: choose(rows, shape.outputs, shape.inputs, dtype, device.name, processors)
         for name, shape in layer.shapes.items()

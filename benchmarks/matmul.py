@@ -9,8 +9,8 @@ graphs of consecutive matmuls, each with its own weight, more of them than the L
 one rank of eight. What a tile that prefetches its weight gains depends on the preceding kernel: for that, layer.py
 times whole layers. The limit is the weight's bytes at --bandwidth. FILE gets the best candidates as JSON.
 
---table writes core/ops/tuned_tiles.json from such files, and from those of layer.py. A shape in several files counts as
-measured in the last one; shapes of the table that no file has stay as they are.
+--table adds such files, and those of layer.py, to core/tuning/tables/nvidia_h200.json. A shape in several files counts
+as measured in the last one; shapes of the table that no file has stay as they are.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dovetail.core.ops.kernels.launch import keep_shared_memory
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tiles import MatmulTile
+from dovetail.core.tuning.candidates import candidates, geometries
+from dovetail.core.tuning.gpu import Gpu, this_gpu
 
 GPU = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-SHARED_BYTES = 227 << 10
-"""Shared memory of a multiprocessor that programs may use."""
 IMPRECISE = 128
 """Terms that the FP8 matrix unit sums in its own accumulator before they are added to the float32 sum."""
 FINALS = 12
@@ -115,83 +115,6 @@ def fault(run: Callable[[], torch.Tensor], exact: torch.Tensor, counts: torch.Te
 # Candidates.
 
 
-def prefetching(rows: int, dtype: str) -> Iterator[MatmulTile]:
-    """Tiles whose weight fills the shared memory, or part of it, while the preceding kernel runs."""
-    itemsize = DTYPES[dtype].itemsize
-    tokens = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    cuts = list(cross((tokens,), (64, 128), (128, 256, 512)))
-    if rows > 64:
-        cuts = list(cross((64, 128, 256), (64, 128), (128, 256)))
-    for (count, outputs, width), room, stages in cross(cuts, (200 << 10, 150 << 10, 100 << 10), (2, 3, 4)):
-        tile = MatmulTile(count, outputs, width // itemsize, outputs // 16, stages)
-        places = min(16, (room - count * width * stages) // (outputs * width))
-        if places >= 2:
-            yield replace(tile, prefetch=places)
-
-
-def shared_bytes(tile: MatmulTile, itemsize: int) -> int:
-    if tile.prefetch:
-        return (tile.outputs * tile.prefetch + tile.tokens * tile.stages) * tile.inputs * itemsize + 1024
-    return (tile.outputs + tile.tokens) * tile.inputs * itemsize * tile.stages + (tile.outputs * tile.tokens * 4 + 256)
-
-
-def geometries(rows: int, dtype: str) -> list[MatmulTile]:
-    """Tiles before they are fitted to a shape: one compilation each."""
-    itemsize = DTYPES[dtype].itemsize
-    most = 32 if rows <= 32 else 64
-    if rows <= 16:
-        cuts = [(16, outputs, width, 4) for outputs, width in cross((16, 32, 64, 128), (256, 512))]
-        cuts += [(16, 64, 128, 4), (16, 128, 128, 4), (16, 128, 256, 8), (16, 256, 128, 8)]
-        cuts += [(16, 32, 1024, 4), (16, 16, 1024, 4)]
-    elif rows <= 64:
-        cuts = [(most, outputs, width, 4) for outputs, width in cross((32, 64, 128), (128, 256))]
-        cuts += [(most, outputs, width, 8) for outputs, width in cross((128, 256), (128, 256))]
-        cuts += [(32, 128, 128, 4), (32, 64, 256, 4), (most, 64, 512, 4)]
-    else:
-        cuts = [(tokens, outputs, 128, 8) for tokens, outputs in cross((64, 128, 256), (128, 256))]
-        cuts += [(tokens, 64, 128, 4) for tokens in (64, 128, 256)] + [(64, 128, 256, 8), (128, 128, 256, 8)]
-    found: dict[MatmulTile, None] = {}
-    for (tokens, outputs, width, warps), tma in cross(cuts, (False, True)):
-        base = MatmulTile(tokens, outputs, width // itemsize, warps, tma=tma)
-        for programs in (1, 2):  # that a multiprocessor's shared memory has room for
-            room = (SHARED_BYTES - 2048) // programs
-            fits = [n for n in (3, 4, 5, 6, 8) if shared_bytes(replace(base, stages=n), itemsize) <= room]
-            found |= {replace(base, stages=n): None for n in fits[-1:]}
-        if shared_bytes(replace(base, stages=4), itemsize) <= SHARED_BYTES - 2048:
-            found[replace(base, stages=4)] = None
-    found |= dict.fromkeys(prefetching(rows, dtype))
-    # The tokens as left operand, the usual order.
-    found |= {
-        MatmulTile(most if rows > 16 else 16, 64, 256 // itemsize, 4, 5, tma=tma, swap=False): None
-        for tma in (False, True)
-    }
-    return list(found)
-
-
-def candidates(product: Product, rows: int, dtype: str, processors: int) -> Iterator[MatmulTile]:
-    itemsize = DTYPES[dtype].itemsize
-    for tile in geometries(rows, dtype):
-        if tile.inputs > product.inputs or tile.outputs > product.outputs:
-            continue
-        each = min(4, SHARED_BYTES // shared_bytes(tile, itemsize), 2048 // (32 * tile.warps))
-        _, tiles, blocks, _ = tile.launch(rows, product.outputs, product.inputs)
-        splits = (1, 2, 4, 8, 16)
-        if tile.prefetch:
-            splits = sorted({1, 2, 3, 4, *(max(1, each * processors // tiles) for each in (1, 2))})
-        for split in splits:
-            if split <= blocks // 2 and (split == 1 or tiles * split <= 2 * each * processors):
-                found = replace(tile, split=split)
-                if found.fits_32_bits(rows, product.outputs, product.inputs):
-                    for ahead in (0, 2, 6) if tile.prefetch else (0,):
-                        if ahead == 0 or tile.prefetch < -(-blocks // split):
-                            yield replace(found, prefetch_l2=ahead)
-        if tiles % processors and not tile.prefetch:
-            for programs in {processors, each * processors}:
-                found = replace(tile, programs=programs)
-                if programs <= tiles * blocks // 2 and found.fits_32_bits(rows, product.outputs, product.inputs):
-                    yield found
-
-
 Geometries = dict[str, list[MatmulTile]]
 """Tiles before they are fitted to a shape, by dtype of the weight."""
 
@@ -203,8 +126,8 @@ def compile_all(several: Geometries) -> None:
 def compile_share(several: Geometries, share: int, of: int) -> None:
     """Run one share of the geometries on a small matmul."""
     small = Product("", "", 2048, 4096)
-    for dtype, geometries in several.items():
-        found = geometries[share::of]
+    for dtype, tiles in several.items():
+        found = tiles[share::of]
         bench = Bench(small, 256, dtype) if found else None
         for tile in found:
             for how in ({"split": 1}, {"split": 2}, {"programs": 3})[: 2 if tile.prefetch else 3]:
@@ -277,7 +200,7 @@ class Bench:
         return timing.medians([self.graph], repeats)[0] / len(self.weights)
 
 
-def measure(bench: Bench, processors: int) -> dict:
+def measure(bench: Bench, gpu: Gpu) -> dict:
     """Time all candidates in a few replays, then the fastest again in many."""
     product, rows, dtype = bench.product, bench.rows, bench.dtype
     library = {}
@@ -288,7 +211,7 @@ def measure(bench: Bench, processors: int) -> dict:
             torch.cuda.synchronize()
             print(f"  {name}: {type(error).__name__}: {str(error)[:120]}", flush=True)
     found: list[tuple[float, MatmulTile]] = []
-    for tile in candidates(product, rows, dtype, processors):
+    for tile in candidates(product.outputs, product.inputs, rows, dtype, gpu):
         try:
             found.append((bench.us(bench.ours(tile), 2), tile))
         except Exception as error:  # a tile that does not fit is no candidate
@@ -376,7 +299,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.44, help="read bandwidth of the memory, TB/s")
     parser.add_argument("--seconds", type=float, default=500.0, help="start no shape after this time")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="write core/ops/tuned_tiles.json")
+    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="add to the shipped tuning table")
     args = parser.parse_args()
     if args.table is not None:
         write_table(args.table)
@@ -386,9 +309,9 @@ def main() -> None:
     began = time.monotonic()
     rows, dtypes = [int(n) for n in args.rows.split(",")], args.dtypes.split(",")
     torch.manual_seed(torch.seed() % 2**31)
-    compile_all({dtype: list(dict.fromkeys(t for n in rows for t in geometries(n, dtype))) for dtype in dtypes})
+    gpu = this_gpu()
+    compile_all({dtype: list(dict.fromkeys(t for n in rows for t in geometries(n, dtype, gpu))) for dtype in dtypes})
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
     records: list[dict] = []
     shapes = [product for model in args.shapes.split(",") for product in products(model)]
     for product, dtype in cross(shapes, dtypes):
@@ -398,7 +321,7 @@ def main() -> None:
         bench = Bench(product, rows[0], dtype)
         for count in rows:
             bench.use(count)
-            records.append(measure(bench, processors))
+            records.append(measure(bench, gpu))
             print(line(records[-1], args.bandwidth), f"  {time.monotonic() - began:.0f} s", flush=True)
         del bench
         torch.cuda.empty_cache()

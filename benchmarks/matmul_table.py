@@ -1,4 +1,4 @@
-"""Results of matmul.py and layer.py as the table core/ops/tuned_tiles.json, for matmul.py --table."""
+"""Results of matmul.py and layer.py in the shipped tuning table, for matmul.py --table."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from dovetail.core import tuning
+from dovetail.core.ops.tile_choice import OP, choice_of, matmul_key
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
-from dovetail.core.ops.tuned_tiles import MEASURED, Key, Rows, write_tiles
+from dovetail.core.tuning.matmul import Tiles
+from dovetail.core.tuning.matmul import tiles_of as tiles_of_table
+from dovetail.core.tuning.table import Subject, TuningTable, read_table, write_file
 
-TABLE = Path(__file__).parents[1] / "core/ops/tuned_tiles.json"
+TABLE = Path(tuning.__file__).parent / "tables/nvidia_h200.json"
 
 
 def tiles_of(record: dict) -> Iterator[tuple[float, MatmulTile]]:
@@ -32,7 +36,7 @@ def chosen(record: dict) -> MatmulTile | None:
     return None
 
 
-def shortest(rows: Rows) -> Rows:
+def shortest(rows: Tiles) -> Tiles:
     """Keep the last of neighbours with the same tile, and nothing after the last tile."""
     kept = {list(group)[-1]: tile for tile, group in groupby(rows, key=lambda n: rows[n])}
     while kept and list(kept.values())[-1] is None:
@@ -41,10 +45,16 @@ def shortest(rows: Rows) -> Rows:
 
 
 def write_table(files: list[Path]) -> None:
-    found: dict[Key, Rows] = dict(MEASURED)
+    table = read_table(TABLE, "dovetail")
+    found = tiles_of_table(table)
     for file in files:
         content = json.loads(file.read_text())
         for record in content["products"]:
             key = (content["device"], record["dtype"], record["outputs"], record["inputs"])
             found[key] = dict(sorted({**found.get(key, {}), record["rows"]: chosen(record)}.items()))
-    write_tiles({key: shortest(rows) for key, rows in sorted(found.items())}, TABLE)
+    choices = {at: choice for at, choice in table.flat().items() if at[0].op != OP}
+    for (gpu, kind, outputs, inputs), rows in found.items():
+        subject = Subject(OP, gpu, matmul_key(kind, outputs, inputs))
+        for most, tile in shortest(rows).items():
+            choices[subject, most] = None if tile is None else choice_of(tile)
+    write_file(TABLE, TuningTable.of(choices, "dovetail").text())

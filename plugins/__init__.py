@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 from dovetail.core.compose import Component, Config, hookimpl
+from dovetail.core.tuning.packages import BUILTIN
 
 # Packages in this folder. Each __init__ defines COMPONENTS and imports nothing heavy.
 _KINDS = (
@@ -60,3 +61,8 @@ def dovetail_components() -> list[Component]:
 @hookimpl
 def dovetail_config_dirs() -> list[str]:
     return ["pkg://dovetail.conf"]
+
+
+@hookimpl
+def dovetail_tuning_tables() -> list[str]:
+    return [BUILTIN]

@@ -32,6 +32,7 @@ from dovetail.core.errors import ConfigError, DovetailError
 SWITCH = "DOVETAIL_PLUGINS"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _REFERENCE = re.compile(r"[\w.]+:\w+")
+_TABLE = re.compile(r"pkg://[\w.]+(/[\w-][\w.-]*)+\.json")
 
 
 @functools.cache
@@ -47,6 +48,7 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
     registered: list[Registered] = []
     problems: list[Problem] = []
     config_dirs: list[tuple[Package, str]] = []
+    tuning_tables: list[tuple[Package, str]] = []
     used: list[Source] = []
     if sources is None:
         sources = list(_installed_sources())
@@ -60,12 +62,13 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
         try:
             # Output that a package prints while loading must not mix with the run's output.
             with redirect_stdout(sys.stderr):
-                components, folders = _load(entry, f"{package.name}:{entry.name}")
+                components, folders, tables = _load(entry, f"{package.name}:{entry.name}")
         except (Exception, SystemExit) as error:  # third-party code may raise anything; list it
             what = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
             problems.append(Problem(str(package), f"entry point {entry.name}: {what}", unnamed=True))
             continue
         config_dirs += [(package, folder) for folder in folders]
+        tuning_tables += [(package, table) for table in tables]
         for component in components:
             try:
                 reason = _fault(component)
@@ -79,7 +82,7 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
             else:
                 registered.append(Registered(component, package))
     unique = list(_without_duplicates(registered, problems))
-    return Registry(unique, problems, config_dirs, sources=used)
+    return Registry(unique, problems, config_dirs, sources=used, tuning_tables=tuning_tables)
 
 
 def _installed_sources() -> Iterator[Source]:
@@ -126,7 +129,7 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _load(entry: Source, key: str) -> tuple[list[Component], list[str]]:
+def _load(entry: Source, key: str) -> tuple[list[Component], list[str], list[str]]:
     """Load one package with a separate plugin manager, so that an error names the right package."""
     plugin = EntryPoint(entry.name, entry.value, hookspecs.PROJECT).load()
     manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -139,10 +142,14 @@ def _load(entry: Source, key: str) -> tuple[list[Component], list[str]]:
     if not manager.get_hookcallers(plugin):
         raise ConfigError(f"nothing in {entry.value} is marked with @hookimpl")
     components, folders = _returned(manager, "dovetail_components"), _returned(manager, "dovetail_config_dirs")
+    tables = _returned(manager, "dovetail_tuning_tables")
     for folder in folders:
         if not (isinstance(folder, str) and folder.startswith("pkg://")):
             raise ConfigError(f"config folder {folder!r} is not of the form pkg://package.folder")
-    return components, folders
+    for table in tables:
+        if not (isinstance(table, str) and _TABLE.fullmatch(table)):
+            raise ConfigError(f"tuning table {table!r} is not of the form pkg://package/folder/file.json")
+    return components, folders, tables
 
 
 def _returned(manager: pluggy.PluginManager, hook: str) -> list[Any]:

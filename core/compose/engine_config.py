@@ -48,6 +48,13 @@ class EngineConfig(Config):
     """Seed of all random draws, on host and device."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Fraction of a GPU's memory that the engine may use."""
+    tune: Literal["auto", "full", "off"] = "auto"
+    """Where tuned choices, such as the tiles of matmuls, come from on a GPU. auto: from this machine's cache, then from
+    tables of installed packages, then from a prediction. full: start-up first measures what the cache lacks, which
+    takes minutes, and adds it to the cache. off: from none of them; the default of each operation runs."""
+    tune_table: str | None = None
+    """Path of a tuning table for this GPU that precedes the cache
+    (`tune.export` of `app=tune` writes one); null: none."""
     cuda_graphs: bool = True
     """Replay steps as CUDA graphs if device, attention and ranks support them; start-up reports if they do not."""
     graph_tokens: int = Field(2048, ge=0)

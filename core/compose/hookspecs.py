@@ -1,4 +1,4 @@
-"""The two plugin hooks. They are called once, while composing; no step calls a hook."""
+"""The three plugin hooks. They are called once, while composing; no step calls a hook."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def dovetail_components() -> Iterable[Component]:  # type: ignore[empty-body]
 @hookspec
 def dovetail_config_dirs() -> Iterable[str]:  # type: ignore[empty-body]
     """Return folders with presets and variants, as "pkg://acme_dovetail.conf", laid out like Dovetail's conf/."""
+
+
+@hookspec
+def dovetail_tuning_tables() -> Iterable[str]:  # type: ignore[empty-body]
+    """Return tuning tables of this package, as "pkg://acme_dovetail/tables/h100.json". An engine reads them when it
+    starts on a GPU."""

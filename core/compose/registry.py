@@ -120,6 +120,7 @@ class Registry:
         config_dirs: Iterable[tuple[Package, str]] = (),
         files: Iterable[ConfigFile] = (),
         sources: Iterable[Source] = (),
+        tuning_tables: Iterable[tuple[Package, str]] = (),
     ) -> None:
         by_key = {(r.component.kind, r.component.name): r for r in registered}
         self.registered: Mapping[tuple[str, str], Registered] = MappingProxyType(dict(sorted(by_key.items())))
@@ -131,10 +132,19 @@ class Registry:
         """Filled in once the folders are opened, in the registry of a composition."""
         self.sources = tuple(sources)
         """Entry points from which another process makes the same registry; empty for one that was made by hand."""
+        self.tuning_tables = tuple(sorted(tuning_tables))
+        """References to tables that core.tuning.packages reads."""
 
     def with_files(self, files: Iterable[ConfigFile], problems: Iterable[Problem]) -> Registry:
         """Return a registry with the contents of the config folders and the problems found in them."""
-        return Registry(self.registered.values(), (*self.problems, *problems), self.config_dirs, files, self.sources)
+        return Registry(
+            self.registered.values(),
+            (*self.problems, *problems),
+            self.config_dirs,
+            files,
+            self.sources,
+            self.tuning_tables,
+        )
 
     def options(self, kind: str) -> tuple[str, ...]:
         return tuple(name for k, name in self.registered if k == kind)

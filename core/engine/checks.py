@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def check_fit(composition: Composition) -> None:
     """Raise CapabilityError for conflicts, CapacityError if the weights alone are too large, ConfigError if an
-    adapter's folder is missing or tokenizer.json is broken."""
+    adapter's folder is missing, or tokenizer.json or the tuning table given by hand cannot be used."""
     model = composition.part("model")
     spec = model.target().spec(model.config)
     here = host.detect_host(composition.engine.device)
@@ -30,9 +30,21 @@ def check_fit(composition: Composition) -> None:
         raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
     check_folders(composition)
+    check_table(composition, here)
     folder = model.target().source(model.config).folder
     if folder is not None and (folder / "tokenizer.json").is_file():
         Tokenizer(folder)
+
+
+def check_table(composition: Composition, here: Host) -> None:
+    """Raise ConfigError if engine.tune_table is set and its table is not for this GPU."""
+    engine = composition.engine
+    if engine.tune_table is not None:
+        import torch
+
+        from dovetail.core.tuning.startup import table_by_hand
+
+        table_by_hand(engine, torch.cuda.get_device_name(engine.first_gpu) if here.device == "cuda" else None)
 
 
 def exact_lengths(composition: Composition, here: Host | None = None) -> bool:

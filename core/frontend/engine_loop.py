@@ -332,4 +332,5 @@ def describe_engine(composition: Composition, engine: Engine, seconds: float) ->
         lookahead=info.lookahead,
         phases=dict(info.phases),
         notes=list(info.notes),
+        tuning=info.tuning,
     )

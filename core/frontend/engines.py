@@ -259,4 +259,5 @@ def _together(infos: list[EngineInfo]) -> EngineInfo:
         max_seqs=sum(info.max_seqs for info in infos),
         phases={name: max(info.phases.get(name, 0.0) for info in infos) for name in first.phases},
         notes=list(dict.fromkeys(note for info in infos for note in info.notes)),
+        tuning="+".join(sorted({info.tuning for info in infos})),
     )

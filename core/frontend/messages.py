@@ -244,3 +244,5 @@ class EngineInfo(msgspec.Struct):
     """Draft tokens per step."""
     phases: dict[str, float] = {}
     """Start-up seconds by phase."""
+    tuning: str = ""
+    """ExecutorInfo.tuning; those of several replicas are joined by "+" if they differ."""

@@ -6,11 +6,12 @@ Shapes: T tokens of the step, B rows, H query heads, K kv heads, D head dim, P p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
+from dovetail.core.interfaces.tuning import Tunable
 
 if TYPE_CHECKING:
     import torch
@@ -150,6 +151,10 @@ class AttentionBackend(ABC):
         from dovetail.core.ops.kv_write import rope_kv_write
 
         return rope_kv_write(layer, ctx.meta, self.pools[layer.group], qkv, rope, qk_norm)
+
+    def tunables(self, layer: AttentionLayer, rows: int) -> Sequence[Tunable]:
+        """Return operations of a layer in steps of `rows` tokens that can be tuned."""
+        return ()
 
     @abstractmethod
     def attend(

@@ -51,6 +51,8 @@ class ExecutorInfo:
     """Slower paths that start-up selected, described for the user."""
     adapter_slots: int = 0
     """Maximum number of different adapters in one step; 0 = adapters are off."""
+    tuning: str = ""
+    """Hash of the measured entries of the tuning table; "" = nothing is tuned. Equal hashes make equal choices."""
 
 
 class Executor(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.collective import Collective
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.quant import Quantizer
+    from dovetail.core.interfaces.tuning import Tunable
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,10 @@ class ModelSource:
     """Use random weights even if the folder has real ones."""
 
 
+Tuned = Callable[[int], "Iterable[Tunable]"]
+"""tuned(rows): operations that a layer runs in a step of `rows` tokens and that can be tuned."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuildContext:
     """Everything that a model is built from, on one rank."""
@@ -187,6 +192,9 @@ class BuildContext:
     """Also holds rank and size of tensor parallelism."""
     adapters: Adapters | None = None
     """Every linear layer passes its output to it (dovetail.core.layers.Linear does so); None = no adapters."""
+    tuned: list[Tuned] = field(default_factory=list)
+    """Layers append functions that return their tunable operations for a number of rows (dovetail.core.layers do so).
+    They must not read weights, which may be on the meta device."""
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.core.errors import CapabilityError, ConfigError, shown
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Partial
+from dovetail.core.interfaces.tuning import Tunable
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,11 @@ class LinearMethod(ABC):
     def partial(self, params: dict[str, torch.Tensor], x: Activation) -> Partial:
         """Like apply without a bias, for a consumer that can apply scales left to it (Partial.scale)."""
         return Partial(self.apply(params, x))
+
+    def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
+        """Return the operations of `apply` for `rows` rows that can be tuned; of `partial` if `defers`. Only shapes
+        and dtypes of `params` count: they are as `create` returned them, perhaps on the meta device."""
+        return ()
 
 
 class Quantizer(ABC):

@@ -3,7 +3,7 @@ vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.interfaces import BuildContext
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.weights import Weight
 from dovetail.core.ops import matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.tuning.matmul import matmul_tunables
 
 
 class VocabTable:
@@ -56,6 +58,10 @@ class LMHead:
         self.table, self.bias_name = table, bias
         self.bias_V = None if bias is None else torch.zeros_like(table.weight_VC[:, 0])
         self.counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=table.weight_VC.device)
+
+    def tunables(self, rows: int) -> Sequence[Tunable]:
+        """Return the product with `rows` sampled rows. Its owner appends this method to BuildContext.tuned."""
+        return matmul_tunables(self.table.weight_VC, rows)
 
     def __call__(self, states_BC: torch.Tensor) -> torch.Tensor:
         logits_BV = self._product(states_BC)

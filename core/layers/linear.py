@@ -4,7 +4,7 @@ multiplies the weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -15,6 +15,7 @@ from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, LinearShape, Partial
 from dovetail.core.interfaces.model import can_share_heads
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.weights import Weight
 
 
@@ -73,6 +74,10 @@ class Linear:
         self.bias = torch.empty(self.shape.out, dtype=build.dtype, device=build.device) if bias else None
         self.adapters = build.adapters
         self._adapter = None if build.adapters is None else build.adapters.attach(self)
+        build.tuned.append(self.tunables)
+
+    def tunables(self, rows: int) -> Sequence[Tunable]:
+        return self.method.tunables(self.params, rows)
 
     @property
     def input(self) -> ActFormat:
@@ -225,6 +230,9 @@ class RowParallel(Linear):
         super().__init__(path, build, (Part(name, out, 0, out),), inp, columns, shard="row", bias=bias)
         self.adds_bias = rank == 0
         self.defers = defers and size == 1 and not bias
+
+    def tunables(self, rows: int) -> Sequence[Tunable]:
+        return self.method.tunables(self.params, rows, defers=self.defers)
 
     def __call__(self, x: Bundle) -> Partial:  # type: ignore[override]
         """Multiply. Only rank 0 adds the bias, since the sum over ranks would otherwise count it once per rank."""

@@ -3,11 +3,15 @@ Shapes: T tokens, I input, O output."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dovetail.core.interfaces import Activation, LinearMethod, LinearShape
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.ops import matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.tuning.matmul import matmul_tunables
 
 
 class PlainLinear(LinearMethod):
@@ -24,3 +28,6 @@ class PlainLinear(LinearMethod):
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         return matmul(x.values, params["weight"], bias, params.get("counts"))
+
+    def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
+        return matmul_tunables(params["weight"], rows)

@@ -100,12 +100,12 @@ def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
     if kind is None or not x_TI.is_cuda or not len(x_TI):
         return None
     outputs, inputs = weight_OI.shape
-    return choose(len(x_TI), outputs, inputs, kind, *_device(x_TI.device))
+    return choose(len(x_TI), outputs, inputs, kind, *device_facts(x_TI.device))
 
 
 @cache
-def _device(device: torch.device) -> tuple[str, int, bool, int]:
-    """Name, number of SMs, whether the prefetching kernel runs there, and shared memory of a program in bytes."""
+def device_facts(device: torch.device) -> tuple[str, int, bool, int]:
+    """Return name, number of SMs, whether the prefetching kernel runs, and shared memory of a program in bytes."""
     properties = torch.cuda.get_device_properties(device)
     prefetch = _has_prefetch_kernel(properties.major, properties.minor)
     return properties.name, properties.multi_processor_count, prefetch, shared_bytes(device)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
 from functools import lru_cache
+from typing import Any
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.ops.tiles import HOPPER_SHARED, MatmulTile
-from dovetail.core.ops.tuned_tiles import MEASURED
+from dovetail.core.errors import shown
+from dovetail.core.interfaces.tuning import Choice, Key, make_key
+from dovetail.core.ops.choices import Choices, installed
+from dovetail.core.ops.tiles import GROUP_ROWS, HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
 
+OP = "matmul"
+"""Name of the operation in tuning tables. Its key has `weight` ("fp8" or "bf16"), `outputs` and `inputs`."""
 MOST_ROWS = 64
 """Maximum number of rows for which the rule picks a tile; untuned shapes with more rows go to the library."""
 
 
-@lru_cache(maxsize=1 << 14)
 def choose(
     rows: int,
     outputs: int,
@@ -26,14 +31,33 @@ def choose(
 ) -> MatmulTile | None:
     """Return the kernel's tile for x [rows, inputs] @ weight [outputs, inputs]^T, or None if the library is faster.
 
-    `kind` is the weight's: "fp8" or "bf16". `device` and `processors` are the GPU's name and number of SMs. The tuned
-    entry with the next higher number of rows applies. For untuned shapes, fp8 follows a rule, since the library is slow
-    for few rows with per-row scales, and bf16 uses the library. With `prefetch` false, the GPU cannot run Hopper's
-    kernels, and the rule replaces their tiles. `shared`: bytes of shared memory that a program may use.
+    `kind` is the weight's: "fp8" or "bf16". `device` and `processors` are the GPU's name and number of SMs. The
+    installed entry with the next higher number of rows applies. For shapes without entries, fp8 follows a rule, since
+    the library is slow for few rows with per-row scales, and bf16 uses the library. With `prefetch` false, the GPU
+    cannot run Hopper's kernels, and the rule replaces their tiles. `shared`: bytes of shared memory that a program may
+    use.
     """
-    measured = MEASURED.get((device, kind, outputs, inputs))
+    return _choose(installed(), rows, outputs, inputs, kind, device, processors, prefetch, shared)
+
+
+@lru_cache(maxsize=1 << 14)
+def _choose(
+    choices: Choices,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    kind: str,
+    device: str,
+    processors: int,
+    prefetch: bool,
+    shared: int,
+) -> MatmulTile | None:
+    key = matmul_key(kind, outputs, inputs)
     ruled = _by_rule(rows, outputs, processors, shared) if kind == "fp8" else None
-    tile = ruled if measured is None else next((tile for most, tile in measured.items() if rows <= most), None)
+    tile = ruled
+    if choices.tuned(OP, device, key):
+        choice = choices.find(OP, device, key, rows)
+        tile = None if choice is None else tile_of(choice)
     if tile is not None and tile.needs_hopper and not prefetch:
         tile = ruled
     return tile if tile is not None and tile.fits_32_bits(rows, outputs, inputs) else None
@@ -53,3 +77,49 @@ def _by_rule(rows: int, outputs: int, processors: int, shared: int) -> MatmulTil
     while tile.shared_bytes(itemsize=1) > shared and tile.stages > 2:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
+
+
+# Tiles as choices of a tuning table.
+
+
+def matmul_key(kind: str, outputs: int, inputs: int) -> Key:
+    return make_key(weight=kind, outputs=outputs, inputs=inputs)
+
+
+def tile_of(choice: Choice) -> MatmulTile:
+    fields_of_tile: Mapping[str, Any] = choice
+    return MatmulTile(**fields_of_tile)
+
+
+def choice_of(tile: MatmulTile) -> Choice:
+    """Return the tile's fields that differ from their defaults."""
+    default = asdict(MatmulTile(0, 0, 0))
+    return {name: value for name, value in asdict(tile).items() if value != default[name]}
+
+
+def check_matmul(key: Key, rows: int, choice: Choice) -> None:
+    """Raise ValueError if an entry of a table cannot be the tile of this matmul."""
+    facts: Mapping[str, Any] = dict(key)
+    if set(facts) != {"weight", "outputs", "inputs"}:
+        raise ValueError(f"the key of a matmul has weight, outputs and inputs; this one has {', '.join(facts)}")
+    known = {field.name: field for field in fields(MatmulTile)}
+    for name, value in choice.items():
+        if name not in known:
+            raise ValueError(f"a tile has no {shown(name)}; it has {', '.join(known)}")
+        wants_bool = isinstance(known[name].default, bool)
+        if isinstance(value, bool) != wants_bool or not isinstance(value, int):
+            raise ValueError(f"{name} is {shown(value)}, not {'true or false' if wants_bool else 'a whole number'}")
+        if not 0 <= value < 1 << 16:
+            raise ValueError(f"{name} is {value}, which is not from 0 to 65535")
+    for name in ("tokens", "outputs", "inputs"):
+        side = choice.get(name, 0)
+        if side not in (16, 32, 64, 128, 256, 512, 1024) and not (choice.get("specialized") and name == "tokens"):
+            raise ValueError(f"{name} is {side}, not a power of two from 16 to 1024")
+    tile = tile_of(choice)
+    if tile.specialized and tile.tokens not in (GROUP_ROWS, 2 * GROUP_ROWS, 3 * GROUP_ROWS):
+        raise ValueError(f"tokens is {tile.tokens}; a specialized tile has one to three times {GROUP_ROWS}")
+    if tile.warps not in (1, 2, 4, 8, 16) or not 1 <= tile.stages <= 16 or not 1 <= tile.split:
+        raise ValueError(f"warps={tile.warps}, stages={tile.stages}, split={tile.split} cannot be launched")
+    shape = rows, facts["outputs"], facts["inputs"]
+    if tile.counters(*shape) > MOST_SHARED_TILES:
+        raise ValueError(f"it needs {tile.counters(*shape)} counters, and there are {MOST_SHARED_TILES}")

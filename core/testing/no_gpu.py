@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dovetail.core.compose import Host
 from dovetail.core.layers.weights import DummyTensor
 from dovetail.core.testing.compiling import Compiled, compiled_for_hopper
+from dovetail.core.tuning import cache, startup
 from dovetail.core.worker import loader, warmup
 from dovetail.core.worker.result_copies import ResultCopies, StepClock
 
@@ -49,6 +51,8 @@ def no_gpu(machine_code: bool = True) -> Iterator[Compiled]:
         swap(loader, "detect_host", lambda device: HOST)
         swap(loader, "reason_against_graphs", lambda *given: None)
         swap(warmup, "compile_ahead", _one_after_another)
+        swap(cache, "cache_folder", lambda: Path("/nowhere"))
+        swap(startup, "share", lambda text, *ranks: text)
         swap(loader, "Recorder", _NoGraphs)
         swap(ResultCopies, "send", lambda *given, **named: None)
         yield compiled

@@ -83,6 +83,16 @@ class PackageContract:
                 assert demand.kind in {*KINDS, *known}, f"{asked}, but there is no kind `{demand.kind}`"
                 assert demand.key in known.get(demand.kind, {demand.key}), f"{asked}, but there is no `{demand.key}`"
 
+    def test_tuning_tables_can_be_used(self) -> None:
+        """Every entry is valid, and those of the core's operations can be launched."""
+        from dovetail.core.tuning.cache import CHECKS
+        from dovetail.core.tuning.packages import read_packaged
+
+        for package, reference in installed().tuning_tables:
+            if package == self._package():
+                table = read_packaged(reference, package.name, CHECKS)
+                assert len(table), f"{reference} has no entries: return it from dovetail_tuning_tables() once it has"
+
     def test_presets_and_variants_compose(self) -> None:
         """Each one composes alone, except that options such as a path may still be required."""
         for file in self._files():

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Quantizer,
 )
+from dovetail.core.interfaces.tuning import Key, make_key
 from dovetail.core.layers import ColumnParallel, Linear, RowParallel
 from dovetail.core.ops import encode
 from dovetail.core.ops.formats import encode_reference, why_unfused
@@ -349,6 +351,40 @@ class QuantizerContract:
                 self._check(layer.apply(x_TI), layer.exact(x_TI), factor=2.0)
             else:
                 assert tuple(layer.apply(x_TI).shape) == (33, 1), "apply must return [T, O]"
+
+    def test_tunables_depend_on_shapes_only(self) -> None:
+        """The tuner measures shapes of a model without weights; layers with weights must have the same keys."""
+        for inp, parts in self.shapes:
+            loaded = self._layer(inp, parts, self.dtypes[-1])
+            found = self._points(loaded.method, loaded.params)
+            method, shape = self._method(inp, parts, self.dtypes[-1])
+            try:
+                meta = self._points(method, method.create(shape, torch.device("meta")))
+            except (RuntimeError, NotImplementedError) as error:
+                raise AssertionError(f"tunables() must read shapes and dtypes only: {error}") from error
+            assert meta == found, f"tunables() of a layer on the meta device must be {found}, not {meta}"
+            assert len(set(found)) == len(found), f"tunables() lists an operation twice: {found}"
+
+    def test_layers_of_other_shapes_are_tuned_apart(self) -> None:
+        seen: dict[tuple[str, Key, int], tuple[int, int]] = {}
+        for inp, parts in ((64, (96,)), (128, (96,)), (64, (192,))):
+            layer = self._layer(inp, parts, self.dtypes[-1])
+            for point in self._points(layer.method, layer.params):
+                first = seen.setdefault(point, (inp, sum(parts)))
+                assert first == (inp, sum(parts)), f"{point} is the key of {first} and of {(inp, sum(parts))}"
+
+    def _points(self, method: LinearMethod, params: dict[str, torch.Tensor]) -> list[tuple[str, Key, int]]:
+        """Return what identifies the tunable operations, and check their form."""
+        points = []
+        for rows, defers in product((1, 16, 100), (False, True)):
+            tunables = method.tunables(params, rows, defers=defers)
+            for one in tunables:
+                assert one.op and one.rows == rows, f"a tunable for {rows} rows has op {one.op!r}, {one.rows} rows"
+                facts = dict(one.key)
+                plain = one.key == make_key(**facts) and all(isinstance(v, str | int | float) for v in facts.values())
+                assert plain and one.nbytes > 0, f"{one.op}: key {one.key} is not from make_key, or nbytes is not set"
+            points += [(one.op, one.key, rows) for one in tunables if not defers]
+        return points
 
     def test_kv_scales_are_positive(self) -> None:
         quantizer = self.make()

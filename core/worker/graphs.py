@@ -155,6 +155,12 @@ def token_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most] if most else []
 
 
+def graph_sizes(most_rows: int, most_tokens: int, lookahead: int) -> list[int]:
+    """Return the numbers of tokens of all steps that get a graph."""
+    widths = {1, 1 + lookahead}
+    return sorted({size * width for size in batch_sizes(most_rows) for width in widths} | {*token_sizes(most_tokens)})
+
+
 class StepGraphs:
     def __init__(
         self,

@@ -13,7 +13,6 @@ from dovetail.core.checkpoint import open_weights
 from dovetail.core.host import detect_host
 from dovetail.core.interfaces import (
     Adapters,
-    BuildContext,
     ExecutorInfo,
     Model,
     ModelSource,
@@ -23,7 +22,9 @@ from dovetail.core.interfaces import (
 from dovetail.core.memory.pools import make_host_pools
 from dovetail.core.memory.sizing import measure_pages, wanted_tokens
 from dovetail.core.startup_notes import collect_notes, note
-from dovetail.core.worker.dtypes import resolve_device, resolve_dtype, resolve_kv_dtype
+from dovetail.core.tuning.startup import install_choices
+from dovetail.core.worker.build import build_context, tunables_of, tuned_sizes
+from dovetail.core.worker.dtypes import resolve_device, resolve_dtype
 from dovetail.core.worker.graph_support import reason_against_graphs
 from dovetail.core.worker.graphs import Recorder, StepGraphs
 from dovetail.core.worker.runner import Connection, RankParts, Runner
@@ -82,6 +83,8 @@ def load_rank(
         phases.end("connect ranks")
         parts = _build_parts(composition, connection, progress, phases)
         try:
+            tuning = _tune(composition, parts, progress)
+            phases.end("tune")
             why_no_graphs = reason_against_graphs(composition, parts.model.build.spec, connection.device, size)
             num_pages = _warm_up(parts, why_no_graphs is None, progress, phases)
         except BaseException:
@@ -89,7 +92,7 @@ def load_rank(
             raise
         if why_no_graphs is not None and connection.device.type == "cuda":
             note(f"steps run without CUDA graphs: {why_no_graphs}")
-        info = _info(parts, num_pages, phases.seconds, tuple(notes))
+        info = _info(parts, num_pages, phases.seconds, tuple(notes), tuning)
     return LoadedRank(parts, info, phases.seconds, why_no_graphs is None, progress)
 
 
@@ -138,22 +141,8 @@ def _build_parts(composition: Composition, connection: Connection, progress: Pro
     if engine.max_len is not None and max_len < engine.max_len:
         note(f"engine.max_len={engine.max_len}, and the model was made for {max_len}: sequences end there")
     attention, drafter = composition.build("attention"), composition.build("spec_decode")
-    quantizer, source = composition.build("quant"), model_class.source(selected.config)
-    if spec.hf is not None and not source.dummy:
-        quantizer.read_checkpoint(spec.hf)
     adapters = _build_adapters(composition, device, dtype)
-    build = BuildContext(
-        spec=spec,
-        device=device,
-        dtype=dtype,
-        kv_dtype=resolve_kv_dtype(engine.kv_dtype, dtype),
-        page_tokens=engine.page_size,
-        max_len=max_len + 2 * drafter.lookahead + 1,
-        quantizer=quantizer,
-        attention=attention,
-        collective=connection.collective,
-        adapters=adapters,
-    )
+    build = build_context(composition, spec, device, dtype, connection.collective, attention, drafter, adapters)
     progress("build model", None)
     model = model_class(selected.config, build)
     if adapters is not None:
@@ -164,7 +153,7 @@ def _build_parts(composition: Composition, connection: Connection, progress: Pro
         if (why := why_useless(engine.overlap_tokens, engine.token_budget, connection.size)) is not None:
             note(f"engine.overlap_tokens={engine.overlap_tokens} gains nothing: {why}")
     phases.end("build model")
-    _fill(model, source, engine.seed, progress)
+    _fill(model, model_class.source(selected.config), engine.seed, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     phases.end("load weights")
@@ -224,6 +213,13 @@ def _graph_tokens(composition: Composition, device: torch.device) -> int:
     return min(engine.graph_tokens, engine.token_budget) if provides.get("graphs") == "mixed" else 0
 
 
+def _tune(composition: Composition, parts: RankParts, progress: Progress) -> str:
+    """Install the tuned choices of the operations that steps run. Return the hash of their table."""
+    sizes = tuned_sizes(parts.engine.max_seqs, parts.graph_tokens, parts.drafter.lookahead)
+    tunables = tunables_of(parts.model.build, sizes)
+    return install_choices(composition, tunables, parts.connection.collective, parts.connection.device, progress)
+
+
 def _warm_up(parts: RankParts, graphs: bool, progress: Progress, phases: _Phases) -> dict[int, int]:
     """Compile kernels, then return how many KV pages fit."""
     if parts.connection.device.type == "cuda":
@@ -259,7 +255,7 @@ def _measure_pages(parts: RankParts) -> dict[int, int]:
 
 
 def _info(
-    parts: RankParts, num_pages: dict[int, int], phases: dict[str, float], notes: tuple[str, ...]
+    parts: RankParts, num_pages: dict[int, int], phases: dict[str, float], notes: tuple[str, ...], tuning: str
 ) -> ExecutorInfo:
     device, spec = parts.connection.device, parts.model.build.spec
     return ExecutorInfo(
@@ -272,4 +268,5 @@ def _info(
         phases=phases,
         notes=notes,
         adapter_slots=0 if parts.adapters is None else parts.adapters.slots,
+        tuning=tuning,
     )

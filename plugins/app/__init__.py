@@ -7,6 +7,7 @@ from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plugins.config import PluginsConfig
 from dovetail.plugins.app.serve.config import ServeConfig
+from dovetail.plugins.app.tune.config import TuneConfig
 
 COMPONENTS: tuple[Component, ...] = tuple(
     Component(kind="app", name=name, config=config, target=f"dovetail.plugins.app.{name}.app:{target}", api="app/0.1")
@@ -17,5 +18,6 @@ COMPONENTS: tuple[Component, ...] = tuple(
         ("plan", PlanConfig, "PlanApp"),
         ("plugins", PluginsConfig, "PluginsApp"),
         ("serve", ServeConfig, "ServeApp"),
+        ("tune", TuneConfig, "TuneApp"),
     )
 )

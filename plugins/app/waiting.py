@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from dovetail.core.interfaces import Progress
@@ -36,10 +36,14 @@ def long_phases(seconds: Mapping[str, float]) -> str:
 
 
 @contextmanager
-def bar(console: Console, title: str, total: int | None = None, **options: Any) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on a terminal. Yields `update` of its task; `options` are those of rich's Progress."""
+def bar(
+    console: Console, title: str, total: int | None = None, *, left: bool = False, **options: Any
+) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on a terminal. Yields `update` of its task; `left` adds the time left, and `options` are
+    those of rich's Progress."""
     counter = [MofNCompleteColumn()] if total else []
-    columns = (TextColumn("{task.description}"), BarColumn(), *counter, TimeElapsedColumn())
+    times = [TimeElapsedColumn(), *([TextColumn("left"), TimeRemainingColumn()] if left else [])]
+    columns = (TextColumn("{task.description}"), BarColumn(), *counter, *times)
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal, **options) as bars:
         yield partial(bars.update, bars.add_task(title, total=total))
 

@@ -47,6 +47,7 @@ NOT_RUN = {
     "python benchmarks/matmul.py": "needs a GPU",
     "python benchmarks/layer.py": "needs two GPUs; tests/unit/benchmarks/test_layer.py runs its search without",
     "python benchmarks/allreduce.py": "needs GPUs",
+    "python benchmarks/fit_tiles.py": "needs timings of a GPU; tests/unit/tuning/test_model.py has some",
     "python -m pytest tests/gpu/": "needs GPUs",
     "python benchmarks/compare.py table": "needs vLLM and GPUs; tests/unit/benchmarks/test_table.py runs it without",
     "python benchmarks/layouts.py": "needs GPUs; tests/unit/benchmarks/test_layouts.py runs it without",

@@ -9,8 +9,8 @@ import torch
 from triton import knobs
 
 from dovetail.core.ops import silu_and_mul
+from dovetail.core.ops.compile_ahead import compile_ahead
 from dovetail.core.ops.kernels.gated import _silu_and_mul
-from dovetail.core.worker.warmup import compile_ahead
 
 
 def test_kernels_compiled_ahead_are_loaded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

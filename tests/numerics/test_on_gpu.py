@@ -10,10 +10,12 @@ import torch
 
 from dovetail.core.interfaces import PLAIN, LinearShape
 from dovetail.core.ops import encode, rms_norm
+from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import matmul, matmul_reference
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile, specialized_tiles
-from dovetail.core.ops.tuned_tiles import MEASURED
+from dovetail.core.tuning.matmul import tiles_of
+from dovetail.core.tuning.packages import BUILTIN, read_packaged
 from dovetail.plugins.quant.config import FP8Config, Int8Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import FP8
@@ -28,6 +30,8 @@ GPU = torch.device("cuda")
 on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper"
 )
+SHIPPED = read_packaged(BUILTIN, "dovetail")
+TILES = tiles_of(SHIPPED)
 TOKENS = random_tokens(150, seed=5)
 
 
@@ -103,12 +107,13 @@ def test_fp8_product_equals_the_reference(tokens, inp, out, dtype):
     assert torch.equal(got, method.apply(params, x, bias_O)) and not params["counts"].any()
 
 
-@pytest.mark.parametrize("key", MEASURED, ids=str)
+@pytest.mark.parametrize("key", TILES, ids=str)
+@temporarily(Choices(SHIPPED.entries))
 def test_measured_products_equal_the_reference(key):
     """Tuned tiles are used on the GPU for which they were measured; other GPUs use the rule or the library."""
     _, kind, out, inp = key
     torch.seed()
-    for rows in {n for most in MEASURED[key] for n in (most, most // 2 + 1)}:
+    for rows in {n for most in TILES[key] for n in (most, most // 2 + 1)}:
         x_TI = torch.randn(rows, inp, device=GPU, dtype=torch.bfloat16)
         if kind == "fp8":
             method, params, _ = fp8_layer(inp, out, torch.bfloat16)

@@ -101,6 +101,17 @@ def test_listing_imports_no_torch(python, lighthouse):
     assert python("-c", code, path=(lighthouse,)).stdout == "False\n"
 
 
+def test_the_tuning_table(python, lighthouse):
+    code = (
+        "from dovetail.core.compose import installed; from dovetail.core.tuning.cache import CHECKS;"
+        "from dovetail.core.tuning.packages import package_tables;"
+        "table, problems = package_tables(installed(), CHECKS);"
+        "print(len(table.for_gpu('Lantern L1')), len(table.for_gpu('NVIDIA H200')) > 100, table.counts(), problems)"
+    )
+    out = python("-c", code, path=(lighthouse,)).stdout
+    assert out.startswith("2 True {'dovetail': ") and out.endswith("'dovetail-lighthouse': 2} ()\n"), out
+
+
 def test_installed_and_removed(listed, composed, refused, lighthouse, tmp_path):
     bare, default = listed(), composed()
     path = (shutil.copytree(lighthouse, tmp_path / "site"),)

@@ -56,6 +56,32 @@ def test_it_is_listed(listed, rough, text):
     assert [p["package"] for p in listed(rough(text))["problems"]] == ["rough 1.0"]
 
 
+TABLES = """
+from dovetail import hookimpl
+
+@hookimpl
+def dovetail_tuning_tables():
+    return [{table!r}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ("pkg://rough_tables/cut.json", "not a tuning table: it is not JSON, or was cut off"),
+        ("pkg://rough_tables/none.json", "cannot be read"),
+        ("pkg://rough_elsewhere/some.json", "cannot be read (ModuleNotFoundError"),
+        ("rough_tables/cut.json", "is not of the form pkg://package/folder/file.json"),
+    ],
+)
+def test_a_tuning_table_that_cannot_be_used_is_listed(listed, rough, table, reason):
+    site = rough(TABLES.format(table=table))
+    (site / "rough_tables").mkdir()
+    (site / "rough_tables" / "cut.json").write_text('{"schema": "dovetail.tun')
+    (problem,) = listed(site)["problems"]
+    assert problem["package"] == "rough 1.0" and reason in problem["reason"], problem
+
+
 def test_capabilities_that_raise_are_listed_with_the_component(listed, rough):
     found = listed(rough(source(more=', capabilities="rough:capabilities"')))
     (component,) = [c for c in found["components"] if c["name"] == "rough"]

@@ -23,6 +23,8 @@ def show(result: Mapping[str, Any]) -> None:
             out.print(table)
     for table in _quality(result):
         out.print(table)
+    for line in _tuned_otherwise(result):
+        out.print(line)
     for variant in result["variants"]:
         if variant["skipped"]:
             out.print(f"[bold]{_plain(variant['name'])}[/] was skipped: {_plain(variant['skipped'])}")
@@ -31,6 +33,17 @@ def show(result: Mapping[str, Any]) -> None:
             out.print(f"[bold red]{_plain(variant['name'])}[/] failed in round {round_}: {reason}")
     if result["interrupted"]:
         out.print("[bold red]interrupted[/]: the figures cover only what was measured before")
+
+
+def _tuned_otherwise(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each variant whose kernels ran with another tuning table than those of the first start."""
+    starts = [(v["name"], start["startup"].get("tuning", "")) for v in result["variants"] for start in v["starts"]]
+    for name in dict.fromkeys(name for name, tuning in starts if tuning != starts[0][1]):
+        others = ", ".join(sorted({tuning or "none" for one, tuning in starts if one == name}))
+        yield (
+            f"[bold red]{_plain(name)}[/] ran with tuning table {others}, {_plain(starts[0][0])} first with "
+            f"{starts[0][1] or 'none'}: part of their difference comes from other choices of kernels"
+        )
 
 
 def _plain(text: str) -> str:

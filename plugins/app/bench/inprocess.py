@@ -74,6 +74,7 @@ class EngineTarget(Target):
             "phases_s": {name: round(seconds, 3) for name, seconds in info.phases.items()},
             "kv_pages": dict(info.num_pages),
             "slower_paths": list(info.notes),
+            "tuning": info.tuning,
         }
 
     def run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:

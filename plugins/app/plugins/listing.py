@@ -15,6 +15,7 @@ from dovetail.core.compose.compatibility import stated_by_default
 from dovetail.core.compose.config import part_fields
 from dovetail.core.compose.kinds import PRESET
 from dovetail.core.errors import PluginError
+from dovetail.core.tuning.packages import package_tables
 
 
 def describe(registry: Registry, kind: str | None, package: str | None, host: Host) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def describe(registry: Registry, kind: str | None, package: str | None, host: Ho
                 "unnamed": p.unnamed,
                 "reason": p.reason,
             }
-            for p in registry.problems
+            for p in (*registry.problems, *package_tables(registry)[1])
             if shown(p.kind or kind or "", p.package)
         ],
     }

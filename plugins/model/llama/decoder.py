@@ -197,6 +197,7 @@ class Llama(Model):
             if not spec.tied:
                 self.tables.append(VocabTable(layout.names.head, build, spec.vocab, spec.hidden))
             self.head = LMHead(self.tables[-1], bias=f"{layout.names.head}.bias" if layout.head_bias else None)
+            build.tuned.append(self.head.tunables)
         self.blocks = [Block(index, build, layout, group_of[index], rope) for index in range(spec.layers)]
         self.norm = NORMS[layout.norm](layout.names.norm, build, spec.hidden, layout.eps)
 

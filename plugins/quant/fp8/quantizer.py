@@ -5,7 +5,7 @@ Shapes: T tokens, I input, O output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -13,9 +13,11 @@ import torch
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Partial, Quantizer
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.ops import scaled_matmul, unscaled_matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.tuning.matmul import matmul_tunables
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.checkpoint import KV_TENSORS, Stored, read_stored
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, quantize_rows, quantize_tensor
@@ -79,6 +81,9 @@ class FP8Linear(LinearMethod):
             if values is not None:
                 return Partial(values, (x.scale, params["scale"]))
         return Partial(self.apply(params, x))
+
+    def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
+        return matmul_tunables(params["weight"], rows, self.dtype, defers=defers, fast_accum=self.fast_accum)
 
 
 class StoredFP8Linear(FP8Linear):

@@ -43,7 +43,15 @@ def dovetail_components():
 @hookimpl
 def dovetail_config_dirs():
     return ["pkg://acme_conf"]
+
+
+@hookimpl
+def dovetail_tuning_tables():
+    return ["pkg://acme_conf/tiles.json"]
 '''
+TABLE = """{"schema": "dovetail.tuning/1", "entries": [{"op": "matmul", "gpu": "X", "key": {"weight": "fp8",
+"outputs": 64, "inputs": 64}, "rows": {"1": {"tokens": 16, "outputs": 64, "inputs": 64}}}]}"""
+TABLES = "test_tuning_tables_can_be_used"
 VARIANT = "defaults:\n  - acme\n  - _self_\n\nfactor: 3.0\n"
 BROKEN: dict[str, tuple[tuple[str, str], str]] = {
     "another contract's version": (("router/0.1", "router/9.0"), "test_it_has_no_problems"),
@@ -65,6 +73,8 @@ BROKEN: dict[str, tuple[tuple[str, str], str]] = {
         ("    demand =", "    1 / host.device_count\n    demand ="),
         "test_capabilities_are_stated_for_any_machine",
     ),
+    "a tuning table with a field that is not there": (("pkg://acme_conf/tiles", "pkg://acme_conf/wrong"), TABLES),
+    "a tuning table without entries": (("pkg://acme_conf/tiles", "pkg://acme_conf/empty"), TABLES),
     "a variant with an option that is not there": (("factor: 3.0", "factr: 3.0"), "test_presets_and_variants_compose"),
 }
 
@@ -82,6 +92,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Insta
         info, variants = tmp_path / "acme-1.0.dist-info", tmp_path / "acme_conf" / "router"
         variants.mkdir(parents=True)
         (variants / "acme_wide.yaml").write_text(variant)
+        (variants.parent / "tiles.json").write_text(TABLE)
+        (variants.parent / "wrong.json").write_text(TABLE.replace('"tokens"', '"rows"'))
+        (variants.parent / "empty.json").write_text('{"schema": "dovetail.tuning/1", "entries": []}')
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text("[dovetail]\nacme = acme\n")

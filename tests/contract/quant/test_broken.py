@@ -16,6 +16,7 @@ import torch
 
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import ActFormat, Activation, LinearMethod, LinearShape, Partial, Quantizer
+from dovetail.core.interfaces.tuning import Choice, Trials, Tunable, make_key
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.core.testing.suite import failures
 
@@ -62,6 +63,21 @@ class Chooses(Quantizer):
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         return self.method()
+
+
+class Scan(Tunable):
+    """Tunable operation of the quantizers below."""
+
+    op, nbytes = "scan", 1
+
+    def __init__(self, rows: int, width: float) -> None:
+        self.rows, self.key = rows, make_key(width=width)
+
+    def candidates(self) -> list[Choice]:
+        return []
+
+    def trials(self, count: int) -> Trials:
+        raise NotImplementedError
 
 
 fault = partial(variant, Sound)
@@ -280,6 +296,16 @@ BROKEN: dict[str, list[type]] = {
         fault("DeclaresNoScales", input=replace(ROWS, group="none", scale_layout="none")),
         # Its reference returns one scale per row.
         fault("DeclaresGroups", input=replace(ROWS, group=32)),
+    ],
+    "test_tunables_depend_on_shapes_only": [
+        fault(
+            "TunesByValues", tunables=lambda self, params, rows, defers=False: [Scan(rows, float(params["scale"][0]))]
+        ),
+        fault("TunesTwice", tunables=lambda self, params, rows, defers=False: [Scan(rows, 1)] * 2),
+        fault("TunesOtherRows", tunables=lambda self, params, rows, defers=False: [Scan(16, 1)]),
+    ],
+    "test_layers_of_other_shapes_are_tuned_apart": [
+        fault("ForgetsItsInputs", tunables=lambda self, params, rows, defers=False: [Scan(rows, self.shape.out)]),
     ],
     "test_kv_scales_are_positive": [variant(Chooses, "HasNoKVScale", kv_scales=lambda self, layer: (1.0, 0.0))],
 }

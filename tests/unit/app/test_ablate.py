@@ -69,6 +69,8 @@ class FakeChild(Child):
     asked: list[tuple[str, int]] = []
     tricks: dict[tuple[str, int], Any] = {}
     """(KV cache, round) -> exception that the start raises, or figures that replace those of a run."""
+    tuning: dict[str, str] = {}
+    """KV cache -> hash of the tuning table, if it is another one."""
     closed = 0
 
     def __init__(self, entry: str) -> None:
@@ -91,7 +93,7 @@ class FakeChild(Child):
             {"output_tokens_per_s": speed, "requests": 3, "failed": 0, "requests_hash": f"{order['first'] + i}"} | trick
             for i in range(2)
         ]
-        startup = {"startup_s": 1.0, "device": "fake"}
+        startup = {"startup_s": 1.0, "device": "fake", "tuning": FakeChild.tuning.get(kv, "0123")}
         return {"startup": startup, "loads": [{"rate": None, "runs": runs}], "quality": None}
 
     def close(self) -> None:
@@ -102,7 +104,7 @@ class FakeChild(Child):
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeChild]:
     monkeypatch.setattr(app_module, "Child", FakeChild)
     monkeypatch.setattr(host_module, "Child", FakeChild)
-    FakeChild.asked, FakeChild.tricks, FakeChild.closed = [], {}, 0
+    FakeChild.asked, FakeChild.tricks, FakeChild.closed, FakeChild.tuning = [], {}, 0, {}
     return FakeChild
 
 
@@ -153,6 +155,17 @@ def test_figures_that_cannot_be_compared_are_none(
     result = ablate(tmp_path, 1)
     assert words in result["variants"][2]["failure"]["reason"] and result["variants"][2]["starts"] == []
     assert [one["variant"] for one in result["comparisons"]] == ["kv_cache=paged"]
+
+
+def test_a_variant_with_other_tuned_choices_is_marked(
+    fake: type[FakeChild], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(list(VARY)) == 0
+    assert "tuning table" not in capsys.readouterr().out
+    fake.tuning = {"radix": "4567"}
+    assert main(list(VARY)) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "tuning table" in line]
+    assert "radix ran with tuning table 4567" in line and "first with 0123" in line
 
 
 def test_ctrl_c_keeps_what_was_measured(

@@ -55,6 +55,7 @@ def test_a_run_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
     assert result["schema"] == "dovetail.bench/2" and result["config"]["model"]["name"] == "llama"
     assert result["versions"]["torch"] and result["startup"]["phases_s"] and result["machine"]["gpus"] == []
+    assert result["startup"]["tuning"] == "", "on a CPU nothing is tuned"
     small, curve, twice = result["results"]
     (load,) = small["loads"]
     assert load["rate"] is None and len(load["runs"]) == 2

@@ -13,8 +13,12 @@ import pytest
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
+from dovetail.core.ops.choices import Choices, install
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
-from dovetail.core.ops.tuned_tiles import MEASURED, read_tiles
+from dovetail.core.tuning.candidates import candidates, used_shared
+from dovetail.core.tuning.gpu import Gpu
+from dovetail.core.tuning.matmul import tiles_of
+from dovetail.core.tuning.table import read_table
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PROCESSORS = 132
@@ -25,6 +29,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = ("matmul", "matmul_table", "layer", "allreduce", "kernels")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    install(Choices())
     for name in (*names, "emulated_ranks", "attention", "timing"):
         sys.modules.pop(name, None)
 
@@ -34,12 +39,12 @@ def scripts(monkeypatch):
 def test_candidates_fit_into_a_multiprocessor_and_leave_no_program_idle(scripts, rows, dtype):
     itemsize = scripts.matmul.DTYPES[dtype].itemsize
     for shape in scripts.matmul.products("70b/8")[:4]:
-        for tried in (scripts.layer.candidates, scripts.matmul.candidates):
-            found = list(tried(shape, rows, dtype, PROCESSORS))
+        of_layer = scripts.layer.candidates(shape, rows, dtype, PROCESSORS)
+        for found in (list(of_layer), list(candidates(shape.outputs, shape.inputs, rows, dtype, Gpu()))):
             early = [tile for tile in found if tile.prefetch]
             assert early and len(early) < len(found), "both kernels are tried"
             for tile in early:
-                assert scripts.matmul.shared_bytes(tile, itemsize) <= 208 << 10
+                assert used_shared(tile, itemsize) <= 208 << 10
                 assert tile.inputs * itemsize in (128, 256, 512) and tile.warps == tile.outputs // 16
                 _, tiles, blocks, programs = tile.launch(rows, shape.outputs, shape.inputs)
                 assert programs % tiles == 0 and programs // tiles <= blocks
@@ -47,8 +52,9 @@ def test_candidates_fit_into_a_multiprocessor_and_leave_no_program_idle(scripts,
 
 
 def test_results_become_the_table(scripts, tmp_path, monkeypatch):
-    matmul, path, table = scripts.matmul, tmp_path / "found.json", tmp_path / "tuned_tiles.json"
-    original = scripts.matmul_table.TABLE.read_text()
+    matmul, path, table = scripts.matmul, tmp_path / "found.json", tmp_path / "table.json"
+    shipped = scripts.matmul_table.TABLE
+    original = shipped.read_text()
     table.write_text(original)
     monkeypatch.setattr(scripts.matmul_table, "TABLE", table)
 
@@ -77,9 +83,9 @@ def test_results_become_the_table(scripts, tmp_path, monkeypatch):
     found = json.loads(path.read_text())["products"]
     assert found[1]["tiles"] == [{"us": 4.0, **asdict(quick)}] and len(found[2]["tiles"]) == matmul.KEPT
     write_table(path)
-    tiles = read_tiles(table)
+    tiles = tiles_of(read_table(table, "a test"))
     assert tiles.pop(("a GPU", "bf16", 1234, 8192)) == {1: quick, 16: None, 64: replace(slow, stages=2)}
-    assert tiles == MEASURED
+    assert tiles == tiles_of(read_table(shipped, "dovetail"))
 
 
 def test_wrong_results_of_a_candidate_are_found(scripts):
@@ -160,6 +166,7 @@ def test_each_matmul_gets_the_tile_with_which_the_layer_is_fastest(scripts, sear
 
 def test_a_lead_within_the_drift_of_clocks_changes_nothing(scripts, search):
     shapes, device = scripts.matmul.products("70b/8")[:4], "NVIDIA H200"
+    install(Choices(scripts.layer.SHIPPED.entries))
     table = {s.name: scripts.layer.choose(1, s.outputs, s.inputs, "fp8", device, PROCESSORS) for s in shapes}
     records, lines, _ = search(
         lambda name, tile: 30.0 if tile is None else 10.02 - 0.02 * (tile != table[name]), None, device

@@ -43,7 +43,7 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
     """Facts of the emulated GPU are cached by device."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     module = importlib.import_module(matmul.__module__)
-    cached = module._device, launch._capable, backend._processors, backend._shared_bytes, backend._has_hopper
+    cached = module.device_facts, launch._capable, backend._processors, backend._shared_bytes, backend._has_hopper
     for one in cached:
         one.cache_clear()
     yield

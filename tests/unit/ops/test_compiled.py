@@ -28,14 +28,14 @@ import dovetail
 from dovetail.core.interfaces import PLAIN, Activation, HostBounds, LinearShape
 from dovetail.core.layers import PlainLinear
 from dovetail.core.ops import encode, gelu, layer_norm, rms_norm, silu_and_mul
+from dovetail.core.ops.choices import temporarily
 from dovetail.core.ops.kernels import prefetch_matmul
 from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
-from dovetail.core.ops.matmul import _device, _has_prefetch_kernel, matmul, unscaled_matmul
+from dovetail.core.ops.matmul import _has_prefetch_kernel, device_facts, matmul, unscaled_matmul
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile, specialized_tiles
-from dovetail.core.ops.tuned_tiles import MEASURED
 from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
 from dovetail.plugins.attention.triton.backend import _has_hopper
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
@@ -57,6 +57,7 @@ from .launches import (
     attention,
     cuda,
 )
+from .shipped import SHIPPED, TILES
 
 
 @pytest.mark.timeout(3600 if EVERYTHING else 300)
@@ -290,13 +291,13 @@ def test_matmuls_use_the_kernel_for_all_gpus_if_gluon_is_unsupported(monkeypatch
 @pytest.mark.parametrize(("early", "counted"), [(True, True), (True, False), (False, True)])
 def test_split_16_bit_matmuls_use_the_kernel_if_it_runs_and_has_counters(monkeypatch, early, counted):
     """Otherwise the library runs."""
-    monkeypatch.setattr(sys.modules[_device.__module__], "_has_prefetch_kernel", lambda *capability: early)
-    _device.cache_clear()
+    monkeypatch.setattr(sys.modules[device_facts.__module__], "_has_prefetch_kernel", lambda *capability: early)
+    device_facts.cache_clear()
     with compiled_for_hopper(machine_code=False) as compiled:
         x, weight = cuda(1, 8192), cuda(1280, 8192)
         matmul(x, weight, None, cuda(MOST_SHARED_TILES, dtype=INT32) if counted else None)
         assert matmul(x[:0], weight, None, cuda(MOST_SHARED_TILES, dtype=INT32)).shape == (0, 1280)
-    _device.cache_clear()
+    device_facts.cache_clear()
     assert compiled.launches == (early and counted)
 
 
@@ -345,7 +346,7 @@ def test_specialized_tiles_fit():
 
 @pytest.mark.parametrize(("rows", "left"), [(64, False), (65, True), (256, True), (257, False)])
 def test_scales_are_deferred_for_the_row_counts_that_gain(rows, left):
-    with compiled_for_hopper():
+    with compiled_for_hopper(), temporarily(SHIPPED):
         x, weight, one = cuda(rows, 256, dtype=E4M3), cuda(512, 256, dtype=E4M3), cuda(1, dtype=FP32)
         assert (unscaled_matmul(x, weight, one) is not None) is left
 
@@ -364,9 +365,9 @@ def test_scales_are_not_deferred_if_the_kernel_has_a_tile():
     """Such tiles were tuned against the library without scales."""
     few = range(65, 257)
     (outputs, inputs), rows = next(
-        (key[2:], rows) for key, tiles in MEASURED.items() for rows in few if key[1] == "fp8" and tiles.get(rows)
+        (key[2:], rows) for key, tiles in TILES.items() for rows in few if key[1] == "fp8" and tiles.get(rows)
     )
-    with compiled_for_hopper():
+    with compiled_for_hopper(), temporarily(SHIPPED):
         x, weight, one = cuda(rows, inputs, dtype=E4M3), cuda(outputs, inputs, dtype=E4M3), cuda(1, dtype=FP32)
         assert unscaled_matmul(x, weight, one) is None
 

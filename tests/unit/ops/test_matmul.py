@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.core.ops.choices import temporarily
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
-from dovetail.core.ops.tuned_tiles import MEASURED
+
+from .shipped import SHIPPED, TILES
+
+
+@pytest.fixture
+def shipped():
+    """Install the choices of the table that Dovetail ships."""
+    with temporarily(SHIPPED):
+        yield
 
 
 @pytest.mark.parametrize("outputs", [64, 4096, 6144, 8192, 28672, 57344])
@@ -29,8 +38,8 @@ def test_other_matmuls_go_to_the_library():
     assert choose(1, 262144, 8192, "fp8", "a GPU", 132) is not None
 
 
-def test_prefetching_tiles_are_used_only_where_their_kernel_runs():
-    early = [(key, most) for key, rows in MEASURED.items() for most, tile in rows.items() if tile and tile.prefetch]
+def test_prefetching_tiles_are_used_only_where_their_kernel_runs(shipped):
+    early = [(key, most) for key, rows in TILES.items() for most, tile in rows.items() if tile and tile.prefetch]
     kinds = {key[1] for key, _ in early}
     assert kinds == {"fp8", "bf16"}
     for (device, kind, outputs, inputs), most in early:
@@ -41,13 +50,13 @@ def test_prefetching_tiles_are_used_only_where_their_kernel_runs():
             assert tile == choose(most, outputs, inputs, kind, "a GPU", 132) and not tile.prefetch
 
 
-@pytest.mark.parametrize("key", MEASURED, ids=str)
-def test_measured_tiles_can_be_launched(key):
+@pytest.mark.parametrize("key", TILES, ids=str)
+def test_measured_tiles_can_be_launched(key, shipped):
     device, kind, outputs, inputs = key
     itemsize = {"bf16": 2, "fp8": 1}[kind]
-    assert list(MEASURED[key]) == sorted(MEASURED[key])
-    for most, tile in MEASURED[key].items():
-        assert choose(most, outputs, inputs, kind, device, 132) is tile
+    assert list(TILES[key]) == sorted(TILES[key])
+    for most, tile in TILES[key].items():
+        assert choose(most, outputs, inputs, kind, device, 132) == tile
         if tile is None:
             continue
         _, tiles, _, _ = tile.launch(most, outputs, inputs)
@@ -58,7 +67,7 @@ def test_measured_tiles_can_be_launched(key):
             # The kernel of a boundary must fit on the SM as well.
             assert rings <= 208 << 10 and tile.inputs * itemsize in (128, 256, 512)
             assert tile.warps == tile.outputs // 16, "a warp group multiplies 64 rows of the weight"
-    beyond = max(MEASURED[key], default=0) + 1
+    beyond = max(TILES[key], default=0) + 1
     assert choose(beyond, outputs, inputs, kind, device, 132) is None
 
 

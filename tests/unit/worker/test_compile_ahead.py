@@ -15,8 +15,9 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from dovetail.core.ops import rms_norm, silu_and_mul
+from dovetail.core.ops.compile_ahead import compile_ahead
 from dovetail.core.testing.compiling import compiled_for_hopper
-from dovetail.core.worker.warmup import compile_ahead, report_unwarmed_kernels
+from dovetail.core.worker.warmup import report_unwarmed_kernels
 
 
 @pytest.fixture

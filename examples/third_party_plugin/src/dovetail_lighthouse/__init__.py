@@ -1,4 +1,4 @@
-"""Example plugin for Dovetail, which calls the two hooks when it composes. Nothing heavy is imported here."""
+"""Example plugin for Dovetail, which calls the three hooks when it composes. Nothing heavy is imported here."""
 
 from dovetail import Component, hookimpl
 from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig
@@ -34,3 +34,8 @@ def dovetail_components():
 @hookimpl
 def dovetail_config_dirs():
     return ["pkg://dovetail_lighthouse.conf"]
+
+
+@hookimpl
+def dovetail_tuning_tables():
+    return ["pkg://dovetail_lighthouse/tables/lantern.json"]

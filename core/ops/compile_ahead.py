@@ -1,0 +1,86 @@
+"""Compilation of Triton kernels ahead of their first launch, in several threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+MOST_WORKERS = 32
+
+
+def compile_workers(ranks: int) -> int:
+    """Return the number of compiler threads for each of `ranks` ranks on this host."""
+    return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // ranks))
+
+
+@contextmanager
+def compile_ahead(workers: int, *, ignore_errors: bool = False) -> Iterator[None]:
+    """Make each launch of a Triton kernel compile it instead of running it; all are compiled when the block ends. Their
+    output reads as zeros, which other work in the block must accept, for example as indices. `ignore_errors`: a kernel
+    that does not compile raises only when it is launched."""
+    import triton
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(kernel, *args, grid=grid, warmup=True, **options)
+
+    def each_config(tuner: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        # Autotuning would time kernels that do not run, and keep the result.
+        return tuner.warmup(*args, grid=grid, **options)
+
+    def once(kernel: Any, key: Any, signature: Any, device: Any, *more: Any) -> Any:
+        # Triton 3.6 does not remember pending compilations: each launch would prepare them again, in 0.3 ms.
+        made = start(kernel, key, signature, device, *more)
+        if made is not None:
+            kernel.device_caches[device][0].setdefault(key, made)
+        return made
+
+    start, tune = JITFunction._do_compile, Autotuner.run
+    with _Pool(workers) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
+        # Triton's own way to compile in a pool takes one kernel by name, and plugins' kernels are not known here.
+        JITFunction.run, JITFunction._do_compile, Autotuner.run = compile_only, once, each_config
+        try:
+            with _NewIsZero():
+                yield
+        finally:
+            JITFunction.run, JITFunction._do_compile, Autotuner.run = launch, start, tune
+
+
+class _Pool(ThreadPoolExecutor):
+    """Compiles kernels and prepares their launch on the device that is current where the pool is created."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers, thread_name_prefix="compile")
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(self._ready, call, *args, **kwargs)
+
+    def _ready(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kernel = call(*args, **kwargs)
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+            # Compiles the C code that passes the arguments and loads the kernel, so that the first launch need not.
+            with suppress(Exception):  # A launch raises it again. Some kernels are never launched.
+                _ = kernel.run
+        return kernel
+
+
+class _NewIsZero(TorchFunctionMode):
+    """Fills new memory with zeros, in place of the kernels that would write it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in _NEW else made
+
+
+_NEW = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}

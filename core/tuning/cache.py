@@ -1,0 +1,160 @@
+"""This machine's cache of measured choices: a table, and the timings from which it was made.
+
+Each combination of GPU, driver, library versions and kernel sources has its own files, so an entry is never used where
+it was not measured. A cache never ends a run: a fault is reported in one line, and the run goes on without the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from os import environ
+from pathlib import Path
+
+import torch
+import triton
+
+from dovetail.core.errors import ConfigError, shown
+from dovetail.core.ops.tile_choice import OP, check_matmul
+from dovetail.core.tuning.table import Check, TuningTable, merged, read_table, write_file
+
+CHECKS: Mapping[str, Check] = {OP: check_matmul}
+"""Checks of the core's own operations."""
+
+Report = Callable[[str], None]
+"""Receives one line for the user."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything on which measured times depend."""
+
+    gpu: str
+    processors: int
+    driver: str
+    torch: str
+    triton: str
+    kernels: str
+    """Hash of the kernels' sources."""
+
+    @cached_property
+    def stem(self) -> str:
+        """Name of this machine's files without a suffix."""
+        return f"{self.slug}-{hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]}"
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"\W+", "_", self.gpu.lower())
+
+
+def this_machine(device: torch.device) -> Machine:
+    """Describe this GPU, and the software that runs on it."""
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(
+        properties.name,
+        properties.multi_processor_count,
+        _driver(),
+        torch.__version__,
+        triton.__version__,
+        kernels_hash(),
+    )
+
+
+def _driver() -> str:
+    """Return the version of the GPU driver; "" if the system does not tell."""
+    try:
+        found = re.search(r"\b(\d+(\.\d+)+)\b", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def kernels_hash() -> str:
+    """Hash of the sources of the operations and their kernels."""
+    folder = Path(__file__).parents[1] / "ops"
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cache_folder() -> Path:
+    home = environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path("~/.cache").expanduser()) / "dovetail" / "tuning"
+
+
+class Cache:
+    """Files of one machine in the cache folder."""
+
+    def __init__(self, machine: Machine, report: Report, folder: Path | None = None) -> None:
+        self.machine, self.report = machine, report
+        self.folder = folder or cache_folder()
+        self.table = self.folder / f"{machine.stem}.json"
+        self.timings = self.folder / f"{machine.stem}.timings.jsonl"
+
+    def read(self) -> TuningTable:
+        """Return the table; an empty one if there is none or it cannot be used."""
+        try:
+            found = self.table.exists()
+            others = [] if found else sorted(self.folder.glob(f"{self.machine.slug}-*.json"))
+        except OSError as error:
+            self.report(f"the tuning cache {shown(self.folder)} is not used: {shown(error)}")
+            return TuningTable()
+        if not found:
+            if others:
+                self.report(
+                    f"the tuning cache has entries for {self.machine.gpu} with another driver or version of torch, "
+                    "Triton or Dovetail, which are not used: app=tune measures again"
+                )
+            return TuningTable()
+        try:
+            return read_table(self.table, "cache", CHECKS)
+        except ConfigError as error:
+            self.report(f"the tuning cache is not used: {error}")
+            return TuningTable()
+
+    def add(self, table: TuningTable) -> bool:
+        """Add entries, which replace those of the same subject and rows. Entries that another process adds at the same
+        time are kept. Returns whether they were written."""
+        with self._reported(), self._locked():
+            write_file(self.table, merged([table, self.read()]).text())
+            return True
+        return False
+
+    def timed(self) -> Iterator[str]:
+        """Yield the lines of the file of timings."""
+        try:
+            with self.timings.open(encoding="utf-8", errors="replace") as file:
+                yield from file
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.report(f"the timings in {shown(self.timings)} are not used: {shown(error)}")
+
+    def add_timing(self, line: str) -> None:
+        """Append a line to the file of timings. One write of a line is atomic enough: a torn line is skipped later."""
+        with self._reported(), self._locked(), self.timings.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Report a file system's error in one line."""
+        try:
+            yield
+        except OSError as error:
+            self.report(f"the tuning cache {shown(self.folder)} is not written: {shown(error)}")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude other processes that write files of this machine."""
+        import fcntl  # Not on Windows, where there is no Triton either.
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{self.machine.stem}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield

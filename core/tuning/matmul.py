@@ -1,0 +1,176 @@
+"""The matmul of a linear layer as a Tunable. Shapes: T tokens, I input, O output."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
+from dovetail.core.ops import matmul, rms_norm, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.matmul import KINDS, matmul_reference
+from dovetail.core.ops.padding import empty_rows
+from dovetail.core.ops.tile_choice import MOST_ROWS, OP, check_matmul, choice_of, matmul_key, tile_of
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.tuning.candidates import candidates
+from dovetail.core.tuning.gpu import Gpu, this_gpu
+from dovetail.core.tuning.model import library_seconds, tile_seconds
+from dovetail.core.tuning.table import TuningTable
+
+MOST_CHANNELS = 8192
+"""Channels of the norm that runs before the matmul: as many as the input's, but not those of an MLP."""
+
+
+VARIETY = 0.03
+
+
+class MatmulTunable(Tunable):
+    """x @ weight^T as PlainLinear and quant=fp8 run it: 8-bit weights have scales per row and output channel."""
+
+    op = OP
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        rows: int,
+        dtype: torch.dtype,
+        *,
+        defers: bool = False,
+        fast_accum: bool = True,
+        gpu: Gpu | None = None,
+    ) -> None:
+        """`weight`: only its shape and dtype count. `dtype`: the output's. `defers`: the layer calls
+        `partial`, and the consumer applies the scales that the library omits. `gpu`: None = the current one."""
+        self.outputs, self.inputs = weight.shape
+        self.weight_dtype, self.dtype, self.rows = weight.dtype, dtype, rows
+        self.kind = KINDS[weight.dtype]
+        self.key = matmul_key(self.kind, self.outputs, self.inputs)
+        self.nbytes = weight.numel() * weight.element_size()
+        self._defers, self._fast_accum, self._gpu = defers, fast_accum, gpu
+
+    @cached_property
+    def gpu(self) -> Gpu:
+        return self._gpu or this_gpu()
+
+    def candidates(self) -> Iterable[Choice]:
+        shape = self.outputs, self.inputs, self.rows, self.kind, self.gpu
+        # Specialized tiles sum many rows of FP8 in the tensor core's accumulator, as fast_accum allows.
+        tiles = [tile for tile in candidates(*shape) if self._fast_accum or not tile.specialized]
+        return map(choice_of, _mixed(sorted(((self._seconds(tile), tile) for tile in tiles), key=lambda pair: pair[0])))
+
+    def admits(self, choice: Choice) -> bool:
+        try:
+            check_matmul(self.key, self.rows, choice)
+        except ValueError:
+            return False
+        return tile_of(choice).fits_32_bits(self.rows, self.outputs, self.inputs)
+
+    def kernel(self, choice: Choice) -> Hashable:
+        tile, shape = tile_of(choice), (self.rows, self.outputs, self.inputs)
+        _, tiles, _, programs = tile.launch(*shape)
+        # Triton specializes integers by divisibility.
+        facts = [tile.splits_tiles(*shape), self.outputs % 16 == 0, tile.specialized and self.rows > MOST_ROWS]
+        if not tile.needs_hopper:
+            facts += [programs % tiles == 0, self.inputs % tile.inputs == 0, self.inputs % 16 == 0]
+        launched = replace(tile, split=1, programs=0, prefetch_l2=0, prefetch_cycles=0)
+        return self.op, self.weight_dtype, self.dtype, launched, tuple(facts)
+
+    def predicted(self, choice: Choice | None) -> float | None:
+        if choice is None:
+            return library_seconds(self.rows, self.outputs, self.inputs, self.kind, self.gpu)
+        return self._seconds(tile_of(choice))
+
+    def _seconds(self, tile: MatmulTile) -> float:
+        return tile_seconds(tile, self.rows, self.outputs, self.inputs, self.kind, self.gpu)
+
+    def trials(self, count: int) -> Trials:
+        device = torch.device("cuda", torch.cuda.current_device())
+
+        def random(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.randn(shape, device=device, dtype=torch.bfloat16).to(dtype)
+
+        weights = [random(self.outputs, self.inputs, dtype=self.weight_dtype) for _ in range(count)]
+        # As the engine allocates activations.
+        x_TI = empty_rows(self.rows, self.inputs, self.weight_dtype, device)
+        x_TI.copy_(random(self.rows, self.inputs))
+        counts = torch.zeros(count, MOST_SHARED_TILES, dtype=torch.int32, device=device)
+        if self.kind == "fp8":
+            x_scale_T1 = torch.rand(self.rows, 1, device=device) + 0.5
+            weight_scale_O = torch.rand(self.outputs, device=device) + 0.5
+            run = partial(self._scaled, x_TI, x_scale_T1, weight_scale_O, torch.ones(1, device=device))
+            exact = partial(matmul_reference, x_TI, weights[0], x_scale_T1, weight_scale_O, dtype=torch.float32)
+        else:
+            run = partial(self._plain, x_TI)
+            exact = partial(matmul_reference, x_TI, weights[0], dtype=torch.float32)
+        hidden = min(self.inputs, MOST_CHANNELS)
+        states_TC, norm_C = random(self.rows, hidden), random(hidden)
+        return Trials(
+            runs=[partial(run, weight, counts[i]) for i, weight in enumerate(weights)],
+            exact=exact,
+            before=lambda: rms_norm(states_TC, states_TC, norm_C, 1e-5),
+            reset=counts.zero_,
+        )
+
+    def _plain(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return matmul(x_TI, weight_OI, None, counts)
+
+    def _scaled(
+        self,
+        x_TI: torch.Tensor,
+        x_scale_T1: torch.Tensor,
+        weight_scale_O: torch.Tensor,
+        one: torch.Tensor,
+        weight_OI: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        if self._defers and self.dtype is torch.bfloat16:
+            values_TO = unscaled_matmul(x_TI, weight_OI, one, self._fast_accum)
+            if values_TO is not None:
+                return values_TO
+        return scaled_matmul(x_TI, weight_OI, x_scale_T1, weight_scale_O, None, self.dtype, counts, self._fast_accum)
+
+
+def _mixed(timed: Sequence[tuple[float, MatmulTile]]) -> list[MatmulTile]:
+    """Return tiles by predicted time, longer by VARIETY for each faster tile of the same size and kernel: predictions
+    for those err alike."""
+    seen: Counter[tuple[int, int, int, bool, bool]] = Counter()
+    ranked = []
+    for seconds, tile in timed:
+        family = tile.tokens, tile.outputs, tile.inputs, tile.specialized, tile.prefetch > 0
+        ranked.append((seconds * (1 + VARIETY * seen[family]), tile))
+        seen[family] += 1
+    return [tile for _, tile in sorted(ranked, key=lambda pair: pair[0])]
+
+
+Tiles = dict[int, MatmulTile | None]
+"""Maximum rows -> tile; None = the library is faster."""
+
+
+def tiles_of(table: TuningTable) -> dict[tuple[str, str, int, int], Tiles]:
+    """Return the tiles of a table's matmuls by (GPU, kind of weight, outputs, inputs)."""
+    found = {}
+    for subject, rows in table.entries.items():
+        if subject.op == OP:
+            facts: dict[str, Any] = dict(subject.key)
+            tiles = {most: None if choice is None else tile_of(choice) for most, choice in rows.items()}
+            found[subject.gpu, facts["weight"], facts["outputs"], facts["inputs"]] = tiles
+    return found
+
+
+def matmul_tunables(
+    weight: torch.Tensor,
+    rows: int,
+    dtype: torch.dtype | None = None,
+    *,
+    defers: bool = False,
+    fast_accum: bool = True,
+) -> list[MatmulTunable]:
+    """Return the product of `rows` rows with this weight, unless its dtype goes to the library in any case.
+    `dtype`: the output's; None = the weight's."""
+    if weight.dtype not in KINDS:
+        return []
+    return [MatmulTunable(weight, rows, dtype or weight.dtype, defers=defers, fast_accum=fast_accum)]

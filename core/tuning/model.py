@@ -1,0 +1,117 @@
+"""Prediction of a matmul's time from the facts of a GPU, for shapes that no table has.
+
+Programs stream blocks of weight and input through shared memory and multiply them. Four rates bound the time: that of
+the memory and of the L2 cache for all programs, and that of the path to memory and of the tensor cores for the SM that
+has the most work. To these come the time until the first block arrives, further waves of programs, the sums of split
+tiles, and the launch. The constants that do not follow from the GPU's facts (`Fit`) are fitted by
+benchmarks/fit_tiles.py to the timings of searches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dovetail.core.arithmetic import ceil_div
+from dovetail.core.ops.tiles import MatmulTile
+from dovetail.core.tuning.candidates import ITEMSIZE, resident
+from dovetail.core.tuning.gpu import Gpu
+
+FLOPS_PER_CYCLE = 8192
+"""16-bit operations of an SM per clock cycle, as of Hopper; 8-bit ones take half the time."""
+MMA_ROWS = 64
+"""Rows of the left operand of a tensor core instruction."""
+LIBRARY_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
+"""(rows, outputs) of the library's tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Constants of the prediction."""
+
+    launch: float = 2.88e-6
+    """Seconds from the end of the preceding kernel to the first load, and from the last product to the end."""
+    latency: float = 3.73e-7
+    """Seconds from a load to its data, under load."""
+    memory: float = 0.92
+    """Attainable share of the memory's bandwidth."""
+    sm: float = 4.45
+    """Bandwidth of one SM, as a multiple of its equal share of the memory's."""
+    l2: float = 3.8
+    """Bandwidth of the L2 cache, as a multiple of the memory's."""
+    products: float = 0.375
+    """Attainable share of the tensor cores' rate."""
+    operand: float = 8.27
+    """Columns of the right operand whose products take as long as reading the left operand."""
+    block: float = 292
+    """Cycles of a program per block, for barriers and addresses."""
+    wave: float = 4.63e-8
+    """Seconds between a program's end and the first product of the program that takes its place."""
+    split: float = 5.51e-6
+    """Seconds to join the sums of a split tile, besides their bytes."""
+    overlap: float = 1.4e-7
+    """Seconds during which a prefetching tile reads its weight while the preceding kernel runs."""
+    hardness: float = 3.2
+    """Exponent with which the four bounds add up: 1 = one after the other, infinite = the largest alone counts."""
+    library_launch: float = 3.12e-6
+    """Seconds of the library's matmul besides the streams."""
+    library_memory: float = 0.89
+    library_products: float = 0.526
+    library_scales: float = 4.23e-6
+    """Seconds of the library's matmul for scales per row."""
+
+
+FIT = Fit()
+
+
+def tile_seconds(tile: MatmulTile, rows: int, outputs: int, inputs: int, kind: str, gpu: Gpu, fit: Fit = FIT) -> float:
+    """Return the time of x [rows, inputs] @ weight [outputs, inputs]^T with this tile, after another kernel."""
+    itemsize = ITEMSIZE[kind]
+    _, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
+    units = tiles * blocks
+    slots = resident(tile, itemsize, gpu)
+    each = min(slots, ceil_div(programs, gpu.processors))
+    # Blocks of the SM with the most work.
+    work = ceil_div(programs, gpu.processors) * units / programs
+    weight_block = tile.outputs * tile.inputs * itemsize
+    x_block = tile.tokens * tile.inputs * itemsize
+    in_flight = each * weight_block * (tile.prefetch or tile.stages)
+    stream = min(fit.sm * gpu.bandwidth / gpu.processors, in_flight / fit.latency)
+    cycles = _product_cycles(tile, itemsize, fit) / fit.products + fit.block / each
+    bounds = (
+        outputs * inputs * itemsize / (fit.memory * gpu.bandwidth),
+        units * (weight_block + x_block) / (fit.l2 * gpu.bandwidth),
+        work * weight_block / stream,
+        work * cycles / gpu.clock,
+    )
+    total = fit.launch + fit.latency + sum(bound**fit.hardness for bound in bounds) ** (1 / fit.hardness)
+    total += fit.wave * (ceil_div(programs, slots * gpu.processors) - 1)
+    if tile.prefetch:
+        held = min(tile.prefetch, units / programs) * weight_block * each
+        total -= min(fit.overlap, held / stream)
+    if tile.splits_tiles(rows, outputs, inputs):
+        sums = 2 * programs * tile.tokens * tile.outputs * 4
+        total += fit.split + sums / (fit.l2 * gpu.bandwidth)
+    return total
+
+
+def _product_cycles(tile: MatmulTile, itemsize: int, fit: Fit) -> float:
+    """Return the tensor cores' cycles for a block, at their full rate but for reading the left operand."""
+    swap = tile.swap and not tile.specialized
+    left, right = (tile.outputs, tile.tokens) if swap else (tile.tokens, tile.outputs)
+    left = ceil_div(left, MMA_ROWS) * MMA_ROWS
+    return left * (right + fit.operand) * tile.inputs * itemsize / FLOPS_PER_CYCLE
+
+
+def library_seconds(rows: int, outputs: int, inputs: int, kind: str, gpu: Gpu, fit: Fit = FIT) -> float:
+    """Return the time of the library's matmul with its best tile."""
+    itemsize = ITEMSIZE[kind]
+    nbytes = (outputs * inputs + rows * inputs) * itemsize + 2 * rows * outputs
+    stream = nbytes / (fit.library_memory * gpu.bandwidth)
+    rate = fit.library_products * FLOPS_PER_CYCLE * 2 / itemsize * gpu.clock
+    products = min(
+        ceil_div(ceil_div(rows, height) * ceil_div(outputs, width), gpu.processors) * 2 * height * width * inputs / rate
+        for height, width in LIBRARY_TILES
+    )
+    bounds = (stream, products)
+    total = fit.library_launch + sum(bound**fit.hardness for bound in bounds) ** (1 / fit.hardness)
+    return total + (fit.library_scales if kind == "fp8" else 0.0)

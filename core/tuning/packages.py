@@ -1,0 +1,37 @@
+"""Tuning tables that installed packages ship, Dovetail's own among them. This module does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import as_file, files
+
+from dovetail.core.compose.registry import Problem, Registry
+from dovetail.core.errors import ConfigError
+from dovetail.core.tuning.table import Check, TuningTable, merged, read_table
+
+BUILTIN = "pkg://dovetail.core.tuning/tables/nvidia_h200.json"
+"""Table of the package dovetail."""
+
+
+def read_packaged(reference: str, origin: str, checks: Mapping[str, Check] | None = None) -> TuningTable:
+    """Read the table at "pkg://package.module/folder/file.json", or raise ConfigError."""
+    package, _, place = reference.removeprefix("pkg://").partition("/")
+    try:
+        with as_file(files(package).joinpath(*place.split("/"))) as path:
+            return read_table(path, origin, checks)
+    except (ImportError, OSError, TypeError) as error:
+        raise ConfigError(f"{reference}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+def package_tables(
+    registry: Registry, checks: Mapping[str, Check] | None = None
+) -> tuple[TuningTable, tuple[Problem, ...]]:
+    """Return the entries of all packages, and a problem for each table that cannot be used. Entries of other packages
+    precede Dovetail's own, and the names of packages order those."""
+    tables, problems = [], []
+    for package, reference in sorted(registry.tuning_tables, key=lambda entry: (entry[0].is_builtin, entry)):
+        try:
+            tables.append(read_packaged(reference, package.name, checks))
+        except ConfigError as error:
+            problems.append(Problem(str(package), f"tuning table {reference}: {error}"))
+    return merged(tables), tuple(problems)

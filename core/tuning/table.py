@@ -1,0 +1,232 @@
+"""Tables of measured choices as JSON files. The files are untrusted, so every value is checked where it is read.
+
+    {"schema": "dovetail.tuning/1", "entries": [
+    {"op": "matmul", "gpu": "NVIDIA H200", "key": {"weight": "fp8", ...},
+     "rows": {"16": {"tokens": 16, ...}, "64": null}}
+    ]}
+
+A choice serves up to its number of rows; null is the operation's default, which also serves more rows than any entry.
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dovetail.core.errors import ConfigError, shown
+from dovetail.core.interfaces.tuning import Choice, Key, Value, make_key
+
+SCHEMA = "dovetail.tuning/1"
+MOST_BYTES = 64 << 20
+"""Size limit of a table's file."""
+MOST_ROWS = 1 << 20
+
+Check = Callable[[Key, int, Choice], None]
+"""check(key, rows, choice) raises ValueError for a choice that the operation cannot run."""
+
+
+class Subject(NamedTuple):
+    """Identity of an entry."""
+
+    op: str
+    gpu: str
+    """Name of the GPU model, as CUDA reports it."""
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class TuningTable:
+    """Choices by subject and maximum number of rows, in ascending order of rows."""
+
+    entries: Mapping[Subject, Mapping[int, Choice | None]] = field(default_factory=dict)
+    origins: Mapping[tuple[Subject, int], str] = field(default_factory=dict)
+    """Source of each entry, for reports: "cache", "search", "model", a package or a file."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.entries.values()))
+
+    @classmethod
+    def of(cls, choices: Mapping[tuple[Subject, int], Choice | None], origin: str) -> TuningTable:
+        entries: dict[Subject, dict[int, Choice | None]] = {}
+        for subject, rows in sorted(choices, key=_order):
+            entries.setdefault(subject, {})[rows] = choices[subject, rows]
+        return cls(entries, dict.fromkeys(choices, origin))
+
+    def flat(self) -> dict[tuple[Subject, int], Choice | None]:
+        return {(subject, most): choice for subject, rows in self.entries.items() for most, choice in rows.items()}
+
+    def for_gpu(self, gpu: str) -> TuningTable:
+        """Return the entries of one GPU model."""
+        entries = {subject: rows for subject, rows in self.entries.items() if subject.gpu == gpu}
+        origins = {at: origin for at, origin in self.origins.items() if at[0].gpu == gpu}
+        return TuningTable(entries, origins)
+
+    def without(self, origin: str) -> TuningTable:
+        """Return the entries that have another origin."""
+        kept = {at: choice for at, choice in self.flat().items() if self.origins[at] != origin}
+        return TuningTable(TuningTable.of(kept, "").entries, {at: self.origins[at] for at in kept})
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of entries by origin."""
+        found: dict[str, int] = {}
+        for origin in self.origins.values():
+            found[origin] = found.get(origin, 0) + 1
+        return dict(sorted(found.items()))
+
+    def hash(self) -> str:
+        """Digest of the entries: equal for tables that make the same choices. Origins and order do not count."""
+        lines = sorted(json.dumps(entry, sort_keys=True) for entry in self._as_json())
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def text(self) -> str:
+        """Return the file's content, one subject per line."""
+        lines = ",\n".join(map(json.dumps, self._as_json()))
+        return f'{{"schema": {json.dumps(SCHEMA)}, "entries": [\n{lines}\n]}}\n'
+
+    def _as_json(self) -> list[dict[str, Any]]:
+        ordered = sorted(self.entries, key=lambda subject: _order((subject, 0)))
+        return [
+            {
+                "op": subject.op,
+                "gpu": subject.gpu,
+                "key": dict(subject.key),
+                "rows": {
+                    str(most): None if choice is None else dict(choice)
+                    for most, choice in self.entries[subject].items()
+                },
+            }
+            for subject in ordered
+        ]
+
+
+def merged(tables: Iterable[TuningTable]) -> TuningTable:
+    """Return all entries of the tables. Where several have the same subject and rows, the first one's applies."""
+    choices: dict[tuple[Subject, int], Choice | None] = {}
+    origins: dict[tuple[Subject, int], str] = {}
+    for table in tables:
+        for at, choice in table.flat().items():
+            if at not in choices:
+                choices[at], origins[at] = choice, table.origins[at]
+    return TuningTable(TuningTable.of(choices, "").entries, origins)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a file atomically: a reader finds the previous content or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+# Reading.
+
+
+def read_table(path: Path, origin: str, checks: Mapping[str, Check] | None = None) -> TuningTable:
+    """Read a table, or raise ConfigError naming the file and what is wrong with it. `checks`: by operation; choices of
+    other operations are only checked to be flat objects."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{shown(path)}: a tuning table has at most {MOST_BYTES >> 20} MiB")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{shown(path)}: cannot be read ({shown(error)})") from None
+    return parse_table(text, str(path), origin, checks)
+
+
+def parse_table(text: str, where: str, origin: str, checks: Mapping[str, Check] | None = None) -> TuningTable:
+    """Return the table with this content. `where` names its file in errors."""
+    try:
+        return TuningTable.of(_entries(_json(text), checks or {}), origin)
+    except ValueError as error:
+        raise ConfigError(f"{shown(Path(where))}: not a tuning table: {shown(error)}") from None
+
+
+def _json(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"it has the number {name}")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON, or was cut off ({error})") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _entries(content: Any, checks: Mapping[str, Check]) -> dict[tuple[Subject, int], Choice | None]:
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f'its schema is {shown(schema)}; this version reads "{SCHEMA}"')
+    _fields(content, "the table", ("schema", "entries"))
+    if not isinstance(content["entries"], list):
+        raise ValueError("`entries` is not a list")
+    found: dict[tuple[Subject, int], Choice | None] = {}
+    for number, entry in enumerate(content["entries"], 1):
+        try:
+            for at, choice in _entry(entry, checks).items():
+                if at in found:
+                    raise ValueError(f"{at[1]} rows occur twice")
+                found[at] = choice
+        except ValueError as error:
+            raise ValueError(f"entry {number}: {error}") from None
+    return found
+
+
+def _entry(entry: Any, checks: Mapping[str, Check]) -> dict[tuple[Subject, int], Choice | None]:
+    _fields(entry, "it", ("op", "gpu", "key", "rows"))
+    for name in ("op", "gpu"):
+        if not isinstance(entry[name], str) or not entry[name]:
+            raise ValueError(f"`{name}` is {shown(entry[name])}, not a name")
+    subject = Subject(entry["op"], entry["gpu"], make_key(**_flat(entry["key"], "key")))
+    if not isinstance(entry["rows"], dict):
+        raise ValueError("`rows` is not an object")
+    found: dict[tuple[Subject, int], Choice | None] = {}
+    for text, choice in entry["rows"].items():
+        if not (text.isascii() and text.isdigit() and not text.startswith("0") and len(text) < 8):
+            raise ValueError(f"{shown(text)} is not a number of rows")
+        rows = int(text)
+        if rows > MOST_ROWS:
+            raise ValueError(f"{rows} rows are more than {MOST_ROWS}")
+        if choice is not None:
+            choice = _flat(choice, f"the choice for {rows} rows")
+            if subject.op in checks:
+                try:
+                    checks[subject.op](subject.key, rows, choice)
+                except ValueError as error:
+                    raise ValueError(f"the choice for {rows} rows: {error}") from None
+        found[subject, rows] = choice
+    return found
+
+
+def _fields(value: Any, what: str, names: tuple[str, ...]) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not an object")
+    for name in value:
+        if name not in names:
+            raise ValueError(f"{what} has an unknown field {shown(name)}; fields are {', '.join(names)}")
+    if missing := [name for name in names if name not in value]:
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
+
+
+def _flat(value: Any, what: str) -> dict[str, Value]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not an object")
+    for name, item in value.items():
+        if not isinstance(item, str | int | float) or item in (float("inf"), float("-inf")):
+            raise ValueError(f"{what} has {shown(name)}: {shown(item)}, not text, a number or true or false")
+    return value
+
+
+def _order(at: tuple[Subject, int]) -> tuple[str, str, str, int]:
+    subject, rows = at
+    # Values of one name may differ in type.
+    return subject.op, subject.gpu, json.dumps(subject.key), rows

@@ -1,0 +1,76 @@
+"""Inputs of a rank's model, and the operations of the model that can be tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.core.interfaces import Adapters, AttentionBackend, BuildContext, Collective, Drafter, ModelSpec
+from dovetail.core.interfaces.tuning import Tunable
+from dovetail.core.tuning.startup import MOST_ROWS
+from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
+from dovetail.core.worker.graphs import graph_sizes
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+
+def build_context(
+    composition: Composition,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    collective: Collective,
+    attention: AttentionBackend,
+    drafter: Drafter,
+    adapters: Adapters | None = None,
+) -> BuildContext:
+    engine, selected = composition.engine, composition.part("model")
+    quantizer, source = composition.build("quant"), selected.target().source(selected.config)
+    if spec.hf is not None and not source.dummy:
+        quantizer.read_checkpoint(spec.hf)
+    return BuildContext(
+        spec=spec,
+        device=device,
+        dtype=dtype,
+        kv_dtype=resolve_kv_dtype(engine.kv_dtype, dtype),
+        page_tokens=engine.page_size,
+        max_len=spec.longest(engine.max_len) + 2 * drafter.lookahead + 1,
+        quantizer=quantizer,
+        attention=attention,
+        collective=collective,
+        adapters=adapters,
+    )
+
+
+def tuned_sizes(most_rows: int, most_tokens: int, lookahead: int) -> list[int]:
+    """Return the numbers of rows for which operations are tuned: those of steps with a graph."""
+    return [size for size in graph_sizes(most_rows, most_tokens, lookahead) if size <= MOST_ROWS]
+
+
+def tunables_of(build: BuildContext, sizes: Iterable[int]) -> Iterator[Tunable]:
+    """Yield the tunable operations of a model that was built from this context; those of equal layers repeat."""
+    ordered = sorted(sizes)
+    for tuned in build.tuned:
+        for rows in ordered:
+            yield from tuned(rows)
+
+
+def tunables_without_weights(composition: Composition, device: torch.device, sizes: Iterable[int]) -> list[Tunable]:
+    """Return the tunable operations of rank 0. The model is built on the meta device, so it may be larger than the GPU.
+    `device`: the GPU, on which dtypes depend. `sizes`: numbers of rows; none = those of the engine's graphs."""
+    engine, selected = composition.engine, composition.part("model")
+    model_class = selected.target()
+    spec = model_class.spec(selected.config)
+    collective = composition.build("collective")
+    # Shapes depend on the number of ranks only; nothing is sent.
+    collective.size = engine.tp
+    attention, drafter = composition.build("attention"), composition.build("spec_decode")
+    dtype = resolve_dtype(engine.dtype, spec.dtype, device)
+    build = build_context(composition, spec, torch.device("meta"), dtype, collective, attention, drafter)
+    model_class(selected.config, build)
+    graph_tokens = min(engine.graph_tokens, engine.token_budget)
+    sizes = list(sizes) or tuned_sizes(engine.max_seqs, graph_tokens, drafter.lookahead)
+    return list(tunables_of(build, sizes))

@@ -1,0 +1,115 @@
+"""app=tune: refused without a GPU; on an emulated one its search, cache, export and report."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+from dovetail.core.compose.cli import main
+from dovetail.core.ops.choices import Choices, install
+from dovetail.core.ops.kernels import launch
+from dovetail.core.tuning import matmul, timing
+from dovetail.core.tuning.cache import CHECKS
+from dovetail.core.tuning.gpu import Gpu
+from dovetail.core.tuning.table import read_table
+from dovetail.core.worker import dtypes
+from dovetail.plugins.app.tune import app
+
+NAME = "NVIDIA H200"
+WORDS = ("app=tune", "model=tiny", "quant=none", "engine.dtype=bfloat16", "tune.rows=[4,16]")
+
+
+class FakeTimer:
+    """The tile with 64 outputs and the most stages is fastest."""
+
+    stop_after = 1 << 30
+
+    def __init__(self, gpu, workers):
+        assert gpu == NAME
+        self.opened = []
+
+    def open(self, tunable):
+        if len(self.opened) == self.stop_after:
+            raise KeyboardInterrupt
+        self.opened.append(tunable)
+
+    def compile_all(self, planned):
+        assert all(choices for _, choices in planned)
+
+    def microseconds(self, choices, final):
+        return [9.0 if c is None else 8.0 - (c["outputs"] == 64) - 0.1 * c.get("stages", 4) for c in choices]
+
+    def fault(self, choice):
+        return None
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    properties = SimpleNamespace(name=NAME, multi_processor_count=132, major=9, minor=0, total_memory=1 << 37)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "keep_shared_memory", lambda device: None)
+    monkeypatch.setattr(dtypes, "resolve_device", lambda *given: torch.device("cuda", 0))
+    monkeypatch.setattr(matmul, "this_gpu", Gpu)
+    monkeypatch.setattr(timing, "GraphTimer", FakeTimer)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path
+    FakeTimer.stop_after = 1 << 30
+    install(Choices())
+
+
+@pytest.mark.parametrize("words", [("engine.device=cpu",), ("+preset=h200_fp8_tp1",)])
+def test_without_a_gpu_it_is_refused(capsys, words):
+    assert main(["app=tune", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and ("on a GPU" in err or "GPU 0" in err)
+
+
+def test_the_cache_and_the_export_have_the_fastest_tiles(gpu, capsys):
+    path = gpu / "export.json"
+    assert main([*WORDS, f"tune.export={path}"]) == 0
+    out = capsys.readouterr().out
+    (cached,) = (gpu / "cache" / "dovetail" / "tuning").glob("*.json")
+    tables = [read_table(one, "a test", CHECKS) for one in (path, cached)]
+    assert tables[0].hash() == tables[1].hash()
+    (shape, rows), *others = tables[0].entries.items()
+    assert shape.gpu == NAME and list(rows) == [4, 16] and len(others) >= 3
+    assert all(choice["outputs"] == 64 for rows in tables[0].entries.values() for choice in rows.values())
+    count = len(tables[0])
+    assert f"{count} of {count} tuned; the entries are in {cached}" in out and "time / before" in out
+    # A second run has nothing to measure.
+    FakeTimer.stop_after = 0
+    assert main([*WORDS]) == 0
+    assert f"{count} of {count} tuned" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_keeps_what_it_measured(gpu, capsys):
+    FakeTimer.stop_after = 3
+    assert main([*WORDS]) == 130
+    assert "3 of 10 tuned" in (out := capsys.readouterr().out) and "7 are left: the same command" in out
+    (lines,) = (gpu / "cache" / "dovetail" / "tuning").glob("*.timings.jsonl")
+    assert len(list(map(json.loads, lines.read_text().splitlines()))) == 3
+    FakeTimer.stop_after = 7
+    assert main([*WORDS]) == 0, "only the others are measured"
+
+
+def test_several_models_share_what_they_have_in_common(gpu, capsys):
+    words = [word for word in WORDS if not word.startswith("model=")]
+    assert main([*words, "tune.models=[tiny,tiny]"]) == 0
+    assert "10 of 10 tuned" in capsys.readouterr().out
+    assert main([*words, "model=tiny", "tune.models=[tiny]"]) == 2
+    assert "`model=tiny` and tune.models=['tiny']: give one of them" in capsys.readouterr().err
+
+
+def test_no_measurement_starts_after_the_time_limit(gpu, capsys, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(app.time, "monotonic", lambda: next(clock))
+    assert main([*WORDS, "tune.seconds=4"]) == 0
+    assert "left: the same command continues with them" in capsys.readouterr().out

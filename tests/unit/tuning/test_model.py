@@ -1,0 +1,100 @@
+"""The prediction of matmul times, compared with times that were measured on an H200, and its use without a table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+from dovetail.core.ops.tile_choice import check_matmul, tile_of
+from dovetail.core.tuning.gpu import Gpu
+from dovetail.core.tuning.matmul import MatmulTunable
+from dovetail.core.tuning.model import library_seconds, tile_seconds
+from dovetail.core.tuning.startup import predicted_table
+from dovetail.core.tuning.table import TuningTable
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+TIMINGS = Path(__file__).with_name("h200.timings.jsonl")
+A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 2.0e12, 1.41e9, 163 << 10, tma=False, hopper=False)
+
+
+def product(outputs, inputs, rows, dtype=torch.float8_e4m3fn, gpu=Gpu()):  # noqa: B008
+    weight = torch.empty(outputs, inputs, dtype=dtype, device="meta")
+    return MatmulTunable(weight, rows, torch.bfloat16, gpu=gpu)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("fit_tiles")
+    sys.modules.pop("fit_tiles", None)
+
+
+def test_picks_are_near_the_fastest_measured_tiles(script, monkeypatch, capsys):
+    points = script.read([TIMINGS])
+    ratios = [script.pick(point, Gpu(), script.FIT)[0] for point in points]
+    assert len(points) >= 10 and all(ratio >= 1 for ratio in ratios)
+    assert script.geometric_mean(ratios) < 1.06 and max(ratios) < 1.3
+    monkeypatch.setattr(sys, "argv", ["fit_tiles.py", str(TIMINGS)])
+    assert script.main() == int(max(ratios) > script.WRONG)
+    assert f"{len(points)} matmuls: mean " in capsys.readouterr().out
+
+
+def test_a_fit_lowers_the_loss(script, monkeypatch):
+    points, gpu = script.read([TIMINGS])[:3], Gpu()
+    wrong = script.replace(script.FIT, memory=0.5, library_memory=0.4)
+    monkeypatch.setattr(script, "ROUNDS", 2)
+    assert script.loss(points, gpu, script.fitted(points, gpu, wrong)) < script.loss(points, gpu, wrong)
+
+
+@pytest.mark.parametrize("gpu", [Gpu(), A100], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("rows", [1, 33, 64, 100, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_candidates_can_be_launched(rows, dtype, gpu):
+    for outputs, inputs in ((6144, 4096), (1280, 8192), (80, 2000)):
+        one = product(outputs, inputs, rows, dtype, gpu)
+        found = list(one.candidates())
+        assert found or inputs == 2000
+        for choice in found:
+            check_matmul(one.key, rows, json.loads(json.dumps(choice)))
+            tile = tile_of(choice)
+            assert one.admits(choice) and tile.shared_bytes(dtype.itemsize) <= gpu.shared
+            assert gpu.hopper or not (tile.needs_hopper or tile.tma)
+            assert one.predicted(choice) > 0
+        assert one.predicted(None) > 0
+
+
+def test_precise_sums_are_not_left_to_specialized_tiles():
+    weight = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    one = MatmulTunable(weight, 128, torch.bfloat16, fast_accum=False, gpu=Gpu())
+    assert not any(choice.get("specialized") for choice in one.candidates())
+    assert any(choice.get("specialized") for choice in product(4096, 4096, 128).candidates())
+
+
+def test_a_tile_of_another_number_of_rows_may_not_fit():
+    one = product(128256, 4096, 256)
+    assert not one.admits({"tokens": 16, "outputs": 16, "inputs": 256, "split": 2}), "it needs too many counters"
+    assert one.admits({"tokens": 64, "outputs": 128, "inputs": 128})
+
+
+def test_more_work_takes_longer():
+    tile = tile_of({"tokens": 64, "outputs": 64, "inputs": 128})
+    for gpu in (Gpu(), A100):
+        for seconds in (lambda *shape: tile_seconds(tile, *shape), library_seconds):
+            times = [seconds(64, outputs, 4096, "fp8", gpu) for outputs in (4096, 8192, 65536)]
+            assert times == sorted(times)
+            assert 1e-6 < times[0] < times[-1] < 1e-2
+
+
+def test_shapes_without_entries_get_a_prediction():
+    tunables = [product(4608, 3584, rows) for rows in (1, 64, 512)]
+    found = predicted_table(tunables, TuningTable(), "NVIDIA H200")
+    ((_, rows),) = found.entries.items()
+    assert list(rows) == [1, 64, 512] and rows[1] is not None, "the library takes twice as long for one row of FP8"
+    assert len(predicted_table(tunables, found, "NVIDIA H200")) == 0

@@ -1,0 +1,150 @@
+"""The search with a timer that takes times from a function, on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+from dovetail.core.interfaces.tuning import Tunable, make_key
+from dovetail.core.ops.choices import Choices, installed, temporarily
+from dovetail.core.tuning import search as module
+from dovetail.core.tuning.search import FINALS, Found, distinct, read_found, search, table_of
+from dovetail.core.tuning.timing import copies, fault_of
+
+GPU = "a GPU"
+
+
+class Scan(Tunable):
+    """Operation whose choice is a number of lanes; the prediction does not depend on it."""
+
+    op, nbytes = "acme_scan", 1
+
+    def __init__(self, rows, width=8, lanes=100):
+        self.rows, self.key, self._lanes = rows, make_key(width=width), lanes
+
+    def candidates(self):
+        return [{"lanes": lanes} for lanes in (range(self._lanes) if self._lanes > 0 else range(99, 9, -1))]
+
+    def admits(self, choice):
+        return choice["lanes"] != 13
+
+    def trials(self, count):
+        raise AssertionError("the timer of these tests needs no operands")
+
+
+class FakeTimer:
+    """Timer without a device. `us`(tunable, choice) is a time; None = the choice cannot run."""
+
+    def __init__(self, us, wrong=()):
+        self.us, self.wrong, self.opened, self.compiled, self.timed = us, wrong, [], [], []
+
+    def open(self, tunable):
+        self.tunable = tunable
+        self.opened.append(tunable.rows)
+
+    def compile_all(self, planned):
+        self.planned = [[choice["lanes"] for choice in choices] for _, choices in planned]
+
+    def microseconds(self, choices, final):
+        self.timed.append((final, len(choices)))
+        if not final:
+            self.compiled.append([choice["lanes"] for choice in choices])
+        return [self.us(self.tunable, choice) for choice in choices]
+
+    def fault(self, choice):
+        return "off by 1" if choice["lanes"] in self.wrong else None
+
+
+def distance(best):
+    """Times with which `best` lanes are fastest, and the default is in the middle of the others."""
+    return lambda tunable, choice: 20.0 if choice is None else 10.0 + abs(choice["lanes"] - best)
+
+
+def run(tunables, timer, known=None, **options):
+    return [found for _, found in search(tunables, timer, GPU, known or {}, **options)]
+
+
+def test_the_fastest_choice_is_found():
+    timer = FakeTimer(distance(17))
+    (found,) = run([Scan(4)], timer)
+    assert found.best == ({"lanes": 17}, 10.0) and found.before == 20.0
+    assert timer.timed == [(False, module.MOST_CANDIDATES), (True, FINALS + 1)]
+    assert len(found.times) + len(found.others) == module.MOST_CANDIDATES + 1
+    table = table_of([found], GPU, "search")
+    assert list(table.flat().values()) == [{"lanes": 17}] and table.counts() == {"search": 1}
+
+
+def test_choices_that_fail_or_are_wrong_are_not_taken(caplog):
+    def us(tunable, choice):
+        return None if choice is not None and choice["lanes"] in (17, 18) else distance(17)(tunable, choice)
+
+    (found,) = run([Scan(4)], FakeTimer(us, wrong={16}))
+    assert found.best == ({"lanes": 15}, 12.0) and "'lanes': 16" in caplog.text and "off by 1" in caplog.text
+
+
+def test_the_default_stays_unless_a_choice_is_clearly_faster():
+    (found,) = run([Scan(4)], FakeTimer(lambda tunable, choice: 20.0 if choice is None else 19.9))
+    assert found.best == (None, 20.0)
+    with pytest.raises(RuntimeError, match="acme_scan {'width': 8} with 4 rows runs with no choice"):
+        run([Scan(4)], FakeTimer(lambda tunable, choice: None))
+
+
+def test_the_first_candidates_are_timed_and_the_best_of_other_rows():
+    timer = FakeTimer(distance(12.4))
+    run([Scan(4, lanes=-1), Scan(8, lanes=5), Scan(16, width=9, lanes=3)], timer, most=88)
+    assert timer.planned == timer.compiled[:1] + [[0, 1, 2, 3, 4], [0, 1, 2]], "all are compiled before any is timed"
+    assert timer.compiled[0] == list(range(99, 11, -1))
+    assert timer.compiled[1:] == [[0, 1, 2, 3, 4, 12], [0, 1, 2]], "13 is next best, which 8 rows do not admit"
+
+
+def test_the_installed_choice_is_timed_too():
+    timer, slow = FakeTimer(distance(3)), {"lanes": 77}
+    with temporarily(Choices({("acme_scan", GPU, make_key(width=8)): {16: slow}})):
+        (found,) = run([Scan(4)], timer, most=10)
+        assert installed().find("acme_scan", GPU, make_key(width=8), 4) == slow
+    assert found.before == 84.0 and timer.compiled[0][0] == 77 and found.best[0] == {"lanes": 3}
+
+
+def test_a_search_continues_where_it_was(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    wanted = [Scan(rows, width) for width in (8, 9) for rows in (1, 2, 4)]
+    first = run(wanted, FakeTimer(distance(5)), seconds=3)
+    assert 0 < len(first) < len(wanted)
+    lines = [f"{found.line()}\n" for found in first]
+    known = read_found([*lines, lines[0][:40]])
+    assert list(known.values()) == first, "a line that was cut off is skipped"
+    timer = FakeTimer(distance(5))
+    both = run(wanted, timer, known)
+    assert both[: len(first)] == first and len(both) == len(wanted) == len(first) + len(timer.opened)
+    assert {found.best[0]["lanes"] for found in both} == {5}
+
+
+def test_records_of_another_form_are_skipped(caplog):
+    found = Found("acme_scan", make_key(width=8), 4, ((None, 2.5),), 2.5)
+    lines = ["", "3", "{}", json.dumps({"op": 1}), found.line()]
+    assert list(read_found(lines).values()) == [found] and len(caplog.records) == 4
+
+
+def test_equal_layers_are_tuned_once():
+    first = [Scan(1), Scan(2), Scan(1, 9)]
+    assert distinct([*first, Scan(2), Scan(1), Scan(1, 9)]) == first
+
+
+def test_wrong_results_are_found():
+    exact = torch.randn(4, 8)
+    assert fault_of(exact.clone, exact, 1e-2) is None
+    assert "off by" in fault_of(lambda: exact * 1.1, exact, 1e-2)
+    assert "off by" in fault_of(lambda: exact * float("nan"), exact, 1e-2)
+    assert "not the same bits" in fault_of(lambda: exact * (1 + 1e-4 * torch.rand(1)), exact, 1e-2)
+    counter = itertools.count()
+    assert "off by" in fault_of(lambda: exact * (1 + next(counter)), exact, 1e-2), "state is left behind"
+
+
+def test_weights_exceed_the_cache():
+    assert copies(1 << 20) == 200 and copies(1 << 40) == 2
