@@ -146,8 +146,8 @@ def _draw_parts(
     tl.store(index_ptr + row * tl.num_programs(1) + part, index)
 
 
-@triton.jit
-def _draw_join(value_ptr, index_ptr, drawn_ptr, best_ptr, out_ptr, PARTS, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["parts"])
+def _draw_join(value_ptr, index_ptr, drawn_ptr, best_ptr, out_ptr, parts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if drawn_ptr is not None:
         drawn = tl.load(drawn_ptr + row)
@@ -155,8 +155,8 @@ def _draw_join(value_ptr, index_ptr, drawn_ptr, best_ptr, out_ptr, PARTS, BLOCK:
             tl.store(out_ptr + row, drawn.to(tl.int64))
             return
     part = tl.arange(0, BLOCK)
-    value = tl.load(value_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
-    index = tl.load(index_ptr + row * PARTS + part, mask=part < PARTS, other=2147483647)
+    value = tl.load(value_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
+    index = tl.load(index_ptr + row * parts + part, mask=part < parts, other=2147483647)
     value, index = tl.reduce((value, index), 0, better)
     tl.store(best_ptr + row, value)
     tl.store(out_ptr + row, tl.where(value == float("inf"), -1, index).to(tl.int64))
@@ -184,7 +184,8 @@ def best_triton(
     out_N = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
     if not rows:
         return best_N, out_N
-    parts = max(1, min(triton.cdiv(vocab, VOCAB_BLOCK), PROGRAMS // rows))
+    most = triton.cdiv(vocab, VOCAB_BLOCK)
+    parts = max(1, min(most, PROGRAMS // rows))
     part_columns = triton.cdiv(triton.cdiv(vocab, parts), VOCAB_BLOCK) * VOCAB_BLOCK
     parts = triton.cdiv(vocab, part_columns)
     value = torch.empty(rows, parts, device=logits_NV.device)
@@ -207,5 +208,5 @@ def best_triton(
         BLOCK=VOCAB_BLOCK,
         num_warps=4,
     )
-    _draw_join[(rows,)](value, index, drawn_N, best_N, out_N, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+    _draw_join[(rows,)](value, index, drawn_N, best_N, out_N, parts, BLOCK=triton.next_power_of_2(most), num_warps=1)
     return best_N, out_N

@@ -199,7 +199,7 @@ def finish(
     V,
     FACTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    FEWEST: tl.constexpr,
+    FEW: tl.constexpr,
     LISTS: tl.constexpr,
     SHIFT: tl.constexpr,
     DIGIT: tl.constexpr,
@@ -231,31 +231,47 @@ def finish(
             together = by_p & (apart == 0)
             if longest == 0:
                 low = key_of(tl.load(fact_ptr + row * FACTS), SHIFT)
-            for tier in tl.static_range(3):
-                # Fewer candidates take less time. A tier has eight times as many as the one before it.
-                if (longest > ((FEWEST << (3 * tier)) >> 3) // LISTS * (tier > 0)) & (
-                    longest <= (FEWEST << (3 * tier)) // LISTS
-                ):
-                    low = search_candidates(
-                        mine_ptr,
-                        length_ptr,
-                        low,
-                        high,
-                        largest,
-                        temperature,
-                        top_k,
-                        top_p,
-                        wanted,
-                        above,
-                        by_k,
-                        together,
-                        LENGTH,
-                        LISTS,
-                        FEWEST << (3 * tier),
-                        SHIFT,
-                        DIGIT,
-                    )
-            if longest > LENGTH:
+            elif longest <= FEW // LISTS:
+                low = search_candidates(
+                    mine_ptr,
+                    length_ptr,
+                    low,
+                    high,
+                    largest,
+                    temperature,
+                    top_k,
+                    top_p,
+                    wanted,
+                    above,
+                    by_k,
+                    together,
+                    LENGTH,
+                    LISTS,
+                    FEW,
+                    SHIFT,
+                    DIGIT,
+                )
+            elif longest <= LENGTH:
+                low = search_candidates(
+                    mine_ptr,
+                    length_ptr,
+                    low,
+                    high,
+                    largest,
+                    temperature,
+                    top_k,
+                    top_p,
+                    wanted,
+                    above,
+                    by_k,
+                    together,
+                    LENGTH,
+                    LISTS,
+                    CANDIDATES,
+                    SHIFT,
+                    DIGIT,
+                )
+            else:
                 low = search_row(row_ptr, V, low, high, largest, temperature, wanted, by_k, SHIFT, DIGIT, BLOCK)
                 apart = by_k & by_p
             if apart:

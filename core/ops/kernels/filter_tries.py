@@ -71,7 +71,7 @@ def draw_and_summarize(
     peak = tl.max(peaks, axis=0)
     mass = tl.sum(masses * tl.exp2(peaks - peak), axis=0)
     token = at + lane
-    for k in tl.static_range(LISTED):
+    for k in range(LISTED):
         score, which = tl.reduce((best, token), 0, better)
         tl.store(score_ptr + k, score)
         tl.store(token_ptr + k, which)
@@ -103,7 +103,7 @@ def choose_tries(
     token = tl.load(token_ptr + place, mask=place < parts * LISTED, other=2147483647)
     each = tl.arange(0, TRIES)
     chosen = tl.full((TRIES,), -1, tl.int32)
-    for k in tl.static_range(TRIES):
+    for k in range(TRIES):
         highest = tl.max(score, axis=0)
         which = tl.min(tl.where(score == highest, token, 2147483647), axis=0)
         # A token that no part listed may be better than one below the bound.

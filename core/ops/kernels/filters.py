@@ -39,8 +39,8 @@ RUN = 16
 CANDIDATES = 8192
 LISTS = 8
 """Lists that a row's candidates are kept in, so that programs that append to them wait less for each other."""
-FEWEST = CANDIDATES // 64
-"""Number of candidates in the smallest of the three sizes for which `finish` is compiled."""
+FEW = 512
+"""Number of candidates up to which `finish` takes a fraction of the time."""
 PART_COLUMNS = 2048
 """Minimum number of logits per part."""
 PROGRAMS = 2048
@@ -196,7 +196,7 @@ def _search(
         vocab,
         FACTS=FACTS,
         CANDIDATES=CANDIDATES,
-        FEWEST=FEWEST,
+        FEW=FEW,
         LISTS=LISTS,
         SHIFT=shift,
         DIGIT=DIGIT,

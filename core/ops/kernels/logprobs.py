@@ -41,10 +41,7 @@ def _value_of(rank):
 @triton.jit
 def _wanted(wanted_ptr, row, count):
     """Return the number of tokens that the row needs; -1 = it needs nothing."""
-    wanted = count
-    if wanted_ptr is not None:
-        wanted = tl.minimum(tl.load(wanted_ptr + row), count).to(tl.int32)
-    return wanted
+    return tl.minimum(tl.load(wanted_ptr + row), count).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -104,6 +101,8 @@ def best_logprobs_triton(logits_NV: torch.Tensor, count: int, wanted_N: torch.Te
     logits_NV = logits_NV.contiguous()
     rows, vocab = logits_NV.shape
     device = logits_NV.device
+    if wanted_N is None:
+        wanted_N = torch.full((rows,), count, device=device)
     total_N = torch.empty(rows, device=device)
     values_Nn = torch.empty(rows, count, device=device)
     ids_Nn = torch.empty(rows, count, dtype=torch.int64, device=device)

@@ -122,8 +122,8 @@ def steps() -> None:
             for bound in (least, None):
                 step.draw(logits, keys, floats[0], keys, True, bound)
             step.draw(logits, keys, floats[0], keys, False)
-            for count, wanted in ((1, None), (64, keys)):
-                best_logprobs(logits, count, wanted)
+            for count in (1, 64):
+                best_logprobs(logits, count, keys)
             logprobs_of(logits, keys, floats[0])
             ctx = LogitsContext(keys, keys, tokens_SL, keys_S, 512 * longest)
             penalise_triton(logits, ctx, reals_S, reals_S, reals_S, cuda(PROGRAMS, VOCAB, dtype=INT32))
